@@ -1,0 +1,40 @@
+# `make demo` and `make test` do all the set-up themselves on a fresh machine (Linux, Python >= 3.11).
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: demo test test-all lint types bench clean
+
+demo: $(VENV)/.installed ## train the example under the profiler and say where the report is
+	$(BIN)/dsprof run --nproc-per-node 2 examples/train_gpt.py
+
+test: $(VENV)/.tested ## everything but what takes minutes
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/.tested
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.tested
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.tested ## strict, over all four folders as users import them
+	$(BIN)/mypy -p dsprof
+
+bench: $(VENV)/.installed ## the collectors' cost on the example (about ten minutes)
+	$(BIN)/python benchmarks/overhead.py
+
+# torch first and by itself: its CPU build is what the constraint names.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt torch setuptools wheel
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/.tested: $(VENV)/.installed
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist dsprof.egg-info dsprof-out

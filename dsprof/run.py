@@ -1,0 +1,193 @@
+"""The run folder: where everything of one run lies, and run.json, which says what the run was.
+
+dsprof-out/<name>-<UTC>-<id>/
+    run.json  capture/rank00003.<restart>.<host>.<pid>/  trace/rank00003.parquet
+    findings.json  report.html  summary.md  tensorboard/
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import secrets
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+RUN_SCHEMA: Final = 1
+DEFAULT_PARENT: Final = "dsprof-out"
+
+
+class RunError(Exception):
+    """A run folder cannot be used; the message says which, why, and what to do instead."""
+
+
+@dataclass
+class RankExit:
+    """How one rank's process ended, as its launcher saw it."""
+
+    rank: int
+    host: str
+    pid: int
+    code: int | None
+    """Exit status as the operating system gave it: 0..255; None when it ended by a signal."""
+    signal: int | None
+    ended_ns: int | None
+    """Monotonic clock of the host, for telling who died first."""
+    restart: int = 0
+    """Which elastic restart of the job the process belonged to."""
+    stopped: bool = False
+    """The launcher ended it: another rank had failed, or the job was interrupted."""
+
+    @property
+    def status(self) -> int:
+        """What a shell would report: the exit code, or 128 + the signal."""
+        if self.signal is not None:
+            return 128 + self.signal
+        return self.code or 0
+
+
+@dataclass
+class RankInfo:
+    """One rank's capture, as merged."""
+
+    rank: int
+    restart: int
+    host: str
+    pid: int
+    capture: str
+    """Name of its folder under capture/."""
+    native: bool
+    last_step: int
+    """Last completed step; -1: none."""
+    records: int
+    dropped: int
+    """Records not written: the disk was full, or the capture reached its size limit."""
+    damaged: int
+    """Records that could not be read back: torn or corrupt."""
+    errors: int
+    """Errors inside the collectors: caught, counted, and of no consequence to the job."""
+    closed: bool
+    """The capture was closed in order (not by a kill)."""
+
+
+@dataclass
+class RunInfo:
+    """The contents of run.json."""
+
+    id: str
+    name: str
+    command: list[str]
+    cwd: str = ""
+    started: str = ""
+    ended: str | None = None
+    status: int | None = None
+    """What `dsprof run` returned; None while running or without a launcher of ours."""
+    world_size: int | None = None
+    level: str = "light"
+    versions: dict[str, str] = field(default_factory=dict)
+    exits: list[RankExit] = field(default_factory=list)
+    ranks: list[RankInfo] = field(default_factory=list)
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Process group name -> {"ranks": [global ranks seen], "size": int, "desc": str}."""
+    facts: list[dict[str, Any]] = field(default_factory=list)
+    """What the ranks said of themselves: {"fact": "ddp"|"dataloader"|..., "rank": int, "site": "file:line", ...}."""
+    warnings: list[str] = field(default_factory=list)
+    schema: int = RUN_SCHEMA
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> RunInfo:
+        data = json.loads(text)
+        if not isinstance(data, dict) or "id" not in data:
+            raise ValueError("not a run.json: it has no `id`")
+        known = {item.name for item in fields(cls)}
+        data = {key: value for key, value in data.items() if key in known}
+        data["exits"] = [RankExit(**item) for item in data.get("exits", [])]
+        data["ranks"] = [RankInfo(**item) for item in data.get("ranks", [])]
+        return cls(**{"name": data["id"], "command": [], **data})
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run folder."""
+
+    path: Path
+
+    @property
+    def run_json(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def capture(self) -> Path:
+        return self.path / "capture"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace"
+
+    @property
+    def exits(self) -> Path:
+        """One JSON file a launching host, written by `dsprof.torchrun`."""
+        return self.path / "exits"
+
+    @property
+    def findings_json(self) -> Path:
+        return self.path / "findings.json"
+
+    @property
+    def report_html(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def write_info(self, info: RunInfo) -> None:
+        write_atomically(self.run_json, info.to_json())
+
+    def read_info(self) -> RunInfo:
+        """run.json; a minimal one when it is absent, since a capture alone is worth reading.
+
+        Raises RunError when it is there and cannot be read.
+        """
+        try:
+            return RunInfo.from_json(self.run_json.read_text())
+        except FileNotFoundError:
+            return RunInfo(id=self.path.resolve().name, name=self.path.resolve().name, command=[])
+        except (OSError, ValueError, TypeError) as error:
+            raise RunError(
+                f"{self.run_json}: cannot be read ({error}); move it away to analyze the capture without it"
+            ) from error
+
+
+def new_run_id(name: str, now: datetime.datetime | None = None) -> str:
+    """`<name>-<UTC>-<id>`, safe as a file name."""
+    now = now or datetime.datetime.now(datetime.UTC)
+    safe = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "run"
+    return f"{safe}-{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+
+
+def open_run(path: str | os.PathLike[str]) -> RunFolder:
+    """The existing run folder at `path`. Raises RunError if there is none."""
+    folder = RunFolder(Path(path))
+    if not folder.path.is_dir():
+        raise RunError(f"{path}: no such run folder; runs lie under {DEFAULT_PARENT}/ unless -o said otherwise")
+    if not (folder.run_json.exists() or folder.capture.is_dir() or folder.trace.is_dir()):
+        raise RunError(f"{path}: not a run folder (no run.json, capture/ or trace/ in it)")
+    return folder
+
+
+def write_atomically(path: Path, data: str | bytes) -> None:
+    """Replace `path` in one step: a reader sees the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
