@@ -1,0 +1,176 @@
+"""The analyzer: a trace in, findings out. Pure: no files, no printing, no torch.
+
+clock ─► match ─► budget ─► replay ─► rules ─► ranking
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import pandas as pd
+
+from dsprof.run import RunInfo
+from dsprof.schema import BUDGET_PARTS
+from dsprof.trace import Trace
+
+from . import replay
+from .analysis import Analysis, CaptureQuality, StepTime
+from .attribution import attribute
+from .budget import RankTime, paint, step_budget
+from .clock import align
+from .context import Change, Context, interval
+from .finding import SEVERITIES, Finding, severity_of
+from .load import measure_load
+from .match import match_collectives
+from .rules import FAULTS, RULES, NotJudged
+
+__all__ = ["analyze"]
+
+Judged = TypeVar("Judged")
+
+RECORD_NS = {True: 400.0, False: 45_000.0}
+"""Cost of one record with the native recorder and with the Python one; benchmarks/overhead.py measures both."""
+
+
+def analyze(trace: Trace) -> Analysis:
+    """Explain a run. Never raises for a poor capture: what cannot be judged is named in `not_run`."""
+    run = trace.run
+    rows, clock_error_us, warnings = align(_last_restart(trace.rows), run)
+    captured = tuple(int(rank) for rank in np.sort(rows["rank"].unique()))
+    collectives = match_collectives(rows)
+    times = {rank: paint(rows[rows["rank"] == rank], collectives, rank) for rank in captured}
+    steps = step_budget(times, _steps(rows))
+    middle = steps[steps["middle"]]
+    step_ms = _step_time(steps)
+    context = _context(run, rows, steps, collectives, times, step_ms.mean if step_ms else 0.0)
+    findings, passed, not_run, noise_ms = _judge(context)
+    by_rank = middle.groupby("rank")[list(BUDGET_PARTS)].mean()
+    return Analysis(
+        run=run,
+        ranks_expected=run.world_size or len(captured),
+        ranks_captured=captured,
+        step_count=int(steps.groupby("rank").size().max()) if len(steps) else 0,
+        step_ms=step_ms,
+        steps=steps,
+        budget={part: float(middle[part].mean()) for part in BUDGET_PARTS} if len(middle) else {},
+        budget_by_rank=by_rank,
+        slowest_rank=int(by_rank["peer_wait"].idxmin()) if len(by_rank) > 1 else None,
+        collectives=collectives,
+        rows=rows,
+        findings=tuple(findings),
+        passed=tuple(passed),
+        not_run=not_run,
+        noise_ms=noise_ms,
+        capture=CaptureQuality(
+            overhead_percent=_overhead(run, rows, middle),
+            dropped=sum(item.dropped for item in run.ranks),
+            clock_error_us=clock_error_us,
+            warnings=(*run.warnings, *warnings),
+        ),
+    )
+
+
+def _last_restart(rows: pd.DataFrame) -> pd.DataFrame:
+    """An elastic job's last attempt: earlier ones ended in a failure and have their own steps."""
+    return rows[rows["restart"] == rows["restart"].max()] if len(rows) else rows
+
+
+def _steps(rows: pd.DataFrame) -> pd.DataFrame:
+    """rank, step, start_ns, dur_ns, middle. The middle half is of the steps that every captured rank completed."""
+    steps = rows.loc[rows["kind"] == "step", ["rank", "step", "start_ns", "dur_ns"]].reset_index(drop=True)
+    steps = steps.astype({"dur_ns": "int64"}).sort_values(["rank", "step"], ignore_index=True)
+    shared = steps.groupby("step").size()
+    common = np.sort(shared[shared == steps["rank"].nunique()].index.to_numpy())
+    count = len(common)
+    chosen = common[count // 4 : count - count // 4] if count >= 4 else common
+    return steps.assign(middle=steps["step"].isin(chosen))
+
+
+def _step_time(steps: pd.DataFrame) -> StepTime | None:
+    middle = steps[steps["middle"]]
+    if middle.empty:
+        return None
+    every = steps["dur_ns"].to_numpy(np.float64) / 1e6
+    p10, median, p90 = np.percentile(every, [10, 50, 90])
+    return StepTime(float(middle["dur_ns"].mean() / 1e6), float(median), float(p10), float(p90))
+
+
+def _context(
+    run: RunInfo,
+    rows: pd.DataFrame,
+    steps: pd.DataFrame,
+    collectives: pd.DataFrame,
+    times: dict[int, RankTime],
+    step_ms: float,
+) -> Context:
+    facts: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for fact in run.facts:
+        facts[str(fact.get("fact"))].append(fact)
+    stepped = {rank: time for rank, time in times.items() if rank in set(steps["rank"])}
+    programs = tuple(replay.programs(stepped, rows, collectives, steps)) if steps["middle"].any() else ()
+    load = measure_load(run, rows, steps, facts, step_ms)
+    return Context(run, rows, steps, collectives, programs, step_ms, load, dict(facts))
+
+
+def _judge(context: Context) -> tuple[list[Finding], list[str], dict[str, str], float]:
+    """Findings, worst first; the codes that passed; those that could not be judged and why; the noise floor in ms.
+
+    The noise floor is half the 95 % interval of the mean step, of what would be left with every fault mended: a fault
+    that strikes now and then must not hide in the noise that it makes.
+    """
+    found: dict[str, list[Finding]] = {}
+    not_run: dict[str, str] = {}
+
+    def judge(code: str, rule: Callable[[], Judged]) -> Judged | None:
+        try:
+            return rule()
+        except NotJudged as reason:
+            not_run[code] = str(reason)
+        except Exception as error:  # one rule's mistake must not cost the others' findings
+            not_run[code] = f"the rule failed: {type(error).__name__}: {error}"
+        return None
+
+    changes: dict[str, Change] = {}
+    noise_ms = 0.0
+    if context.programs:
+        for code, (mended, _) in FAULTS.items():
+            change = judge(code, partial(mended, context))
+            if change is not None:
+                changes[code] = change
+        shares, alone, left = attribute(context, changes)
+        low, high = interval(left)
+        noise_ms = (high - low) / 2
+        for code, change in changes.items():
+            gains = context.gain(shares[code]), context.gain(alone[code])
+            finding = judge(code, partial(FAULTS[code][1], context, change, *gains))
+            found[code] = [finding] if finding is not None else []
+    else:
+        not_run |= dict.fromkeys(FAULTS, "no step was completed on all captured ranks")
+    for code, rule in RULES.items():
+        found[code] = judge(code, partial(rule, context)) or []
+    rated = {code: [_rated(finding, noise_ms) for finding in found.get(code, [])] for code in (*FAULTS, *RULES)}
+    passed = [code for code, of in rated.items() if code not in not_run and all(f.severity == "info" for f in of)]
+    findings = [finding for of in rated.values() for finding in of]
+    findings.sort(key=lambda f: (not f.code.startswith("run."), SEVERITIES.index(f.severity), -f.gain.ms))
+    return findings, passed, not_run, noise_ms
+
+
+def _rated(finding: Finding, noise_ms: float) -> Finding:
+    if finding.code.startswith("run."):
+        return finding
+    return replace(finding, severity=severity_of(finding.gain, noise_ms))
+
+
+def _overhead(run: RunInfo, rows: pd.DataFrame, middle: pd.DataFrame) -> float | None:
+    """Records a step times the cost of one, as a share of the step: an estimate, not a measurement of this run."""
+    if middle.empty:
+        return None
+    recorded = rows[(rows["source"] == "measured") & rows["step"].isin(middle["step"])]
+    native = all(item.native for item in run.ranks)
+    a_step = len(recorded) / max(len(middle), 1)
+    return float(a_step * RECORD_NS[native] / middle["dur_ns"].mean() * 100)

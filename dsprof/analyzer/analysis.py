@@ -1,0 +1,92 @@
+"""The analyzer's answer: everything the reports draw, and nothing they have to work out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from dsprof.analyzer.finding import Finding
+from dsprof.run import RunInfo
+
+FINDINGS_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Step durations in ms; `mean` is over the middle half of the steps, the others over all of them."""
+
+    mean: float
+    median: float
+    p10: float
+    p90: float
+
+
+@dataclass(frozen=True)
+class CaptureQuality:
+    """How far the capture can be trusted."""
+
+    overhead_percent: float | None
+    """The collectors' own estimate (records written x cost of one), as a share of the step."""
+    dropped: int
+    clock_error_us: float
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A run, explained.
+
+    steps:       one row per (rank, step): rank, step, start_ns, dur_ns, middle (bool: in the middle half),
+                 and one float column in ms per budget part; the parts sum to dur_ns / 1e6.
+    budget:      part -> ms, mean over ranks and middle steps; sums to step_ms.mean.
+    budget_by_rank: index rank, a column per budget part, ms; rows sum to that rank's mean step.
+    slowest_rank: the rank the others wait for most; None with one rank or no steps.
+    collectives: one row per matched collective (`match.COLLECTIVE_COLUMNS`).
+    rows:        the trace table (dsprof.schema.COLUMNS), on the common clock.
+    findings:    worst first.
+    passed:      codes of the rules that ran and found nothing above `info`.
+    not_run:     code -> why a rule could not be judged on this capture.
+    noise_ms:    the run's own noise floor, half the 95 % interval of the mean step.
+    """
+
+    run: RunInfo
+    ranks_expected: int
+    ranks_captured: tuple[int, ...]
+    step_count: int
+    step_ms: StepTime | None
+    steps: pd.DataFrame
+    budget: dict[str, float]
+    budget_by_rank: pd.DataFrame
+    slowest_rank: int | None
+    collectives: pd.DataFrame
+    rows: pd.DataFrame
+    findings: tuple[Finding, ...]
+    passed: tuple[str, ...]
+    not_run: dict[str, str]
+    noise_ms: float
+    capture: CaptureQuality
+
+    def to_dict(self) -> dict[str, Any]:
+        """findings.json, schema 1. Without a complete step `step_ms` is null and `budget` empty."""
+        step_ms = None if self.step_ms is None else vars(self.step_ms)
+        return {
+            "schema": FINDINGS_SCHEMA,
+            "run": {
+                "id": self.run.id,
+                "command": list(self.run.command),
+                "ranks": {"expected": self.ranks_expected, "captured": len(self.ranks_captured)},
+                "steps": self.step_count,
+                "step_ms": step_ms,
+            },
+            "budget": self.budget,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "passed": list(self.passed),
+            "capture": {
+                "overhead_percent": self.capture.overhead_percent,
+                "dropped": self.capture.dropped,
+                "clock_error_us": self.capture.clock_error_us,
+                "warnings": list(self.capture.warnings),
+            },
+        }

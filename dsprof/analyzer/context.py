@@ -1,0 +1,128 @@
+"""What the rules work with: the measured run, its replay, and gains with their intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from scipy.special import stdtrit
+
+from dsprof.run import RunInfo
+
+from . import replay
+from .budget import WORK
+from .finding import Gain
+from .load import HostLoad
+from .replay import Program
+
+Float = npt.NDArray[np.float64]
+
+BATCH: Final = 10
+FEWEST_BATCHES: Final = 5
+MOST_BATCHES: Final = 20
+"""Batches of at least BATCH steps, but no fewer than five of them and no more than twenty."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Own work that would go away if one fault were mended.
+
+    removed:  part of WORK -> ms, [R, S] over the middle steps in order; negative where a rank would get more to do.
+    overlaps: the work does not vanish but moves beside other work, so the host's cores limit what is gained.
+    """
+
+    removed: Mapping[str, Float]
+    overlaps: bool = False
+
+
+@dataclass(frozen=True)
+class Context:
+    """A run, ready to be judged.
+
+    rows, steps, collectives: as in `Analysis`.
+    programs:     the middle steps, for replay.
+    load:         how busy the hosts' cores are; None: not measured.
+    facts:        `RunInfo.facts` by their kind.
+    """
+
+    run: RunInfo
+    rows: pd.DataFrame
+    steps: pd.DataFrame
+    collectives: pd.DataFrame
+    programs: tuple[Program, ...]
+    step_ms: float
+    load: HostLoad | None
+    facts: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def middle(self) -> pd.DataFrame:
+        return self.steps[self.steps["middle"]]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(int(rank) for rank in np.sort(self.steps["rank"].unique()))
+
+    @property
+    def step_numbers(self) -> npt.NDArray[np.int64]:
+        numbers: npt.NDArray[np.int64] = np.sort(self.middle["step"].unique()).astype(np.int64)
+        return numbers
+
+    @property
+    def step_range(self) -> tuple[int, int] | None:
+        numbers = self.step_numbers
+        return (int(numbers[0]), int(numbers[-1])) if len(numbers) else None
+
+    def work(self, part: str) -> Float:
+        """Time of a budget part in ms, [R, S] over the middle steps in order."""
+        wide: Float = self.middle.pivot(index="rank", columns="step", values=part).to_numpy(np.float64)
+        return wide
+
+    def replayed(self, changes: tuple[Change, ...] = ()) -> Float:
+        """Duration of each middle step in ms, [S], mean over ranks, with the changes made."""
+        order = {step: i for i, step in enumerate(self.step_numbers.tolist())}
+        keep = np.ones((len(self.ranks), len(order), len(WORK)))
+        for i, part in enumerate(WORK):
+            removed = [change.removed[part] for change in changes if part in change.removed]
+            if removed:
+                total = self.work(part)
+                keep[:, :, i] = np.clip(1 - sum(removed, np.zeros_like(total)) / np.maximum(total, 1e-9), 0, None)
+        return self.over_steps(lambda program: replay.run(program, keep[:, [order[s] for s in program.steps.tolist()]]))
+
+    def over_steps(self, replayed: Callable[[Program], Float]) -> Float:
+        """`replayed` of every program ([R, S] of it), mean over ranks, in order of step: [S]."""
+        numbers = np.concatenate([program.steps for program in self.programs])
+        values = np.concatenate([replayed(program).mean(axis=0) for program in self.programs])
+        ordered: Float = values[np.argsort(numbers)]
+        return ordered
+
+    def overlapped(self, before: Float, after: Float) -> Float:
+        """`after`, where what is saved from `before` was only moved beside other work: there must be idle cores."""
+        if self.load is None:
+            return after
+        return np.maximum(after, before - self.load.idle_ms)
+
+    def gain(self, saved: Float) -> Gain:
+        """Mean of the ms saved in each step, with its 95 % interval."""
+        low, high = interval(saved)
+        mean = float(saved.mean()) if len(saved) else 0.0
+        return Gain(mean, 100 * mean / self.step_ms if self.step_ms else 0.0, low, high)
+
+
+def interval(values: Float) -> tuple[float, float]:
+    """95 % interval of the mean of a series, by batch means.
+
+    Neighbouring steps are alike: what disturbs a host lasts for seconds. So the series is cut into a few long batches,
+    and the interval is Student's over their means.
+    """
+    count = len(values)
+    if count < 2:  # one step tells nothing about the next
+        return min(0.0, float(values.sum())), max(0.0, float(values.sum()))
+    batches = min(max(FEWEST_BATCHES, count // BATCH), MOST_BATCHES, count)
+    means = np.array([batch.mean() for batch in np.array_split(values, batches)])
+    half = float(stdtrit(batches - 1, 0.975) * means.std(ddof=1) / np.sqrt(batches))
+    mean = float(values.mean())
+    return mean - half, mean + half

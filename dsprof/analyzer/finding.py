@@ -1,0 +1,128 @@
+"""What the analyzer says: findings, their evidence, predicted gains and fixes, and findings.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+Severity = Literal["high", "medium", "low", "info"]
+SEVERITIES: Final[tuple[Severity, ...]] = ("high", "medium", "low", "info")
+
+LOW_PERCENT: Final = 1.0
+MEDIUM_PERCENT: Final = 5.0
+HIGH_PERCENT: Final = 15.0
+
+
+@dataclass(frozen=True)
+class Where:
+    """The place a finding points at; what does not apply is None."""
+
+    ranks: tuple[int, ...] | None = None
+    stage: int | None = None
+    group: str | None = None
+    op: str | None = None
+    module: str | None = None
+    steps: tuple[int, int] | None = None
+    """First and last step, inclusive."""
+
+    def to_dict(self) -> dict[str, Any]:
+        ranks = None if self.ranks is None else list(self.ranks)
+        steps = None if self.steps is None else list(self.steps)
+        found = {
+            "ranks": ranks, "stage": self.stage, "group": self.group,
+            "op": self.op, "module": self.module, "steps": steps,
+        }  # fmt: skip
+        return {key: value for key, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One number that was measured, and what it would be in a healthy run."""
+
+    metric: str
+    value: float | str
+    unit: str
+    expected: float | str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"metric": self.metric, "value": self.value, "unit": self.unit, "expected": self.expected}
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Predicted reduction of the step: mean, and the ends of its 95 % interval, in ms.
+
+    `percent` is of the mean step. `method` says how it was predicted ("replay").
+    """
+
+    ms: float
+    percent: float
+    low: float
+    high: float
+    method: str = "replay"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ms": self.ms, "percent": self.percent, "low": self.low,
+            "high": self.high, "method": self.method,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A change the user can make.
+
+    `patch` is, for kind `config`, a JSON Patch (RFC 6902) on the user's configuration; for `env`, entries
+    {"name", "value"}; for `code`, entries {"file", "line", "argument", "value"} whose file and line are
+    None where the call was not found.
+    """
+
+    kind: Literal["config", "env", "code"]
+    title: str
+    patch: tuple[dict[str, Any], ...] = ()
+    gain: Gain | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        gain = None if self.gain is None else self.gain.to_dict()
+        return {"kind": self.kind, "title": self.title, "patch": list(self.patch), "gain": gain}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One diagnosis; its code is in FINDINGS and never changes meaning."""
+
+    code: str
+    title: str
+    severity: Severity
+    confidence: float
+    where: Where
+    evidence: tuple[Evidence, ...]
+    gain: Gain
+    fixes: tuple[Fix, ...] = field(default=())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "code": self.code,
+            "title": self.title,
+            "severity": self.severity,
+            "confidence": self.confidence,
+            "where": self.where.to_dict(),
+            "evidence": [item.to_dict() for item in self.evidence],
+            "gain": self.gain.to_dict(),
+            "fixes": [fix.to_dict() for fix in self.fixes],
+        }
+
+
+def severity_of(gain: Gain, noise_ms: float) -> Severity:
+    """A finding stands above `info` only if the low end of its gain exceeds 1 % of the step and the noise.
+
+    `noise_ms` is the run's own noise floor. The step is recovered from the gain's own percent.
+    """
+    if gain.percent <= 0 or gain.ms <= 0:
+        return "info"
+    step_ms = gain.ms / gain.percent * 100
+    if gain.low <= max(noise_ms, step_ms * LOW_PERCENT / 100):
+        return "info"
+    if gain.percent >= HIGH_PERCENT:
+        return "high"
+    return "medium" if gain.percent >= MEDIUM_PERCENT else "low"

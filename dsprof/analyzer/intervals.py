@@ -1,0 +1,49 @@
+"""Sets of disjoint time intervals, and how much of one lies before a moment: the arithmetic of every breakdown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Sorted, disjoint, half-open [start, end) in ns."""
+
+    start: Int
+    end: Int
+
+    @staticmethod
+    def union(start: Int, end: Int) -> Intervals:
+        """The union of arbitrary intervals; those without length vanish."""
+        keep = end > start
+        start, end = start[keep], end[keep]
+        order = np.argsort(start, kind="stable")
+        start, reach = start[order], np.maximum.accumulate(end[order]) if len(end) else end
+        opens = np.ones(len(start), bool)
+        opens[1:] = start[1:] > reach[:-1]
+        closes = np.append(opens[1:], True)[: len(opens)]
+        return Intervals(start[opens], reach[closes])
+
+    @staticmethod
+    def empty() -> Intervals:
+        nothing = np.empty(0, np.int64)
+        return Intervals(nothing, nothing)
+
+    def __or__(self, other: Intervals) -> Intervals:
+        return Intervals.union(np.concatenate([self.start, other.start]), np.concatenate([self.end, other.end]))
+
+    def before(self, when: Int) -> Int:
+        """Total length of the part of the set that lies before each moment of `when`."""
+        if len(self.start) == 0:
+            return np.zeros_like(when)
+        total = np.concatenate([[0], np.cumsum(self.end - self.start)])
+        index = np.searchsorted(self.start, when, side="right")
+        last = np.maximum(index - 1, 0)
+        over = np.where(index > 0, np.maximum(self.end[last] - when, 0), 0)
+        result: Int = total[index] - over
+        return result

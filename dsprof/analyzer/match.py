@@ -1,0 +1,66 @@
+"""Join each collective across ranks: who came first, who last, and how long the bytes took once all were there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+COLLECTIVE_COLUMNS = (
+    "group", "seq", "name", "purpose", "step", "bytes", "ranks",
+    "first_ns", "last_ns", "late_rank", "end_ns", "transfer_ns",
+)  # fmt: skip
+
+GLOO_WORKERS = 2
+"""Collectives of one group that run at once: gloo has two worker threads a group."""
+
+
+def match_collectives(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row per collective that every participant of it completed (COLLECTIVE_COLUMNS), ordered by last arrival.
+
+    An arrival is the issue: true starts on gloo are bounds. `transfer_ns` runs from the last arrival, or from when
+    the group had a worker free, to the end.
+    """
+    comm = rows[(rows["kind"] == "comm") & rows["peer"].isna() & rows["seq"].notna()]
+    comm = comm[comm["dur_ns"].notna()]
+    if comm.empty:
+        return pd.DataFrame({name: pd.Series(dtype="int64") for name in COLLECTIVE_COLUMNS})
+    table = pd.DataFrame(
+        {
+            "group": comm["group"].astype(str),
+            "seq": comm["seq"].astype("int64"),
+            "name": comm["name"].astype(str),
+            "purpose": comm["purpose"].astype(str),
+            "step": comm["step"],
+            "bytes": comm["bytes"].fillna(0).astype("int64"),
+            "rank": comm["rank"],
+            "issue": comm["issue_ns"].astype("int64"),
+            "end": comm["start_ns"] + comm["dur_ns"].astype("int64"),
+        }
+    ).sort_values(["group", "seq", "issue"], ignore_index=True)
+    by = table.groupby(["group", "seq"], sort=False)
+    matched = by.agg(
+        name=("name", "first"),
+        purpose=("purpose", "first"),
+        step=("step", "max"),
+        bytes=("bytes", "max"),
+        ranks=("rank", "size"),
+        first_ns=("issue", "first"),
+        last_ns=("issue", "last"),
+        late_rank=("rank", "last"),
+        end_ns=("end", "max"),
+    ).reset_index()
+    matched["transfer_ns"] = _transfer(matched)
+    return matched.sort_values("last_ns", ignore_index=True)[list(COLLECTIVE_COLUMNS)]
+
+
+def _transfer(matched: pd.DataFrame) -> pd.Series[int]:
+    transfer = pd.Series(0, index=matched.index, dtype="int64")
+    for _, group in matched.groupby("group", sort=False):
+        end = group["end_ns"].to_numpy(np.int64)
+        free = np.zeros(len(end), np.int64)
+        if len(end) > GLOO_WORKERS:  # those issued before it have all but one ended: a worker is free
+            done = np.maximum.accumulate(end)
+            free[GLOO_WORKERS:] = np.minimum(done[:-GLOO_WORKERS], end[GLOO_WORKERS:])
+        begin = np.maximum(group["last_ns"].to_numpy(np.int64), free)
+        transfer[group.index] = np.maximum(end - begin, 0)
+    return transfer

@@ -1,0 +1,276 @@
+"""Replay: the step time after a change, from the measured work of each rank and the collectives that tie them.
+
+Each rank is a program: its own work, and in between, the collectives it issues and the waits it does. Work keeps its
+measured duration, part by part (so that a what-if can take away `data` or scale `compute`); a collective begins when
+its last rank has issued it and a worker of its group is free, and takes its measured transfer; a wait ends when its
+collective has. Everything else follows. Steps replay independently from their measured starts, and all steps with
+the same program at once.
+
+Not fitted: lanes contending for cores. `cpu_bound_ms` says where that would limit a prediction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from .budget import WORK, RankTime
+from .intervals import Int
+from .match import GLOO_WORKERS
+
+Float = npt.NDArray[np.float64]
+
+PARTS: Final = len(WORK)
+COMPUTE: Final = WORK.index("compute")
+
+
+@dataclass(frozen=True)
+class Event:
+    """A point of a rank's program.
+
+    `issue` and `wait` name a collective of the program; a wait for None is for all issued so far. `backward` marks
+    where gradients begin to be made.
+    """
+
+    what: Literal["issue", "wait", "backward"]
+    collective: int | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """S steps in which every rank does the same things in the same order, for R ranks.
+
+    steps:     S step numbers
+    events:    per rank, its points in order
+    work:      per rank [points + 1, S, PARTS]: own work in ms before each point since the one before; last: to the end
+    start:     [R, S] start of the step, ms from the earliest rank's
+    transfer:  per collective [S], ms
+    size:      per collective [S], bytes
+    group:     per collective, its process group
+    gradient:  per collective, whether it carries gradients
+    """
+
+    ranks: tuple[int, ...]
+    steps: Int
+    events: tuple[tuple[Event, ...], ...]
+    work: tuple[Float, ...]
+    start: Float
+    transfer: tuple[Float, ...]
+    size: tuple[Float, ...]
+    group: tuple[str, ...]
+    gradient: tuple[bool, ...]
+
+
+def run(program: Program, keep: Float | None = None) -> Float:
+    """Step durations in ms, [R, S], with each rank's work multiplied by `keep` [R, S, PARTS]."""
+    count = len(program.ranks)
+    now = program.start.copy()
+    work = [w if keep is None else w * keep[r] for r, w in enumerate(program.work)]
+    at = [0] * count
+    issued: list[set[int]] = [set() for _ in range(count)]
+    arrivals: dict[int, list[int]] = {}
+    arrived_at: dict[int, Float] = {}
+    ended: dict[int, Float] = {}
+    workers: dict[str, list[Float]] = {}
+    takers = [sum(any(e.what == "issue" and e.collective == c for e in ev) for ev in program.events)
+              for c in range(len(program.transfer))]  # fmt: skip
+
+    def advance(r: int) -> bool:
+        """Run rank r up to its next unfinished dependency; whether it got anywhere."""
+        moved = False
+        while at[r] < len(program.events[r]):
+            event = program.events[r][at[r]]
+            needed = sorted(issued[r]) if event.collective is None else [event.collective]
+            if event.what == "wait" and any(c not in ended for c in needed):
+                return moved
+            now[r] += work[r][at[r]].sum(axis=-1)
+            if event.what == "wait":
+                for c in needed:
+                    now[r] = np.maximum(now[r], ended[c])
+                issued[r].difference_update(needed)
+            elif event.collective is not None:
+                arrive(r, event.collective)
+            at[r] += 1
+            moved = True
+        return moved
+
+    def arrive(r: int, c: int) -> None:
+        issued[r].add(c)
+        arrivals.setdefault(c, []).append(r)
+        arrived_at[c] = np.maximum(arrived_at[c], now[r]) if c in arrived_at else now[r].copy()
+        if len(arrivals[c]) < takers[c]:
+            return
+        lanes = workers.setdefault(program.group[c], [])
+        begin = arrived_at[c]
+        if len(lanes) >= GLOO_WORKERS:
+            begin = np.maximum(begin, np.sort(np.stack(lanes[-GLOO_WORKERS:]), axis=0)[0])
+        ended[c] = begin + program.transfer[c]
+        lanes.append(ended[c])
+
+    moved = [True]
+    while any(moved):
+        moved = [advance(r) for r in range(count)]
+    for r in range(count):  # a collective someone never joined: let the step end, as it did when measured
+        for point in range(at[r], len(program.events[r]) + 1):
+            now[r] += work[r][point].sum(axis=-1)
+    return now - program.start
+
+
+def programs(
+    times: dict[int, RankTime], rows: pd.DataFrame, collectives: pd.DataFrame, steps: pd.DataFrame
+) -> list[Program]:
+    """The middle steps of `steps` as programs, those alike together. `rows` are the trace's."""
+    ranks = tuple(sorted(times))
+    chosen = steps[steps["middle"]]
+    numbers = np.sort(chosen["step"].unique()).astype(np.int64)
+    index = {key: row for row, key in enumerate(zip(collectives["group"], collectives["seq"], strict=True))}
+    per_rank = {rank: _rank_points(times[rank], rows[rows["rank"] == rank], index) for rank in ranks}
+    bounds = chosen.set_index(["rank", "step"])
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for step in numbers:
+        spans = [bounds.loc[(rank, step)] for rank in ranks]
+        shape: list[tuple[int, int, int]] = []
+        local: dict[int, int] = {}
+        for rank, span in zip(ranks, spans, strict=True):
+            for what, target, _ in _within(per_rank[rank], span):
+                if target >= 0:
+                    local.setdefault(target, len(local))
+                shape.append((rank, what, local.get(target, -1)))
+        groups = tuple(collectives["group"].iloc[target] for target in local)
+        alike.setdefault((tuple(shape), groups), []).append(int(step))
+    return [_program(ranks, np.array(same), per_rank, bounds, times, collectives) for same in alike.values()]
+
+
+Points = tuple[Int, Int, Int]
+"""Of one rank, in time order: index into WHAT, which row of the collectives (-1: none or all), when."""
+WHAT: Final = ("issue", "wait", "backward")
+
+
+def _rank_points(time: RankTime, rows: pd.DataFrame, index: dict[tuple[str, int], int]) -> Points:
+    comm = rows[(rows["kind"] == "comm") & rows["issue_ns"].notna() & rows["peer"].isna()]
+    keys = zip(comm["group"].astype(str), comm["seq"].astype("int64"), strict=True)
+    target = np.array([index.get(key, -2) for key in keys], np.int64)
+    matched = target >= 0
+    issue = comm["issue_ns"].to_numpy(np.int64)[matched]
+    waits = time.waits
+    wait_target = np.where(waits["derived"], -1, waits["collective"]).astype(np.int64)
+    known = waits["derived"].to_numpy(bool) | (wait_target >= 0)
+    wait_at = waits["end_ns"].to_numpy(np.int64)[known]
+    backward = rows[(rows["kind"] == "phase") & (rows["name"] == "backward") & (rows["lane"] == "main")]
+    backward_at = backward["start_ns"].to_numpy(np.int64)
+    when = np.concatenate([issue, wait_at, backward_at])
+    what = np.repeat([0, 1, 2], [len(issue), len(wait_at), len(backward_at)])
+    targets = np.concatenate([target[matched], wait_target[known], np.full(len(backward_at), -1)])
+    order = np.argsort(when, kind="stable")
+    return what[order], targets[order], when[order]
+
+
+def _within(points: Points, span: pd.Series[int]) -> list[tuple[int, int, int]]:
+    """The points inside one step."""
+    low, high = np.searchsorted(points[2], [span["start_ns"], span["start_ns"] + span["dur_ns"]])
+    return list(zip(*(values[low:high].tolist() for values in points), strict=True))
+
+
+def _program(
+    ranks: tuple[int, ...],
+    numbers: Int,
+    per_rank: dict[int, Points],
+    bounds: pd.DataFrame,
+    times: dict[int, RankTime],
+    collectives: pd.DataFrame,
+) -> Program:
+    events: list[tuple[Event, ...]] = []
+    work: list[Float] = []
+    starts = np.zeros((len(ranks), len(numbers)))
+    local: list[dict[int, int]] = [{} for _ in numbers]
+    for r, rank in enumerate(ranks):
+        columns = []
+        for s, step in enumerate(numbers):
+            span = bounds.loc[(rank, int(step))]
+            inside = _within(per_rank[rank], span)
+            start, end = int(span["start_ns"]), int(span["start_ns"] + span["dur_ns"])
+            starts[r, s] = start / 1e6
+            for _, target, _ in inside:
+                if target >= 0:
+                    local[s].setdefault(target, len(local[s]))
+            if s == 0:
+                events.append(
+                    tuple(Event(WHAT[what], local[0][target] if target >= 0 else None) for what, target, _ in inside)
+                )
+            when = np.array([start, *(moment for _, _, moment in inside), end], np.int64)
+            columns.append(_work_between(times[rank], when))
+        work.append(np.stack(columns, axis=1))
+    order = [list(found) for found in local]
+    picks = [np.array([found[c] for found in order]) for c in range(len(order[0]))]
+    transfer = collectives["transfer_ns"].to_numpy(np.float64) / 1e6
+    size = collectives["bytes"].to_numpy(np.float64)
+    first = [int(pick[0]) for pick in picks]
+    return Program(
+        ranks=ranks,
+        steps=numbers,
+        events=tuple(events),
+        work=tuple(work),
+        start=starts - starts.min(axis=0),
+        transfer=tuple(transfer[pick] for pick in picks),
+        size=tuple(size[pick] for pick in picks),
+        group=tuple(str(collectives["group"].iloc[row]) for row in first),
+        gradient=tuple(str(collectives["purpose"].iloc[row]) == "gradient" for row in first),
+    )
+
+
+def _work_between(time: RankTime, when: Int) -> Float:
+    """Own work between consecutive moments, [len(when) - 1, PARTS] in ms."""
+    spent = {part: np.diff(value) / 1e6 for part, value in time.before(when).items()}
+    explained = sum(spent.values(), np.zeros(len(when) - 1))
+    spent["other"] = np.diff(when) / 1e6 - explained
+    return np.stack([spent[part] for part in WORK], axis=-1)
+
+
+def rebucket(program: Program, sizes: list[int], transfer_ms: Float, host_ms: float) -> Program:
+    """The program with its gradient collectives cut anew into buckets of `sizes` bytes, each taking `transfer_ms`.
+
+    Each bucket is issued when its last byte is ready. When bytes become ready is known at the measured issues and
+    taken as linear in the compute between them. `host_ms` is the issuing thread's cost of one collective.
+    Programs whose gradients are not reduced exactly once in the step are returned as they are.
+    """
+    old = [c for c, gradient in enumerate(program.gradient) if gradient]
+    if not old:
+        return program
+    count = len(program.steps)
+    new = [len(program.transfer) + i for i in range(len(sizes))]
+    ready = np.cumsum([float(np.mean(program.size[c])) for c in old])
+    wanted = np.cumsum(sizes) * ready[-1] / max(sum(sizes), 1)
+    events, work = [], []
+    for r in range(len(program.ranks)):
+        mine = program.events[r]
+        at = [i for i, event in enumerate(mine) if event.what == "issue" and event.collective in old]
+        if [mine[i].collective for i in at] != old or at != list(range(at[0], at[0] + len(at))):
+            return program
+        first, last = at[0], at[-1]
+        if first == 0 or mine[first - 1].what != "backward":
+            return program
+        stretch = program.work[r][first : last + 1]  # from the start of backward to the last issue
+        total = stretch.sum(axis=0)
+        cost = host_ms * (len(old) - len(sizes))
+        share = np.clip(1 - cost / np.maximum(total.sum(axis=-1), 1e-9), 0.05, None)[..., None]
+        edges = np.concatenate([np.zeros((1, count, PARTS)), np.cumsum(stretch, axis=0)]) * share
+        position = np.interp(wanted, np.concatenate([[0.0], ready]), np.arange(len(ready) + 1))
+        low = np.minimum(position.astype(int), len(ready) - 1)
+        part = (position - low)[:, None, None]
+        points = edges[low] * (1 - part) + edges[low + 1] * part
+        pieces = np.diff(np.concatenate([np.zeros((1, count, PARTS)), points]), axis=0)
+        events.append((*mine[:first], *(Event("issue", c) for c in new), *mine[last + 1 :]))
+        work.append(np.concatenate([program.work[r][:first], pieces, program.work[r][last + 1 :]]))
+    return replace(
+        program,
+        events=tuple(events),
+        work=tuple(work),
+        transfer=(*program.transfer, *(np.full(count, float(t)) for t in transfer_ms)),
+        size=(*program.size, *(np.full(count, float(size)) for size in sizes)),
+        group=(*program.group, *[program.group[old[0]]] * len(sizes)),
+        gradient=(*[False] * len(program.gradient), *[True] * len(sizes)),
+    )

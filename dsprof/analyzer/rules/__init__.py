@@ -1,0 +1,34 @@
+"""The rules, one file a family. To add one, add it to FAULTS or RULES.
+
+A fault is a pair: what would go away if it were mended (`Context -> Change | None`), and what to say of it once its
+share of the lost time is known. The other rules price their own what-ifs: `Context -> list[Finding]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from ..context import Change, Context
+from ..finding import Finding, Gain
+from . import comm, data, pause, rank, run
+from .base import NotJudged
+
+__all__ = ["FAULTS", "RULES", "NotJudged"]
+
+Describe = Callable[[Context, Change, Gain, Gain], Finding]
+"""(context, change, its share of the lost time, the gain of mending it alone) -> finding."""
+
+FAULTS: Final[dict[str, tuple[Callable[[Context], Change | None], Describe]]] = {
+    "rank.straggler": (rank.slow_ranks, rank.straggler),
+    "data.stall": (data.waiting, data.stall),
+    "data.imbalance": (data.unequal, data.imbalance),
+    "pause.gc": (pause.collections, pause.garbage_collection),
+}
+
+RULES: Final[dict[str, Callable[[Context], list[Finding]]]] = {
+    "run.rank-died": run.rank_died,
+    "comm.small-messages": comm.small_messages,
+    "comm.exposed": comm.exposed,
+}
+"""A rule or a fault that cannot be told from this capture raises NotJudged."""

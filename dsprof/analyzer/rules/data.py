@@ -1,0 +1,139 @@
+"""Input: the loop waits for it, or the ranks get unequal amounts of it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from ..context import Change, Context
+from ..finding import Evidence, Finding, Fix, Gain, Where
+from .base import NotJudged, at, code_fix, confidence_of
+
+Float = npt.NDArray[np.float64]
+
+MOST_WORKERS = 32
+SLACK = 1.5
+"""Batches do not all take the same time: that much more capacity than the mean needs."""
+
+
+def waiting(context: Context) -> Change | None:
+    """Enough DataLoader workers to have the next batch ready in time."""
+    waited = context.work("data")
+    worst = float(waited.mean(axis=1).max())
+    if worst <= 0:
+        return None
+    one_batch, rest, workers, now = _supply(context, worst)
+    left = min(max(one_batch / workers - rest, 0) / worst, 1.0)
+    return Change({"data": waited * (1 - left)}, overlaps=now == 0)
+
+
+def _supply(context: Context, worst_ms: float) -> tuple[float, float, int, int]:
+    """Time one worker takes for a batch, the step without the wait (ms); workers that would do, and those there are."""
+    loaders = context.facts.get("dataloader", [])
+    now = int(loaders[0].get("num_workers") or 0) if loaders else 0
+    rest = max(context.step_ms - worst_ms, 0.05 * context.step_ms)
+    # Starved workers finish a batch a step between them, so one takes `now` steps; a loop that loads its own batches
+    # takes what it waited.
+    one_batch = now * context.step_ms if now else worst_ms
+    workers = min(max(math.ceil(SLACK * one_batch / rest), now + 1, 2), MOST_WORKERS)
+    return one_batch, rest, workers, now
+
+
+def stall(context: Context, change: Change, gain: Gain, alone: Gain) -> Finding:
+    """The training loop stands still until its next batch is there."""
+    mean = context.work("data").mean(axis=1)
+    loaders = context.facts.get("dataloader", [])
+    _, _, workers, now = _supply(context, float(mean.max()))
+    ranks = tuple(rank for rank, ms in zip(context.ranks, mean, strict=True) if ms > 0.5 * mean.max())
+    measured = bool(((context.rows["name"] == "data") & (context.rows["source"] == "measured")).any())
+    evidence = [
+        Evidence("waiting for input a step", round(float(mean.max()), 3), "ms", 0.0),
+        Evidence("share of the step", round(100 * float(mean.max()) / context.step_ms, 1), "%"),
+        Evidence("DataLoader workers", now if loaders else "no DataLoader seen", "", workers),
+    ]
+    if not measured:
+        evidence.append(Evidence("seen as", "time between the optimizer and the next forward", ""))
+    site = loaders[0].get("site") if loaders else None
+    fixes: list[Fix] = []
+    if loaders:
+        title = f"DataLoader(num_workers={workers}, persistent_workers=True){at(site)}"
+        fixes.append(code_fix(title, "num_workers", workers, site, alone))
+        if now and not loaders[0].get("persistent_workers"):
+            fixes.append(code_fix("keep workers between epochs", "persistent_workers", True, site))
+    else:
+        title = f"prepare batches beside the computation: a DataLoader with num_workers={workers}"
+        fixes.append(code_fix(title, "num_workers", workers, None, alone))
+    title = f"the loop waits {mean.max():.1f} ms of each step for input"
+    where = Where(ranks=ranks, op="DataLoader" if loaders else None, steps=context.step_range)
+    return Finding("data.stall", title, "info", confidence_of(gain), where, tuple(evidence), gain, tuple(fixes))
+
+
+def input_sizes(context: Context) -> Float | None:
+    """Elements given to forward, [R, S] over the middle steps; None where the capture does not tell."""
+    rows = context.rows
+    forward = rows[(rows["kind"] == "phase") & (rows["name"] == "forward") & rows["value"].notna()]
+    if forward.empty:
+        return None
+    table = forward.groupby(["rank", "step"])["value"].sum().unstack()
+    wide: Float = table.reindex(index=context.ranks, columns=context.step_numbers).to_numpy(np.float64)
+    return None if np.isnan(wide).any() else wide
+
+
+def explained_by_size(context: Context) -> tuple[Float, Float] | None:
+    """The part of each rank's compute that its share of the input explains: ms above (+) or below (-) what an equal
+    share would cost, [R, S]; and the sizes. None where sizes are unknown or never differ between ranks.
+
+    Compute is taken as linear in the input, with the slope from how a rank's own compute follows its own input; where
+    a rank's input never varies, from the differences between ranks.
+    """
+    sizes = input_sizes(context)
+    if sizes is None or np.ptp(sizes, axis=0).max() == 0:
+        return None
+    compute = context.work("compute")
+    within = sizes - sizes.mean(axis=1, keepdims=True)
+    if within.any():
+        slope = float((within * (compute - compute.mean(axis=1, keepdims=True))).sum() / (within**2).sum())
+    else:
+        between = sizes - sizes.mean(axis=0)
+        slope = float((between * (compute - compute.mean(axis=0))).sum() / (between**2).sum())
+    excess: Float = max(slope, 0.0) * (sizes - sizes.mean(axis=0))
+    return np.minimum(excess, 0.95 * compute), sizes
+
+
+def unequal(context: Context) -> Change | None:
+    """Every rank given an equal share of the step's input."""
+    if len(context.ranks) < 2:
+        return None
+    if input_sizes(context) is None:
+        raise NotJudged("the sizes of the inputs to forward were not captured")
+    explained = explained_by_size(context)
+    return Change({"compute": explained[0]}) if explained is not None else None
+
+
+def imbalance(context: Context, change: Change, gain: Gain, alone: Gain) -> Finding:
+    """Ranks are given unequal amounts of work in the same step, so each step takes as long as its largest share."""
+    excess, compute = change.removed["compute"], context.work("compute")
+    sizes = input_sizes(context)
+    assert sizes is not None
+    spread = np.ptp(sizes, axis=0) / np.maximum(sizes.mean(axis=0), 1)
+    deviation = (compute - compute.mean(axis=0)).ravel()
+    share = np.corrcoef(excess.ravel(), deviation)[0, 1] if excess.any() and deviation.any() else 0.0
+    evidence = (
+        Evidence("largest less smallest input of a step, of the mean", round(100 * float(spread.mean()), 1), "%", 0.0),
+        Evidence("extra compute of the rank with most input", round(float(excess.max(axis=0).mean()), 3), "ms", 0.0),
+        Evidence("correlation of a rank's extra compute with its extra input", round(float(share), 2), ""),
+    )
+    loaders = context.facts.get("dataloader", [])
+    site = loaders[0].get("site") if loaders else None
+    title = (
+        f"give every rank batches of like length in a step: sort or bucket samples by length in the sampler{at(site)}"
+    )
+    fixes = (
+        code_fix(title, "sampler", "length-bucketed", site, alone),
+        code_fix("or fill batches up to a number of tokens, not of samples", "batch_sampler", "token budget", site),
+    )
+    title = f"ranks get unequal inputs: {100 * spread.mean():.0f} % between the largest and the smallest of a step"
+    where = Where(ranks=context.ranks, steps=context.step_range)
+    return Finding("data.imbalance", title, "info", confidence_of(gain), where, evidence, gain, fixes)

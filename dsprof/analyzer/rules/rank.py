@@ -1,0 +1,125 @@
+"""One rank is slower than its peers, step after step."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..context import Change, Context
+from ..finding import Evidence, Finding, Fix, Gain, Where
+from ..load import cpu_per_step
+from .base import confidence_of
+from .data import explained_by_size
+
+Float = npt.NDArray[np.float64]
+
+OWN = ("compute", "optimizer", "other")
+"""Work that makes a straggler: late data and collector pauses have findings of their own."""
+
+
+def slow_ranks(context: Context) -> Change | None:
+    """The slow ranks as fast as the typical one.
+
+    How much slower they are is taken from half of the steps and removed from the other half, and the reverse, so that
+    a rank which was merely unlucky does not count.
+    """
+    if len(context.ranks) < 2 or len(context.step_numbers) < 2:
+        return None
+    own = _own_work(context)
+    typical = _typical(own)
+    excess = np.median(own - typical, axis=1)
+    slow = excess > max(0.5 * excess.max(), 0.0)
+    if not slow.any() or slow.all():
+        return None
+    share = np.zeros_like(own)
+    even = np.arange(own.shape[1]) % 2 == 0
+    for judged, learnt in ((even, ~even), (~even, even)):
+        if learnt.any():
+            extra = np.clip(np.median((own - typical)[:, learnt], axis=1), 0, None)[:, None]
+            share[:, judged] = np.where(slow[:, None], extra / np.maximum(own[:, judged], 1e-9), 0)
+    if not share.any():
+        return None
+    return Change({part: context.work(part) * np.clip(share, 0, 0.95) for part in OWN})
+
+
+def _own_work(context: Context) -> Float:
+    """Work of a step less what the rank's share of the input explains, ms, [R, S]."""
+    own = sum((context.work(part) for part in OWN), np.zeros((len(context.ranks), len(context.step_numbers))))
+    explained = explained_by_size(context)
+    return own if explained is None else own - explained[0]
+
+
+def straggler(context: Context, change: Change, gain: Gain, alone: Gain) -> Finding:
+    """Ranks that take longer for the same work, again and again, while the others wait."""
+    own = _own_work(context)
+    slow: npt.NDArray[np.bool_] = np.any([removed.any(axis=1) for removed in change.removed.values()], axis=0)
+    excess = np.median(own - _typical(own), axis=1)
+    ranks = tuple(rank for rank, chosen in zip(context.ranks, slow, strict=True) if chosen)
+    phases = _phase_excess(context, ranks)
+    where_slow = max(phases, key=lambda name: phases[name][0] - phases[name][1]) if phases else None
+    peers = context.middle[~context.middle["rank"].isin(ranks)]
+    mine, others = float(own[slow].mean()), float(np.median(own[~slow].mean(axis=1)))
+    evidence = [
+        Evidence("own work a step", round(mine, 3), "ms", round(others, 3)),
+        Evidence("peers wait a step", round(float(peers["peer_wait"].mean()), 3), "ms", 0.0),
+    ]
+    if where_slow is not None:
+        value, expected = phases[where_slow]
+        evidence.append(Evidence(f"{where_slow} a step", round(value, 3), "ms", round(expected, 3)))
+    cpu = cpu_per_step(context.rows, context.steps, "cpu_seconds")
+    if cpu:
+        typical_cpu = float(np.median([ms for rank, ms in cpu.items() if rank not in ranks] or [0.0]))
+        mine_cpu = float(np.mean([cpu[rank] for rank in ranks if rank in cpu] or [0.0]))
+        evidence.append(Evidence("CPU time a step", round(mine_cpu, 3), "ms", round(typical_cpu, 3)))
+    names = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+    late = "arrives" if len(ranks) == 1 else "arrive"
+    title = f"rank {names} {late} {excess[slow].mean():.1f} ms late in every step and the others wait"
+    where = Where(ranks=ranks, op=where_slow, steps=context.step_range)
+    fixes = _fixes(context, ranks, where_slow)
+    return Finding("rank.straggler", title, "info", confidence_of(gain), where, tuple(evidence), gain, fixes)
+
+
+def _typical(own: Float) -> Float:
+    """What the work of a step takes the typical rank, [S]: the median; of two ranks the faster by median."""
+    if own.shape[0] == 2:
+        typical: Float = own[int(np.median(own, axis=1).argmin())]
+        return typical
+    middle: Float = np.median(own, axis=0)
+    return middle
+
+
+def _phase_excess(context: Context, ranks: tuple[int, ...]) -> dict[str, tuple[float, float]]:
+    """Phase -> mean ms a step on the slow ranks, and on the others (waits and pauses inside included)."""
+    rows = context.rows
+    numbers = context.step_numbers
+    phases = rows[(rows["kind"] == "phase") & (rows["lane"] == "main") & rows["step"].isin(numbers)]
+    phases = phases[phases["name"].isin(["forward", "loss", "optimizer", "clip"]) & phases["dur_ns"].notna()]
+    if phases.empty:
+        return {}
+    total = phases["dur_ns"].astype("int64").groupby([phases["name"].astype(str), phases["rank"]]).sum() / 1e6
+    mean = total.unstack(fill_value=0.0) / len(numbers)
+    others = [rank for rank in context.ranks if rank not in ranks]
+    found = {}
+    for name, row in mean.iterrows():
+        found[str(name)] = (float(row.reindex(list(ranks)).mean()), float(row.reindex(others).median()))
+    # Backward contains the waits, so compare what is left of compute.
+    compute = context.middle.groupby("rank")["compute"].mean()
+    for name in ("forward", "loss"):
+        if name in mean.index:
+            compute = compute - mean.loc[name].reindex(compute.index).fillna(0)
+    found["backward"] = (float(compute.reindex(list(ranks)).mean()), float(compute.reindex(others).median()))
+    return found
+
+
+def _fixes(context: Context, ranks: tuple[int, ...], phase: str | None) -> tuple[Fix, ...]:
+    host_of = {item.rank: item.host for item in context.run.ranks}
+    hosts = {host_of.get(rank) for rank in ranks}
+    everyone = {host_of.get(rank) for rank in context.ranks}
+    who = f"rank {', '.join(map(str, ranks[:8]))}"
+    fixes = []
+    if len(everyone) > 1 and hosts != everyone:
+        names = ", ".join(sorted(str(host) for host in hosts))
+        fixes.append(Fix("code", f"take {names} out of the job and run again: if the delay goes, the host is to blame"))
+    look = f"look for what only {who} does in {phase or 'its step'}: a branch on the rank, a slower device, "
+    fixes.append(Fix("code", look + "another process on its cores"))
+    return tuple(fixes)

@@ -1,0 +1,144 @@
+"""Read one rank's capture folder back: records, names, facts. Whatever is damaged is left out and counted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .schema import (
+    CHUNK_HEADER,
+    CHUNK_HEADER_BYTES,
+    CHUNK_MAGIC,
+    DTYPES,
+    FORMAT_VERSION,
+    RECORD_BYTES,
+    RECORD_FIELDS,
+    Kind,
+    State,
+    unescape_name,
+)
+
+RECORD_DTYPE = np.dtype([(name, code) for name, _, code, _ in RECORD_FIELDS])
+assert RECORD_DTYPE.itemsize == RECORD_BYTES
+
+FOLDER_NAME = r"rank(?P<rank>\d{5,})\.(?P<restart>\d+)\.(?P<host>.+)\.(?P<pid>\d+)"
+
+
+@dataclass
+class Capture:
+    """One rank's capture, as found on disk."""
+
+    path: Path
+    records: npt.NDArray[np.void]
+    """RECORD_DTYPE, in order of writing, only whole and plausible ones."""
+    names: dict[int, str]
+    meta: dict[str, Any]
+    facts: list[dict[str, Any]] = field(default_factory=list)
+    damaged: int = 0
+    problems: list[str] = field(default_factory=list)
+    """What could not be read, in words."""
+
+
+def read_capture(path: Path) -> Capture:
+    """Everything that can still be read of the capture folder `path`. Never raises for damaged content."""
+    problems: list[str] = []
+    names = _read_names(path / "names.txt", problems)
+    parts, damaged = [], 0
+    for chunk in sorted(path.glob("chunk-*.bin")):
+        records, bad = _read_chunk(chunk, names, problems)
+        parts.append(records)
+        damaged += bad
+    if not parts:
+        problems.append("no records were written")
+    records = np.concatenate(parts) if parts else np.empty(0, RECORD_DTYPE)
+    meta = _read_json(path / "meta.json", problems)
+    return Capture(path, records, names, meta, _read_facts(path / "facts.jsonl", problems), damaged, problems)
+
+
+def _read_names(path: Path, problems: list[str]) -> dict[int, str]:
+    names: dict[int, str] = {}
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        problems.append(f"names.txt: {error.strerror}")
+        return names
+    for line in lines[:-1]:  # a line that was cut short has no newline
+        number, tab, text = line.partition(b"\t")
+        if tab and number.isdigit():
+            names[int(number)] = unescape_name(text.decode("utf-8", "replace"))
+    return names
+
+
+def _read_chunk(path: Path, names: dict[int, str], problems: list[str]) -> tuple[npt.NDArray[np.void], int]:
+    empty = np.empty(0, RECORD_DTYPE)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        problems.append(f"{path.name}: {error.strerror}")
+        return empty, 0
+    if len(content) < CHUNK_HEADER_BYTES:
+        problems.append(f"{path.name}: cut short inside its header")
+        return empty, 0
+    magic, version, record_bytes, _, _, _ = CHUNK_HEADER.unpack_from(content)
+    if magic != CHUNK_MAGIC:
+        problems.append(f"{path.name}: not a dsprof capture")
+        return empty, 0
+    if version != FORMAT_VERSION or record_bytes != RECORD_BYTES:
+        problems.append(f"{path.name}: format {version}, this dsprof reads {FORMAT_VERSION}")
+        return empty, 0
+    count, rest = divmod(len(content) - CHUNK_HEADER_BYTES, RECORD_BYTES)
+    if rest:
+        problems.append(f"{path.name}: cut short inside a record")
+    records = np.frombuffer(content, RECORD_DTYPE, count, CHUNK_HEADER_BYTES)
+    written = records[records["state"] != State.EMPTY]
+    whole = written[_plausible(written, names)]
+    return whole, len(written) - len(whole)
+
+
+def _plausible(records: npt.NDArray[np.void], names: dict[int, str]) -> npt.NDArray[np.bool_]:
+    """Which records can have been written by a collector: a torn or overwritten one is told by its fields."""
+    known = np.fromiter(names, np.int64, len(names))
+    start, end = records["start_ns"], records["end_ns"]
+    kind, state = records["kind"], records["state"]
+    plausible: npt.NDArray[np.bool_] = (
+        ((state == State.BEGUN) | (state == State.DONE))
+        & (kind >= min(Kind)) & (kind <= max(Kind))
+        & (start > 0) & ((end == 0) | (end >= start))
+        & np.isin(records["name"].astype(np.int64), known)
+        & ((records["group"] == 0) | np.isin(records["group"].astype(np.int64), known))
+        & (records["dtype"] < len(DTYPES))
+    )  # fmt: skip
+    return plausible
+
+
+def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+        return value if isinstance(value, dict) else {}
+    except FileNotFoundError:
+        problems.append(f"{path.name}: missing")
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name}: {error}")
+    return {}
+
+
+def _read_facts(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    facts: list[dict[str, Any]] = []
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return facts
+    for line in lines:
+        try:
+            fact = json.loads(line)
+        except ValueError:
+            problems.append(f"{path.name}: a damaged line")
+            continue
+        if isinstance(fact, dict) and isinstance(fact.get("fact"), str):
+            facts.append(fact)
+    return facts

@@ -1,0 +1,243 @@
+"""The trace: one flat table for the run, one Parquet file a rank. Merge captures into it; load it.
+
+A rank whose capture is missing, empty, truncated or corrupt costs only itself: the rest is merged, and `run.json`
+says what is missing. Merging again changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .capture import FOLDER_NAME, Capture, read_capture
+from .derive import trace_rows
+from .run import RankExit, RankInfo, RunError, RunFolder, RunInfo
+from .schema import COLUMNS
+
+MERGE_VERSION = 1
+"""Part of the signature that tells whether a Parquet file is up to date: raise it when merging changes."""
+SIGNATURE = b"dsprof.signature"
+RANK_INFO = b"dsprof.rank"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A run and its rows (columns of `schema.COLUMNS`), each rank on its own host's monotonic clock."""
+
+    run: RunInfo
+    rows: pd.DataFrame
+
+
+def load(folder: RunFolder) -> Trace:
+    """The run's trace, merged first if it is not. Raises RunError where there is nothing to read."""
+    info = merge(folder)
+    tables = []
+    for path in sorted(folder.trace.glob("rank*.parquet")):
+        try:
+            tables.append(pd.read_parquet(path))
+        except (OSError, ValueError, pa.ArrowException) as error:
+            _warn(info, f"{path.name}: unreadable ({_brief(error)}); delete it to have it merged again")
+    if not tables:
+        return Trace(info, pd.DataFrame({name: pd.Series(dtype=dtype) for name, dtype in COLUMNS.items()}))
+    for column, dtype in COLUMNS.items():
+        if dtype == "category":  # one set of categories, or concat falls back to objects
+            values = pd.api.types.union_categoricals([table[column].astype("category") for table in tables])
+            for table in tables:
+                table[column] = pd.Categorical(table[column], categories=values.categories)
+    return Trace(info, pd.concat(tables, ignore_index=True).astype(COLUMNS))
+
+
+def merge(folder: RunFolder) -> RunInfo:
+    """Bring trace/ and run.json up to date with capture/ and exits/, and return run.json's content.
+
+    Raises RunError when run.json is unreadable, or when there is neither a capture nor a trace.
+    """
+    before = folder.read_info()
+    info = folder.read_info()
+    info.warnings = []
+    captures = _captures(folder)
+    if not captures and not any(folder.trace.glob("rank*.parquet")) and not folder.run_json.exists():
+        raise RunError(f"{folder.path}: no capture and no trace in it; was the job started with dsprof?")
+    info.exits = _read_exits(folder, info)
+    info.ranks, info.facts = [], []
+    for rank, folders in sorted(captures.items()):
+        try:
+            _merge_rank(folder, rank, folders, info)
+        except Exception as error:  # whatever is wrong with one rank, the others count
+            _warn(info, f"rank {rank}: its capture could not be merged ({type(error).__name__}: {_brief(error)})")
+    _note_errors(folder, info)
+    _note_missing(info)
+    _note_groups(info)
+    if info != before or not folder.run_json.exists():
+        try:
+            folder.write_info(info)
+        except OSError as error:
+            _warn(info, f"run.json: not updated ({error.strerror})")
+    return info
+
+
+def _captures(folder: RunFolder) -> dict[int, list[tuple[int, Path]]]:
+    """rank -> [(restart, capture folder)]."""
+    found: dict[int, list[tuple[int, Path]]] = defaultdict(list)
+    for path in sorted(folder.capture.glob("rank*")):
+        match = re.fullmatch(FOLDER_NAME, path.name)
+        if match and path.is_dir():
+            found[int(match["rank"])].append((int(match["restart"]), path))
+    return found
+
+
+def _merge_rank(folder: RunFolder, rank: int, folders: list[tuple[int, Path]], info: RunInfo) -> None:
+    """Write this rank's Parquet file unless it is up to date, and say in `info` what it holds."""
+    target = folder.trace / f"rank{rank:05d}.parquet"
+    signature = _signature([path for _, path in folders])
+    stored = _stored(target)
+    if stored.get(SIGNATURE) != signature:
+        restarts: dict[int, Capture] = {}
+        notes: dict[int, list[str]] = {}
+        for restart, path in folders:
+            capture = read_capture(path)
+            other = restarts.get(restart)
+            # A helper program that inherited the rank's environment and trained something leaves a second one.
+            if other is None or len(capture.records) > len(other.records):
+                restarts[restart] = capture
+            notes[restart] = capture.problems if restarts[restart] is capture else notes[restart]
+            if other is not None:
+                notes[restart] = [*notes[restart], "two processes captured as this rank; the longer capture is used"]
+        tables = {restart: trace_rows(capture, rank, restart) for restart, capture in sorted(restarts.items())}
+        described = [_describe(rank, restart, restarts[restart], table) for restart, table in tables.items()]
+        facts = [fact for capture in restarts.values() for fact in capture.facts]
+        summary: dict[str, Any] = {
+            "ranks": [vars(item) for item in described],
+            "facts": facts,
+            "versions": next((c.meta["versions"] for c in restarts.values() if "versions" in c.meta), {}),
+            "world_size": next((c.meta["world_size"] for c in restarts.values() if "world_size" in c.meta), None),
+            "problems": [problem for problems in notes.values() for problem in problems],
+            "errors": [e for capture in restarts.values() for e in capture.meta.get("errors", [])],
+            "cuda": any(capture.meta.get("cuda") for capture in restarts.values()),
+        }
+        table = pa.Table.from_pandas(pd.concat(tables.values(), ignore_index=True), preserve_index=False)
+        stored = {SIGNATURE: signature, RANK_INFO: json.dumps(summary).encode()}
+        _write_parquet(target, table.replace_schema_metadata({**(table.schema.metadata or {}), **stored}))
+    _add_rank(rank, json.loads(stored[RANK_INFO]), info)
+
+
+def _write_parquet(target: Path, table: pa.Table) -> None:
+    target.parent.mkdir(exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        pq.write_table(table, temporary, compression="zstd")
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _describe(rank: int, restart: int, capture: Capture, rows: pd.DataFrame) -> RankInfo:
+    match = re.fullmatch(FOLDER_NAME, capture.path.name)
+    assert match is not None
+    steps = rows.loc[rows["kind"] == "step", "step"]
+    return RankInfo(
+        rank=rank,
+        restart=restart,
+        host=match["host"],
+        pid=int(match["pid"]),
+        capture=capture.path.name,
+        native=bool(capture.meta.get("native", False)),
+        last_step=int(steps.max()) if len(steps) else -1,
+        records=len(capture.records),
+        dropped=int(capture.meta.get("dropped", 0)),
+        damaged=capture.damaged,
+        errors=len(capture.meta.get("errors", [])),
+        closed=bool(capture.meta.get("closed", False)),
+    )
+
+
+def _add_rank(rank: int, summary: dict[str, Any], info: RunInfo) -> None:
+    described = [RankInfo(**item) for item in summary["ranks"]]
+    info.ranks += described
+    info.facts += summary["facts"]
+    info.versions = {**summary["versions"], **info.versions}
+    if info.world_size is None:
+        info.world_size = summary["world_size"]
+    for problem in dict.fromkeys(summary["problems"]):
+        _warn(info, f"rank {rank}: {problem}")
+    for item in described:
+        if item.damaged:
+            _warn(info, f"rank {rank}: {item.damaged} damaged records were left out")
+        if item.dropped:
+            _warn(info, f"rank {rank}: {item.dropped} records could not be written (disk full or size limit)")
+    for error in dict.fromkeys(summary["errors"]):
+        _warn(info, f"rank {rank}: error inside dsprof, without effect on the job: {error}")
+    if summary["cuda"]:
+        _warn(info, f"rank {rank}: ran on a GPU; this version times the host side only, not kernels or NCCL")
+
+
+def _note_errors(folder: RunFolder, info: RunInfo) -> None:
+    """Failures before there was a capture to note them in (see `collectors.session.report_failure`)."""
+    for path in sorted(folder.path.glob("error.*.txt")):
+        for line in dict.fromkeys(path.read_text(errors="replace").splitlines()[:20]):
+            _warn(info, f"process {path.name.split('.')[1]}: {line}")
+
+
+def _note_missing(info: RunInfo) -> None:
+    expected = info.world_size or 0
+    missing = sorted(set(range(expected)) - {item.rank for item in info.ranks})
+    if missing:
+        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        _warn(info, f"no capture of rank {shown} ({len(info.ranks)} of {expected} captured)")
+
+
+def _note_groups(info: RunInfo) -> None:
+    for fact in info.facts:
+        if fact["fact"] == "group" and fact.get("name") is not None:
+            ranks = fact.get("ranks", [])
+            info.groups[str(fact["name"])] = {"ranks": ranks, "size": len(ranks), "desc": fact.get("desc", "")}
+
+
+def _read_exits(folder: RunFolder, info: RunInfo) -> list[RankExit]:
+    exits = []
+    for path in sorted(folder.exits.glob("*.json")):
+        try:
+            content = json.loads(path.read_text())
+            items = content["exits"] if isinstance(content, dict) else content
+            known = RankExit.__dataclass_fields__
+            exits += [RankExit(**{k: v for k, v in item.items() if k in known}) for item in items]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            _warn(info, f"exits/{path.name}: unreadable ({_brief(error)})")
+    return exits or info.exits
+
+
+def _signature(folders: list[Path]) -> bytes:
+    """Changes when any file of the captures does."""
+    digest = hashlib.sha256(f"merge {MERGE_VERSION}".encode())
+    for folder in folders:
+        for path in sorted(folder.iterdir()):
+            status = path.stat()
+            digest.update(f"\n{folder.name}/{path.name} {status.st_size} {status.st_mtime_ns}".encode())
+    return digest.hexdigest().encode()
+
+
+def _stored(target: Path) -> dict[bytes, bytes]:
+    try:
+        return dict(pq.read_schema(target).metadata or {})
+    except (OSError, pa.ArrowException):
+        return {}
+
+
+def _warn(info: RunInfo, text: str) -> None:
+    if text not in info.warnings:
+        info.warnings.append(text)
+
+
+def _brief(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
