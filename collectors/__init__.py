@@ -1,0 +1,15 @@
+"""What runs inside a training process and writes events: standard library, native helper, the torch already there.
+
+arm          the entry point: decides whether this process is profiled, and waits for it to become a rank
+session      one capture: opens the recorder, installs the hooks, closes
+identity     which rank, of what, and into which run folder
+record       writes records (the Python twin of native/)
+native/      the same in C++, with the hot hooks
+collectives  every c10d operation, and the waits on them
+modules      the outermost module call: forward
+phases       data and backward
+    optimizers   the step
+host         pauses of the interpreter
+facts        how DDP, DataLoader and process groups were configured, and where
+spans        the user's own `dsprof.span` and `dsprof.mark`
+"""

@@ -1,0 +1,70 @@
+"""The `torch.backends` entry point: runs at the end of every `import torch`.
+
+It must cost nothing without DSPROF=1, and never raise: torch turns an exception here into a failed import.
+Arming patches two things and waits. The capture opens when the process shows itself to be a rank, by joining a
+process group or by taking an optimizer step, so the torchrun agent, DataLoader workers and helper programs that
+inherit the environment never open one.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+ON = ("1", "true", "yes", "on")
+
+
+def autoload() -> None:
+    """Arm this process if DSPROF asks for it."""
+    if os.environ.get("DSPROF", "").lower() not in ON:
+        return
+    try:
+        _arm()
+    except Exception as error:  # the job matters more than its profile
+        from .session import report_failure
+
+        report_failure("arming", error)
+
+
+_armed = False
+
+
+def _arm() -> None:
+    """Wrap `init_process_group` and hook the first optimizer step."""
+    global _armed
+    if _armed:  # both the entry point and the bootstrap ran
+        return
+    _armed = True
+
+    import functools
+
+    import torch.distributed as dist
+
+    from . import facts, optimizers
+
+    facts.watch_dataloaders()
+    optimizers.watch(_start)
+
+    if dist.is_available():
+        from torch.distributed import distributed_c10d as c10d
+
+        join = c10d.init_process_group
+
+        @functools.wraps(join)
+        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            result = join(*args, **kwargs)
+            _start()
+            return result
+
+        # Private callers (DeviceMesh) look it up in distributed_c10d, users in torch.distributed.
+        c10d.init_process_group = init_process_group
+        dist.init_process_group = init_process_group
+
+
+def _start() -> None:
+    from .session import report_failure, start
+
+    try:
+        start()
+    except Exception as error:
+        report_failure("starting the capture", error)

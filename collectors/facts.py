@@ -1,0 +1,115 @@
+"""One-off facts that a concrete fix needs: how DDP, DataLoader and process groups were set up, and on which line.
+
+They are buffered until the capture opens, since a DataLoader may well be built before the process group.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Fact = dict[str, Any]
+
+_buffered: list[Fact] = []
+_sink: Callable[[Fact], None] | None = None
+
+
+def state(fact: Fact) -> None:
+    """Write `fact` to the open capture, or keep it for the one to come."""
+    if _sink is not None:
+        _sink(fact)
+    elif len(_buffered) < 1000:
+        _buffered.append(fact)
+
+
+def send_to(sink: Callable[[Fact], None] | None) -> None:
+    """Send facts to `sink`, those buffered so far first; None buffers again."""
+    global _sink
+    _sink = sink
+    if sink is not None:
+        for fact in _buffered:
+            sink(fact)
+        _buffered.clear()
+
+
+def caller_site() -> str | None:
+    """`file:line` of the nearest frame outside torch and dsprof: the user's own call."""
+    torch_home = str(Path(sys.modules["torch"].__file__ or "").parent)
+    here = str(Path(__file__).parent)
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((torch_home, here, "<")):
+            return f"{name}:{frame.f_lineno}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None
+
+
+def process() -> Fact:
+    """The process itself: its script, and how much of the host it may use."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    return {"fact": "process", "script": script, "cores": cores, "threads": torch.get_num_threads()}
+
+
+def watch_dataloaders() -> None:
+    """State the settings of every DataLoader made from now on."""
+    from torch.utils.data import DataLoader
+
+    def describe(loader: Any) -> Fact:
+        return {
+            "fact": "dataloader",
+            "num_workers": loader.num_workers,
+            "batch_size": loader.batch_size,
+            "pin_memory": bool(loader.pin_memory),
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": bool(loader.persistent_workers),
+        }
+
+    _after_init(DataLoader, describe)
+
+
+def watch_ddp() -> None:
+    """State the settings of every DistributedDataParallel made from now on."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    def describe(ddp: Any) -> Fact:
+        sizes = [p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad]
+        return {
+            "fact": "ddp",
+            "bucket_cap_mb": ddp.bucket_bytes_cap / 2**20,
+            "find_unused_parameters": bool(ddp.find_unused_parameters),
+            "static_graph": bool(ddp.static_graph),
+            "gradient_as_bucket_view": bool(ddp.gradient_as_bucket_view),
+            # In the order DDP fills its buckets: the last registered comes first out of backward.
+            "gradient_bytes": sizes[::-1],
+        }
+
+    _after_init(DistributedDataParallel, describe)
+
+
+def _after_init(cls: type, describe: Callable[[Any], Fact]) -> None:
+    construct = cls.__init__  # type: ignore[misc]
+    if getattr(construct, "_dsprof", False):
+        return
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        try:
+            state({**describe(self), "site": caller_site()})
+        except Exception as error:
+            from .session import count_error
+
+            count_error("facts", error)
+
+    __init__._dsprof = True  # type: ignore[attr-defined]
+    cls.__init__ = __init__  # type: ignore[misc]

@@ -1,0 +1,83 @@
+"""Where the training loop is: waiting for data, or in backward. (Forward: `modules`. Optimizer: `optimizers`.)
+
+These hook points run a few times a step, so they are Python on both recorders.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dsprof.schema import Kind
+
+if TYPE_CHECKING:
+    from .record import Recorder
+
+Uninstall = Callable[[], None]
+
+
+def install(recorder: Recorder) -> list[Uninstall]:
+    """Hook data loading and backward."""
+    return [_data(recorder), _backward(recorder)]
+
+
+def _data(recorder: Recorder) -> Uninstall:
+    from torch.utils.data import DataLoader
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    name = recorder.intern("data")
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            handle = recorder.begin(Kind.PHASE, name)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                recorder.end(handle)
+
+        return wrapper
+
+    # Both: starting the workers anew each epoch is a stall like any other.
+    step, start = _BaseDataLoaderIter.__next__, DataLoader.__iter__
+    _BaseDataLoaderIter.__next__ = timed(step)  # type: ignore[method-assign]
+    DataLoader.__iter__ = timed(start)  # type: ignore[method-assign]
+
+    def uninstall() -> None:
+        _BaseDataLoaderIter.__next__ = step  # type: ignore[method-assign]
+        DataLoader.__iter__ = start  # type: ignore[method-assign]
+
+    return uninstall
+
+
+def _backward(recorder: Recorder) -> Uninstall:
+    """`torch.autograd.backward` and `.grad` both end here; torch binds the function under two names."""
+    import torch.autograd as autograd
+    from torch.autograd import graph
+
+    run = graph._engine_run_backward
+    name = recorder.intern("backward")
+
+    @functools.wraps(run)
+    def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+        if recorder.enter_backward() > 1:  # re-entrant checkpointing: part of the outer one
+            try:
+                return run(*args, **kwargs)
+            finally:
+                recorder.leave_backward()
+        handle = recorder.begin(Kind.PHASE, name)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            recorder.end(handle)
+            recorder.leave_backward()
+
+    graph._engine_run_backward = engine_run_backward
+    autograd._engine_run_backward = engine_run_backward  # type: ignore[attr-defined]
+
+    def uninstall() -> None:
+        graph._engine_run_backward = run
+        autograd._engine_run_backward = run  # type: ignore[attr-defined]
+
+    return uninstall

@@ -1,0 +1,216 @@
+"""One capture: opens the recorder in the run folder, installs the hooks, keeps meta.json and facts.jsonl, closes."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from dsprof.schema import FORMAT_VERSION, Kind
+
+from . import facts, host, identity
+from .record import Recorder
+
+LONGEST_ERROR_LIST: Final = 20
+
+_current: Session | None = None
+_errors: list[str] = []
+_lock = threading.Lock()
+
+
+def current() -> Session | None:
+    """The capture under way in this process."""
+    return _current
+
+
+def count_error(where: str, error: BaseException) -> None:
+    """Note an error inside the profiler: it must not reach the job, and must not be hidden either."""
+    if len(_errors) < LONGEST_ERROR_LIST:
+        _errors.append(f"{where}: {type(error).__name__}: {error}")
+
+
+def report_failure(doing: str, error: BaseException) -> None:
+    """A failure after which there may be no capture to note it in: leave a word in the run folder, never on stderr."""
+    count_error(doing, error)
+    folder = os.environ.get("DSPROF_RUN")
+    if not folder:
+        return
+    try:
+        with open(Path(folder) / f"error.{os.getpid()}.txt", "a") as file:
+            file.write(f"{doing}: {type(error).__name__}: {error}\n")
+    except OSError:
+        pass  # the folder is gone or the disk full: the launcher reports the missing rank
+
+
+class Session:
+    """The capture of one rank. Use `start` and `stop`, which keep it to one a process."""
+
+    def __init__(self, folder: Path, who: identity.Identity, recorder: Recorder, native: bool) -> None:
+        self.folder = folder
+        self.who = who
+        self.recorder = recorder
+        self.native = native
+        self.pid = os.getpid()
+        self._uninstall: list[Callable[[], None]] = []
+        self._names: dict[str, int] = {}
+        self._groups_seen = 0
+        self._facts = open(folder / "facts.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+    # --- hooks
+
+    def install(self) -> None:
+        """Install every hook; one that fails is counted and the others still go in."""
+        from . import collectives, modules, optimizers, phases
+
+        facts.watch_ddp()
+        facts.send_to(self.write_fact)
+        self.write_fact(facts.process())
+        for name, hook in (
+            ("collectives", lambda: [collectives.install(self.recorder)]),
+            ("modules", lambda: [modules.install(self.recorder)]),
+            ("phases", lambda: phases.install(self.recorder)),
+            ("optimizers", lambda: [optimizers.install(self.recorder, self.on_step)]),
+            ("host", lambda: [host.install(self.recorder)]),
+        ):
+            try:
+                self._uninstall += hook()
+            except Exception as error:
+                count_error(f"installing {name}", error)
+        self.write_meta(closed=False)
+
+    def uninstall(self) -> None:
+        while self._uninstall:
+            try:
+                self._uninstall.pop()()
+            except Exception as error:
+                count_error("uninstalling", error)
+        facts.send_to(None)
+
+    def on_step(self) -> None:
+        """After an optimizer step: the CPU time used so far, and process groups made since the last one."""
+        now = time.monotonic_ns()
+        self.recorder.put(Kind.GAUGE, self._name("cpu_seconds"), now, now, time.process_time(), -1)
+        self.recorder.put(Kind.GAUGE, self._name("training_thread_cpu_seconds"), now, now, time.thread_time(), -1)
+        try:
+            from torch.distributed import distributed_c10d as c10d
+
+            if len(c10d._world.pg_map) == self._groups_seen:
+                return
+            self._groups_seen = len(c10d._world.pg_map)
+            for group, name in list(c10d._world.pg_names.items()):
+                if group in c10d._world.pg_group_ranks:
+                    ranks = c10d.get_process_group_ranks(group)
+                    self.write_fact({"fact": "group", "name": name, "ranks": ranks, "desc": group.group_desc})
+        except Exception as error:
+            count_error("noting process groups", error)
+
+    # --- what the user's spans need
+
+    def begin_span(self, name: str) -> int:
+        return self.recorder.begin(Kind.MARK, self._name(name))
+
+    def put_mark(self, name: str, now_ns: int, value: float | None) -> None:
+        self.recorder.put(Kind.MARK, self._name(name), now_ns, now_ns, value, -1)
+
+    def _name(self, name: str) -> int:
+        number = self._names.get(name)
+        if number is None:
+            number = self._names[name] = self.recorder.intern(str(name))
+        return number
+
+    # --- files
+
+    def write_fact(self, fact: facts.Fact) -> None:
+        try:
+            self._facts.write(json.dumps({**fact, "rank": self.who.rank}, default=str) + "\n")
+        except (OSError, ValueError) as error:
+            count_error("facts.jsonl", error)
+
+    def write_meta(self, closed: bool) -> None:
+        import torch
+
+        meta = {
+            "format": FORMAT_VERSION,
+            "rank": self.who.rank,
+            "world_size": self.who.world_size,
+            "local_rank": self.who.local_rank,
+            "restart": self.who.restart,
+            "host": self.who.host,
+            "pid": self.who.pid,
+            "argv": sys.argv,
+            "native": self.native,
+            "level": os.environ.get("DSPROF_LEVEL") or "light",
+            "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+            "cuda": bool(torch.cuda.is_available() and torch.cuda.is_initialized()),
+            # Both clocks at one moment: traces of other tools are stamped with the epoch.
+            "clock": {"monotonic_ns": time.monotonic_ns(), "epoch_ns": time.time_ns()},
+            "records": self.recorder.records,
+            "dropped": self.recorder.dropped,
+            "errors": [*_errors, *(["native hooks"] * self.recorder.errors)][:LONGEST_ERROR_LIST],
+            "closed": closed,
+        }
+        temporary = self.folder / ".meta.json.tmp"
+        try:
+            temporary.write_text(json.dumps(meta, indent=1))
+            os.replace(temporary, self.folder / "meta.json")
+        except OSError as error:
+            count_error("meta.json", error)
+
+
+def start() -> Session | None:
+    """Open the capture of this process and install the hooks; None where this rank is not to be profiled."""
+    global _current
+    with _lock:
+        if _current is not None:
+            return _current
+        who = identity.identify()
+        if not identity.selected(who.rank, os.environ.get("DSPROF_RANKS", "")):
+            return None
+        folder = identity.run_folder(who) / "capture" / who.folder_name
+        folder.mkdir(parents=True, exist_ok=True)
+        recorder, native = _recorder(folder)
+        session = Session(folder, who, recorder, native)
+        session.install()
+        _current = session
+        atexit.register(stop)
+        os.register_at_fork(after_in_child=_in_child)
+        return session
+
+
+def stop() -> None:
+    """Remove the hooks and close the capture; what was recorded is already on disk."""
+    global _current
+    with _lock:
+        session, _current = _current, None
+    if session is None or session.pid != os.getpid():
+        return
+    session.uninstall()
+    session.write_meta(closed=True)
+    session.recorder.close()
+    session._facts.close()
+    atexit.unregister(stop)
+
+
+def _in_child() -> None:
+    """A forked child (a DataLoader worker) shares our mappings: it must not write to them."""
+    global _current
+    if _current is not None:
+        _current.recorder.disarm_after_fork()
+        _current = None
+
+
+def _recorder(folder: Path) -> tuple[Recorder, bool]:
+    from . import native
+    from .record import PyRecorder
+
+    if os.environ.get("DSPROF_NATIVE", "").lower() not in ("0", "off", "false", "no"):
+        helper = native.load()
+        if helper is not None:
+            return helper.open(folder), True
+    return PyRecorder(folder), False

@@ -1,0 +1,161 @@
+"""A small simulated data-parallel job, written as the records its ranks would have captured. No torch, no clock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dsprof.capture import RECORD_DTYPE, Capture
+from dsprof.derive import trace_rows
+from dsprof.run import RankExit, RankInfo, RunInfo
+from dsprof.schema import Flag, Kind, State
+from dsprof.trace import Trace
+
+MS = 1_000_000
+NAMES = {1: "data", 2: "forward", 3: "backward", 4: "optimizer", 5: "all_reduce", 6: "0", 7: "gc", 8: "cpu_seconds"}
+DATA, FORWARD, BACKWARD, OPTIMIZER, ALL_REDUCE, GROUP, GC, CPU = NAMES
+
+PerStep = Callable[[int, int], float]
+"""(rank, step) -> ms."""
+
+
+def constant(ms: float) -> PerStep:
+    return lambda rank, step: ms
+
+
+@dataclass
+class Job:
+    """What each rank does in each step, in ms; `jitter` is the relative noise of each piece of work."""
+
+    ranks: int = 2
+    steps: int = 40
+    data: PerStep = constant(1)
+    forward: PerStep = constant(40)
+    backward: PerStep = constant(80)
+    optimizer: PerStep = constant(5)
+    gc: PerStep = constant(0)
+    tokens: Callable[[int, int], int] = lambda rank, step: 1024
+    buckets: tuple[int, ...] = (1 << 20, 4 << 20)
+    """Bytes of each gradient bucket, in the order they become ready."""
+    latency_ms: float = 0.2
+    ms_per_mib: float = 1.0
+    jitter: float = 0.01
+    seed: int = 0
+    cpu_share: float = 0.5
+    """CPU time of a rank, as a share of its own work."""
+    facts: list[dict[str, Any]] = field(default_factory=list)
+    exits: list[RankExit] = field(default_factory=list)
+
+    def captures(self) -> dict[int, Capture]:
+        draw = np.random.default_rng(self.seed)
+        records: dict[int, list[tuple[int, ...]]] = {rank: [] for rank in range(self.ranks)}
+        now = np.full(self.ranks, 1e6)  # ms
+        cpu = np.zeros(self.ranks)
+        seq = 0
+
+        def work(ms: float) -> float:
+            return ms * max(1 + self.jitter * draw.standard_normal(), 0.1)
+
+        for step in range(self.steps):
+            back_starts, ready = np.zeros(self.ranks), np.zeros((self.ranks, len(self.buckets)))
+            for rank in range(self.ranks):
+                add = records[rank].append
+                begin = now[rank]
+                spent = work(self.data(rank, step))
+                add(_record(Kind.PHASE, DATA, begin, begin + spent))
+                begin += spent
+                pause = self.gc(rank, step)
+                if pause:
+                    add(_record(Kind.PAUSE, GC, begin, begin + pause, value=2.0))
+                    begin += pause
+                spent = work(self.forward(rank, step))
+                add(_record(Kind.PHASE, FORWARD, begin, begin + spent, value=self.tokens(rank, step)))
+                begin += spent
+                back_starts[rank] = begin
+                spent = work(self.backward(rank, step))
+                share = np.cumsum(self.buckets) / sum(self.buckets) if self.buckets else np.ones(0)
+                ready[rank] = begin + spent * share
+                cpu[rank] += (begin - now[rank] + spent) * self.cpu_share
+                now[rank] = begin + spent
+            free = [0.0, 0.0]
+            done = now.copy()
+            for index, size in enumerate(self.buckets):
+                begin = max(ready[:, index].max(), min(free))
+                end = begin + self.latency_ms + size / 2**20 * self.ms_per_mib
+                free[free.index(min(free))] = end
+                for rank in range(self.ranks):
+                    records[rank].append(_collective(ready[rank, index], end, size, seq))
+                done = np.maximum(done, end)
+                seq += 1
+            for rank in range(self.ranks):
+                begin = done[rank]
+                records[rank].append(_record(Kind.PHASE, BACKWARD, back_starts[rank], begin))
+                spent = work(self.optimizer(rank, step))
+                records[rank].append(_record(Kind.PHASE, OPTIMIZER, begin, begin + spent))
+                now[rank] = begin + spent
+                cpu[rank] += spent * self.cpu_share
+                records[rank].append(_record(Kind.GAUGE, CPU, now[rank], now[rank], value=cpu[rank] / 1e3))
+        meta = {"closed": True, "native": True, "world_size": self.ranks}
+        return {
+            rank: Capture(Path(f"rank{rank:05d}.0.host.{rank + 100}"), np.array(rows, RECORD_DTYPE), dict(NAMES), meta)
+            for rank, rows in records.items()
+        }
+
+    def trace(self) -> Trace:
+        tables = [trace_rows(capture, rank, 0) for rank, capture in self.captures().items()]
+        rows = pd.concat([table.astype({"name": object, "lane": object}) for table in tables], ignore_index=True)
+        facts = [{"fact": "process", "rank": r, "cores": 64, "threads": 1} for r in range(self.ranks)]
+        info = RunInfo(
+            id="job",
+            name="job",
+            command=["dsprof", "run", "train.py"],
+            world_size=self.ranks,
+            ranks=[
+                RankInfo(r, 0, "host", r + 100, f"rank{r:05d}.0.host.{r + 100}", True, self.steps - 1, 0, 0, 0, 0, True)
+                for r in range(self.ranks)
+            ],
+            facts=[*facts, *self.facts],
+            exits=self.exits,
+        )
+        return Trace(info, rows)
+
+
+def _record(kind: Kind, name: int, start_ms: float, end_ms: float, value: float | None = None) -> tuple[int, ...]:
+    aux = 0 if value is None else int(np.float64(value).view(np.int64))
+    start, end = round(start_ms * MS), round(end_ms * MS)
+    return (start, end, aux, -1, name, 7, 0, 0, -1, -1, 0, int(kind), int(State.DONE), 0, 0)
+
+
+def _collective(issue_ms: float, end_ms: float, size: int, seq: int) -> tuple[int, ...]:
+    issue, end = round(issue_ms * MS), round(end_ms * MS)
+    flags = int(Flag.ASYNC | Flag.START_MEASURED)
+    return (issue, end, issue, size, ALL_REDUCE, 7, GROUP, seq, -1, -1, 0, int(Kind.COMM), int(State.DONE), 7, flags)
+
+
+def write_capture(capture: Capture, parent: Path) -> Path:
+    """The capture as the files a rank would have left; its folder."""
+    import json
+
+    from dsprof import schema
+
+    folder = parent / capture.path.name
+    folder.mkdir(parents=True)
+    lines = (f"{number}\t{schema.escape_name(name)}\n" for number, name in capture.names.items())
+    (folder / "names.txt").write_text("".join(lines))
+    (folder / "meta.json").write_text(json.dumps(capture.meta))
+    for index in range(0, max(len(capture.records), 1), schema.CHUNK_RECORDS):
+        part = capture.records[index : index + schema.CHUNK_RECORDS].tobytes()
+        number = index // schema.CHUNK_RECORDS
+        header = schema.CHUNK_HEADER.pack(
+            schema.CHUNK_MAGIC, schema.FORMAT_VERSION, schema.RECORD_BYTES, schema.CHUNK_RECORDS, number, os.getpid()
+        )
+        body = header.ljust(schema.CHUNK_HEADER_BYTES, b"\0") + part
+        whole = schema.CHUNK_HEADER_BYTES + schema.CHUNK_RECORDS * schema.RECORD_BYTES
+        (folder / schema.chunk_name(number)).write_bytes(body.ljust(whole, b"\0"))
+    return folder
