@@ -27,7 +27,7 @@ from .context import Change, Context, interval
 from .finding import SEVERITIES, Finding, severity_of
 from .load import measure_load
 from .match import match_collectives
-from .rules import FAULTS, RULES, NotJudged
+from .rules import FAULTS, LEAST_SHARE, RULES, NotJudged
 
 __all__ = ["analyze"]
 
@@ -147,6 +147,8 @@ def _judge(context: Context) -> tuple[list[Finding], list[str], dict[str, str], 
         noise_ms = (high - low) / 2
         for code, change in changes.items():
             gains = context.gain(shares[code]), context.gain(alone[code])
+            if gains[0].ms < LEAST_SHARE * context.step_ms:
+                continue
             finding = judge(code, partial(FAULTS[code][1], context, change, *gains))
             found[code] = [finding] if finding is not None else []
     else:

@@ -12,9 +12,9 @@ from typing import Final
 from ..context import Change, Context
 from ..finding import Finding, Gain
 from . import comm, data, pause, rank, run
-from .base import NotJudged
+from .base import LEAST_SHARE, NotJudged
 
-__all__ = ["FAULTS", "RULES", "NotJudged"]
+__all__ = ["FAULTS", "LEAST_SHARE", "RULES", "NotJudged"]
 
 Describe = Callable[[Context, Change, Gain, Gain], Finding]
 """(context, change, its share of the lost time, the gain of mending it alone) -> finding."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from ..context import Context
 from ..finding import Fix, Gain
+
+LEAST_SHARE: Final = 0.001
+"""What costs less than this share of the step is not worth a line, not even as `info`."""
 
 
 class NotJudged(Exception):

@@ -12,7 +12,7 @@ from .. import replay
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..link import Link, fit_link
-from .base import at, code_fix, confidence_of, need_steps
+from .base import LEAST_SHARE, at, code_fix, confidence_of, need_steps
 
 Float = npt.NDArray[np.float64]
 
@@ -40,6 +40,8 @@ def small_messages(context: Context) -> list[Finding]:
     if not larger:
         return []
     best = max(larger, key=lambda recut: recut.gain.ms)
+    if best.gain.ms < LEAST_SHARE * context.step_ms:
+        return []
     evidence = (
         Evidence("gradient collectives a step", cut.count, "count", best.buckets),
         Evidence("median size", round(cut.median_bytes / 1024, 1), "KiB"),
@@ -57,7 +59,7 @@ def exposed(context: Context) -> list[Finding]:
     """Collectives block the computation although they could overlap it."""
     need_steps(context)
     waited = float(context.middle["comm_exposed"].mean())
-    if waited <= 0:
+    if waited < LEAST_SHARE * context.step_ms:
         return []
     cut = _gradients(context)
     smaller = [recut for recut in _recuts(context, cut) if cut and recut.buckets > cut.count]
@@ -135,11 +137,8 @@ def _recuts(context: Context, cut: _Cut | None) -> list[Recut]:
         saved = before - context.overlapped(before, _replay_cut(context, cut, sizes)) + unburdened
         low, high = (before - _replay_cut(context, cut, sizes, 1 + sign * cut.link.spread) for sign in (1, -1))
         gain = context.gain(saved)
-        gain = replace(
-            gain,
-            low=min(gain.low, float(low.mean()) + unburdened),
-            high=max(gain.high, float(high.mean()) + unburdened),
-        )
+        ends = float(low.mean()) + unburdened, float(high.mean()) + unburdened
+        gain = replace(gain, low=min(gain.low, *ends), high=max(gain.high, *ends))
         found.append(Recut(cap, len(sizes), gain))
     return found
 
