@@ -27,7 +27,7 @@ FORMAT_VERSION: Final = 1
 RECORD_FIELDS: Final = (
     # name, struct code, numpy dtype, meaning
     ("start_ns", "q", "<i8", "monotonic clock; for a collective a bound unless flag START_MEASURED"),
-    ("end_ns", "q", "<i8", "0: never ended"),
+    ("end_ns", "q", "<i8", "0: it has not ended, or (state DONE) nothing told its end"),
     ("aux", "q", "<i8", "comm: issue_ns; every other kind: a float64's bits (`value`), 0 if none"),
     ("bytes", "q", "<i8", "payload; -1: not applicable"),
     ("name", "I", "<u4", "id in names.txt"),
@@ -69,7 +69,9 @@ class Kind(enum.IntEnum):
 class State(enum.IntEnum):
     EMPTY = 0
     BEGUN = 1
+    """Under way; what is still so when the process is gone never ended."""
     DONE = 2
+    """Over; or, with `end_ns` 0, issued to where its end is not seen, such as a device's stream."""
 
 
 class Flag(enum.IntFlag):

@@ -51,9 +51,9 @@ def load(folder: RunFolder) -> Trace:
         return Trace(info, pd.DataFrame({name: pd.Series(dtype=dtype) for name, dtype in COLUMNS.items()}))
     for column, dtype in COLUMNS.items():
         if dtype == "category":  # one set of categories, or concat falls back to objects
-            values = pd.api.types.union_categoricals([table[column].astype("category") for table in tables])
+            values = sorted({value for table in tables for value in table[column].dropna().unique()})
             for table in tables:
-                table[column] = pd.Categorical(table[column], categories=values.categories)
+                table[column] = pd.Categorical(table[column], categories=pd.Index(values, dtype=object))
     return Trace(info, pd.concat(tables, ignore_index=True).astype(COLUMNS))
 
 

@@ -32,7 +32,7 @@ PHASE_PART: Final = {
 WORK: Final = ("compute", "data", "optimizer", "pause", "other")
 """Parts that are a rank's own doing; the rest is waiting for others."""
 
-BINDING_SLACK_NS: Final = 1_000_000
+BINDING_SLACK_NS: Final = 2_000_000
 """A thread is woken this much after its collective ended, at most, to count as having waited for it."""
 
 
@@ -84,11 +84,19 @@ def _bind_waits(rows: pd.DataFrame, collectives: pd.DataFrame) -> pd.DataFrame:
     start = waits["start_ns"].to_numpy(np.int64)
     end = start + waits["dur_ns"].to_numpy(np.int64)
     arrival, bound = start.copy(), np.full(len(start), -1, np.int64)
-    mine = rows[(rows["kind"] == "comm") & rows["issue_ns"].notna()][["group", "seq", "issue_ns"]]
+    mine = rows[(rows["kind"] == "comm") & rows["issue_ns"].notna() & rows["dur_ns"].notna()]
     if len(mine) and len(collectives):
-        mine = mine.assign(group=mine["group"].astype(str), seq=mine["seq"].astype("int64"))
-        table = collectives.reset_index(names="collective").merge(mine, on=["group", "seq"]).sort_values("end_ns")
-        done, issued = table["end_ns"].to_numpy(np.int64), table["issue_ns"].to_numpy(np.int64)
+        own = pd.DataFrame(
+            {
+                "group": mine["group"].astype(str),
+                "seq": mine["seq"].astype("int64"),
+                "issue_ns": mine["issue_ns"],
+                # This rank's own end: the ranks' ends of one collective lie milliseconds apart on a busy host.
+                "own_end_ns": mine["start_ns"] + mine["dur_ns"].astype("int64"),
+            }
+        )
+        table = collectives.reset_index(names="collective").merge(own, on=["group", "seq"]).sort_values("own_end_ns")
+        done, issued = table["own_end_ns"].to_numpy(np.int64), table["issue_ns"].to_numpy(np.int64)
         last, index = table["last_ns"].to_numpy(np.int64), table["collective"].to_numpy(np.int64)
         synchronizes = table["name"].isin(SYNCHRONIZING).to_numpy()
         ended_before = np.searchsorted(done, end + BINDING_SLACK_NS, side="right")

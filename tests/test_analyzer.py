@@ -1,0 +1,212 @@
+"""The analyzer on simulated jobs whose faults are known to the millisecond."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+from synthetic import Job, constant
+
+from dsprof.analyzer import analyze
+from dsprof.analyzer.analysis import Analysis
+from dsprof.run import RankExit
+from dsprof.schema import BUDGET_PARTS
+
+
+def above_info(analysis: Analysis) -> list[str]:
+    return [finding.code for finding in analysis.findings if finding.severity != "info"]
+
+
+def no_overlap_to_gain(job: Job) -> Job:
+    """A job whose only communication is too small to be worth a word."""
+    job.buckets, job.ms_per_mib = (64 << 10, 256 << 10), 0.5
+    return job
+
+
+def test_a_healthy_job_has_nothing_above_info() -> None:
+    analysis = analyze(no_overlap_to_gain(Job()).trace())
+    assert above_info(analysis) == []
+    assert set(analysis.passed) == {
+        "rank.straggler", "data.stall", "data.imbalance", "pause.gc", "comm.small-messages", "comm.exposed",
+    }  # fmt: skip
+    assert analysis.not_run == {"run.rank-died": "no launcher recorded how the ranks ended"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_the_budget_sums_to_the_step(ranks: int) -> None:
+    analysis = analyze(Job(ranks=ranks, gc=lambda rank, step: 3 * (rank == 0)).trace())
+    assert analysis.step_ms is not None
+    assert list(analysis.budget) == list(BUDGET_PARTS)
+    assert sum(analysis.budget.values()) == pytest.approx(analysis.step_ms.mean, rel=1e-9)
+    by_step = analysis.steps[list(BUDGET_PARTS)].sum(axis=1)
+    assert np.allclose(by_step, analysis.steps["dur_ns"] / 1e6, rtol=1e-9)
+    assert analysis.budget["other"] < 0.05 * analysis.step_ms.mean
+    assert analysis.steps["middle"].sum() == 20 * ranks
+
+
+def test_replay_of_the_measured_job_gives_the_measured_steps() -> None:
+    job = Job(jitter=0.05)
+    analysis = analyze(job.trace())
+    from dsprof.analyzer import replay
+    from dsprof.analyzer.budget import paint
+
+    times = {rank: paint(analysis.rows[analysis.rows["rank"] == rank], analysis.collectives, rank) for rank in (0, 1)}
+    programs = replay.programs(times, analysis.rows, analysis.collectives, analysis.steps)
+    replayed = np.concatenate([replay.run(program).mean(axis=0) for program in programs])
+    middle = analysis.steps[analysis.steps["middle"]].groupby("step")["dur_ns"].mean() / 1e6
+    assert replayed == pytest.approx(middle.to_numpy(), rel=1e-6)
+
+
+def test_a_straggler_is_named_with_what_it_costs() -> None:
+    analysis = analyze(Job(forward=lambda rank, step: 90 if rank == 1 else 40).trace())
+    first = analysis.findings[0]
+    assert (first.code, first.severity, first.where.ranks, first.where.op) == (
+        "rank.straggler",
+        "high",
+        (1,),
+        "forward",
+    )
+    assert first.gain.ms == pytest.approx(50, abs=1.5)
+    assert first.gain.low <= first.gain.ms <= first.gain.high
+    assert analysis.slowest_rank == 1
+
+
+def test_two_stragglers_among_eight_are_one_finding() -> None:
+    analysis = analyze(Job(ranks=8, forward=lambda rank, step: 70 if rank in (2, 5) else 40).trace())
+    assert analysis.findings[0].where.ranks == (2, 5)
+    assert analysis.findings[0].gain.ms == pytest.approx(30, abs=2)
+
+
+def test_a_rank_that_is_late_by_chance_is_no_straggler() -> None:
+    luck = random.Random(7)
+    late = {(rank, step): luck.choice([0, 0, 0, 30]) for rank in range(4) for step in range(60)}
+    analysis = analyze(Job(ranks=4, steps=60, forward=lambda rank, step: 40 + late[rank, step]).trace())
+    assert "rank.straggler" not in above_info(analysis)
+
+
+def test_a_slow_loader_is_a_data_stall_with_a_number_of_workers() -> None:
+    loader = {"fact": "dataloader", "rank": 0, "num_workers": 0, "site": "/home/me/train.py:12"}
+    analysis = analyze(Job(data=constant(300), facts=[loader]).trace())
+    first = analysis.findings[0]
+    assert first.code == "data.stall"
+    assert first.gain.ms == pytest.approx(300, rel=0.02)
+    # 300 ms a batch beside 129 ms of the rest, half as much again to spare: 3.5 workers.
+    assert first.fixes[0].patch[0] == {
+        "file": "/home/me/train.py", "line": 12, "argument": "num_workers", "value": 4,
+    }  # fmt: skip
+
+
+def test_a_loader_that_burns_cpu_gains_nothing_from_workers_where_no_core_is_idle() -> None:
+    job = Job(data=constant(60), cpu_share=1.0)
+    job.facts = [{"fact": "process", "rank": rank, "cores": 2, "threads": 1} for rank in range(2)]
+    trace = job.trace()
+    trace.run.facts[:] = job.facts
+    stall = next(finding for finding in analyze(trace).findings if finding.code == "data.stall")
+    assert stall.gain.ms < 6  # while the ranks wait for one another
+
+
+def test_uneven_inputs_are_an_imbalance_and_not_a_straggler() -> None:
+    luck = random.Random(1)
+    tokens = {(rank, step): luck.randint(256, 1024) for rank in range(4) for step in range(60)}
+    job = Job(ranks=4, steps=60, tokens=lambda rank, step: tokens[rank, step])
+    job.forward = lambda rank, step: tokens[rank, step] / 20
+    job.backward = lambda rank, step: tokens[rank, step] / 10
+    analysis = analyze(job.trace())
+    assert above_info(analysis)[0] == "data.imbalance"
+    assert "rank.straggler" not in above_info(analysis)
+    expected = np.mean([
+        (max(tokens[rank, step] for rank in range(4)) - sum(tokens[rank, step] for rank in range(4)) / 4) * 0.15
+        for step in range(15, 45)
+    ])  # fmt: skip
+    assert analysis.findings[0].gain.ms == pytest.approx(expected, rel=0.1)
+
+
+def test_a_rank_that_always_gets_more_is_an_imbalance_too() -> None:
+    job = Job(tokens=lambda rank, step: 1024 if rank == 0 else 512)
+    job.forward = lambda rank, step: 40 if rank == 0 else 20
+    job.backward = lambda rank, step: 80 if rank == 0 else 40
+    assert above_info(analyze(job.trace()))[0] == "data.imbalance"
+
+
+def test_garbage_collection_on_one_rank() -> None:
+    analysis = analyze(Job(gc=lambda rank, step: 50 if rank == 0 else 0).trace())
+    first = analysis.findings[0]
+    assert (first.code, first.where.ranks) == ("pause.gc", (0,))
+    assert first.gain.ms == pytest.approx(50, abs=1.5)
+
+
+def test_two_faults_on_different_ranks_share_what_they_cost() -> None:
+    """Each hides the other: mending one alone gains next to nothing."""
+    job = Job(forward=lambda rank, step: 70 if rank == 1 else 40, gc=lambda rank, step: 30 if rank == 0 else 0)
+    analysis = analyze(job.trace())
+    shares = {finding.code: finding.gain.ms for finding in analysis.findings}
+    assert set(above_info(analysis)) >= {"rank.straggler", "pause.gc"}
+    assert shares["rank.straggler"] + shares["pause.gc"] == pytest.approx(30, abs=1.5)
+    collector = next(finding for finding in analysis.findings if finding.code == "pause.gc")
+    assert collector.fixes[0].gain is not None
+    assert collector.fixes[0].gain.ms < 3
+
+
+def test_many_small_buckets_that_stand_in_the_way() -> None:
+    job = Job(buckets=(2048, 4096, 512, 8192) * 60, latency_ms=1.2)
+    analysis = analyze(job.trace())
+    first = analysis.findings[0]
+    assert first.code == "comm.small-messages"
+    # 240 collectives of 1.2 ms on two workers take 144 ms beside 80 ms of backward.
+    assert first.gain.ms == pytest.approx(64, rel=0.1)
+    assert first.fixes[0].patch[0]["argument"] == "bucket_cap_mb"
+
+
+def test_one_huge_bucket_that_overlaps_nothing() -> None:
+    analysis = analyze(Job(buckets=(60 << 20,), ms_per_mib=0.8).trace())
+    first = analysis.findings[0]
+    assert first.code == "comm.exposed"
+    assert first.gain.ms == pytest.approx(47, rel=0.1)
+    assert first.fixes[0].patch[0]["value"] < 60
+
+
+def test_a_dead_rank_comes_first() -> None:
+    job = Job(forward=lambda rank, step: 90 if rank == 1 else 40)
+    job.exits = [
+        RankExit(rank=0, host="host", pid=100, code=1, signal=None, ended_ns=2_000),
+        RankExit(rank=1, host="host", pid=101, code=None, signal=9, ended_ns=1_000),
+    ]
+    analysis = analyze(job.trace())
+    assert [finding.code for finding in analysis.findings[:2]] == ["run.rank-died", "rank.straggler"]
+    assert analysis.findings[0].where.ranks == (1,)
+    assert "SIGKILL" in analysis.findings[0].title
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_a_run_of_hardly_any_steps_has_no_verdict_and_no_error(steps: int) -> None:
+    analysis = analyze(Job(steps=steps).trace())
+    assert analysis.step_count == steps
+    assert above_info(analysis) in ([], ["comm.exposed"])
+    assert not any("failed" in reason for reason in analysis.not_run.values())
+    json.dumps(analysis.to_dict(), allow_nan=False)
+
+
+def test_findings_json_has_the_shape_of_the_design() -> None:
+    analysis = analyze(Job(forward=lambda rank, step: 90 if rank == 1 else 40).trace())
+    found = json.loads(json.dumps(analysis.to_dict(), allow_nan=False))
+    assert list(found) == ["schema", "run", "budget", "findings", "passed", "capture"]
+    assert list(found["run"]) == ["id", "command", "ranks", "steps", "step_ms"]
+    assert list(found["run"]["step_ms"]) == ["mean", "median", "p10", "p90"]
+    assert list(found["findings"][0]) == [
+        "code", "title", "severity", "confidence", "where", "evidence", "gain", "fixes",
+    ]  # fmt: skip
+    assert list(found["capture"]) == ["overhead_percent", "dropped", "clock_error_us", "warnings"]
+
+
+def test_two_hosts_are_put_on_one_clock() -> None:
+    trace = Job().trace()
+    trace.run.ranks[1].host = "other"
+    there = trace.rows["rank"] == 1
+    trace.rows.loc[there, "start_ns"] += 5_000_000_000
+    trace.rows.loc[there, "issue_ns"] += 5_000_000_000
+    analysis = analyze(trace)
+    together = analyze(Job().trace())
+    assert analysis.budget == pytest.approx(together.budget, abs=0.05)
+    assert analysis.capture.clock_error_us < 1

@@ -1,0 +1,200 @@
+"""Captures become the trace: merging, what is derived, and what damaged captures cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from synthetic import MS, Job, write_capture
+
+from dsprof import schema
+from dsprof.analyzer import analyze
+from dsprof.capture import RECORD_DTYPE, Capture, read_capture
+from dsprof.derive import trace_rows
+from dsprof.run import RunError, RunFolder, open_run
+from dsprof.trace import load, merge
+
+
+def run_of(job: Job, path: Path) -> RunFolder:
+    for capture in job.captures().values():
+        write_capture(capture, path / "capture")
+    return RunFolder(path)
+
+
+def phases(*rows: tuple[str, float, float]) -> Capture:
+    """A rank that was in these phases, from and to in ms."""
+    names = {name: number for number, name in enumerate(dict.fromkeys(row[0] for row in rows), 1)}
+    records = [
+        (round(a * MS), round(b * MS), 0, -1, names[name], 7, 0, 0, -1, -1, 0, int(schema.Kind.PHASE), 2, 0, 0)
+        for name, a, b in rows
+    ]
+    return Capture(Path("rank00000.0.h.1"), np.array(records, RECORD_DTYPE), {n: s for s, n in names.items()}, {})
+
+
+def steps_of(rows: pd.DataFrame) -> list[tuple[float, float]]:
+    steps = rows[rows["kind"] == "step"]
+    return [(row.start_ns / MS, (row.start_ns + row.dur_ns) / MS) for row in steps.itertuples()]
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    (original,) = Job(ranks=1, steps=3).captures().values()
+    read = read_capture(write_capture(original, tmp_path))
+    assert np.array_equal(read.records, original.records)
+    assert (read.names, read.damaged, read.problems) == (original.names, 0, [])
+
+
+def test_a_capture_of_several_chunks(tmp_path: Path) -> None:
+    (original,) = Job(ranks=1, steps=3000).captures().values()
+    assert len(original.records) > schema.CHUNK_RECORDS
+    assert len(read_capture(write_capture(original, tmp_path)).records) == len(original.records)
+
+
+def test_merging_again_changes_nothing(tmp_path: Path) -> None:
+    folder = run_of(Job(), tmp_path)
+    first = merge(folder)
+    files = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.is_file()}
+    assert merge(folder) == first
+    assert {
+        path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.is_file()
+    } == files
+
+
+def test_the_table_has_the_columns_of_the_schema(tmp_path: Path) -> None:
+    rows = load(run_of(Job(), tmp_path)).rows
+    assert {name: str(dtype) for name, dtype in rows.dtypes.items()} == schema.COLUMNS
+    assert (rows.loc[rows["kind"] == "comm", "lane"] == "comm.0").all()
+
+
+def test_a_step_ends_with_its_optimizer() -> None:
+    rows = trace_rows(
+        phases(
+            ("data", 10, 12), ("forward", 12, 20), ("backward", 25, 40), ("optimizer", 42, 50),
+            ("data", 51, 52), ("forward", 52, 60), ("backward", 60, 80), ("optimizer", 80, 85), ("optimizer", 85, 90),
+        ),
+        0, 0,
+    )  # fmt: skip
+    assert steps_of(rows) == [(10, 50), (50, 90)]
+    derived = rows[(rows["kind"] == "phase") & (rows["source"] == "derived")]
+    found = [
+        (row.name_, row.start_ns / MS, row.dur_ns / MS)
+        for row in derived.rename(columns={"name": "name_"}).itertuples()
+    ]
+    assert found == [("loss", 20, 5), ("clip", 40, 2)]
+
+
+def test_micro_batches_belong_to_one_step() -> None:
+    micro = [("forward", 0, 5), ("backward", 5, 10)]
+    rows = trace_rows(phases(*micro, ("forward", 10, 15), ("backward", 15, 20), ("optimizer", 20, 22)), 0, 0)
+    assert steps_of(rows) == [(0, 22)]
+
+
+def test_without_a_dataloader_the_gap_before_forward_is_how_the_loop_gets_its_input() -> None:
+    turn = [("forward", 0, 10), ("backward", 10, 30), ("optimizer", 30, 35)]
+    later = [(name, a + 100, b + 100) for name, a, b in turn]
+    rows = trace_rows(phases(*turn, *later), 0, 0)
+    data = rows[rows["name"] == "data"]
+    assert [(row.start_ns / MS, row.dur_ns / MS, row.source) for row in data.itertuples()] == [(35, 65, "derived")]
+
+
+def test_ddp_waits_from_its_last_issue_to_its_last_completion() -> None:
+    job = Job(steps=1, jitter=0, buckets=(10 << 20,), latency_ms=0, ms_per_mib=1)
+    rows = trace_rows(job.captures()[0], 0, 0)
+    (wait,) = rows[rows["kind"] == "wait"].itertuples()
+    comm = rows[rows["kind"] == "comm"].iloc[0]
+    assert (wait.start_ns, wait.dur_ns, wait.source) == (comm["issue_ns"], 10 * MS, "derived")
+    assert comm["purpose"] == "gradient"
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "overwritten", "no names", "no meta", "noise"])
+def test_one_damaged_rank_costs_only_itself(damage: str, tmp_path: Path) -> None:
+    folder = run_of(Job(ranks=3), tmp_path)
+    victim = next(folder.capture.glob("rank00002.*"))
+    chunk = victim / "chunk-00000.bin"
+    content = chunk.read_bytes()
+    if damage == "missing":
+        for path in victim.iterdir():
+            path.unlink()
+        victim.rmdir()
+    elif damage == "empty":
+        chunk.write_bytes(b"")
+    elif damage == "truncated":
+        chunk.write_bytes(content[: schema.CHUNK_HEADER_BYTES + 100 * schema.RECORD_BYTES + 7])
+    elif damage == "overwritten":
+        chunk.write_bytes(random.Random(0).randbytes(len(content)))
+    elif damage == "no names":
+        (victim / "names.txt").unlink()
+    elif damage == "no meta":
+        (victim / "meta.json").write_text('{"rank": 2,')
+    else:
+        body = bytearray(content)
+        body[schema.CHUNK_HEADER_BYTES :: 97] = random.Random(0).randbytes(len(body[schema.CHUNK_HEADER_BYTES :: 97]))
+        chunk.write_bytes(body)
+    trace = load(folder)
+    assert set(trace.rows["rank"]) >= {0, 1}
+    assert any("rank 2" in warning or "rank 2 " in warning for warning in trace.run.warnings), trace.run.warnings
+    analysis = analyze(trace)
+    assert analysis.ranks_expected == 3
+    if damage in ("missing", "empty", "overwritten", "no names"):
+        assert analysis.step_count == 40
+
+
+def test_a_torn_record_is_left_out_and_counted(tmp_path: Path) -> None:
+    (original,) = Job(ranks=1, steps=3).captures().values()
+    original.records["end_ns"][4] = original.records["start_ns"][4] - 1
+    original.records["kind"][5] = 99
+    read = read_capture(write_capture(original, tmp_path))
+    assert (len(read.records), read.damaged) == (len(original.records) - 2, 2)
+
+
+def test_what_never_ended_is_kept_as_evidence(tmp_path: Path) -> None:
+    (capture,) = Job(ranks=1, steps=3).captures().values()
+    capture.records["end_ns"][-3] = 0
+    capture.records["state"][-3] = schema.State.BEGUN
+    rows = trace_rows(capture, 0, 0)
+    unended = rows[~rows["ended"].astype(bool)]
+    assert len(unended) == 1
+    assert unended["dur_ns"].isna().all()
+
+
+def test_the_longer_of_two_captures_of_a_rank_is_used(tmp_path: Path) -> None:
+    folder = run_of(Job(ranks=1), tmp_path)
+    (short,) = Job(ranks=1, steps=2).captures().values()
+    short.path = Path("rank00000.0.host.999")
+    write_capture(short, folder.capture)
+    info = merge(folder)
+    assert [(item.pid, item.last_step) for item in info.ranks] == [(100, 39)]
+    assert any("two processes" in warning for warning in info.warnings)
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="not a run folder"):
+        open_run(tmp_path)
+    with pytest.raises(RunError, match="no such run folder"):
+        open_run(tmp_path / "nowhere")
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(RunError, match=r"run\.json: cannot be read"):
+        merge(open_run(tmp_path))
+
+
+def test_a_run_that_cannot_be_written_is_still_analyzed(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    folder = run_of(Job(), tmp_path)
+    folder.path.chmod(0o500)
+    try:
+        assert analyze(load(folder)).step_count == 40
+    finally:
+        folder.path.chmod(0o700)
+
+
+def test_run_json_says_who_was_captured(tmp_path: Path) -> None:
+    folder = run_of(Job(), tmp_path)
+    merge(folder)
+    content = json.loads(folder.run_json.read_text())
+    assert [item["rank"] for item in content["ranks"]] == [0, 1]
+    assert content["world_size"] == 2
