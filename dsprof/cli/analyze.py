@@ -1,0 +1,42 @@
+"""`dsprof analyze`: the verdict of a run that has ended."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsprof.run import DEFAULT_PARENT, RunError
+
+from .runs import UNREADABLE, RunArgument, fail, find_run
+
+
+def command(
+    run: RunArgument = Path(DEFAULT_PARENT),
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print findings.json instead of the verdict.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict's one sentence only.")] = False,
+) -> None:
+    """Print the verdict on a run: what is slow, why, what to change, and how much that helps.
+
+    Merges the captures where no launcher of dsprof did, and brings findings.json up to date.
+    """
+    from dsprof import reports
+
+    try:
+        folder = find_run(run)
+        analysis = reports.finish(folder, report=False)
+    except RunError as error:
+        fail(error, UNREADABLE)
+    if as_json:
+        sys.stdout.write(reports.findings_json(analysis).decode())
+    elif quiet:
+        from dsprof.reports import wording
+
+        print(wording.headline(analysis))
+    else:
+        from dsprof.reports import terminal
+
+        terminal.render(analysis, sys.stdout)

@@ -1,0 +1,60 @@
+"""Finding the run that a command names, and saying what is wrong with it."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Final, NoReturn
+
+import typer
+
+from dsprof.run import DEFAULT_PARENT, RunError, RunFolder, open_run
+
+USAGE: Final = 2
+UNREADABLE: Final = 3
+
+RunArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run folder, or the folder above: then its newest run.")
+]
+
+_STAMP: Final = re.compile(r"-(\d{8}T\d{6})Z-[0-9a-f]+$")
+
+
+def find_run(path: Path) -> RunFolder:
+    """The run at `path`, or the newest one right below it. Raises RunError if there is none."""
+    runs = find_runs(path)
+    return max(runs, key=_began)
+
+
+def find_runs(path: Path) -> list[RunFolder]:
+    """The run at `path`, or all those right below it, by name. Raises RunError if there is none."""
+    if path.is_dir() and not _is_run(path):
+        below = [RunFolder(child) for child in sorted(path.iterdir()) if child.is_dir() and _is_run(child)]
+        if below:
+            return below
+    if not path.exists() and path == Path(DEFAULT_PARENT):
+        raise RunError(f"{path}/: no such folder, so no run to take; name a run folder, or make one with `dsprof run`")
+    return [open_run(path)]
+
+
+def _is_run(path: Path) -> bool:
+    folder = RunFolder(path)
+    return folder.run_json.exists() or folder.capture.is_dir() or folder.trace.is_dir()
+
+
+def _began(folder: RunFolder) -> tuple[float, str]:
+    """When a run began: by its name, else by the age of its capture or run.json."""
+    stamp = _STAMP.search(folder.path.resolve().name)
+    if stamp:
+        moment = datetime.datetime.strptime(stamp[1], "%Y%m%dT%H%M%S").replace(tzinfo=datetime.UTC)
+        return moment.timestamp(), folder.path.name
+    sources = [path for path in (folder.capture, folder.run_json, folder.trace) if path.exists()]
+    return min(path.stat().st_mtime for path in sources), folder.path.name
+
+
+def fail(message: object, status: int) -> NoReturn:
+    """End with one line on stderr."""
+    print(f"[dsprof] error: {message}", file=sys.stderr)
+    raise typer.Exit(status)

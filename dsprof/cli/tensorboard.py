@@ -1,0 +1,80 @@
+"""`dsprof tensorboard`: the curves and the verdict of one run or several in TensorBoard."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsprof.run import DEFAULT_PARENT, RunError, RunFolder
+
+from .runs import UNREADABLE, USAGE, fail, find_runs
+
+
+def command(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run folder, or the folder above: then all of its runs.")
+    ] = Path(DEFAULT_PARENT),
+    *,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve on; 0 takes a free one.")] = 6006,
+    host: Annotated[str, typer.Option(help="Address to serve on; 0.0.0.0 lets other machines in.")] = "localhost",
+    serve: Annotated[bool, typer.Option("--serve/--no-serve", help="Only write the event files.")] = True,
+) -> None:
+    """Show runs in TensorBoard: their steps, their budget, and the verdict. Ctrl-C ends it."""
+    try:
+        folders = find_runs(run)
+    except RunError as error:
+        fail(error, UNREADABLE)
+    failures = [failure for folder in folders if (failure := _bring_up_to_date(folder)) is not None]
+    if len(failures) == len(folders):
+        fail(failures[0], UNREADABLE)
+    for failure in failures:
+        print(f"[dsprof] warning: {failure}", file=sys.stderr)
+    logdir = folders[0].tensorboard if len(folders) == 1 else run
+    if serve:
+        _serve(logdir, host, port)
+    else:
+        print(logdir)
+
+
+def _bring_up_to_date(folder: RunFolder) -> str | None:
+    """Write the event files unless they are newer than the capture; what went wrong, if anything."""
+    if not _stale(folder):
+        return None
+    from dsprof import reports
+
+    try:
+        reports.write_tensorboard(reports.examine(folder), folder)
+    except RunError as error:
+        return str(error)
+    except OSError as error:
+        return f"{folder.tensorboard}: cannot be written ({error.strerror}); copy the run to a folder of yours"
+    return None
+
+
+def _stale(folder: RunFolder) -> bool:
+    written = [path.stat().st_mtime_ns for path in folder.tensorboard.glob("*/*tfevents*")]
+    sources = [folder.run_json, *folder.capture.glob("rank*/*"), *folder.trace.glob("*.parquet")]
+    newest = max((path.stat().st_mtime_ns for path in sources if path.exists()), default=0)
+    return not written or min(written) < newest
+
+
+def _serve(logdir: Path, host: str, port: int) -> None:
+    """Run TensorBoard until it is interrupted."""
+    import threading
+
+    from tensorboard import program
+
+    server = program.TensorBoard()
+    server.configure(logdir=str(logdir), host=host, port=port, reload_interval=30, load_fast="false")
+    try:
+        url = server.launch()
+    except program.TensorBoardServerException as error:
+        fail(f"TensorBoard does not start: {error}; choose another with --port or --host", USAGE)
+    print(f"TensorBoard on {logdir}: {url} (Ctrl-C ends it)", flush=True)
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        return

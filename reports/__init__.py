@@ -1,0 +1,83 @@
+"""Reports: each draws an `Analysis`; none computes a diagnosis of its own, and none knows another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dsprof.run import RunFolder, write_atomically
+
+if TYPE_CHECKING:
+    from dsprof.analyzer.analysis import Analysis
+
+
+def examine(folder: RunFolder) -> Analysis:
+    """Load a run, merging it first where that is needed, and analyze it. Raises RunError if it cannot be read."""
+    from dsprof import analyzer, trace
+
+    return analyzer.analyze(trace.load(folder))
+
+
+def finish(folder: RunFolder, *, report: bool = True) -> Analysis:
+    """Analyze a run and write findings.json and, with `report`, report.html and tensorboard/ into its folder.
+
+    An output that cannot be written costs only itself: it becomes a warning of the Analysis returned.
+    Raises RunError if the run cannot be read.
+    """
+    analysis = examine(folder)
+    outputs: dict[str, Callable[[], None]] = {}
+    if report:
+        outputs["report.html"] = lambda: write_html(analysis, folder)
+        outputs["tensorboard"] = lambda: write_tensorboard(analysis, folder)
+    outputs["findings.json"] = lambda: write_findings(analysis, folder)
+    failures = [failure for name, write in outputs.items() if (failure := _attempt(name, write)) is not None]
+    if not failures:
+        return analysis
+    warnings = (*analysis.capture.warnings, *failures)
+    return replace(analysis, capture=replace(analysis.capture, warnings=warnings))
+
+
+def _attempt(name: str, write: Callable[[], None]) -> str | None:
+    try:
+        write()
+    except OSError as error:
+        why = error.strerror or error
+        return f"{name}: not written ({why}); make room or fix the permissions, then `dsprof report`"
+    except Exception as error:  # a bug in one report must not cost the others
+        return f"{name}: not written ({type(error).__name__}: {error})"
+    return None
+
+
+def write_findings(analysis: Analysis, folder: RunFolder) -> None:
+    """Write findings.json."""
+    write_atomically(folder.findings_json, findings_json(analysis))
+
+
+def write_html(analysis: Analysis, folder: RunFolder) -> None:
+    """Write report.html."""
+    from . import html
+
+    write_atomically(folder.report_html, html.render(analysis))
+
+
+def write_tensorboard(analysis: Analysis, folder: RunFolder) -> None:
+    """Write tensorboard/."""
+    from . import tensorboard
+
+    tensorboard.write(analysis, folder.tensorboard)
+
+
+def findings_json(analysis: Analysis) -> bytes:
+    """The text of findings.json; what is not a finite number is null."""
+    import orjson
+
+    options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+    content: bytes = orjson.dumps(analysis.to_dict(), default=_plain, option=options)
+    return content
+
+
+def _plain(value: Any) -> Any:
+    """Scalars and paths from tables and facts, as JSON knows them."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) else str(value)

@@ -1,0 +1,228 @@
+"""The bottleneck report: one HTML file that needs no network and sends nothing.
+
+The run's own strings (command, names, paths) are untrusted: the template escapes them, figures travel as JSON
+that is never executed, and the Content-Security-Policy names the two scripts by their hashes, so that no other
+script can run and nothing can be fetched.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+from markupsafe import Markup
+
+from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.finding import Finding
+
+from .. import palette, plots, tables, wording
+from ..timeline import timeline
+
+HERE: Final = Path(__file__).parent
+
+_IN_SCRIPT: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def render(analysis: Analysis) -> str:
+    """The whole report as one HTML document."""
+    plotly_js, page_js = _asset("plotly-cartesian.min.js"), _asset("page.js")
+    figures = _figures(analysis)
+    return _template().render(
+        analysis=analysis,
+        run=analysis.run,
+        step=analysis.step_ms,
+        headline=wording.headline(analysis),
+        tone=_tone(analysis),
+        problems=[_card(finding, analysis.run.cwd) for finding in analysis.findings if wording.is_problem(finding)],
+        minor=[_card(finding, analysis.run.cwd) for finding in analysis.findings if not wording.is_problem(finding)],
+        budget=_budget(analysis),
+        rank_parts=[part for part in analysis.budget_by_rank if (analysis.budget_by_rank[part] > 0.005).any()],
+        rank_rows=_rank_rows(analysis),
+        blamed=_blamed(analysis),
+        not_run=wording.by_reason(analysis.not_run),
+        warnings=wording.capture_warnings(analysis),
+        capture=wording.capture_facts(analysis),
+        facts=_facts(analysis),
+        notes={name: figure.layout.meta["note"] for name, figure in figures.items()},
+        heights={name: figure.layout.height for name, figure in figures.items()},
+        figures=Markup(_script_json({name: _plain(figure) for name, figure in figures.items()})),
+        parts=palette.PARTS,
+        word=wording,
+        style=Markup(_asset("page.css")),
+        plotly_js=Markup(plotly_js),
+        page_js=Markup(page_js),
+        policy=_policy(plotly_js, page_js),
+    )
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    environment.filters["clean"] = wording.clean
+    environment.filters["ms"] = wording.ms
+    environment.filters["percent"] = wording.percent
+    return environment.get_template("page.html.j2")
+
+
+@cache
+def _asset(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def _policy(*scripts: str) -> str:
+    """Nothing but these two scripts, our styles, and the pictures that plotly draws itself."""
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts
+    )
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "connect-src 'none'; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _script_json(value: Any) -> str:
+    """JSON that is safe inside a script element: nothing in it can end the element or begin a comment."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    return "".join(_IN_SCRIPT.get(char, char) for char in text)
+
+
+def _plain(figure: Any) -> dict[str, Any]:
+    """The figure as data; its title and note stand on the page instead."""
+    plain: dict[str, Any] = json.loads(figure.to_json())
+    plain["layout"].pop("title", None)
+    plain["layout"].pop("meta", None)
+    return plain
+
+
+def _figures(analysis: Analysis) -> dict[str, Any]:
+    figures = {}
+    if analysis.step_ms is not None:
+        figures["budget"] = plots.budget_bar(analysis.budget_by_rank, analysis.budget)
+        figures["heatmap"] = plots.heatmap(analysis.steps)
+        figures["steps"] = plots.step_time(analysis.steps, highlight=_blamed(analysis))
+    if len(analysis.collectives):
+        figures["collectives"] = plots.collectives(analysis.collectives)
+    step, why = _step_to_show(analysis)
+    if step is not None:
+        named = [rank for finding in analysis.findings for rank in finding.where.ranks or ()]
+        if analysis.slowest_rank is not None:
+            named.insert(0, analysis.slowest_rank)
+        figure = timeline(analysis.rows, step, collectives=analysis.collectives, ranks=named)
+        figure.layout.meta = {"note": figure.layout.meta["note"].replace(f"step {step}", f"step {step}, {why}", 1)}
+        figures["timeline"] = figure
+    return figures
+
+
+def _step_to_show(analysis: Analysis) -> tuple[int | None, str]:
+    """The step of the timeline: where the run broke, else a typical one."""
+    broken = any(finding.code.startswith("run.") for finding in analysis.findings)
+    if len(analysis.rows) and (broken or analysis.step_ms is None):
+        last = int(analysis.rows["step"].max())
+        return (last, "the last one begun") if last >= 0 else (None, "")
+    return tables.typical_step(analysis.steps), "the one of the middle half nearest to the mean"
+
+
+def _blamed(analysis: Analysis) -> int | None:
+    """The rank that the others wait for most, where a finding says that it matters."""
+    named = {rank for finding in analysis.findings if wording.is_problem(finding) for rank in finding.where.ranks or ()}
+    return analysis.slowest_rank if analysis.slowest_rank in named else None
+
+
+def _tone(analysis: Analysis) -> str:
+    worst = next((finding for finding in analysis.findings if wording.is_problem(finding)), None)
+    if worst is not None:
+        return worst.severity
+    return "none" if analysis.step_ms is None else "good"
+
+
+def _card(finding: Finding, cwd: str) -> dict[str, Any]:
+    part = palette.part_of(finding.code)
+    return {
+        "code": finding.code,
+        "title": wording.clean(finding.title),
+        "severity": finding.severity,
+        "color": palette.part(part).color if part else palette.HIGHLIGHT,
+        "confidence": wording.percent(100 * finding.confidence),
+        "gain": finding.gain if finding.gain.ms > 0 else None,
+        "where": wording.where(finding.where),
+        "evidence": [
+            {
+                "metric": wording.clean(item.metric),
+                "value": wording.quantity(item.value, item.unit),
+                "expected": "" if item.expected is None else wording.quantity(item.expected, item.unit),
+            }
+            for item in finding.evidence
+        ],
+        "fixes": [
+            {
+                "title": wording.clean(fix.title),
+                "changes": wording.changes(fix, cwd),
+                "gain": wording.gain(fix.gain) if fix.gain is not None and fix.gain != finding.gain else "",
+            }
+            for fix in finding.fixes
+        ],
+    }
+
+
+def _budget(analysis: Analysis) -> list[dict[str, Any]]:
+    total = sum(analysis.budget.values())
+    codes: dict[str, list[str]] = {}
+    for finding in analysis.findings:
+        part = palette.part_of(finding.code)
+        if part is not None and wording.is_problem(finding):
+            codes.setdefault(part, []).append(finding.code)
+    return [
+        {"look": palette.part(part), "ms": value, "share": 100 * value / total, "codes": codes.get(part, [])}
+        for part, value in analysis.budget.items()
+        if value > 0 and total > 0
+    ]
+
+
+def _rank_rows(analysis: Analysis) -> list[dict[str, Any]]:
+    """One row a rank: how it ran and ended, its mean step and own work."""
+    by_rank = analysis.budget_by_rank
+    own = by_rank.drop(columns=[part for part in palette.WAITING if part in by_rank]).sum(axis=1)
+    infos = {info.rank: info for info in analysis.run.ranks}
+    exits = {item.rank: item for item in wording.last_exits(analysis)}
+    blamed = _blamed(analysis)
+    everyone = sorted({*by_rank.index, *infos, *exits, *analysis.ranks_captured, *wording.missing_ranks(analysis)})
+    return [
+        {
+            "rank": rank,
+            "info": infos.get(rank),
+            "host": wording.clean(item.host) if (item := infos.get(rank) or exits.get(rank)) else "",
+            "ended": wording.ended(exits[rank]) if rank in exits else "",
+            "failed": rank in exits and exits[rank].status != 0,
+            "missing": rank not in analysis.ranks_captured,
+            "blamed": rank == blamed,
+            "own": own.get(rank),
+            "parts": by_rank.loc[rank].to_dict() if rank in by_rank.index else None,
+        }
+        for rank in everyone
+    ]
+
+
+def _facts(analysis: Analysis) -> list[dict[str, str]]:
+    """What the ranks said of themselves, those that said the same together."""
+    alike: dict[str, list[int]] = {}
+    for fact in analysis.run.facts:
+        text = json.dumps({key: value for key, value in fact.items() if key != "rank"}, default=str)
+        alike.setdefault(text, []).append(int(fact.get("rank", -1)))
+    rows = []
+    for text, ranks in list(alike.items())[:100]:
+        fact = json.loads(text)
+        name, site = fact.pop("fact", ""), fact.pop("site", "") or ""
+        said = ", ".join(f"{key}={value}" for key, value in fact.items())
+        rows.append({
+            "fact": wording.clean(name), "site": wording.clean(site), "said": wording.clean(said, 1000),
+            "ranks": wording.spans(ranks),
+        })  # fmt: skip
+    return rows

@@ -1,0 +1,71 @@
+"""One colour and one name for each part of the step, the same in every report.
+
+The colours were chosen so that any two stay apart (CIE76 difference of at least 20) with normal sight and
+with simulated protanopia, deuteranopia and tritanopia (Machado et al., 2009), on light and on dark paper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Part:
+    """How one budget part is shown."""
+
+    label: str
+    color: str
+    ink: str
+    """Colour of text on top of `color`."""
+    meaning: str
+
+
+WHITE: Final = "#FFFFFF"
+BLACK: Final = "#14171A"
+
+PARTS: Final = {
+    "compute": Part("compute", "#2F86EE", BLACK, "forward, loss, backward"),
+    "comm_exposed": Part("exposed comm", "#E0914A", BLACK, "standing still while bytes move"),
+    "peer_wait": Part("peer wait", "#B5121B", WHITE, "standing still until the last rank arrives"),
+    "bubble": Part("bubble", "#A01C8C", WHITE, "pipeline warm-up and drain"),
+    "data": Part("data", "#1F7C59", WHITE, "waiting for the next batch"),
+    "optimizer": Part("optimizer", "#45C8F5", BLACK, "gradient clipping and the optimizer step"),
+    "offload": Part("offload", "#DCCB1E", BLACK, "copies to and from the CPU or NVMe"),
+    "pause": Part("pause", "#7A2CEB", WHITE, "garbage collection and other stops"),
+    "other": Part("other", "#ADADAD", BLACK, "what nothing explains"),
+}
+
+WAITING: Final = ("comm_exposed", "peer_wait", "bubble")
+"""Parts in which a rank stands still for others; the rest of a step is its own work."""
+
+SERIES: Final = ("#2F86EE", "#E0914A", "#1F7C59", "#A01C8C", "#45C8F5", "#DCCB1E", "#7A2CEB", "#B5121B")
+"""Colours for what is no budget part: ranks, operators."""
+
+HIGHLIGHT: Final = "#B5121B"
+NEUTRAL: Final = "#8A9099"
+
+_PART_OF_CODE: Final = {
+    "rank.straggler": "peer_wait",
+    "data.imbalance": "peer_wait",
+    "data.stall": "data",
+    "compute.optimizer": "optimizer",
+}
+_PART_OF_FAMILY: Final = {
+    "comm": "comm_exposed",
+    "pipeline": "bubble",
+    "offload": "offload",
+    "compute": "compute",
+    "pause": "pause",
+    "checkpoint": "other",
+}
+
+
+def part_of(code: str) -> str | None:
+    """The budget part in which the time lost to a finding shows; None where it shows in none."""
+    return _PART_OF_CODE.get(code) or _PART_OF_FAMILY.get(code.partition(".")[0])
+
+
+def part(name: str) -> Part:
+    """How `name` is shown; a part this version does not know is shown in grey under its own name."""
+    return PARTS.get(name) or Part(name.replace("_", " "), NEUTRAL, BLACK, "")

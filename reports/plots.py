@@ -1,0 +1,236 @@
+"""Figures: pure functions from a table to a plotly Figure, shared by the HTML report and the notebooks.
+
+Every figure carries in `layout.meta` its `note`: which part of the data it shows, when that is not all of it.
+The note is also the subtitle. Names from the run are escaped, since plotly reads tags in text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from . import palette, tables, wording
+from .tables import NS_PER_MS
+
+GRID = "rgba(138,144,153,0.25)"
+AXIS: dict[str, Any] = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": GRID, "automargin": True}
+
+
+def styled(traces: Sequence[Any], title: str, note: str, **layout: Any) -> go.Figure:
+    """A figure in the house's style: no paper of its own, so that it sits on a light page and on a dark one."""
+    figure = go.Figure(data=list(traces))
+    figure.update_layout(
+        template="none",
+        title={"text": title, "subtitle": {"text": note}, "x": 0, "xref": "paper", "automargin": True},
+        meta={"note": note},
+        font={"family": "system-ui, sans-serif", "size": 12},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        margin={"l": 10, "r": 10, "t": 10, "b": 10},
+        legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
+        hoverlabel={"font": {"family": "system-ui, sans-serif"}, "align": "left"},
+        **layout,
+    )
+    figure.update_xaxes(**AXIS)
+    figure.update_yaxes(**AXIS)
+    return figure
+
+
+# --- where the step goes ----------------------------------------------------------------------------
+
+
+def budget_bar(
+    budget_by_rank: pd.DataFrame, budget: Mapping[str, float] | None = None, *, max_ranks: int = 24
+) -> go.Figure:
+    """Where each rank's mean step goes: a stacked bar a rank, and one for the mean.
+
+    budget_by_rank: index rank, a column per part, ms. budget: part -> ms, the mean over ranks; by default that
+    of the table. Of more than `max_ranks`, those with the most own work are shown.
+    """
+    table = budget_by_rank
+    mean = dict(budget) if budget is not None else table.mean().to_dict()
+    own = table.drop(columns=[part for part in palette.WAITING if part in table]).sum(axis=1)
+    shown = table.loc[sorted(own.sort_values(ascending=False, kind="stable").index[:max_ranks])]
+    note = "" if len(shown) == len(table) else f"{len(shown)} of {len(table)} ranks: those with the most own work"
+    labels = ["mean", *(f"rank {rank}" for rank in shown.index)]
+    total = [sum(mean.values()), *shown.sum(axis=1)]
+    traces = []
+    hover = "%{{y}}: {0} <b>%{{x:,.2f}} ms</b> (%{{customdata}})<br>{1}<extra></extra>"
+    for part in table.columns:
+        values = [mean.get(part, 0.0), *shown[part]]
+        if not any(value > 0 for value in values):
+            continue
+        look = palette.part(part)
+        shares = [100 * value / whole if whole > 0 else 0.0 for value, whole in zip(values, total, strict=True)]
+        traces.append(
+            go.Bar(
+                name=look.label, y=labels, x=np.round(values, 3), orientation="h",
+                marker={"color": look.color, "line": {"width": 0}},
+                text=[wording.percent(share) if share >= 6 else "" for share in shares],
+                textposition="inside", insidetextanchor="middle", textangle=0,
+                textfont={"color": look.ink, "size": 11},
+                customdata=[wording.percent(share) for share in shares],
+                hovertemplate=hover.format(escape(look.label), look.meaning),
+            )
+        )  # fmt: skip
+    figure = styled(
+        traces, "Where the step goes", note, barmode="stack", bargap=0.25, height=110 + 26 * len(labels),
+        uniformtext={"minsize": 9, "mode": "hide"},
+    )  # fmt: skip
+    figure.update_xaxes(title="ms a step, mean of the middle half", rangemode="tozero")
+    figure.update_yaxes(autorange="reversed", showgrid=False)
+    figure.update_layout(legend={"traceorder": "normal"})
+    return figure
+
+
+# --- over the steps ---------------------------------------------------------------------------------
+
+
+def step_time(
+    steps: pd.DataFrame, *, highlight: int | None = None, max_points: int = 1000, max_ranks: int = 4
+) -> go.Figure:
+    """How long each step took, and how much of it each rank worked itself: a line a rank.
+
+    steps: rank, step, dur_ns, middle, and the budget parts in ms. Above `max_ranks`, the ranks become a band from
+    the least to the most busy, with `highlight` drawn on top; above `max_points` steps, neighbours are joined by
+    their maximum.
+    """
+    whole = tables.by_step(steps, tables.step_ms(steps))
+    own = tables.by_step(steps, tables.own_work_ms(steps))
+    notes = []
+    slowest, _, width = tables.coarsen(whole.max().to_frame().T, 1, max_points)
+    if width > 1:
+        notes.append(f"each point is the maximum of {width} steps")
+    traces: list[Any] = []
+    if len(own) <= max_ranks:
+        joined, _, _ = tables.coarsen(own, max(len(own), 1), max_points)
+        for index, rank in enumerate(joined.index):
+            lead = rank == highlight
+            color = palette.HIGHLIGHT if lead else palette.SERIES[index % (len(palette.SERIES) - 1)]
+            traces.append(_line(joined.columns, joined.loc[rank], f"rank {rank}, own work", color, 2 if lead else 1.3))
+    else:
+        notes.append(f"the band spans the own work of all {len(own)} ranks")
+        low, _, _ = tables.coarsen(own.min().to_frame().T, 1, max_points)
+        high, _, _ = tables.coarsen(own.max().to_frame().T, 1, max_points)
+        middle, _, _ = tables.coarsen(own.median().to_frame().T, 1, max_points)
+        traces.append(_line(low.columns, low.iloc[0], "least busy rank", palette.NEUTRAL, 0))
+        traces.append(_line(high.columns, high.iloc[0], "from the least to the most busy rank", palette.NEUTRAL, 0))
+        traces[0].update(showlegend=False, hoverinfo="skip", hovertemplate=None)
+        traces[1].update(fill="tonexty", fillcolor="rgba(138,144,153,0.3)", hoverinfo="skip", hovertemplate=None)
+        traces.append(_line(middle.columns, middle.iloc[0], "median rank, own work", palette.SERIES[0], 1.5))
+        if highlight in own.index:
+            lead, _, _ = tables.coarsen(own.loc[[highlight]], 1, max_points)
+            traces.append(_line(lead.columns, lead.iloc[0], f"rank {highlight}, own work", palette.HIGHLIGHT, 1.5))
+    if not whole.empty:
+        traces.append(_line(slowest.columns, slowest.iloc[0], "whole step", palette.NEUTRAL, 2.5))
+    figure = styled(traces, "Step time", "; ".join(notes), height=320, hovermode="x unified")
+    middle_steps = steps.loc[steps["middle"].astype(bool), "step"]
+    if len(middle_steps):
+        figure.add_vrect(
+            x0=int(middle_steps.min()) - 0.5, x1=int(middle_steps.max()) + 0.5, fillcolor=palette.NEUTRAL, opacity=0.1,
+            line_width=0, layer="below",
+        )  # fmt: skip
+    figure.update_xaxes(title="step")
+    figure.update_yaxes(title="ms", rangemode="tozero")
+    return figure
+
+
+def _line(x: Any, y: Any, name: str, color: str, width: float) -> go.Scatter:
+    return go.Scatter(
+        x=np.asarray(x), y=np.round(np.asarray(y, dtype="float64"), 3).astype("float32"), name=name, mode="lines",
+        line={"color": color, "width": width}, hovertemplate="%{y:,.2f} ms",
+    )  # fmt: skip
+
+
+def heatmap(steps: pd.DataFrame, *, max_columns: int = 500, max_rows: int = 128) -> go.Figure:
+    """Who was slower than the others, and when: a row a rank, a column a step.
+
+    The colour is the rank's own work (the step without waiting for others) beyond that of the middle rank of the
+    same step, ms; with one rank, beyond its median step. A straggler is a row, a pause a cell. A larger table is
+    reduced by joining neighbours by their maximum. Full colour is at least 5 % of a step, so that noise stays pale,
+    and at most the 99th percentile where single cells would outshine everything; the pointer tells whole numbers.
+    """
+    table = tables.excess(tables.by_step(steps, tables.own_work_ms(steps)))
+    joined, rows, columns = tables.coarsen(table, max_rows, max_columns)
+    notes = []
+    if rows > 1 or columns > 1:
+        notes.append(f"a cell is the maximum of {wording.count(rows, 'rank')} x {wording.count(columns, 'step')}")
+    values = joined.to_numpy(dtype="float32")
+    top = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
+    ceiling = float(np.nanpercentile(values, 99)) if top > 0 else 0.0
+    floor = 0.05 * float(tables.step_ms(steps).median()) if len(steps) else 1.0
+    ceiling = max(top if top <= 3 * ceiling else ceiling, floor)
+    if top > ceiling:
+        notes.append(f"full colour from {wording.ms(ceiling)}; the largest is {wording.ms(top)}")
+    trace = go.Heatmap(
+        x=joined.columns.to_numpy(), y=[f"rank {rank}" if rows == 1 else f"ranks {rank}-" for rank in joined.index],
+        z=np.round(values, 2), zmin=0, zmax=ceiling, hoverongaps=False, xgap=0, ygap=1 if len(joined) <= 40 else 0,
+        colorscale=[[0, "rgba(181,18,27,0.05)"], [0.5, "rgba(214,90,40,0.62)"], [1, "rgba(181,18,27,1)"]],
+        colorbar={"title": {"text": "ms"}, "thickness": 12, "outlinewidth": 0, "len": 1, "lenmode": "fraction"},
+        hovertemplate="%{y}, step %{x}<br><b>%{z:,.1f} ms</b> more own work than the middle rank<extra></extra>",
+    )  # fmt: skip
+    height = 130 + min(max(26 * len(joined), 60), 520)
+    figure = styled([trace], "Own work beyond the middle rank", "; ".join(notes), height=height)
+    figure.update_xaxes(title="step", showgrid=False, zeroline=False)
+    figure.update_yaxes(autorange="reversed", showgrid=False)
+    return figure
+
+
+# --- collectives ------------------------------------------------------------------------------------
+
+
+def collectives(table: pd.DataFrame, *, max_points: int = 3000) -> go.Figure:
+    """Bytes against transfer time (last arrival to end) of the matched collectives, a colour an operator.
+
+    Of more than `max_points`, the slowest tenth is kept whole and the others are thinned evenly.
+    """
+    sized = table[(table["bytes"].fillna(-1) > 0) & (table["transfer_ns"].fillna(-1) > 0)]
+    notes = []
+    if len(sized) < len(table):
+        notes.append(f"{len(table) - len(sized):,} without bytes or a measured transfer left out")
+    if len(sized) > max_points:
+        order = sized["transfer_ns"].sort_values(ascending=False).index
+        keep = max_points // 10
+        stride = -(-(len(order) - keep) // (max_points - keep))
+        thinned = order[keep::stride]
+        notes.append(
+            f"{keep + len(thinned):,} of {len(sized):,}: the slowest {keep}, and of the others one in {stride}"
+        )
+        sized = sized.loc[order[:keep].append(thinned)]
+    traces = []
+    for index, (name, part) in enumerate(sized.groupby("name", observed=True)):
+        transfer = part["transfer_ns"].to_numpy(dtype="float64")
+        traces.append(
+            go.Scatter(
+                x=part["bytes"].to_numpy(dtype="float64"), y=np.round(transfer / NS_PER_MS, 4), mode="markers",
+                name=escape(wording.clean(name)),
+                marker={"color": palette.SERIES[index % len(palette.SERIES)], "size": 7, "opacity": 0.55},
+                text=[_collective_hover(row) for row in part.itertuples()],
+                hovertemplate="%{text}<extra>%{fullData.name}</extra>",
+            )
+        )  # fmt: skip
+    figure = styled(traces, "Collectives: bytes and transfer time", "; ".join(notes), height=360, showlegend=True)
+    if len(sized):
+        powers = range(int(np.log2(sized["bytes"].min())), int(np.ceil(np.log2(sized["bytes"].max()))) + 1)
+        ticks = [2**power for power in powers if power % max(1, len(powers) // 6) == 0]
+        figure.update_xaxes(tickvals=ticks, ticktext=[wording.size(tick) for tick in ticks])
+        wide = sized["transfer_ns"].max() > 10 * sized["transfer_ns"].min()
+        figure.update_yaxes(**({"type": "log", "dtick": 1} if wide else {"rangemode": "tozero"}))
+    figure.update_xaxes(title="bytes", type="log")
+    figure.update_yaxes(title="ms")
+    return figure
+
+
+def _collective_hover(row: Any) -> str:
+    what = escape(wording.clean(row.purpose if pd.notna(row.purpose) else row.name))
+    return (
+        f"{what}, group {escape(wording.clean(row.group))}, seq {row.seq}, step {row.step}"
+        f"<br>{wording.size(row.bytes)} in {wording.ms(row.transfer_ns / NS_PER_MS)}:"
+        f" {row.bytes / row.transfer_ns:.2f} GB/s"
+        f"<br>last to arrive: rank {row.late_rank}"
+    )

@@ -1,0 +1,96 @@
+"""Smaller tables for the figures: what is drawn is limited here, and each limit is told in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from .palette import WAITING
+
+NS_PER_MS = 1e6
+
+
+def step_ms(steps: pd.DataFrame) -> pd.Series:
+    """Duration of each (rank, step), ms."""
+    return steps["dur_ns"].astype(float) / NS_PER_MS
+
+
+def own_work_ms(steps: pd.DataFrame) -> pd.Series:
+    """Each step without the parts in which its rank stood still for others, ms."""
+    waiting = steps[[part for part in WAITING if part in steps]].sum(axis=1)
+    return (step_ms(steps) - waiting).clip(lower=0.0)
+
+
+def by_step(steps: pd.DataFrame, values: pd.Series) -> pd.DataFrame:
+    """`values` as a table with a row per rank and a column per step; NaN where a rank lacks a step."""
+    table = pd.DataFrame({"rank": steps["rank"], "step": steps["step"], "value": values})
+    return table.pivot_table(index="rank", columns="step", values="value", aggfunc="max").sort_index()
+
+
+def excess(table: pd.DataFrame) -> pd.DataFrame:
+    """By how much each rank exceeds the middle rank of its step; 0 where it does not.
+
+    The middle is the lower median, so that of two ranks the slower one shows its whole lead over the other.
+    With one rank it is that rank's own median step.
+    """
+    if len(table) == 1:
+        middle = np.full(table.shape[1], np.nanmedian(table.to_numpy()))
+    else:
+        middle = table.quantile(0.5, interpolation="lower").to_numpy()
+    return (table - middle).clip(lower=0.0)
+
+
+def coarsen(table: pd.DataFrame, max_rows: int, max_columns: int) -> tuple[pd.DataFrame, int, int]:
+    """`table` with neighbouring ranks and steps joined by their maximum, and how many make one row and one column.
+
+    The labels are the first rank and step of each group.
+    """
+    rows = -(-len(table) // max_rows) if len(table) else 1
+    columns = -(-table.shape[1] // max_columns) if table.shape[1] else 1
+    joined = table.groupby(np.arange(len(table)) // rows).max() if rows > 1 else table.copy()
+    if rows > 1:
+        joined.index = table.index[::rows]
+    if columns > 1:
+        joined = joined.T.groupby(np.arange(table.shape[1]) // columns).max().T
+        joined.columns = table.columns[::columns]
+    return joined, rows, columns
+
+
+def typical_step(steps: pd.DataFrame) -> int | None:
+    """The step of the middle half whose duration is nearest to the mean; None without one."""
+    middle = steps[steps["middle"].astype(bool)]
+    if middle.empty:
+        return None
+    times = step_ms(middle).groupby(middle["step"]).mean()
+    return int((times - times.mean()).abs().idxmin())
+
+
+def pick_ranks(candidates: Sequence[int], wanted: Sequence[int], limit: int) -> list[int]:
+    """At most `limit` of `candidates`: those in `wanted` first, then evenly spread over the rest; sorted."""
+    if len(candidates) <= limit:
+        return sorted(candidates)
+    first = [rank for rank in dict.fromkeys(wanted) if rank in set(candidates)][:limit]
+    rest = [rank for rank in sorted(candidates) if rank not in first]
+    room = limit - len(first)
+    spread = [rest[index * len(rest) // room] for index in range(room)] if room else []
+    return sorted([*first, *spread])
+
+
+def pack(starts: Sequence[float], ends: Sequence[float], limit: int) -> list[int]:
+    """A lane for each interval, such that those of a lane do not overlap; beyond `limit` lanes they share the last.
+
+    The intervals are given in the order of their starts.
+    """
+    free: list[float] = []
+    lanes = []
+    for start, end in zip(starts, ends, strict=True):
+        lane = next((index for index, until in enumerate(free) if until <= start), len(free))
+        lane = min(lane, limit - 1)
+        if lane == len(free):
+            free.append(end)
+        else:
+            free[lane] = max(free[lane], end)
+        lanes.append(lane)
+    return lanes

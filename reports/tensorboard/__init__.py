@@ -1,0 +1,153 @@
+"""TensorBoard event files of an analysis: curves of the steps, and the verdict as text.
+
+Runs in the dashboard: `mean` and `max` over the ranks (tags `step_ms/...` and `budget_ms/...`), `rank<N>` where
+they are few (`by_rank_ms/...`), and `verdict` with the text.
+A TensorBoard chart keeps 1,000 points a tag, chosen at random, so that a rare spike would vanish: above 1,000
+steps, neighbouring steps are joined, `max` and the ranks keep each window's maximum, and `p99` is added.
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import metadata as custom_scalar
+from tensorboard.plugins.text import metadata as text_plugin
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from dsprof.analyzer.analysis import Analysis
+from dsprof.run import write_atomically
+
+from .. import tables, wording
+from .text import finding_markdown, verdict_markdown
+
+MAX_POINTS: Final = 1000
+WINDOWS: Final = 500
+MAX_RANKS: Final = 16
+
+SUFFIX: Final = ".dsprof"
+"""Ends the names of our event files, so that writing again removes these and nothing else."""
+
+
+def write(analysis: Analysis, folder: Path) -> None:
+    """Write the event files under `folder`, in place of those of an earlier call."""
+    remove(folder)
+    start = _start_seconds(analysis)
+    for name, values in _curves(analysis).items():
+        events = [_layout_event(start)] if name == "mean" else []
+        events += list(_scalar_events(values, start))
+        _save(folder / name, events, start)
+    _save(folder / "verdict", list(_text_events(analysis, start)), start)
+
+
+def remove(folder: Path) -> None:
+    """Delete the event files that `write` left under `folder`."""
+    for path in folder.glob(f"*/events.out.tfevents.*{SUFFIX}"):
+        path.unlink()
+
+
+def _curves(analysis: Analysis) -> dict[str, pd.DataFrame]:
+    """Run -> a row per step (or the last step of a window), a column per tag, and `seconds` since the first step."""
+    steps = analysis.steps
+    if steps.empty:
+        return {}
+    parts = [part for part in analysis.budget if (steps[part] > 0).any()]
+    values = pd.DataFrame({
+        "step": steps["step"], "rank": steps["rank"],
+        "seconds": (steps["start_ns"] - steps["start_ns"].min()) / 1e9,
+        "step_ms/whole": tables.step_ms(steps), "step_ms/own_work": tables.own_work_ms(steps),
+        **{f"budget_ms/{part}": steps[part] for part in parts},
+    })  # fmt: skip
+    numbers = np.sort(values["step"].unique())
+    width = -(-len(numbers) // WINDOWS) if len(numbers) > MAX_POINTS else 1
+    window = np.searchsorted(numbers, values["step"].to_numpy()) // width
+    values["step"] = numbers[np.minimum((window + 1) * width, len(numbers)) - 1]
+
+    columns = values.drop(columns="rank").groupby("step")
+    curves = {"mean": columns.mean(), "max": columns.max()}
+    if width > 1:
+        curves["p99"] = columns.quantile(0.99)
+    ranks = sorted(int(rank) for rank in values["rank"].unique())
+    named = [rank for finding in analysis.findings for rank in finding.where.ranks or ()]
+    shown = ranks if len(ranks) <= MAX_RANKS else sorted(set(named) & set(ranks))[:MAX_RANKS]
+    if len(ranks) > 1:
+        for rank in shown:
+            own = values[values["rank"] == rank].drop(columns="rank").groupby("step").max()
+            tags = {name: f"by_rank_ms/{name.rpartition('/')[2]}" for name in own if "/" in name}
+            curves[f"rank{rank}"] = own.rename(columns=tags)
+    return curves
+
+
+def _scalar_events(values: pd.DataFrame, start: float) -> Iterator[Any]:
+    tags = [tag for tag in values if tag != "seconds"]
+    for step, seconds, *row in zip(values.index, values["seconds"], *(values[tag] for tag in tags), strict=True):
+        summary = Summary(
+            value=[
+                Summary.Value(tag=tag, simple_value=value)
+                for tag, value in zip(tags, row, strict=True)
+                if np.isfinite(value)
+            ]
+        )
+        yield Event(wall_time=start + seconds, step=int(step), summary=summary)
+
+
+def _text_events(analysis: Analysis, start: float) -> Iterator[Any]:
+    yield _text_event("00 verdict", verdict_markdown(analysis), start)
+    for index, finding in enumerate(analysis.findings, 1):
+        tag = f"{index:02d} {wording.clean(finding.code)}"
+        yield _text_event(tag, finding_markdown(finding, analysis.run.cwd), start)
+
+
+def _text_event(tag: str, markdown: str, start: float) -> Any:
+    metadata = text_plugin.create_summary_metadata(display_name=tag, description="")
+    return Event(wall_time=start, summary=Summary(value=[_text_value(tag, markdown.encode(), metadata)]))
+
+
+def _text_value(tag: str, content: bytes, metadata: Any) -> Any:
+    tensor = TensorProto(dtype=DT_STRING, string_val=[content], tensor_shape=TensorShapeProto())
+    return Summary.Value(tag=tag, tensor=tensor, metadata=metadata)
+
+
+def _layout_event(start: float) -> Any:
+    """The Custom Scalars tab: the parts of the step in one chart each way of asking."""
+
+    def chart(title: str, pattern: str) -> Any:
+        return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=[pattern]))
+
+    charts = [
+        chart("where the step goes, ms: mean and maximum over the ranks", r"budget_ms/.*"),
+        chart("each rank's own work, ms", r"by_rank_ms/own_work"),
+        chart("each rank's waiting for others, ms", r"by_rank_ms/(peer_wait|comm_exposed|bubble)"),
+    ]
+    layout = layout_pb2.Layout(category=[layout_pb2.Category(title="budget", chart=charts)])
+    metadata = custom_scalar.create_summary_metadata()
+    value = _text_value(custom_scalar.CONFIG_SUMMARY_TAG, layout.SerializeToString(), metadata)
+    return Event(wall_time=start, summary=Summary(value=[value]))
+
+
+def _save(folder: Path, events: list[Any], start: float) -> None:
+    content = io.BytesIO()
+    writer = RecordWriter(content)
+    for event in [Event(wall_time=start, file_version="brain.Event:2"), *events]:
+        writer.write(event.SerializeToString())
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / f"events.out.tfevents.{int(start)}{SUFFIX}", content.getvalue())
+
+
+def _start_seconds(analysis: Analysis) -> float:
+    """When the run began, Unix time; 0 where that is not known, so that the same run gives the same files."""
+    try:
+        return datetime.datetime.fromisoformat(analysis.run.started).timestamp()
+    except ValueError:
+        return 0.0

@@ -1,0 +1,76 @@
+"""The verdict and the findings in the Markdown that TensorBoard's text tab shows."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.finding import Finding
+
+from .. import palette, wording
+
+_SPECIAL: Final = re.compile(r"([\\`*_{}\[\]<>()#+\-.!|~])")
+
+
+def verdict_markdown(analysis: Analysis) -> str:
+    """Headline, budget, findings in one line each, what passed, and the capture's quality."""
+    lines = [f"## {_escape(wording.headline(analysis))}", ""]
+    step = analysis.step_ms
+    if step is not None:
+        lines += [
+            f"Step {wording.ms(step.mean)} (median {wording.number(step.median)}, "
+            f"p10 to p90 {wording.number(step.p10)} to {wording.ms(step.p90)}), "
+            f"{wording.count(analysis.step_count, 'step')}, "
+            f"{wording.count(len(analysis.ranks_captured), 'rank')}.",
+            "",
+            "| part | ms | % of the step | |",
+            "|---|---:|---:|---|",
+        ]
+        for part, value in analysis.budget.items():
+            if value > 0:
+                look = palette.part(part)
+                lines.append(f"| {look.label} | {value:,.2f} | {100 * value / step.mean:.1f} | {look.meaning} |")
+        lines.append("")
+    for index, finding in enumerate(analysis.findings, 1):
+        saved = wording.gain(finding.gain)
+        lines.append(
+            f"{index}. **{finding.severity}** `{finding.code}` {_escape(finding.title)}"
+            + (f" ({_escape(saved)})" if saved else "")
+        )
+    lines += [""] if analysis.findings else []
+    if analysis.passed:
+        lines += [f"Passed: {', '.join(f'`{code}`' for code in analysis.passed)}", ""]
+    for reason, codes in wording.by_reason(analysis.not_run):
+        lines += [f"Not judged: {', '.join(f'`{code}`' for code in codes)} ({_escape(reason)})", ""]
+    lines += [f"Capture: {_escape(wording.capture_facts(analysis))}", ""]
+    lines += [f"- {_escape(warning)}" for warning in wording.capture_warnings(analysis)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def finding_markdown(finding: Finding, cwd: str = "") -> str:
+    """One finding: place, gain, evidence table, fixes."""
+    lines = [f"### {_escape(finding.title)}", ""]
+    sure = f"confidence {wording.percent(100 * finding.confidence)}"
+    place = wording.where(finding.where)
+    facts = [_escape(fact) for fact in (wording.gain(finding.gain), sure) if fact]
+    lines += ["; ".join([f"**{finding.severity}**", *facts]), ""]
+    if place:
+        lines += [f"Where: {_escape(place)}", ""]
+    if finding.evidence:
+        lines += ["| evidence | measured | expected |", "|---|---:|---:|"]
+        for item in finding.evidence:
+            expected = "" if item.expected is None else _escape(wording.quantity(item.expected, item.unit))
+            value = _escape(wording.quantity(item.value, item.unit))
+            lines.append(f"| {_escape(item.metric)} | {value} | {expected} |")
+        lines.append("")
+    for fix in finding.fixes:
+        lines += [f"**Fix**: {_escape(fix.title)}", ""]
+        changes = wording.changes(fix, cwd)
+        if changes:
+            lines += [*(f"    {change}" for change in changes), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _escape(text: object) -> str:
+    return _SPECIAL.sub(r"\\\1", wording.clean(text))

@@ -1,0 +1,268 @@
+"""The verdict on a terminal: what is slow, why, what to change; about a page, readable as plain text too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.finding import Finding
+
+from . import palette, wording
+
+DEFAULT_WIDTH = 100
+MAX_WIDTH = 110
+BAR_WIDTH = 24
+SHOWN_FINDINGS = 5
+SHOWN_INFO = 3
+SHOWN_RANKS = 3
+
+SEVERITY_STYLE = {"high": "bold red", "medium": "bold yellow", "low": "bold cyan", "info": "dim"}
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """The few characters beyond ASCII, and what replaces them where they cannot be written."""
+
+    rule: str
+    branch: str
+    last: str
+    pipe: str
+    bar: str
+    """From an eighth of a character (or what stands for it) to a whole one."""
+    mark: str
+
+
+UNICODE = Glyphs(rule="─", branch="├─", last="└─", pipe="│ ", bar="▏▎▍▌▋▊▉█", mark="◀")
+ASCII = Glyphs(rule="-", branch="|-", last="`-", pipe="| ", bar="#", mark="<-")
+
+
+def render(analysis: Analysis, file: TextIO, *, color: bool | None = None, width: int | None = None) -> None:
+    """Write the verdict to `file`.
+
+    `color`: None follows the terminal and NO_COLOR. `width`: None takes the terminal's, at most 110.
+    """
+    console = _console(file, color, width)
+    glyphs = UNICODE if _can_encode(file, "".join(vars(UNICODE).values())) else ASCII
+    with console.capture() as capture:
+        _verdict(console, glyphs, analysis)
+    text = "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    file.write(text.encode(encoding, "replace").decode(encoding))
+
+
+def _verdict(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
+    _headline(console, glyphs, analysis)
+    if analysis.step_ms is not None:
+        console.print()
+        _step_tree(console, glyphs, analysis)
+    problems = [finding for finding in analysis.findings if wording.is_problem(finding)]
+    for index, finding in enumerate(problems[:SHOWN_FINDINGS], 1):
+        console.print()
+        _finding(console, index, finding, analysis.run.cwd)
+    if len(problems) > SHOWN_FINDINGS:
+        hidden = problems[SHOWN_FINDINGS:]
+        codes = ", ".join(finding.code for finding in hidden)
+        console.print(Text(f"\nand {wording.count(len(hidden), 'more finding')}: {codes}"))
+    console.print()
+    _notes(console, analysis)
+
+
+def _console(file: TextIO, color: bool | None, width: int | None) -> Console:
+    if color is None:
+        color = file.isatty() and not os.environ.get("NO_COLOR")
+    if width is None:
+        width = min(Console(file=file).width, MAX_WIDTH) if file.isatty() else DEFAULT_WIDTH
+    return Console(
+        file=file, width=width, color_system="auto" if color else None, force_terminal=color,
+        highlight=False, markup=False, emoji=False, legacy_windows=False,
+    )  # fmt: skip
+
+
+def _can_encode(file: TextIO, text: str) -> bool:
+    try:
+        text.encode(getattr(file, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _headline(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
+    title, run = " verdict ", f" {wording.clean(analysis.run.id)} "
+    fill = max(2, console.width - len("[dsprof]") - len(title) - len(run) - 1)
+    rule = Text.assemble((f"[dsprof]{title}", "bold"), (f"{glyphs.rule * fill}{run}{glyphs.rule}", "dim"))
+    console.print(rule, overflow="ellipsis", no_wrap=True)
+    worst = next((finding for finding in analysis.findings if wording.is_problem(finding)), None)
+    healthy = worst is None and analysis.step_ms is not None
+    style = SEVERITY_STYLE[worst.severity] if worst else "bold green" if healthy else "bold yellow"
+    console.print(Text(wording.headline(analysis), style=style))
+
+
+# --- the step as a tree ---------------------------------------------------------------------------
+
+
+def _step_tree(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
+    step = analysis.step_ms
+    assert step is not None
+    facts = (
+        f"  median {wording.number(step.median)}, p10-p90 {wording.number(step.p10)}-{wording.number(step.p90)},"
+        f" {wording.count(analysis.step_count, 'step')}, {wording.count(len(analysis.ranks_captured), 'rank')}"
+    )
+    console.print(Text.assemble(("step", "bold"), (f" {wording.ms(step.mean)}", "bold"), (facts, "dim")))
+    causes = _causes(analysis.findings)
+    shown = [part for part, value in analysis.budget.items() if value >= step.mean * 5e-4 or part in causes]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(no_wrap=True, overflow="ellipsis")
+    digits = 0 if step.mean >= 1000 else 1 if step.mean >= 100 else 2
+    for part in shown:
+        last = part == shown[-1]
+        look, value = palette.part(part), analysis.budget[part]
+        bar = _bar(glyphs, value / step.mean)
+        codes = causes.get(part, [])
+        grid.add_row(
+            Text.assemble((f"{glyphs.last if last else glyphs.branch} ", "dim"), (look.label, "bold" if codes else "")),
+            Text(f"{value:,.{digits}f} ms"),
+            Text(f"{100 * value / step.mean:.1f} %"),
+            Text.assemble((bar, look.color), (f" {glyphs.mark} {', '.join(codes)}" if codes else "", "bold")),
+        )
+        if codes:
+            stem = "   " if last else f"{glyphs.pipe} "
+            lines = _rank_lines(analysis, part)
+            for line in lines:
+                twig = glyphs.last if line == lines[-1] else glyphs.branch
+                style = "bold" if line.named else "dim"
+                grid.add_row(
+                    Text.assemble((f"{stem}{twig} ", "dim"), (line.label, style)),
+                    Text(f"{line.ms:,.{digits}f} ms", style=style), "",
+                    Text(f"own work {line.own_ms:,.{digits}f} ms" if part in palette.WAITING else "", style=style),
+                )  # fmt: skip
+    console.print(grid)
+
+
+def _causes(findings: Sequence[Finding]) -> dict[str, list[str]]:
+    """Budget part -> codes of the findings above `info` whose lost time shows in it."""
+    causes: dict[str, list[str]] = {}
+    for finding in filter(wording.is_problem, findings):
+        part = palette.part_of(finding.code)
+        if part is not None and finding.code not in causes.setdefault(part, []):
+            causes[part].append(finding.code)
+    return causes
+
+
+@dataclass(frozen=True)
+class RankLine:
+    """What one rank, or the median of the others, spends in a marked part and on its own work."""
+
+    label: str
+    ms: float
+    own_ms: float
+    named: bool
+
+
+def _rank_lines(analysis: Analysis, part: str) -> list[RankLine]:
+    """Below a marked part: the ranks that its findings name, the other extreme, the rest; nothing if none is named."""
+    table = analysis.budget_by_rank
+    named = {
+        rank
+        for finding in analysis.findings
+        if wording.is_problem(finding) and palette.part_of(finding.code) == part
+        for rank in finding.where.ranks or ()
+        if rank in table.index
+    }
+    if len(table) < 2 or not named:
+        return []
+    order = list(table[part].sort_values(ascending=False, kind="stable").index)
+    picked = order
+    if len(order) > SHOWN_RANKS:
+        picked = sorted(named)[: SHOWN_RANKS - 1]
+        picked.append(order[-1] if order[0] in picked else order[0])
+    own = table.drop(columns=list(palette.WAITING)).sum(axis=1)
+    lines = [RankLine(f"rank {rank}", table[part][rank], own[rank], rank in named) for rank in sorted(picked)]
+    others = table.index.difference(picked)
+    if len(others):
+        label = f"{wording.count(len(others), 'other')} (median)"
+        lines.append(RankLine(label, table[part][others].median(), own[others].median(), False))
+    return lines
+
+
+def _bar(glyphs: Glyphs, share: float) -> str:
+    """A bar whose full width is the whole step; whatever is not nothing shows."""
+    cells = len(glyphs.bar)
+    eighths = round(min(max(share, 0.0), 1.0) * BAR_WIDTH * cells)
+    if cells == 1:
+        return glyphs.bar * eighths
+    rest = eighths % cells
+    return glyphs.bar[-1] * (eighths // cells) + (glyphs.bar[rest - 1] if rest else "")
+
+
+# --- findings -------------------------------------------------------------------------------------
+
+
+def _finding(console: Console, index: int, finding: Finding, cwd: str) -> None:
+    head = Text.assemble(
+        f"{index}. ", (finding.severity, SEVERITY_STYLE[finding.severity]), "  ", (finding.code, "bold"), "  ",
+        wording.clean(finding.title),
+    )  # fmt: skip
+    console.print(head)
+    grid = _labelled()
+    saved = wording.gain(finding.gain)
+    if saved or finding.confidence < 0.995:
+        sure = f"confidence {wording.percent(100 * finding.confidence)}"
+        grid.add_row(Text("gain", style="dim"), Text(f"{saved or 'not predicted'}, {sure}"))
+    place = wording.where(finding.where)
+    if place:
+        grid.add_row(Text("where", style="dim"), Text(place))
+    label = "why"
+    for item in finding.evidence:
+        grid.add_row(Text(label, style="dim"), Text(wording.evidence(item)))
+        label = ""
+    label = "fix"
+    for fix in finding.fixes:
+        own = fix.gain if fix.gain is not None and fix.gain != finding.gain else None
+        title = wording.clean(fix.title) + (f" ({wording.gain(own)})" if own and own.ms > 0 else "")
+        grid.add_row(Text(label, style="dim"), Text(title))
+        for line in wording.changes(fix, cwd):
+            grid.add_row("", Text(f"  {line}", style="bold"))
+        label = ""
+    console.print(Padding(grid, (0, 0, 0, 3)))
+
+
+def _labelled() -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, min_width=5)
+    grid.add_column(overflow="fold")
+    return grid
+
+
+# --- the rest -------------------------------------------------------------------------------------
+
+
+def _notes(console: Console, analysis: Analysis) -> None:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, min_width=8)
+    grid.add_column(overflow="fold")
+    minor = [finding for finding in analysis.findings if not wording.is_problem(finding)]
+    for finding in minor[:SHOWN_INFO]:
+        saved = wording.gain(finding.gain)
+        text = f"{finding.code}: {wording.clean(finding.title)}" + (f"; {saved}" if saved else "")
+        grid.add_row(Text("info", style="dim"), Text(text, style="dim"))
+    if len(minor) > SHOWN_INFO:
+        grid.add_row(Text("info", style="dim"), Text(f"and {len(minor) - SHOWN_INFO} more", style="dim"))
+    if analysis.passed:
+        grid.add_row(Text("passed", style="green"), Text(", ".join(analysis.passed)))
+    for reason, codes in wording.by_reason(analysis.not_run):
+        grid.add_row(Text("unjudged", style="dim"), Text(f"{', '.join(codes)}: {reason}", style="dim"))
+    grid.add_row(Text("capture", style="dim"), Text(wording.capture_facts(analysis), style="dim"))
+    for warning in wording.capture_warnings(analysis):
+        grid.add_row(Text("warning", style="yellow"), Text(warning))
+    console.print(grid)

@@ -1,0 +1,335 @@
+"""A made-up run and its Analysis: small, literal, and the same every time.
+
+Every step is data, forward, backward with two overlapped all-reduces and a last one that is waited for, then
+the optimizer. A slow rank computes longer, so the others wait for it in the last all-reduce.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pandas as pd
+
+from dsprof.analyzer.analysis import Analysis, CaptureQuality, StepTime
+from dsprof.analyzer.finding import Evidence, Finding, Fix, Gain, Where
+from dsprof.run import RankExit, RankInfo, RunInfo
+from dsprof.schema import BUDGET_PARTS, COLUMNS
+
+MS = 1_000_000
+START_NS = 5_000_000_000
+CWD = "/home/ada/gpt"
+BUCKET_BYTES = 25 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the made-up job does; times in ms."""
+
+    ranks: int = 2
+    steps: int = 40
+    data: float = 4.0
+    forward: float = 50.0
+    backward: float = 90.0
+    transfer: float = 12.0
+    optimizer: float = 16.0
+    gap: float = 2.0
+    slow: dict[int, float] = field(default_factory=dict)
+    """Extra forward time of a rank, in every step."""
+    pauses: dict[tuple[int, int], float] = field(default_factory=dict)
+    """(rank, step) -> garbage collection within forward."""
+    captured: tuple[int, ...] | None = None
+    dies: tuple[int, int] | None = None
+    """(rank, step): the rank is killed in this step's forward, and nobody finishes the step."""
+    name: str = "train_gpt"
+    command: tuple[str, ...] = ("examples/train_gpt.py", "--steps", "40")
+
+
+def wobble(rank: int, step: int) -> float:
+    """0 to 0.8 ms, so that no two steps are quite alike."""
+    return ((rank * 7 + step * 13) % 5) * 0.2
+
+
+def build(job: Job, findings: tuple[Finding, ...] = (), passed: tuple[str, ...] = (), **changes: Any) -> Analysis:
+    """The Analysis of `job`; `changes` replace fields of it."""
+    rows: list[dict[str, Any]] = []
+    steps: list[dict[str, Any]] = []
+    matched: list[dict[str, Any]] = []
+    captured = job.captured if job.captured is not None else tuple(range(job.ranks))
+    begin = START_NS
+    complete = job.steps if job.dies is None else job.dies[1]
+    for step in range(complete):
+        middle = complete // 4 <= step < complete - complete // 4
+        begin = _step(job, step, begin, middle, captured, rows, steps, matched)
+    if job.dies is not None:
+        _last_step(job, begin, captured, rows)
+
+    table = pd.DataFrame(steps, columns=["rank", "step", "start_ns", "dur_ns", "middle", *BUDGET_PARTS])
+    middle = table[table["middle"].astype(bool)]
+    by_rank = middle.groupby("rank")[list(BUDGET_PARTS)].mean()
+    budget = {} if middle.empty else {part: float(by_rank[part].mean()) for part in BUDGET_PARTS}
+    times = table["dur_ns"] / MS
+    analysis = Analysis(
+        run=_run(job, captured, complete),
+        ranks_expected=job.ranks,
+        ranks_captured=captured,
+        step_count=complete,
+        step_ms=None if table.empty else StepTime(
+            mean=float(middle["dur_ns"].mean() / MS), median=float(times.median()),
+            p10=float(times.quantile(0.1)), p90=float(times.quantile(0.9)),
+        ),
+        steps=table,
+        budget=budget,
+        budget_by_rank=by_rank,
+        slowest_rank=None if table.empty or len(captured) < 2 else int(by_rank["peer_wait"].idxmin()),
+        collectives=pd.DataFrame(matched, columns=[
+            "group", "seq", "name", "step", "bytes", "ranks", "first_ns", "last_ns", "late_rank", "end_ns",
+            "transfer_ns", "purpose",
+        ]),
+        rows=_table(rows),
+        findings=findings,
+        passed=passed,
+        not_run={},
+        noise_ms=0.6,
+        capture=CaptureQuality(overhead_percent=0.21, dropped=0, clock_error_us=3.0),
+    )  # fmt: skip
+    return replace(analysis, **changes)
+
+
+def _step(
+    job: Job, step: int, begin: int, middle: bool, captured: tuple[int, ...],
+    rows: list[dict[str, Any]], steps: list[dict[str, Any]], matched: list[dict[str, Any]],
+) -> int:  # fmt: skip
+    """Append one step of every rank; returns its end."""
+    data = {rank: job.data + wobble(rank, step) for rank in range(job.ranks)}
+    paused = {rank: job.pauses.get((rank, step), 0.0) for rank in range(job.ranks)}
+    forward = {rank: job.forward + job.slow.get(rank, 0.0) + paused[rank] for rank in range(job.ranks)}
+    ready = {rank: data[rank] + forward[rank] + job.backward for rank in range(job.ranks)}
+    last = max(ready.values())
+    done = last + job.transfer
+    end = done + job.optimizer + job.gap
+
+    def row(rank: int, kind: str, name: str, lane: str, start: float, dur: float, **more: Any) -> None:
+        start_ns = begin + round(start * MS)
+        rows.append({
+            "rank": rank, "restart": 0, "step": step, "kind": kind, "name": name, "lane": lane,
+            "start_ns": start_ns, "dur_ns": round(dur * MS), "ended": True, "source": "measured", **more,
+        })  # fmt: skip
+
+    for rank in captured:
+        back = data[rank] + forward[rank]
+        row(rank, "step", "step", "main", 0, end)
+        row(rank, "phase", "data", "main", 0, data[rank], depth=1)
+        row(rank, "phase", "forward", "main", data[rank], forward[rank], depth=1)
+        row(rank, "phase", "backward", "main", back, job.backward + done - ready[rank], depth=1)
+        row(rank, "phase", "optimizer", "main", done, job.optimizer, depth=1)
+        row(rank, "wait", "all_reduce", "main", ready[rank], done - ready[rank], depth=2)
+        if paused[rank]:
+            row(rank, "pause", "gc", "main", data[rank] + 10, paused[rank], depth=2)
+        for bucket in range(3):
+            start = back + job.backward * (bucket + 1) / 3
+            finish = max(data[r] + forward[r] + job.backward * (bucket + 1) / 3 for r in data) + job.transfer
+            row(
+                rank, "comm", "all_reduce", "comm.0", start, finish - start, group="0", seq=step * 3 + bucket,
+                bytes=BUCKET_BYTES, dtype="float32", purpose="gradient",
+            )  # fmt: skip
+        wait = last - ready[rank]
+        steps.append({
+            "rank": rank, "step": step, "start_ns": begin, "dur_ns": round(end * MS),
+            "middle": middle,
+            "compute": forward[rank] - paused[rank] + job.backward, "comm_exposed": job.transfer,
+            "peer_wait": wait, "bubble": 0.0, "data": data[rank], "optimizer": job.optimizer, "offload": 0.0,
+            "pause": paused[rank], "other": job.gap,
+        })  # fmt: skip
+    for bucket in range(3):
+        arrivals = {r: data[r] + forward[r] + job.backward * (bucket + 1) / 3 for r in data}
+        late = max(arrivals, key=lambda r: arrivals[r])
+        last_ns = begin + round(arrivals[late] * MS)
+        transfer_ns = round((job.transfer + wobble(bucket, step)) * MS)
+        matched.append({
+            "group": "0", "seq": step * 3 + bucket, "name": "all_reduce", "step": step,
+            "bytes": BUCKET_BYTES if bucket < 2 else BUCKET_BYTES // 4, "ranks": len(captured),
+            "first_ns": begin + round(min(arrivals.values()) * MS), "last_ns": last_ns, "late_rank": late,
+            "end_ns": last_ns + transfer_ns, "transfer_ns": transfer_ns, "purpose": "gradient",
+        })  # fmt: skip
+    return begin + round(end * MS)
+
+
+def _last_step(job: Job, begin: int, captured: tuple[int, ...], rows: list[dict[str, Any]]) -> None:
+    """The step in which a rank dies: its forward and the others' all-reduce never end."""
+    assert job.dies is not None
+    dead, step = job.dies
+    for rank in captured:
+        common = {"rank": rank, "restart": 0, "step": step, "ended": False, "source": "measured"}
+        main = {**common, "lane": "main"}
+        rows.append({**main, "kind": "step", "name": "step", "start_ns": begin})
+        rows.append(
+            {**main, "kind": "phase", "name": "data", "start_ns": begin, "dur_ns": round(job.data * MS), "ended": True}
+        )
+        forward = begin + round(job.data * MS)
+        if rank == dead:
+            rows.append({**main, "kind": "phase", "name": "forward", "start_ns": forward})
+            continue
+        backward = forward + round(job.forward * MS)
+        rows.append(
+            {
+                **main,
+                "kind": "phase",
+                "name": "forward",
+                "start_ns": forward,
+                "dur_ns": backward - forward,
+                "ended": True,
+            }
+        )
+        rows.append({**main, "kind": "phase", "name": "backward", "start_ns": backward})
+        rows.append({
+            **common, "lane": "comm.0", "kind": "comm", "name": "all_reduce", "group": "0", "seq": step * 3,
+            "start_ns": backward + 30 * MS, "bytes": BUCKET_BYTES,
+        })  # fmt: skip
+
+
+def _table(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    table = pd.DataFrame(rows, columns=list(COLUMNS))
+    return table.astype(COLUMNS)
+
+
+def _run(job: Job, captured: tuple[int, ...], complete: int) -> RunInfo:
+    exits = [
+        RankExit(rank=rank, host="node0", pid=4000 + rank, code=0, signal=None, ended_ns=START_NS * 2)
+        for rank in range(job.ranks)
+    ]
+    if job.dies is not None:
+        exits = [replace(item, code=None, signal=15) for item in exits]
+        exits[job.dies[0]] = replace(exits[job.dies[0]], signal=9)
+    return RunInfo(
+        id=f"{job.name}-20261120T101500Z-a1b2c3",
+        name=job.name,
+        command=list(job.command),
+        cwd=CWD,
+        started="2026-11-20T10:15:00Z",
+        ended="2026-11-20T10:15:30Z",
+        status=0 if job.dies is None else 137,
+        world_size=job.ranks,
+        versions={"dsprof": "0.1.0", "python": "3.11.2", "torch": "2.13.0"},
+        exits=exits,
+        ranks=[
+            RankInfo(
+                rank=rank,
+                restart=0,
+                host="node0",
+                pid=4000 + rank,
+                capture=f"rank{rank:05d}.0.node0.{4000 + rank}",
+                native=True,
+                last_step=complete - 1,
+                records=complete * 9,
+                dropped=0,
+                damaged=0,
+                errors=0,
+                closed=job.dies is None,
+            )
+            for rank in captured
+        ],
+        groups={"0": {"ranks": list(captured), "size": job.ranks, "desc": "default_pg"}},
+    )
+
+
+RULES = (
+    "comm.exposed", "comm.small-messages", "data.imbalance", "data.stall", "pause.gc", "rank.straggler",
+    "run.rank-died",
+)  # fmt: skip
+
+
+def passed_but(*codes: str) -> tuple[str, ...]:
+    return tuple(code for code in RULES if code not in codes)
+
+
+STRAGGLER = Finding(
+    code="rank.straggler",
+    title="rank 1 arrives late in every step: its forward takes longer",
+    severity="high",
+    confidence=0.97,
+    where=Where(ranks=(1,), group="0", op="all_reduce", steps=(0, 39)),
+    evidence=(
+        Evidence("forward on rank 1", 88.0, "ms", 50.0),
+        Evidence("steps in which it is last", 40.0, "of 40", 20.0),
+    ),
+    gain=Gain(ms=37.9, percent=17.9, low=31.2, high=44.6),
+    fixes=(
+        Fix(
+            kind="code", title="the slow part is called here; move it off the training thread",
+            patch=({"file": f"{CWD}/examples/train_gpt.py", "line": 112, "argument": "slow_rank", "value": "None"},),
+            gain=Gain(ms=37.9, percent=17.9, low=31.2, high=44.6),
+        ),
+        Fix(kind="env", title="or leave it the cores", patch=({"name": "OMP_NUM_THREADS", "value": "1"},)),
+    ),
+)  # fmt: skip
+
+SMALL_MESSAGES = Finding(
+    code="comm.small-messages",
+    title="all-reduces of 9.8 KiB are bound by latency",
+    severity="low",
+    confidence=0.8,
+    where=Where(group="0", op="all_reduce"),
+    evidence=(Evidence("all-reduces a step", 310.0, "", 4.0), Evidence("median size", 10_000.0, "bytes", 26_214_400.0)),
+    gain=Gain(ms=4.2, percent=2.0, low=2.6, high=5.9),
+    fixes=(
+        Fix(
+            kind="code", title="larger buckets in DistributedDataParallel",
+            patch=({"file": None, "line": None, "argument": "bucket_cap_mb", "value": "25"},),
+        ),
+    ),
+)  # fmt: skip
+
+EXPOSED_INFO = Finding(
+    code="comm.exposed",
+    title="the last all-reduce is not overlapped",
+    severity="info",
+    confidence=0.6,
+    where=Where(group="0", op="all_reduce"),
+    evidence=(Evidence("exposed", 1.4, "ms", 0.0),),
+    gain=Gain(ms=1.1, percent=0.6, low=0.2, high=2.0),
+)
+
+DIED = Finding(
+    code="run.rank-died",
+    title="rank 1 was killed by SIGKILL in step 12, during forward",
+    severity="high",
+    confidence=1.0,
+    where=Where(ranks=(1,), op="forward", steps=(12, 12)),
+    evidence=(Evidence("exit status", 137.0, "", 0.0), Evidence("last complete step", 11.0, "", 39.0)),
+    gain=Gain(ms=0.0, percent=0.0, low=0.0, high=0.0),
+    fixes=(Fix(kind="env", title="the kernel log says whether memory ran out: dmesg | grep -i oom"),),
+)
+
+
+def healthy() -> Analysis:
+    return build(Job(), findings=(EXPOSED_INFO,), passed=RULES)
+
+
+def straggler() -> Analysis:
+    """Two ranks; rank 1 computes 38 ms longer."""
+    return build(
+        Job(slow={1: 38.0}),
+        findings=(STRAGGLER, SMALL_MESSAGES),
+        passed=passed_but("rank.straggler", "comm.small-messages"),
+    )
+
+
+def dead_rank() -> Analysis:
+    """Rank 1 of two is killed in step 12."""
+    return build(
+        Job(dies=(1, 12)), findings=(DIED,), passed=passed_but("run.rank-died"),
+        capture=CaptureQuality(0.2, dropped=0, clock_error_us=3.0, warnings=("rank 1: 1 record torn",)),
+    )  # fmt: skip
+
+
+def wide(ranks: int = 8, steps: int = 200) -> Analysis:
+    """Many ranks: rank 5 is slow, and rank 2 collects garbage now and then."""
+    job = Job(ranks=ranks, steps=steps, slow={5: 21.0}, pauses={(2, step): 160.0 for step in range(17, steps, 50)})
+    finding = replace(STRAGGLER, title="rank 5 arrives late in every step", where=Where(ranks=(5,), group="0"))
+    return build(job, findings=(finding,), passed=passed_but("rank.straggler"))
+
+
+def empty() -> Analysis:
+    """A job that ended before its first optimizer step."""
+    return build(Job(steps=0), not_run=dict.fromkeys(RULES, "no complete step"), noise_ms=0.0)

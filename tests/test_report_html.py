@@ -1,0 +1,247 @@
+"""The HTML report: its text, its safety, and how it opens in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html as html_lib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import factories
+import pytest
+
+from dsprof.analyzer.analysis import Analysis
+from dsprof.reports import html
+
+HERE = Path(html.__file__).parent
+EVIL = "</script><script>window.hacked = 1</script><img src=x onerror=alert(1)>"
+
+
+def evil_run() -> Analysis:
+    """A run whose every name tries to break out of the page."""
+    finding = replace(
+        factories.STRAGGLER,
+        title=f"title {EVIL}",
+        where=replace(factories.STRAGGLER.where, module=EVIL, op=EVIL),
+        evidence=(replace(factories.STRAGGLER.evidence[0], metric=EVIL),),
+        fixes=(replace(factories.STRAGGLER.fixes[0], title=EVIL, patch=({"argument": EVIL, "value": "\u2028"},)),),
+    )
+    job = factories.Job(steps=8, name=f"name {EVIL}", command=("train.py", EVIL))
+    analysis = factories.build(job, findings=(finding,), not_run={"comm.exposed": EVIL})
+    analysis.run.facts.append({"fact": "ddp", "rank": 0, "site": EVIL, "note": EVIL})
+    rows = analysis.rows.assign(name=analysis.rows["name"].astype(object).replace({"all_reduce": EVIL, "gc": EVIL}))
+    return replace(analysis, rows=rows, collectives=analysis.collectives.assign(name=EVIL, purpose=EVIL))
+
+
+def scripts(page: str) -> list[tuple[str, str]]:
+    """(attributes, content) of each script element, as an HTML parser finds them."""
+    return re.findall(r"<script([^>]*)>(.*?)</script>", page, flags=re.DOTALL)
+
+
+def figures(page: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(scripts(page)[0][1])
+    return found
+
+
+def text_of(page: str) -> str:
+    """What the page says, without tags, scripts and styles."""
+    body = re.sub(r"<(script|style).*?</\1>", " ", page.partition("<body>")[2], flags=re.DOTALL)
+    return " ".join(html_lib.unescape(re.sub(r"<[^>]+>", " ", body)).split())
+
+
+def test_straggler_says_what_matters() -> None:
+    text = text_of(html.render(factories.straggler()))
+    for phrase in (
+        "rank 1 arrives late in every step: its forward takes longer; fixing it saves 37.9 ms of each 212 ms step",
+        "peer wait 19.00 ms 8.9 % standing still until the last rank arrives rank.straggler",
+        "37.9 ms saved a step (18 %) 95 % interval 31.2 to 44.6 ms, predicted by replay",
+        "confidence 97 % where rank 1, all_reduce, group 0, steps 0-39",
+        "forward on rank 1 88.0 ms 50.0 ms",
+        "Fix 1 the slow part is called here; move it off the training thread",
+        "examples/train_gpt.py:112 slow_rank=None copy",
+        "Fix 2 or leave it the cores export OMP_NUM_THREADS=1",
+        "Shown: step 10, the one of the middle half nearest to the mean.",
+        "1 node0 212.4 200.4 178.0 12.0 0.0 4.4 16.0 2.0 39 360 exit 0",
+        "Passed: comm.exposed data.imbalance data.stall pause.gc run.rank-died",
+        "started 2026-11-20 10:15:00 UTC, ended 2026-11-20 10:15:30 UTC",
+        "command examples/train_gpt.py --steps 40",
+    ):
+        assert phrase in text
+    assert text.index("rank.straggler rank 1 arrives") < text.index("comm.small-messages all-reduces of")
+
+
+def test_healthy_dead_and_empty() -> None:
+    healthy = text_of(html.render(factories.healthy()))
+    assert "healthy: nothing found that would save more than 1 % of the 175 ms step" in healthy
+    assert "1 remark below the threshold" in healthy
+    dead = text_of(html.render(factories.dead_rank()))
+    assert "rank 1 was killed by SIGKILL in step 12, during forward" in dead
+    assert "Shown: step 12, the last one begun; hatched: never ended." in dead
+    assert "killed by SIGTERM (143)" in dead
+    assert "rank 1: 1 record torn" in dead
+    page = html.render(factories.empty())
+    assert "no complete step was captured, so nothing can be said about its speed" in text_of(page)
+    assert figures(page) == {}
+
+
+def test_missing_ranks_have_a_row() -> None:
+    text = text_of(html.render(factories.build(factories.Job(ranks=3, steps=8, captured=(0, 2)))))
+    assert "1 node0 not captured exit 0" in text
+    assert "ranks 2 of 3" in text
+
+
+def test_nothing_from_the_run_becomes_markup() -> None:
+    page = html.render(evil_run())
+    assert [attributes for attributes, _ in scripts(page)] == [' type="application/json" id="figures"', "", ""]
+    assert "<img" not in page
+    drawn = scripts(page)[0][1]
+    assert not set("<>&\u2028\u2029") & set(drawn)
+    assert "title </script><script>window.hacked = 1</script><img src=x onerror=alert(1)>" in text_of(page)
+
+
+def test_the_policy_names_exactly_the_two_scripts() -> None:
+    page = html.render(factories.straggler())
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
+    assert policy is not None
+    allowed = re.findall(r"'(sha256-[^']+)'", html_lib.unescape(policy[1]))
+    code = [content for attributes, content in scripts(page) if "json" not in attributes]
+    assert allowed == [
+        f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}" for content in code
+    ]
+    directives = html_lib.unescape(policy[1]).split("; ")
+    assert directives[0] == "default-src 'none'"
+    assert "connect-src 'none'" in directives
+    assert not any("unsafe" in directive for directive in directives if directive.startswith("script-src"))
+
+
+def test_the_page_refers_to_nothing_outside() -> None:
+    page = html.render(factories.wide())
+    own = page.replace((HERE / "plotly-cartesian.min.js").read_text(encoding="utf-8"), "")
+    assert set(re.findall(r"""\b(?:src|href|action)\s*=\s*(\S+?)[\s>]""", own)) == {'"#findings"'}
+    assert "http" not in own.replace("http-equiv", "")
+
+
+def test_the_vendored_bundle_is_what_its_page_says() -> None:
+    told = (HERE / "VENDORED.md").read_text()
+    bundle = (HERE / "plotly-cartesian.min.js").read_bytes()
+    assert hashlib.sha256(bundle).hexdigest() in told
+    version = re.search(rb"plotly\.js \(cartesian - minified\) v(\S+)", bundle)
+    assert version is not None
+    assert f"| version | {version[1].decode()}," in told
+    assert b"</script" not in bundle
+    assert b"<!--" not in bundle
+    assert b"\r" not in bundle
+    assert "MIT" in (HERE / "plotly-LICENSE.txt").read_text()
+
+
+def test_a_large_run_stays_small() -> None:
+    own = html.render(factories.wide(ranks=64, steps=60))
+    assert len(own) - (HERE / "plotly-cartesian.min.js").stat().st_size < 250_000
+
+
+# --- in a browser -----------------------------------------------------------------------------------
+
+CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine")
+    api = pytest.importorskip("playwright.sync_api")
+    with api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        )
+        yield running
+        running.close()
+
+
+class Visit:
+    """A report opened in the browser, and all that it did beyond showing itself."""
+
+    def __init__(self, browser: Any, path: Path, analysis: Analysis, **options: Any) -> None:
+        path.write_text(html.render(analysis), encoding="utf-8")
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(path.as_uri())
+        self.until("[...document.querySelectorAll('.canvas')].every(canvas => canvas.querySelector('svg.main-svg'))")
+        self.requests = [url for url in self.requests if not url.startswith(("file:", "data:", "blob:"))]
+
+    def until(self, condition: str) -> None:
+        """Wait for it, at most 10 s. Playwright's own waiting evaluates strings, which the policy forbids."""
+        for _ in range(200):
+            if self.page.evaluate(condition):
+                return
+            self.page.wait_for_timeout(50)
+        raise AssertionError(f"never came true: {condition}")
+
+    def count(self, selector: str) -> int:
+        return int(self.page.locator(selector).count())
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_plots_are_drawn_without_a_complaint_or_a_request(browser: Any, tmp_path: Path, scheme: str) -> None:
+    visit = Visit(browser, tmp_path / "report.html", factories.straggler(), color_scheme=scheme)
+    assert visit.complaints == []
+    assert visit.requests == []
+    assert visit.count(".canvas") == 5
+    assert visit.count("#plot-budget .bars path") > 10
+    assert visit.count("#plot-heatmap image") == 1
+    assert visit.count("#plot-timeline .bars path") > 15
+    assert visit.page.locator("#plot-timeline .ytick").first.text_content() == "rank 0"
+    background = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert background == ("rgb(246, 247, 249)" if scheme == "light" else "rgb(20, 23, 27)")
+    ink = visit.page.evaluate("getComputedStyle(document.querySelector('#plot-budget .xtick text')).fill")
+    assert ink == ("rgb(27, 31, 36)" if scheme == "light" else "rgb(230, 233, 237)")
+    assert visit.count("a.modebar-btn[data-title*='loud'], a.modebar-btn[data-title*='hare']") == 0
+
+
+@pytest.mark.parametrize("width", [420, 1280])
+def test_the_page_never_scrolls_sideways(browser: Any, tmp_path: Path, width: int) -> None:
+    visit = Visit(browser, tmp_path / "r.html", factories.wide(steps=20), viewport={"width": width, "height": 900})
+    assert visit.page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+
+
+def test_an_injected_script_does_not_run(browser: Any, tmp_path: Path) -> None:
+    visit = Visit(browser, tmp_path / "report.html", evil_run())
+    for name in ("timeline", "collectives"):  # bring up the pointer's boxes, which plotly fills with HTML-like text
+        visit.page.locator(f"#plot-{name} .draglayer .nsewdrag").hover()
+    assert visit.page.evaluate("typeof window.hacked") == "undefined"
+    assert visit.count("img") == 0
+    assert visit.complaints == []
+    assert visit.requests == []
+
+
+def test_the_policy_stops_a_script_that_gets_in_anyway(browser: Any, tmp_path: Path) -> None:
+    visit = Visit(browser, tmp_path / "report.html", factories.healthy())
+    visit.page.evaluate("""() => {
+        const script = document.createElement('script');
+        script.textContent = 'window.hacked = 1';
+        document.body.append(script);
+    }""")
+    assert visit.page.evaluate("typeof window.hacked") == "undefined"
+    assert visit.page.evaluate("fetch('https://example.invalid/').then(() => 'sent', () => 'stopped')") == "stopped"
+    assert any("Content Security Policy" in complaint for complaint in visit.complaints)
+
+
+def test_a_fix_can_be_copied(browser: Any, tmp_path: Path) -> None:
+    visit = Visit(browser, tmp_path / "report.html", factories.straggler())
+    visit.page.locator("#finding-1 button.copy").first.click()
+    visit.until("document.querySelector('#finding-1 button.copy').textContent === 'copied'")
+
+
+def test_colours_follow_a_change_of_scheme(browser: Any, tmp_path: Path) -> None:
+    visit = Visit(browser, tmp_path / "report.html", factories.straggler(), color_scheme="light")
+    visit.page.emulate_media(color_scheme="dark")
+    visit.until("getComputedStyle(document.querySelector('#plot-budget .xtick text')).fill === 'rgb(230, 233, 237)'")

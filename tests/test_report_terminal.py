@@ -1,0 +1,219 @@
+"""The terminal verdict, against literal text."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from textwrap import dedent
+from typing import Any
+
+import factories
+import pytest
+
+from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.finding import Finding, Gain, Where
+from dsprof.reports import terminal
+
+
+class Terminal(io.StringIO):
+    """A file that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def text_of(analysis: Analysis, **options: Any) -> str:
+    file = io.StringIO()
+    terminal.render(analysis, file, **options)
+    return file.getvalue()
+
+
+def literal(text: str) -> str:
+    return dedent(text).lstrip("\n")
+
+
+def test_healthy() -> None:
+    assert text_of(factories.healthy()) == literal("""
+        [dsprof] verdict ─────────────────────────────────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
+        healthy: nothing found that would save more than 1 % of the 175 ms step
+
+        step 175 ms  median 175, p10-p90 174-175, 40 steps, 2 ranks
+        ├─ compute       140.0 ms  80.2 %  ███████████████████▎
+        ├─ exposed comm   12.0 ms   6.9 %  █▋
+        ├─ peer wait       0.2 ms   0.1 %
+        ├─ data            4.4 ms   2.5 %  ▋
+        ├─ optimizer      16.0 ms   9.2 %  ██▎
+        └─ other           2.0 ms   1.1 %  ▎
+
+        info      comm.exposed: the last all-reduce is not overlapped; saves 1.10 ms a step (0.6 %) [0.20,
+                  2.00]
+        passed    comm.exposed, comm.small-messages, data.imbalance, data.stall, pause.gc, rank.straggler,
+                  run.rank-died
+        capture   2/2 ranks, overhead 0.2 %, 0 records dropped, clocks within 3 us, noise 0.60 ms
+        """)
+
+
+def test_straggler() -> None:
+    assert text_of(factories.straggler()) == literal("""
+        [dsprof] verdict ─────────────────────────────────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
+        rank 1 arrives late in every step: its forward takes longer; fixing it saves 37.9 ms of each 212 ms
+        step (18 %)
+
+        step 212 ms  median 212, p10-p90 212-213, 40 steps, 2 ranks
+        ├─ compute       159.0 ms  74.9 %  ██████████████████
+        ├─ exposed comm   12.0 ms   5.6 %  █▍ ◀ comm.small-messages
+        ├─ peer wait      19.0 ms   8.9 %  ██▏ ◀ rank.straggler
+        │  ├─ rank 0      38.0 ms          own work 162.4 ms
+        │  └─ rank 1       0.0 ms          own work 200.4 ms
+        ├─ data            4.4 ms   2.1 %  ▌
+        ├─ optimizer      16.0 ms   7.5 %  █▊
+        └─ other           2.0 ms   0.9 %  ▎
+
+        1. high  rank.straggler  rank 1 arrives late in every step: its forward takes longer
+           gain   saves 37.9 ms a step (18 %) [31.2, 44.6], confidence 97 %
+           where  rank 1, all_reduce, group 0, steps 0-39
+           why    forward on rank 1: 88.0 ms (expected 50.0 ms)
+                  steps in which it is last: 40 of 40 (expected 20 of 40)
+           fix    the slow part is called here; move it off the training thread
+                    examples/train_gpt.py:112  slow_rank=None
+                  or leave it the cores
+                    export OMP_NUM_THREADS=1
+
+        2. low  comm.small-messages  all-reduces of 9.8 KiB are bound by latency
+           gain   saves 4.20 ms a step (2.0 %) [2.60, 5.90], confidence 80 %
+           where  all_reduce, group 0
+           why    all-reduces a step: 310 (expected 4)
+                  median size: 9.8 KiB (expected 25.0 MiB)
+           fix    larger buckets in DistributedDataParallel
+                    bucket_cap_mb=25
+
+        passed    comm.exposed, data.imbalance, data.stall, pause.gc, run.rank-died
+        capture   2/2 ranks, overhead 0.2 %, 0 records dropped, clocks within 3 us, noise 0.60 ms
+        """)
+
+
+def test_dead_rank() -> None:
+    assert text_of(factories.dead_rank()) == literal("""
+        [dsprof] verdict ─────────────────────────────────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
+        rank 1 was killed by SIGKILL in step 12, during forward
+
+        step 175 ms  median 175, p10-p90 174-175, 12 steps, 2 ranks
+        ├─ compute       140.0 ms  80.2 %  ███████████████████▎
+        ├─ exposed comm   12.0 ms   6.9 %  █▋
+        ├─ peer wait       0.3 ms   0.1 %
+        ├─ data            4.4 ms   2.5 %  ▋
+        ├─ optimizer      16.0 ms   9.2 %  ██▎
+        └─ other           2.0 ms   1.1 %  ▎
+
+        1. high  run.rank-died  rank 1 was killed by SIGKILL in step 12, during forward
+           where  rank 1, forward, step 12
+           why    exit status: 137 (expected 0)
+                  last complete step: 11 (expected 39)
+           fix    the kernel log says whether memory ran out: dmesg | grep -i oom
+
+        passed    comm.exposed, comm.small-messages, data.imbalance, data.stall, pause.gc, rank.straggler
+        capture   2/2 ranks, overhead 0.2 %, 0 records dropped, clocks within 3 us, noise 0.60 ms
+        warning   rank 0 killed by SIGTERM (143), last complete step 11
+        warning   rank 1: 1 record torn
+        """)
+
+
+def test_no_step() -> None:
+    assert text_of(factories.empty()) == literal("""
+        [dsprof] verdict ─────────────────────────────────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
+        no complete step was captured, so nothing can be said about its speed
+
+        unjudged  comm.exposed, comm.small-messages, data.imbalance, data.stall, pause.gc, rank.straggler,
+                  run.rank-died: no complete step
+        capture   2/2 ranks, overhead 0.2 %, 0 records dropped, clocks within 3 us
+        """)
+
+
+def test_many_ranks_fit_on_a_page() -> None:
+    text = text_of(factories.wide(ranks=64, steps=8))
+    assert (
+        literal("""
+        ├─ peer wait               20.6 ms  10.6 %  ██▌ ◀ rank.straggler
+        │  ├─ rank 3               21.1 ms          own work 162.3 ms
+        │  ├─ rank 5                0.0 ms          own work 183.3 ms
+        │  └─ 62 others (median)   21.0 ms          own work 162.4 ms
+        """)
+        in text
+    )
+    assert len(text.splitlines()) <= 30
+
+
+def test_missing_ranks_are_named_and_the_run_is_not_called_healthy() -> None:
+    analysis = factories.build(factories.Job(ranks=4, steps=8, captured=(0, 2)), passed=factories.RULES)
+    text = text_of(analysis)
+    assert "nothing found that would save more than 1 % of the 175 ms step, in 2 of 4 ranks\n" in text
+    assert "healthy" not in text
+    assert "capture   2/4 ranks (missing 1, 3), " in text
+
+
+def test_gains_that_drown_in_noise_name_the_noise() -> None:
+    text = text_of(replace(factories.healthy(), noise_ms=5.0))
+    assert "healthy: nothing found that would save more than 5.00 ms, the run's own noise, of the 175 ms step" in text
+
+
+def test_one_step_has_no_noise_estimate() -> None:
+    text = text_of(replace(factories.healthy(), noise_ms=float("inf")))
+    assert "too few steps to tell a gain from noise; a step takes 175 ms" in text
+    assert "inf" not in text.replace("info", "")
+
+
+def test_many_findings_are_cut_short_but_named() -> None:
+    analysis = replace(factories.straggler(), findings=(factories.STRAGGLER,) * 5 + (factories.SMALL_MESSAGES,) * 2)
+    assert "\nand 2 more findings: comm.small-messages, comm.small-messages\n" in text_of(analysis)
+
+
+def test_ranks_that_ended_alike_share_a_line() -> None:
+    analysis = factories.build(factories.Job(ranks=6, dies=(2, 4)), findings=())
+    text = text_of(analysis)
+    assert "warning   ranks 0-1, 3-5 killed by SIGTERM (143), last complete step 3\n" in text
+    assert "warning   rank 2 killed by SIGKILL (137), last complete step 3\n" in text
+
+
+def test_a_file_is_plain_and_a_terminal_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b" not in text_of(factories.straggler())
+    screen = Terminal()
+    terminal.render(factories.straggler(), screen)
+    assert "\x1b[1;31mhigh\x1b[0m" in screen.getvalue()
+
+
+def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    screen = Terminal()
+    terminal.render(factories.straggler(), screen, width=100)
+    assert screen.getvalue() == text_of(factories.straggler())
+
+
+def test_width() -> None:
+    for width in (50, 80, 140):
+        assert max(map(len, text_of(factories.straggler(), width=width).splitlines())) <= width
+
+
+def test_an_ascii_file_gets_ascii() -> None:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii")
+    analysis = factories.straggler()
+    analysis.run.id = "naïve-run"
+    terminal.render(analysis, file)
+    file.flush()
+    text = raw.getvalue().decode("ascii")
+    assert "|- peer wait      19.0 ms   8.9 %  ## <- rank.straggler\n" in text
+    assert "na?ve-run" in text
+
+
+def test_names_from_the_run_cannot_steer_the_terminal() -> None:
+    finding = Finding(
+        code="rank.straggler", title="evil \x1b[2J\x07 title\r\nsecond line", severity="high", confidence=0.5,
+        where=Where(module="a\u202eb"), evidence=(), gain=Gain(1.0, 1.0, 0.5, 1.5),
+    )  # fmt: skip
+    text = text_of(factories.build(factories.Job(steps=4), findings=(finding,)))
+    assert "1. high  rank.straggler  evil  [2J  title second line\n" in text
+    assert "module a b" in text
+    assert not {"\x1b", "\x07", "\r", "\u202e"} & set(text)
