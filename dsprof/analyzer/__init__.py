@@ -23,7 +23,7 @@ from .analysis import Analysis, CaptureQuality, StepTime
 from .attribution import attribute
 from .budget import RankTime, paint, step_budget
 from .clock import align
-from .context import Change, Context, interval
+from .context import Change, Context
 from .finding import SEVERITIES, Finding, severity_of
 from .load import measure_load
 from .match import match_collectives
@@ -120,8 +120,8 @@ def _context(
 def _judge(context: Context) -> tuple[list[Finding], list[str], dict[str, str], float]:
     """Findings, worst first; the codes that passed; those that could not be judged and why; the noise floor in ms.
 
-    The noise floor is half the 95 % interval of the mean step, of what would be left with every fault mended: a fault
-    that strikes now and then must not hide in the noise that it makes.
+    The noise floor is that of the steps with every fault mended: one that strikes now and then must not hide in the
+    noise that it makes.
     """
     found: dict[str, list[Finding]] = {}
     not_run: dict[str, str] = {}
@@ -143,8 +143,7 @@ def _judge(context: Context) -> tuple[list[Finding], list[str], dict[str, str], 
             if change is not None:
                 changes[code] = change
         shares, alone, left = attribute(context, changes)
-        low, high = interval(left)
-        noise_ms = (high - low) / 2
+        noise_ms = context.noise_ms(left)
         for code, change in changes.items():
             gains = context.gain(shares[code]), context.gain(alone[code])
             if gains[0].ms < LEAST_SHARE * context.step_ms:

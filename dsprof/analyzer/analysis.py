@@ -48,7 +48,7 @@ class Analysis:
     findings:    worst first.
     passed:      codes of the rules that ran and found nothing above `info`.
     not_run:     code -> why a rule could not be judged on this capture.
-    noise_ms:    the run's own noise floor, half the 95 % interval of the mean step.
+    noise_ms:    the run's own noise floor (`Context.noise_ms`).
     """
 
     run: RunInfo

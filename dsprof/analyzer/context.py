@@ -81,6 +81,30 @@ class Context:
         wide: Float = self.middle.pivot(index="rank", columns="step", values=part).to_numpy(np.float64)
         return wide
 
+    def input_sizes(self) -> Float | None:
+        """Elements given to forward, [R, S] over the middle steps; None where the capture does not tell."""
+        rows = self.rows
+        forward = rows[(rows["kind"] == "phase") & (rows["name"] == "forward") & rows["value"].notna()]
+        if forward.empty:
+            return None
+        table = forward.groupby(["rank", "step"])["value"].sum().unstack()
+        wide: Float = table.reindex(index=self.ranks, columns=self.step_numbers).to_numpy(np.float64)
+        return None if np.isnan(wide).any() else wide
+
+    def noise_ms(self, durations: Float) -> float:
+        """The noise floor: what the mean of these steps ([S], ms) could be off by, by chance.
+
+        Not counted is what differs for a reason: steps that were given more input, and slow drift, which a comparison
+        in turns cancels. So it is told from the differences between neighbours (von Neumann).
+        """
+        sizes = self.input_sizes()
+        if sizes is not None and np.ptp(sizes.mean(axis=0)) > 0 and len(durations) > 2:
+            slope, level = np.polyfit(sizes.mean(axis=0), durations, 1)
+            durations = durations - slope * sizes.mean(axis=0) - level
+        if len(durations) < 2:
+            return float(np.abs(durations).sum()) / 2
+        return float(1.96 * np.sqrt(np.mean(np.diff(durations) ** 2) / 2 / len(durations)))
+
     def replayed(self, changes: tuple[Change, ...] = ()) -> Float:
         """Duration of each middle step in ms, [S], mean over ranks, with the changes made."""
         order = {step: i for i, step in enumerate(self.step_numbers.tolist())}

@@ -70,17 +70,6 @@ def stall(context: Context, change: Change, gain: Gain, alone: Gain) -> Finding:
     return Finding("data.stall", title, "info", confidence_of(gain), where, tuple(evidence), gain, tuple(fixes))
 
 
-def input_sizes(context: Context) -> Float | None:
-    """Elements given to forward, [R, S] over the middle steps; None where the capture does not tell."""
-    rows = context.rows
-    forward = rows[(rows["kind"] == "phase") & (rows["name"] == "forward") & rows["value"].notna()]
-    if forward.empty:
-        return None
-    table = forward.groupby(["rank", "step"])["value"].sum().unstack()
-    wide: Float = table.reindex(index=context.ranks, columns=context.step_numbers).to_numpy(np.float64)
-    return None if np.isnan(wide).any() else wide
-
-
 def explained_by_size(context: Context) -> tuple[Float, Float] | None:
     """The part of each rank's compute that its share of the input explains: ms above (+) or below (-) what an equal
     share would cost, [R, S]; and the sizes. None where sizes are unknown or never differ between ranks.
@@ -88,7 +77,7 @@ def explained_by_size(context: Context) -> tuple[Float, Float] | None:
     Compute is taken as linear in the input, with the slope from how a rank's own compute follows its own input; where
     a rank's input never varies, from the differences between ranks.
     """
-    sizes = input_sizes(context)
+    sizes = context.input_sizes()
     if sizes is None or np.ptp(sizes, axis=0).max() == 0:
         return None
     compute = context.work("compute")
@@ -106,7 +95,7 @@ def unequal(context: Context) -> Change | None:
     """Every rank given an equal share of the step's input."""
     if len(context.ranks) < 2:
         return None
-    if input_sizes(context) is None:
+    if context.input_sizes() is None:
         raise NotJudged("the sizes of the inputs to forward were not captured")
     explained = explained_by_size(context)
     return Change({"compute": explained[0]}) if explained is not None else None
@@ -115,7 +104,7 @@ def unequal(context: Context) -> Change | None:
 def imbalance(context: Context, change: Change, gain: Gain, alone: Gain) -> Finding:
     """Ranks are given unequal amounts of work in the same step, so each step takes as long as its largest share."""
     excess, compute = change.removed["compute"], context.work("compute")
-    sizes = input_sizes(context)
+    sizes = context.input_sizes()
     assert sizes is not None
     spread = np.ptp(sizes, axis=0) / np.maximum(sizes.mean(axis=0), 1)
     deviation = (compute - compute.mean(axis=0)).ravel()
