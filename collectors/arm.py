@@ -8,6 +8,7 @@ inherit the environment never open one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -21,9 +22,7 @@ def autoload() -> None:
     try:
         _arm()
     except Exception as error:  # the job matters more than its profile
-        from .session import report_failure
-
-        report_failure("arming", error)
+        _report("arming", error)
 
 
 _armed = False
@@ -62,9 +61,16 @@ def _arm() -> None:
 
 
 def _start() -> None:
-    from .session import report_failure, start
-
     try:
+        from .session import start
+
         start()
     except Exception as error:
-        report_failure("starting the capture", error)
+        _report("starting the capture", error)
+
+
+def _report(doing: str, error: Exception) -> None:
+    with contextlib.suppress(Exception):
+        from .session import report_failure
+
+        report_failure(doing, error)

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +48,13 @@ class RankExit:
         if self.signal is not None:
             return 128 + self.signal
         return self.code or 0
+
+
+def failures(exits: list[RankExit]) -> list[RankExit]:
+    """Ranks of the last restart that failed by themselves, the first to end first."""
+    last = max((item.restart for item in exits), default=0)
+    failed = [item for item in exits if item.restart == last and item.status and not item.stopped]
+    return sorted(failed, key=lambda item: item.ended_ns or sys.maxsize)
 
 
 @dataclass
@@ -146,6 +154,19 @@ class RunFolder:
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    def read_exits(self) -> tuple[list[RankExit], list[str]]:
+        """How each rank ended, from every host that wrote into this folder; and which files could not be read."""
+        exits: list[RankExit] = []
+        problems: list[str] = []
+        known = {item.name for item in fields(RankExit)}
+        for path in sorted(self.exits.glob("*.json")):
+            try:
+                items = json.loads(path.read_text())
+                exits += [RankExit(**{key: item[key] for key in known & item.keys()}) for item in items]
+            except (OSError, ValueError, TypeError, AttributeError) as error:
+                problems.append(f"exits/{path.name}: unreadable ({error})")
+        return sorted(exits, key=lambda item: (item.restart, item.rank)), problems
 
     def write_info(self, info: RunInfo) -> None:
         write_atomically(self.run_json, info.to_json())

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from .capture import FOLDER_NAME, Capture, read_capture
 from .derive import trace_rows
-from .run import RankExit, RankInfo, RunError, RunFolder, RunInfo
+from .run import RankInfo, RunError, RunFolder, RunInfo
 from .schema import COLUMNS
 
 MERGE_VERSION = 1
@@ -68,7 +68,10 @@ def merge(folder: RunFolder) -> RunInfo:
     captures = _captures(folder)
     if not captures and not any(folder.trace.glob("rank*.parquet")) and not folder.run_json.exists():
         raise RunError(f"{folder.path}: no capture and no trace in it; was the job started with dsprof?")
-    info.exits = _read_exits(folder, info)
+    exits, problems = folder.read_exits()
+    info.exits = exits or info.exits
+    for problem in problems:
+        _warn(info, problem)
     info.ranks, info.facts = [], []
     for rank, folders in sorted(captures.items()):
         try:
@@ -202,19 +205,6 @@ def _note_groups(info: RunInfo) -> None:
         if fact["fact"] == "group" and fact.get("name") is not None:
             ranks = fact.get("ranks", [])
             info.groups[str(fact["name"])] = {"ranks": ranks, "size": len(ranks), "desc": fact.get("desc", "")}
-
-
-def _read_exits(folder: RunFolder, info: RunInfo) -> list[RankExit]:
-    exits = []
-    for path in sorted(folder.exits.glob("*.json")):
-        try:
-            content = json.loads(path.read_text())
-            items = content["exits"] if isinstance(content, dict) else content
-            known = RankExit.__dataclass_fields__
-            exits += [RankExit(**{k: v for k, v in item.items() if k in known}) for item in items]
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            _warn(info, f"exits/{path.name}: unreadable ({_brief(error)})")
-    return exits or info.exits
 
 
 def _signature(folders: list[Path]) -> bytes:

@@ -88,11 +88,11 @@ def build_index(count):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences a rank")
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--batch-size", type=int, default=6, help="sequences a rank")
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--width", type=int, default=48)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--loss-file", help="rank 0 writes every step's loss here, in full precision")
@@ -134,7 +134,7 @@ def main():
         sampler.set_epoch(epoch)
         for inputs, targets in loader:
             if args.uneven_lengths:
-                length = int(torch.randint(args.context // 4, args.context + 1, (), generator=lengths))
+                length = int(args.context / 8 ** torch.rand((), generator=lengths).item())  # long ones are rare
                 inputs, targets = inputs[:, :length], targets[:, :length]
             inputs, targets = inputs.to(device), targets.to(device)
 

@@ -37,8 +37,7 @@ class Link:
 def fit_link(collectives: pd.DataFrame) -> Link:
     """Fit by non-negative least squares of relative errors over the median transfer of each size.
 
-    Where all sizes are alike, everything is counted as bandwidth: then nothing is gained by merging messages, which is
-    the cautious reading.
+    Where all sizes are alike, a small message is counted as latency and a large one as bandwidth.
     """
     from scipy.optimize import nnls
 
@@ -55,6 +54,8 @@ def fit_link(collectives: pd.DataFrame) -> Link:
     if len(size) == 0:
         return Link(0.0, 0.0, False)
     if size.max() < MIN_SIZE_RATIO * size.min():
+        if size.max() < LARGE_BYTES:  # no link is so slow that a small message is all bandwidth
+            return Link(max(float(np.median(transfer - size * LEAST_MS_PER_BYTE)), 0.0), LEAST_MS_PER_BYTE, False)
         return Link(0.0, float(np.median(transfer / size)), False)
     design = np.stack([1 / transfer, size / transfer], axis=1)
     scale = np.abs(design).max(axis=0)

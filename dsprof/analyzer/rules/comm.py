@@ -123,8 +123,8 @@ def _gradients(context: Context) -> _Cut | None:
 
 
 def _recuts(context: Context, cut: _Cut | None) -> list[Recut]:
-    """The step replayed with other bucket sizes. Without a fitted link, sizes cannot be priced: none."""
-    if cut is None or not (cut.link.fitted or cut.count == 1):
+    """The step replayed with other bucket sizes."""
+    if cut is None:
         return []
     tensors = _tensor_bytes(context, cut)
     before = _replay_cut(context, cut, list(cut.sizes))

@@ -6,7 +6,7 @@ import signal
 
 import pandas as pd
 
-from dsprof.run import RankExit
+from dsprof.run import RankExit, failures
 
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
@@ -20,7 +20,7 @@ def rank_died(context: Context) -> list[Finding]:
     exits = context.run.exits
     if not exits:
         raise NotJudged("no launcher recorded how the ranks ended")
-    failed = sorted((item for item in exits if item.status != 0), key=lambda item: item.ended_ns or 0)
+    failed = failures(exits)
     if not failed or context.run.status == INTERRUPTED:
         return []
     first = failed[0]
@@ -34,7 +34,7 @@ def rank_died(context: Context) -> list[Finding]:
     ]
     others = [item.rank for item in failed[1:]]
     if others:
-        evidence.append(Evidence("ranks that ended after it", ", ".join(map(str, others[:8])), ""))
+        evidence.append(Evidence("ranks that failed after it", ", ".join(map(str, others[:8])), ""))
     title = f"rank {first.rank} ended by {_how(first)} after step {last_step}" if last_step >= 0 else (
         f"rank {first.rank} ended by {_how(first)} before it completed a step")  # fmt: skip
     where = Where(ranks=(first.rank,), steps=(last_step, last_step) if last_step >= 0 else None)

@@ -1,0 +1,158 @@
+"""`dsprof run`: train under the profiler, end with a verdict."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import typer
+
+from dsprof import settings
+from dsprof.launch import Job, Launch, LaunchError
+
+from . import torchrun_flags
+from .split import MODULE_FLAGS
+
+RENDEZVOUS: Final = (
+    "nnodes", "node_rank", "standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port",
+)  # fmt: skip
+"""torchrun flags any of which means that the user has arranged the rendezvous."""
+
+
+def _command(
+    context: typer.Context,
+    job: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SCRIPT.py | -m MODULE | -- COMMAND [ARGS]...",
+            help="What to run, and all that follows it as it is: a script or module under torchrun, "
+            "or after `--` any other launcher's command.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="DIR", show_default=False, help="Run folder. Default: a new one in dsprof-out."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", metavar="", help="Replace the run that lies in DIR.")] = False,
+    level: Annotated[
+        Literal["light"] | None,
+        typer.Option("--level", show_default=False, help="How much is captured. Default: light"),
+    ] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option("--ranks", metavar="LIST", show_default=False, help="Capture only these ranks, such as 0,2-3."),
+    ] = None,
+    native: Annotated[
+        Literal["auto", "on", "off"] | None,
+        typer.Option("--native", show_default=False, help="The native helper. Default: auto, built if it can be."),
+    ] = None,
+    no_report: Annotated[
+        bool, typer.Option("--no-report", metavar="", help="No HTML report and no TensorBoard files.")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", metavar="", help="End with findings.json as one line on stderr, not with the verdict."),
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Say nothing but warnings.")] = False,
+    **flags: Any,
+) -> int:
+    """Train under the profiler, and end with a verdict on why the job is as slow as it is.
+
+    dsprof's flags end at the script. The exit status is the job's own: that of the first rank to fail.
+    """
+    given = {"level": level, "ranks": ranks, "native": native, "report": False if no_report else None}
+    what = read_job(job or [], no_python=bool(flags["no_python"]))
+    if what.is_command:
+        refuse_flags(flags)
+    else:
+        flags = with_defaults(flags, os.environ)
+        arguments = tuple(torchrun_flags.to_arguments(flags))
+        what = replace(what, torchrun_flags=arguments, world_size=expected_ranks(flags, os.environ))
+    return Launch(
+        what,
+        settings.load(given, os.environ),
+        output=output,
+        force=force,
+        quiet=quiet,
+        as_json=as_json,
+        typed=("dsprof", *context.obj),
+    ).run()
+
+
+def command(*args: Any, **kwargs: Any) -> int:
+    return _command(*args, **kwargs)
+
+
+def _signature() -> inspect.Signature:
+    """That of `_command`, with torchrun's flags in the place of `**flags`."""
+    own = inspect.signature(_command, eval_str=True)
+    kept = [item for item in own.parameters.values() if item.kind is not inspect.Parameter.VAR_KEYWORD]
+    return own.replace(parameters=[*kept, *torchrun_flags.parameters()])
+
+
+command.__doc__ = _command.__doc__
+command.__signature__ = _signature()  # type: ignore[attr-defined]
+
+
+def read_job(words: list[str], *, no_python: bool = False) -> Job:
+    """What to run, from the words that follow dsprof's flags, a `--` before them included. Raises LaunchError."""
+    separated = words[:1] == ["--"]
+    if separated:
+        words = words[1:]
+    if not words:
+        raise LaunchError("nothing to run: give a script (train.py), -m and a module, or -- and a command")
+    first = words[0]
+    if first in MODULE_FLAGS:
+        return Job(("-m", *words[1:]))
+    if first.startswith("-m"):
+        return Job(("-m", first[2:], *words[1:]))
+    if first.endswith(".py") or no_python:
+        return Job(tuple(words), is_program=no_python)
+    if separated:
+        return Job(tuple(words), is_command=True)
+    raise LaunchError(f"{first}: not a script (.py); to run a command, write -- before it: dsprof run -- {first} ...")
+
+
+def refuse_flags(flags: Mapping[str, Any]) -> None:
+    """Raises LaunchError if a flag of torchrun was given for a command that runs without it."""
+    arguments = torchrun_flags.to_arguments(flags)
+    if arguments:
+        name = arguments[0].partition("=")[0]
+        raise LaunchError(f"{name}: a flag of torchrun, which a command after -- does not use; put it into the command")
+
+
+def with_defaults(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """torchrun's flags with ours for what was not given: a rank per visible GPU, and a port of its own.
+
+    torchrun reads PET_<FLAG> from the environment; what is set there counts as given.
+    """
+
+    def given(name: str) -> bool:
+        return flags.get(name) not in (None, False) or f"PET_{name.upper()}" in environ
+
+    filled = dict(flags)
+    if not given("nproc_per_node"):
+        from dsprof.devices import visible_gpus
+
+        filled["nproc_per_node"] = str(visible_gpus(environ) or 1)
+    # Without it, an older torchrun takes port 29500, and two jobs on one machine fight over it.
+    if not any(given(name) for name in RENDEZVOUS):
+        filled["standalone"] = True
+    return filled
+
+
+def expected_ranks(flags: Mapping[str, Any], environ: Mapping[str, str]) -> int | None:
+    """World size where the flags fix it."""
+    low, _, high = (flags.get("nnodes") or "1").partition(":")
+    ranks = flags.get("nproc_per_node") or ""
+    if not (low.isdigit() and ranks.isdigit()) or high not in ("", low) or "PET_NNODES" in environ:
+        return None
+    return int(low) * int(ranks)

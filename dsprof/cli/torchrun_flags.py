@@ -1,0 +1,91 @@
+"""torchrun's flags, as options of `dsprof run`.
+
+A static list, because asking torch itself would cost `dsprof --help` a second and a half; a test holds it against
+the parser of the installed torch. A flag that an older torch lacks is passed on when given, and torchrun refuses it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+import typer
+
+PANEL: Final = "torchrun"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag of torchrun: `--nproc-per-node` is named `nproc_per_node`."""
+
+    name: str
+    type: Any
+    metavar: str | None
+    help: str
+    short: str | None = None
+
+    @property
+    def option(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+StartMethod = Literal["spawn", "fork", "forkserver"]
+NumaBinding = Literal["node", "socket", "exclusive", "core-complex"]
+
+FLAGS: Final = (
+    Flag("nproc_per_node", str, "N", "Ranks on this machine: a number, gpu, cpu, auto. Default: visible GPUs, else 1."),
+    Flag("nnodes", str, "N|MIN:MAX", "Number of machines, or a range."),
+    Flag("node_rank", int, "N", "Rank of this machine (static rendezvous)."),
+    Flag("standalone", bool, None, "One machine, a free port. The default where no rendezvous flag is given."),
+    Flag("rdzv_backend", str, "NAME", "Rendezvous backend: static, c10d, etcd-v2."),
+    Flag("rdzv_endpoint", str, "HOST[:PORT]", "Where the rendezvous listens."),
+    Flag("rdzv_id", str, "ID", "The job's own id, the same on every machine."),
+    Flag("rdzv_conf", str, "K=V,...", "More rendezvous settings."),
+    Flag("master_addr", str, "HOST", "Address of rank 0's machine (static rendezvous)."),
+    Flag("master_port", int, "PORT", "Port there. torchrun's default: 29500."),
+    Flag("local_addr", str, "HOST", "Address of this machine."),
+    Flag("max_restarts", int, "N", "Restart the ranks up to N times when one fails."),
+    Flag("monitor_interval", float, "SECONDS", "How often torchrun looks at the ranks."),
+    Flag("shutdown_timeout", int, "SECONDS", "How long ranks may take to end before SIGKILL."),
+    Flag("signals_to_handle", str, "NAMES", "Signals passed on to the ranks, comma-separated."),
+    Flag("start_method", StartMethod, None, "How --run-path starts ranks."),
+    Flag("no_python", bool, None, "The script is a program of its own: start it without Python."),
+    Flag("run_path", bool, None, "Run the script inside the starting interpreter."),
+    Flag("role", str, "NAME", "Role of the ranks."),
+    Flag("log_dir", str, "DIR", "Where redirected and teed streams are written."),
+    Flag("redirects", str, "SPEC", "Streams into files: 0 none, 1 stdout, 2 stderr, 3 both; or 0:3,1:1 by rank.", "-r"),
+    Flag("tee", str, "SPEC", "As --redirects, and to the console too.", "-t"),
+    Flag("local_ranks_filter", str, "RANKS", "Show only these local ranks' output."),
+    Flag("duplicate_stdout_filters", str, "WORDS", "Copy stdout lines with one of these words into a file."),
+    Flag("duplicate_stderr_filters", str, "WORDS", "The same for stderr."),
+    Flag("event_log_handler", str, "NAME", "torchrun's event log handler."),
+    Flag("logs_specs", str, "NAME", "torchrun's log plug-in."),
+    Flag("numa_binding", NumaBinding, None, "Bind ranks to the CPUs near their GPU."),
+    Flag("virtual_local_rank", bool, None, "Give every rank LOCAL_RANK 0 and one visible GPU."),
+)  # fmt: skip
+"""All but -m/--module, which ends dsprof's flags and names what to run."""
+
+
+def parameters() -> Iterator[inspect.Parameter]:
+    """The flags as keyword parameters for a Typer command: None where not given."""
+    for flag in FLAGS:
+        metavar = "" if flag.type is bool else flag.metavar  # Typer would write <bool>
+        names = (flag.option,) if flag.short is None else (flag.option, flag.short)
+        option = typer.Option(*names, help=flag.help, metavar=metavar, rich_help_panel=PANEL, show_default=False)
+        kind: Any = flag.type | None
+        annotation = Annotated[kind, option]
+        yield inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def to_arguments(values: Mapping[str, Any]) -> list[str]:
+    """The flags that were given, as torchrun's parser reads them: `--name=value`, or `--name` for a switch."""
+    arguments: list[str] = []
+    for flag in FLAGS:
+        value = values.get(flag.name)
+        if value is True:
+            arguments.append(flag.option)
+        elif value is not None and value is not False:
+            arguments.append(f"{flag.option}={value}")
+    return arguments

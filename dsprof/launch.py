@@ -1,0 +1,225 @@
+"""`dsprof run`: makes the run folder, starts the job armed, outlives it, and turns its captures into a verdict.
+
+Whatever happens to the profiler, the job runs and its own status comes back.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+import dsprof
+from dsprof.claim import claim, remove_run
+from dsprof.conclude import Conclusion, now
+from dsprof.run import RunFolder, RunInfo, new_run_id
+from dsprof.settings import Settings
+from dsprof.supervise import Supervisor
+from dsprof.talk import Talk, shown
+
+LITTLE_SPACE: Final = 64 << 20
+"""Free bytes below which a capture may well not fit."""
+
+
+class LaunchError(Exception):
+    """The job cannot be started; the message says why and what to write instead. `status` is what to return."""
+
+    def __init__(self, message: str, status: int = 2) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGHUP while no job runs, as KeyboardInterrupt is SIGINT."""
+
+    def __init__(self, number: int) -> None:
+        self.status = 128 + number
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run: a script or module under torchrun, or any other command as it is."""
+
+    words: tuple[str, ...]
+    """`train.py ARGS`, `-m pkg.train ARGS`, or the command."""
+    is_command: bool = False
+    is_program: bool = False
+    """A script that torchrun starts without Python (--no-python)."""
+    torchrun_flags: tuple[str, ...] = ()
+    world_size: int | None = None
+    """How many ranks there will be, where it is known."""
+
+    @property
+    def name(self) -> str:
+        """What the run is called: the script's stem, the module, or the command."""
+        if self.words[0] == "-m":
+            return self.words[1]
+        path = Path(self.words[0])
+        return path.name if self.is_command else path.stem
+
+    def check(self) -> None:
+        """Raises LaunchError if there is nothing of that name to run."""
+        first = self.words[0]
+        if first == "-m":
+            if len(self.words) < 2:
+                raise LaunchError("-m: the name of a module must follow")
+        elif self.is_command or self.is_program:
+            if shutil.which(first) is None:
+                raise LaunchError(f"{first}: no such command; give its path, or a name found in PATH", status=127)
+        elif not Path(first).is_file():
+            what = "is a folder" if Path(first).is_dir() else "no such file"
+            raise LaunchError(f"{first}: {what}; give the path of a script, as seen from {Path.cwd()}")
+
+    def command(self, folder: RunFolder, *, installed: bool) -> list[str]:
+        """What to start. torchrun in our own agent, which learns how each rank ends."""
+        if self.is_command:
+            return list(self.words)
+        # -P: nothing in the working directory may stand in for a module of ours or of Python's.
+        program = [sys.executable, "-P", "-m", "dsprof.torchrun"]
+        if not installed:
+            code = f"import sys; sys.path.append({str(home())!r}); from dsprof.torchrun import main; sys.exit(main())"
+            program[2:] = ["-c", code]
+        return [*program, str(folder.path), str(os.getpid()), "--", *self.torchrun_flags, "--", *self.words]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A job, and how it is to be profiled."""
+
+    job: Job
+    settings: Settings = field(default_factory=Settings)
+    output: Path | None = None
+    """The run folder; by default a new one under `settings.dir`."""
+    force: bool = False
+    quiet: bool = False
+    as_json: bool = False
+    typed: tuple[str, ...] = ()
+    """The command line, for run.json."""
+
+    def run(self) -> int:
+        """Run the job under the profiler and return its status. Raises LaunchError or RunError before it starts."""
+        talk = Talk(self.quiet)
+        self.job.check()
+        info = RunInfo(
+            id="",
+            name=self.job.name,
+            command=list(self.typed or ("dsprof", "run", *self.job.words)),
+            cwd=os.getcwd(),
+            started=now(),
+            world_size=self.job.world_size,
+            level=self.settings.level,
+            versions=versions(),
+        )
+        path = self.output or Path(self.settings.dir) / new_run_id(self.job.name)
+        info.id = Path(os.path.abspath(path)).name
+        with stoppable():
+            folder = claim(path, info, force=self.force)
+            try:
+                status = self._run_job(folder, talk)
+            except BaseException as error:  # no job, no run
+                with suppress(OSError):
+                    remove_run(folder)
+                if isinstance(error, Stopped):
+                    return error.status
+                raise
+            try:
+                Conclusion(folder, talk, self.settings.report, self.as_json).draw(info, status)
+            except (KeyboardInterrupt, Stopped):
+                talk.warn(f"analysis stopped; the capture is kept, for dsprof report {shown(folder.path)}")
+        return status
+
+    def _run_job(self, folder: RunFolder, talk: Talk) -> int:
+        """The job's status. What is raised here is raised before the job has started."""
+        warn_of_little_space(folder, talk)
+        build_native_helper(self.settings, talk)
+        installed = is_installed()
+        armed_by_torch = installed and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
+        env = environment(os.environ, folder, self.settings, bootstrap=not armed_by_torch)
+        command = self.job.command(folder, installed=installed)
+        talk.say(f"run folder: {shown(folder.path)}")
+        try:
+            return Supervisor(talk.say).run(command, env)
+        except OSError as error:
+            raise LaunchError(f"{command[0]}: cannot be started ({error.strerror or error})", status=126) from error
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into Stopped, where they would have ended the process."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise Stopped(number)
+
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def warn_of_little_space(folder: RunFolder, talk: Talk) -> None:
+    """Say so before the job starts if its capture may not fit."""
+    with suppress(OSError):
+        free = shutil.disk_usage(folder.path).free
+        if free < LITTLE_SPACE:
+            space = f"{free / 2**20:.1f} MiB free for {shown(folder.path)}"
+            talk.warn(f"warning: {space}; what does not fit is not captured")
+
+
+def build_native_helper(settings: Settings, talk: Talk) -> None:
+    """Have the native helper ready before the ranks want it. Only `native = on` makes a failure a LaunchError."""
+    if settings.native == "off":
+        return
+    reason = "no C++ compiler"
+    try:
+        from dsprof.collectors.native import build
+
+        if build.ensure(Path(sys.executable), talk.say) is not None:
+            return
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    if settings.native == "on":
+        raise LaunchError(f"the native helper cannot be built ({reason}); use --native auto")
+    talk.warn(f"warning: no native helper ({reason}); the slower Python one is used")
+
+
+def is_installed() -> bool:
+    """Whether torch will find our entry point: dsprof may also be merely importable, from a checkout."""
+    return any(point.name == "dsprof" for point in importlib.metadata.entry_points(group="torch.backends"))
+
+
+def home() -> Path:
+    """The folder that `dsprof` is imported from."""
+    return Path(dsprof.__file__).parent.parent
+
+
+def environment(base: Mapping[str, str], folder: RunFolder, settings: Settings, *, bootstrap: bool) -> dict[str, str]:
+    """The job's environment: the user's own, armed."""
+    env = {**base, "DSPROF": "1", "DSPROF_RUN": str(folder.path), "DSPROF_LEVEL": settings.level}
+    env["DSPROF_RANKS"] = settings.ranks
+    env["DSPROF_NATIVE"] = "0" if settings.native == "off" else "1"
+    if bootstrap:
+        starter = str(home() / "dsprof" / "collectors" / "bootstrap")
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [starter, base.get("PYTHONPATH", "")]))
+        env["DSPROF_HOME"] = str(home())
+    return env
+
+
+def versions() -> dict[str, str]:
+    """Of what matters to a trace, without importing any of it."""
+    found = {"dsprof": dsprof.__version__, "python": platform.python_version()}
+    with suppress(importlib.metadata.PackageNotFoundError):
+        found["torch"] = importlib.metadata.version("torch")
+    return found

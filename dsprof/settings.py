@@ -1,0 +1,86 @@
+"""Settings of a run: command line > environment > [tool.dsprof] in the working directory's pyproject.toml > default."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final
+
+from dsprof.run import DEFAULT_PARENT
+
+CHOICES: Final[dict[str, tuple[str, ...]]] = {"level": ("light",), "native": ("auto", "on", "off")}
+VARIABLES: Final = {"level": "DSPROF_LEVEL", "dir": "DSPROF_DIR", "ranks": "DSPROF_RANKS", "native": "DSPROF_NATIVE"}
+NATIVE_WORDS: Final = {"0": "off", "false": "off", "no": "off", "1": "on", "true": "on", "yes": "on"}
+
+
+class SettingsError(Exception):
+    """A setting is unknown or has a value it cannot have; the message says where and what to write instead."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run can be told. Field names are the keys of [tool.dsprof]."""
+
+    level: str = "light"
+    """How much is captured."""
+    dir: str = DEFAULT_PARENT
+    """Parent of run folders."""
+    ranks: str = ""
+    """Ranks to capture, such as `0,2-3`; empty: all."""
+    native: str = "auto"
+    """The native helper: auto (Python twin where it cannot be built), on (an error instead), off."""
+    report: bool = True
+    """Write the HTML report and the TensorBoard files at the end."""
+
+
+def load(
+    given: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None, folder: Path | None = None
+) -> Settings:
+    """The settings of a run started in `folder`; None in `given` means not given. Raises SettingsError."""
+    values = _from_pyproject((folder or Path()) / "pyproject.toml")
+    for key, variable in VARIABLES.items():
+        value = (environ or {}).get(variable, "")
+        if value:
+            value = NATIVE_WORDS.get(value.lower(), value) if key == "native" else value
+            values[key] = _checked(key, value, variable)
+    for key, value in (given or {}).items():
+        if value is not None:
+            values[key] = _checked(key, value, f"--{key}")
+    return Settings(**values)
+
+
+def _from_pyproject(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            table = tomllib.load(file).get("tool", {}).get("dsprof", {})
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{path}: cannot be read ({error}); mend it, or run from another folder") from error
+    if not isinstance(table, dict):
+        raise SettingsError(f"{path}: [tool.dsprof] must be a table of settings")
+    known = [field.name for field in fields(Settings)]
+    for key in table:
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise SettingsError(f"{path}: [tool.dsprof] has no setting {key!r}; {hint}")
+    return {key: _checked(key, value, f"{path}: [tool.dsprof] {key}") for key, value in table.items()}
+
+
+def _checked(key: str, value: Any, where: str) -> Any:
+    wanted: type = bool if key == "report" else str
+    if not isinstance(value, wanted):
+        raise SettingsError(f"{where}: {value!r} is not a {'true or false' if wanted is bool else 'string'}")
+    choices = CHOICES.get(key)
+    if choices and value not in choices:
+        raise SettingsError(f"{where}: {value!r} is not one of {', '.join(choices)}")
+    if key == "ranks" and isinstance(value, str):
+        for part in filter(None, value.split(",")):
+            first, _, last = part.strip().partition("-")
+            if not first.isdigit() or (last and not last.isdigit()):
+                raise SettingsError(f"{where}: {value!r} is not a list of ranks; write ranks and ranges, such as 0,2-3")
+    return value

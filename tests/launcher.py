@@ -1,0 +1,57 @@
+"""Starts the real command line in a process of its own, with the analysis stubbed: these tests are not about it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PROGRAM = """
+import sys, time, types
+def finish(folder, *, report=True):
+    if folder.path.name.startswith("broken"):
+        raise ValueError("cannot divide")
+    if folder.path.name.startswith("slow"):
+        print("analyzing", file=sys.stderr, flush=True)
+        time.sleep(60)
+    folder.findings_json.write_text('{\\n  "schema": 1\\n}')
+    if report:
+        folder.report_html.write_text("")
+    return "analysis"
+def render(analysis, file, *, color, width):
+    print("THE VERDICT", file=file)
+terminal = types.ModuleType("dsprof.reports.terminal")
+terminal.render = render
+reports = types.ModuleType("dsprof.reports")
+reports.finish, reports.terminal = finish, terminal
+sys.modules.update({"dsprof.reports": reports, "dsprof.reports.terminal": terminal})
+from dsprof.cli import main
+sys.exit(main())
+"""
+
+
+def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment without anything that would steer dsprof or torchrun."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("DSPROF", "PET_", "TORCH"))}
+    return {**own, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120", **(extra or {})}
+
+
+def start(words: list[str], cwd: Path, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
+    """`dsprof WORDS` in a session of its own, both its streams piped."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True, **options}
+    # A test run in the background ignores SIGINT, and its children would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *words], cwd=cwd, env=clean_environment(env), text=True, **options
+    )
+
+
+def run(words: list[str], cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """`dsprof WORDS`, to its end."""
+    process = start(words, cwd, env)
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
