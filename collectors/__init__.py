@@ -6,9 +6,10 @@ identity     which rank, of what, and into which run folder
 record       writes records (the Python twin of native/)
 native/      the same in C++, with the hot hooks
 collectives  every c10d operation, and the waits on them
+collective_kernels  their hooks in Python, where there is no native helper
 modules      the outermost module call: forward
 phases       data and backward
-    optimizers   the step
+optimizers   the step
 host         pauses of the interpreter
 facts        how DDP, DataLoader and process groups were configured, and where
 spans        the user's own `dsprof.span` and `dsprof.mark`

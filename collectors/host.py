@@ -1,8 +1,10 @@
-"""Pauses of the interpreter: Python's garbage collector stops the rank, and so every rank that waits for it."""
+"""What the host does to a rank: pauses of the interpreter, CPU time, waiting for a core."""
 
 from __future__ import annotations
 
 import gc
+import os
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -39,3 +41,42 @@ def install(recorder: Recorder) -> Callable[[], None]:
             gc.callbacks.remove(on_collection)
 
     return uninstall
+
+
+class _RunQueue:
+    """How long a thread was ready to run and had no core, from Linux's schedstat."""
+
+    def __init__(self) -> None:
+        self.thread = 0
+        self.file = -1
+
+    def waited_s(self) -> float | None:
+        """Of the calling thread since it began, s; None where the kernel does not tell."""
+        thread = threading.get_native_id()
+        if thread != self.thread:
+            self.thread, self.file = thread, _open(f"/proc/self/task/{thread}/schedstat")
+        if self.file < 0:
+            return None
+        return int(os.pread(self.file, 96, 0).split()[1]) / 1e9
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+_run_queue = _RunQueue()
+
+
+def sample(recorder: Recorder) -> None:
+    """Counters at the end of a step, by the training thread: CPU time of the process and of the thread, and how long
+    the thread waited for a core. All in seconds, since the process or thread began."""
+    gauges = [("cpu_seconds", time.process_time()), ("training_thread_cpu_seconds", time.thread_time())]
+    waited = _run_queue.waited_s()
+    if waited is not None:
+        gauges.append(("core_wait_seconds", waited))
+    now = time.monotonic_ns()
+    for name, value in gauges:
+        recorder.put(Kind.GAUGE, recorder.intern(name), now, now, value, -1)

@@ -71,13 +71,14 @@ class Session:
         facts.watch_ddp()
         facts.send_to(self.write_fact)
         self.write_fact(facts.process())
-        for name, hook in (
+        hooks: tuple[tuple[str, Callable[[], list[Callable[[], None]]]], ...] = (
             ("collectives", lambda: [collectives.install(self.recorder)]),
             ("modules", lambda: [modules.install(self.recorder)]),
             ("phases", lambda: phases.install(self.recorder)),
             ("optimizers", lambda: [optimizers.install(self.recorder, self.on_step)]),
             ("host", lambda: [host.install(self.recorder)]),
-        ):
+        )
+        for name, hook in hooks:
             try:
                 self._uninstall += hook()
             except Exception as error:
@@ -93,11 +94,9 @@ class Session:
         facts.send_to(None)
 
     def on_step(self) -> None:
-        """After an optimizer step: the CPU time used so far, and process groups made since the last one."""
-        now = time.monotonic_ns()
-        self.recorder.put(Kind.GAUGE, self._name("cpu_seconds"), now, now, time.process_time(), -1)
-        self.recorder.put(Kind.GAUGE, self._name("training_thread_cpu_seconds"), now, now, time.thread_time(), -1)
+        """After an optimizer step: the use of the host so far, and process groups made since the last one."""
         try:
+            host.sample(self.recorder)
             from torch.distributed import distributed_c10d as c10d
 
             if len(c10d._world.pg_map) == self._groups_seen:
@@ -108,7 +107,7 @@ class Session:
                     ranks = c10d.get_process_group_ranks(group)
                     self.write_fact({"fact": "group", "name": name, "ranks": ranks, "desc": group.group_desc})
         except Exception as error:
-            count_error("noting process groups", error)
+            count_error("after a step", error)
 
     # --- what the user's spans need
 
@@ -147,7 +146,7 @@ class Session:
             "native": self.native,
             "level": os.environ.get("DSPROF_LEVEL") or "light",
             "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
-            "cuda": bool(torch.cuda.is_available() and torch.cuda.is_initialized()),
+            "cuda": bool(torch.cuda.is_available() and torch.cuda.is_initialized()),  # type: ignore[no-untyped-call]
             # Both clocks at one moment: traces of other tools are stamped with the epoch.
             "clock": {"monotonic_ns": time.monotonic_ns(), "epoch_ns": time.time_ns()},
             "records": self.recorder.records,

@@ -125,7 +125,7 @@ def main():
         model.register_forward_hook(lambda *_: time.sleep(0.05))
     model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_mb)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    lengths = torch.Generator().manual_seed(args.seed + rank)
+    lengths = torch.Generator().manual_seed(args.seed)
 
     index = build_index(400_000) if args.gc_pressure and rank == 0 else None
     losses = []
@@ -134,7 +134,8 @@ def main():
         sampler.set_epoch(epoch)
         for inputs, targets in loader:
             if args.uneven_lengths:
-                length = int(args.context / 8 ** torch.rand((), generator=lengths).item())  # long ones are rare
+                turn = torch.randperm(world_size, generator=lengths)[rank].item()
+                length = args.context // 4 + args.context * 3 // 4 * turn // max(world_size - 1, 1)
                 inputs, targets = inputs[:, :length], targets[:, :length]
             inputs, targets = inputs.to(device), targets.to(device)
 

@@ -39,8 +39,8 @@ def measure_load(
     """The load over the middle steps, from the CPU time that every rank noted at each step."""
     cores = {fact["rank"]: int(fact["cores"]) for fact in facts.get("process", []) if fact.get("cores")}
     host_of = {item.rank: item.host for item in run.ranks}
-    cpu = cpu_per_step(rows, steps, "cpu_seconds")
-    training = cpu_per_step(rows, steps, "training_thread_cpu_seconds")
+    cpu = counted_per_step(rows, steps, "cpu_seconds")
+    training = counted_per_step(rows, steps, "training_thread_cpu_seconds")
     by_host: dict[str, list[int]] = defaultdict(list)
     for rank in cpu:
         if rank in cores:
@@ -61,8 +61,8 @@ def measure_load(
     )
 
 
-def cpu_per_step(rows: pd.DataFrame, steps: pd.DataFrame, gauge: str) -> dict[int, float]:
-    """Rank -> mean CPU time a middle step in ms, of a gauge that counts seconds."""
+def counted_per_step(rows: pd.DataFrame, steps: pd.DataFrame, gauge: str) -> dict[int, float]:
+    """Rank -> mean increase a middle step in ms, of a gauge that counts seconds."""
     middle = steps.loc[steps["middle"], "step"]
     samples = rows[(rows["kind"] == "gauge") & (rows["name"] == gauge) & rows["step"].isin(middle - 1)]
     found = {}

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from ..context import Change, Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
-from ..load import cpu_per_step
+from ..load import counted_per_step
 from .base import confidence_of
 from .data import explained_by_size
 
@@ -66,7 +66,7 @@ def straggler(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
     if where_slow is not None:
         value, expected = phases[where_slow]
         evidence.append(Evidence(f"{where_slow} a step", round(value, 3), "ms", round(expected, 3)))
-    cpu = cpu_per_step(context.rows, context.steps, "cpu_seconds")
+    cpu = counted_per_step(context.rows, context.steps, "cpu_seconds")
     if cpu:
         typical_cpu = float(np.median([ms for rank, ms in cpu.items() if rank not in ranks] or [0.0]))
         mine_cpu = float(np.mean([cpu[rank] for rank in ranks if rank in cpu] or [0.0]))
@@ -75,7 +75,13 @@ def straggler(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
     late = "arrives" if len(ranks) == 1 else "arrive"
     title = f"rank {names} {late} {excess[slow].mean():.1f} ms late in every step and the others wait"
     where = Where(ranks=ranks, op=where_slow, steps=context.step_range)
-    fixes = _fixes(context, ranks, where_slow)
+    waits = counted_per_step(context.rows, context.steps, "core_wait_seconds")
+    waited = float(np.mean([waits.get(rank, 0.0) for rank in ranks]))
+    waited -= float(np.median([ms for rank, ms in waits.items() if rank not in ranks] or [0.0]))
+    crowded = waited > 0.5 * float(excess[slow].mean())
+    if crowded:
+        evidence.append(Evidence("ready to run without a core, more than peers", round(waited, 3), "ms", 0.0))
+    fixes = _fixes(context, ranks, where_slow, crowded)
     return Finding("rank.straggler", title, "info", confidence_of(gain), where, tuple(evidence), gain, fixes)
 
 
@@ -111,7 +117,7 @@ def _phase_excess(context: Context, ranks: tuple[int, ...]) -> dict[str, tuple[f
     return found
 
 
-def _fixes(context: Context, ranks: tuple[int, ...], phase: str | None) -> tuple[Fix, ...]:
+def _fixes(context: Context, ranks: tuple[int, ...], phase: str | None, crowded: bool) -> tuple[Fix, ...]:
     host_of = {item.rank: item.host for item in context.run.ranks}
     hosts = {host_of.get(rank) for rank in ranks}
     everyone = {host_of.get(rank) for rank in context.ranks}
@@ -120,6 +126,11 @@ def _fixes(context: Context, ranks: tuple[int, ...], phase: str | None) -> tuple
     if len(everyone) > 1 and hosts != everyone:
         names = ", ".join(sorted(str(host) for host in hosts))
         fixes.append(Fix("code", f"take {names} out of the job and run again: if the delay goes, the host is to blame"))
+    if crowded:
+        fixes.append(
+            Fix("code", f"another process runs on the cores of {who}: stop it, or pin the ranks to cores of their own")
+        )
+        return tuple(fixes)
     look = f"look for what only {who} does in {phase or 'its step'}: a branch on the rank, a slower device, "
     fixes.append(Fix("code", look + "another process on its cores"))
     return tuple(fixes)
