@@ -1,0 +1,168 @@
+"""What the collectors cost the training job: CPU time a step, as a ratio to the same job without them.
+
+    python benchmarks/overhead.py                 # about twenty minutes; writes benchmarks/results/overhead.json
+
+One process trains the example's model, DistributedDataParallel over a gloo group of one included, and switches
+the collectors on and off between blocks of steps. The arms come in a random order within each round, so drift of the
+host falls on all alike:
+
+    off      no collectors                     off_again   the same: the A/A arm, what noise alone makes
+    native   light level, native recorder      python      light level, Python recorder
+    torch_profiler   torch.profiler, CPU activities, a window of three steps a block, its stop included
+
+A step's CPU time is the process's (every thread). The ratio is of the arms' means; its interval is a bootstrap over
+rounds. Two-rank wall time cannot resolve 1 % on a machine of two cores; CPU time in one process can.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+ARMS = ("off", "off_again", "native", "python", "torch_profiler")
+
+
+def load_example() -> Any:
+    spec = importlib.util.spec_from_file_location("train_gpt", HERE.parent / "examples" / "train_gpt.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_step(batch_size: int) -> Callable[[], None]:
+    """One training step of the example, its DataLoader included."""
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
+
+    example = load_example()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(example.GPT(256, 256, 48, 4, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = DataLoader(example.StandardLibrary(256), batch_size=batch_size, shuffle=True, drop_last=True)
+    batches = iter(loader)
+
+    def step() -> None:
+        nonlocal batches
+        try:
+            inputs, targets = next(batches)
+        except StopIteration:
+            batches = iter(loader)
+            inputs, targets = next(batches)
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+
+    return step
+
+
+def run_block(arm: str, step: Callable[[], None], steps: int, run_folder: Path) -> float:
+    """CPU seconds of `steps` steps under `arm`; opening and closing a capture is not counted, as it is once a run."""
+    from dsprof.collectors import session
+
+    if arm in ("native", "python"):
+        os.environ["DSPROF_NATIVE"] = "1" if arm == "native" else "0"
+        os.environ["DSPROF_RUN"] = str(run_folder)
+        capture = session.start()
+        assert capture is not None
+        assert capture.native == (arm == "native"), "the native helper is not built: run `dsprof run` once"
+        before = time.process_time()
+        for _ in range(steps):
+            step()
+        spent = time.process_time() - before
+        session.stop()
+        return spent
+    if arm == "torch_profiler":
+        from torch.profiler import ProfilerActivity, profile
+
+        before = time.process_time()
+        with profile(activities=[ProfilerActivity.CPU]):
+            for _ in range(steps):
+                step()
+        return time.process_time() - before
+    before = time.process_time()
+    for _ in range(steps):
+        step()
+    return time.process_time() - before
+
+
+def ratio(cpu: dict[str, list[float]], arm: str) -> dict[str, float]:
+    """Mean of `arm` over mean of `off`, with the 95 % interval of a bootstrap over rounds."""
+    off, on = np.array(cpu["off"]), np.array(cpu[arm])
+    draw = np.random.default_rng(0).integers(0, len(off), (10_000, len(off)))
+    resampled = on[draw].mean(axis=1) / off[draw].mean(axis=1)
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    return {
+        "ratio": round(float(on.mean() / off.mean()), 5),
+        "low": round(float(low), 5),
+        "high": round(float(high), 5),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=70, help="blocks of each arm")
+    parser.add_argument("--block", type=int, default=3, help="steps a block")
+    parser.add_argument("--batch-size", type=int, default=6)
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "overhead.json")
+    args = parser.parse_args()
+    arms = args.arms.split(",")
+    if "off" not in arms or set(arms) - set(ARMS):
+        parser.error(f"--arms: a list out of {','.join(ARMS)}, off among them")
+
+    os.environ.pop("DSPROF", None)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{scratch}/store", 1), rank=0, world_size=1)
+        step = make_step(args.batch_size)
+        for _ in range(10):
+            step()
+        order = random.Random(0)
+        cpu: dict[str, list[float]] = {arm: [] for arm in arms}
+        for number in range(args.rounds):
+            for arm in order.sample(arms, len(arms)):
+                cpu[arm].append(run_block(arm, step, args.block, Path(scratch) / f"{arm}{number}") / args.block)
+            if sys.stderr.isatty():
+                print(f"\rround {number + 1}/{args.rounds}", end="", file=sys.stderr)
+        dist.destroy_process_group()
+
+    result = {
+        "what": "CPU time a step, ratio to the job without collectors",
+        "step_ms": {arm: round(1e3 * statistics.fmean(values), 2) for arm, values in cpu.items()},
+        "steps_per_arm": args.rounds * args.block,
+        "ratios": {arm: ratio(cpu, arm) for arm in arms if arm != "off"},
+        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
+        "blocks_cpu_ms": {arm: [round(1e3 * value, 3) for value in values] for arm, values in cpu.items()},
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    for arm, found in result["ratios"].items():
+        print(f"{arm:15s} {found['ratio']:.4f} [{found['low']:.4f}, {found['high']:.4f}]")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,282 @@
+"""The hooks on c10d operators in Python, for where there is no native helper. Used by `collectives.py`.
+
+The same rows as from `native/collectives.hpp` but for two things: starts are when a collective was issued,
+and ends come from the caller's own wait, or from a thread that waits for one after the other.
+"""
+
+from __future__ import annotations
+
+import datetime
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from dsprof.schema import COLLECTIVE_NAMES, DTYPES, Flag, Kind
+
+from .record import PyRecorder
+
+SEND, RECV_ANY, UNKNOWN = 12, 14, 100
+"""c10d::OpType (Work.hpp): the first and the last of the p2p operations, and that of a composite work."""
+
+MAX_PENDING: Final = 128
+"""Operations remembered until they are over: a job that never waits for its sends must not have its tensors kept."""
+
+REAPER_PATIENCE: Final = datetime.timedelta(seconds=0.2)
+
+
+class PythonHooks:
+    """The hooks in Python."""
+
+    def __init__(self, recorder: PyRecorder) -> None:
+        self._recorder = recorder
+        self._names: dict[str, int] = {}
+        self._groups: dict[str, _Group] = {}
+        self._p2p: dict[tuple[int, int, int, bool], int] = {}
+        self._generation = 1
+        self._lock = threading.Lock()
+        self._pending: OrderedDict[int, tuple[Any, int]] = OrderedDict()
+        """id of a work -> the work, kept so that the id stays its own, and its record's handle."""
+        self._reaper = Reaper(self.waited, self._failed)
+        self._libraries: list[Any] = []
+        """torch takes the kernels out when these are collected."""
+
+    def install(self) -> Callable[[], None]:
+        import torch
+        from torch._C import DispatchKey
+
+        library: Any = torch.library.Library
+        self._libraries = libraries = [library(space, "IMPL") for space in ("c10d", "_c10d_functional")]
+        after = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
+        for name in COLLECTIVE_NAMES:
+            op = getattr(torch.ops.c10d, name, None)
+            if op is not None:
+                libraries[0].impl(name, self._kernel(_Call(name, op.default), after), "BackendSelect", with_keyset=True)
+        wait = torch.ops._c10d_functional.wait_tensor.default
+        libraries[1].impl("wait_tensor", self._wait_kernel(wait, after), "BackendSelect", with_keyset=True)
+
+        def uninstall() -> None:
+            for each in libraries:
+                each._destroy()
+            self._reaper.stop()
+            self._pending.clear()
+
+        return uninstall
+
+    def renew_groups(self) -> None:
+        """The default group was destroyed: torch numbers its groups from 0 again; keep the next ones apart (`0#2`)."""
+        with self._lock:
+            self._generation += 1
+            self._groups = {}
+
+    def waited(self, work: Any) -> None:
+        """Somebody's wait for this work has returned: it is over."""
+        found = self._pending.pop(id(work), None)
+        if found is not None:
+            self._recorder.comm_end(found[1], time.perf_counter_ns())
+
+    def _failed(self, work: Any) -> None:
+        """Its record stays open, which is evidence; its tensors need not stay."""
+        self._pending.pop(id(work), None)
+
+    def _kernel(self, call: _Call, after: Any) -> Callable[..., Any]:
+        from torch._C import DispatchKey
+
+        redispatch, meta = call.op.redispatch, DispatchKey.Meta
+
+        def kernel(keys: Any, *args: Any) -> Any:
+            issued = None
+            if not keys.has(meta):  # a compiler tracing
+                try:
+                    issued = self._begin(call, args)
+                except Exception:
+                    self._recorder.count_error()
+            if issued is None:
+                return redispatch(keys & after, *args)
+            began = time.perf_counter_ns()
+            result = redispatch(keys & after, *args)
+            try:
+                self._recorder.comm_issued(issued.handle, time.perf_counter_ns() - began)
+                self._watch(issued, result)
+            except Exception:
+                self._recorder.count_error()
+            return result
+
+        return kernel
+
+    def _begin(self, call: _Call, args: tuple[Any, ...]) -> _Issued | None:
+        from torch.distributed import ProcessGroup
+
+        nbytes, dtype, cpu = payload(args)
+        if call.barrier:  # its tensor is a dummy
+            nbytes, dtype = 0, 0
+        pg = ProcessGroup.unbox(args[call.group])
+        peer, tag = call.argument(args, call.peer, -1), call.argument(args, call.tag, -1)
+        flags = Flag.ASYNC if call.argument(args, call.async_op, False) else 0
+        with self._lock:
+            group = self._groups.get(pg.group_name)
+            if group is None:
+                group = self._groups[pg.group_name] = self._new_group(pg)
+            if call.p2p:
+                flags |= Flag.P2P
+                stream = group.id, peer, tag, call.send
+                seq = self._p2p[stream] = self._p2p.get(stream, -1) + 1
+            else:
+                seq, group.next = group.next, group.next + 1
+            name = self._names.get(call.name)
+            if name is None:
+                name = self._names[call.name] = self._recorder.intern(call.name)
+        handle = self._recorder.comm_begin(name, group.id, seq, peer, tag, nbytes, dtype, int(flags))
+        return _Issued(handle, group, cpu) if handle else None
+
+    def _new_group(self, pg: Any) -> _Group:
+        import torch
+
+        name = pg.group_name if self._generation == 1 else f"{pg.group_name}#{self._generation}"
+        try:
+            gloo = pg._get_backend(torch.device("cpu")).name() == "gloo"
+        except RuntimeError:
+            gloo = False  # no CPU backend in this group
+        return _Group(self._recorder.intern(name), gloo)
+
+    def _watch(self, issued: _Issued, result: Any) -> None:
+        from torch.distributed import Work
+
+        if not issued.cpu:  # device streams end where the host does not see it
+            self._recorder.comm_end(issued.handle, 0)
+            return
+        boxed = result[-1] if isinstance(result, (tuple, list)) else result
+        if boxed is None:  # it returns no work: it was done in the call
+            self._recorder.comm_end(issued.handle, time.perf_counter_ns())
+            return
+        work = Work.unbox(boxed)
+        self._pending[id(work)] = work, issued.handle
+        if len(self._pending) > MAX_PENDING:
+            self._recorder.comm_end(self._pending.popitem(last=False)[1][1], 0)
+        op_type = work._get_op_type()  # type: ignore[attr-defined]
+        # Sends, receives and gloo's composite works (no type) do their last part in the caller's own wait.
+        if issued.group.gloo and op_type != UNKNOWN and not SEND <= op_type <= RECV_ANY:
+            self._reaper.add(work)
+
+    def _wait_kernel(self, op: Any, after: Any) -> Callable[..., Any]:
+        from torch._C import DispatchKey
+
+        recorder, redispatch, meta = self._recorder, op.redispatch, DispatchKey.Meta
+        name, kind = recorder.intern("wait_tensor"), int(Kind.WAIT)
+
+        def kernel(keys: Any, tensor: Any) -> Any:
+            handle = 0 if keys.has(meta) else recorder.begin(kind, name)
+            try:
+                return redispatch(keys & after, tensor)
+            finally:
+                recorder.end(handle)
+
+        return kernel
+
+
+@dataclass
+class _Group:
+    id: int
+    gloo: bool
+    next: int = 0
+
+
+class _Issued(NamedTuple):
+    handle: int
+    group: _Group
+    cpu: bool
+
+
+class _Call:
+    """Where the arguments of one c10d operator are."""
+
+    def __init__(self, op_name: str, op: Any) -> None:
+        self.op = op
+        self.name = COLLECTIVE_NAMES[op_name]
+        self.barrier = self.name == "barrier"
+        self.send = op_name == "send"
+        arguments = op._schema.arguments
+        at = {argument.name: i for i, argument in enumerate(arguments)}
+        self.group = at["process_group"]
+        self.async_op, self.tag = at.get("async_op"), at.get("tag")
+        self.peer = at.get("dst", at.get("src"))
+        self.p2p = self.tag is not None
+        self._defaults = [argument.default_value for argument in arguments]
+
+    def argument(self, args: tuple[Any, ...], at: int | None, absent: int) -> int:
+        if at is None:
+            return absent
+        return int(args[at] if at < len(args) else self._defaults[at])  # torch leaves trailing defaults out
+
+
+class Reaper:
+    """A thread that waits for works in the order of issue, so that ends are known where the job itself does not wait
+    in Python. gloo runs two works of a group at once: the end of one that overtakes another is seen late."""
+
+    def __init__(self, over: Callable[[Any], None], failed: Callable[[Any], None]) -> None:
+        self._over = over
+        self._failed = failed
+        self._works: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def add(self, work: Any) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="dsprof-reaper", daemon=True)
+            self._thread.start()
+        self._works.put(work)
+
+    def stop(self) -> None:
+        """End the thread, with what it waits for unfinished if need be."""
+        self._stopping = True
+        if self._thread is not None:
+            self._works.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        from torch.distributed import Work
+
+        wait = getattr(Work.wait, "__wrapped__", Work.wait)  # torch's own, under our wrapper
+        while True:
+            work = self._works.get()
+            if work is None:
+                return
+            # Never for long: a thread inside torch when the interpreter ends would take the process down with it.
+            while not self._stopping or work.is_completed():
+                try:
+                    wait(work, REAPER_PATIENCE)
+                except Exception:  # not yet; or it failed, which its owner's wait will tell him
+                    if work.is_completed():
+                        self._failed(work)
+                        break
+                else:
+                    self._over(work)
+                    break
+            del work
+
+
+def payload(args: tuple[Any, ...]) -> tuple[int, int, bool]:
+    """Bytes (nccl-tests' S: the largest of the tensor arguments), index in DTYPES, and whether on the CPU."""
+    import torch
+
+    first: Any = None
+
+    def total(value: Any) -> int:
+        nonlocal first
+        if isinstance(value, torch.Tensor):
+            if first is None:
+                first = value
+            return value.nbytes if value.layout is torch.strided else 0
+        return sum(map(total, value)) if isinstance(value, (list, tuple)) else 0
+
+    nbytes = max(map(total, args))
+    if first is None:
+        return nbytes, 0, True
+    return nbytes, _DTYPE_INDEX.get(str(first.dtype), 0), first.device.type == "cpu"
+
+
+_DTYPE_INDEX: Final = {f"torch.{name}": index for index, name in enumerate(DTYPES) if name}

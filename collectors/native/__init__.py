@@ -1,0 +1,104 @@
+"""The native helper: the recorder and the hot hooks in C++, built by `build.ensure` before the ranks start."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dsprof import schema
+
+from ..record import LIMIT_BYTES, BackwardDepth
+from . import build
+
+
+class Native:
+    """The loaded helper. There is one of it in a process, and so one open recorder."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+
+    def open(self, folder: str | os.PathLike[str], limit_bytes: int = LIMIT_BYTES) -> NativeRecorder:
+        """Record into `folder`. Raises OSError when it cannot be opened, RuntimeError while another is open."""
+        self.module.open(os.fspath(folder), limit_bytes)
+        return NativeRecorder(self.module)
+
+
+class NativeRecorder(BackwardDepth):
+    """A `Recorder` whose methods are C functions, and the switch of the native hooks."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self._counters = module.counters
+        self.intern = module.intern
+        self.begin = module.begin
+        self.end = module.end
+        self.put = module.put
+        self.mark = module.mark
+        self.count_error = module.count_error
+        self.disarm_after_fork = module.disarm_after_fork
+        self.close = module.close
+        self.renew_groups = module.renew_groups
+        self.uninstall_collectives = module.uninstall_collectives
+        self.uninstall_modules = module.uninstall_modules
+        self._install_collectives = module.install_collectives
+        self._install_modules = module.install_modules
+
+    @property
+    def records(self) -> int:
+        return int(self._counters()[0])
+
+    @property
+    def dropped(self) -> int:
+        return int(self._counters()[1])
+
+    @property
+    def errors(self) -> int:
+        return int(self._counters()[2])
+
+    def install_collectives(self, names: Mapping[str, str]) -> None:
+        """Record every c10d operator of `names` (operator -> name in the trace), and wait_tensor."""
+        self._install_collectives(dict(names))
+
+    def install_modules(self) -> None:
+        """Record the outermost call of a module in each thread."""
+        import torch
+
+        self._install_modules(torch.nn.Module.__call__, torch.Tensor)
+
+
+def load(explain: Callable[[str], None] = lambda reason: None) -> Native | None:
+    """The helper built for the torch of this process; None, with a reason to `explain`, where there is none.
+
+    Never raises, never builds.
+    """
+    try:
+        path = build.find()
+        if path is None:
+            explain("not built for this torch (`dsprof run` builds it before the job starts)")
+            return None
+        module = _import(path)
+        target = build.running_target()
+        built = (module.TORCH_VERSION, module.TORCH_GIT, module.FORMAT_VERSION, module.RECORD_BYTES)
+        wanted = (target.torch_version, target.torch_git, schema.FORMAT_VERSION, schema.RECORD_BYTES)
+        if built != wanted:
+            explain(f"{path} was built for {built}, not {wanted}")
+            return None
+        return Native(module)
+    except Exception as error:
+        explain(f"{type(error).__name__}: {error}")
+        return None
+
+
+def _import(path: Path) -> Any:
+    loader = importlib.machinery.ExtensionFileLoader(build.MODULE, str(path))
+    spec = importlib.util.spec_from_file_location(build.MODULE, path, loader=loader)
+    if spec is None:
+        raise ImportError(f"{path}: not a module")
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module

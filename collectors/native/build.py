@@ -1,0 +1,277 @@
+"""Builds the native helper with a bare C++ compiler, once for each torch and Python, and keeps it in a cache.
+
+The launcher calls `ensure`, which may compile; a rank calls `find`, which never does. Standard library only,
+and torch is never imported here: it takes seconds, and the launcher has no other need for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dsprof import schema
+
+from ..record import MAX_NAMES
+
+MODULE: Final = "dsprof_native"
+SOURCES: Final = tuple(
+    Path(__file__).parent / name for name in ("hooks.cpp", "collectives.hpp", "modules.hpp", "recorder.hpp")
+)
+COMPILE_SECONDS: Final = 300
+
+_PROBE: Final = """
+import importlib.util, json, pathlib, sysconfig
+spec = importlib.util.find_spec("torch")
+folder = pathlib.Path(spec.origin).parent
+version = {}
+exec((folder / "version.py").read_text(), version)
+print(json.dumps({
+    "torch_version": version["__version__"], "torch_git": version["git_version"], "torch_folder": str(folder),
+    "soabi": sysconfig.get_config_var("SOABI"), "include": sysconfig.get_paths()["include"],
+}))
+"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The torch and Python that a helper is built for."""
+
+    torch_version: str
+    torch_git: str
+    torch_folder: str
+    soabi: str
+    """The interpreter's ABI tag, such as cpython-311-x86_64-linux-gnu."""
+    include: str
+    """The folder of Python.h."""
+
+    @property
+    def key(self) -> str:
+        """Names the cached file: whatever would make another one unfit to load is part of it."""
+        digest = hashlib.sha256()
+        facts = (self.torch_version, self.torch_git, self.soabi, platform.machine(), str(schema.FORMAT_VERSION))
+        digest.update("\0".join((*facts, *_definitions(self))).encode())
+        for source in SOURCES:
+            digest.update(source.read_bytes())
+        return digest.hexdigest()[:20]
+
+
+def running_target() -> Target:
+    """The torch that this process has imported."""
+    torch = sys.modules["torch"]
+    return Target(
+        torch_version=str(torch.__version__),
+        torch_git=str(torch.version.git_version),
+        torch_folder=str(Path(str(torch.__file__)).parent),
+        soabi=str(sysconfig.get_config_var("SOABI")),
+        include=sysconfig.get_paths()["include"],
+    )
+
+
+def probe_target(python: Path) -> Target:
+    """What `python` would import, without importing it. Raises OSError, ValueError or SubprocessError."""
+    output = subprocess.run(
+        [python, "-c", _PROBE], env=_environment(), capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    return Target(**json.loads(output))
+
+
+def find() -> Path | None:
+    """The helper for the torch of this process, if it was built before. Cheap: no subprocess."""
+    key = running_target().key
+    for folder in _cache_folders():
+        path = folder / key / f"{MODULE}.so"
+        if _usable(path):
+            return path
+    return None
+
+
+def ensure(python: Path, progress: Callable[[str], None]) -> Path | None:
+    """The helper for the torch of `python`, built now if need be. None where it cannot be had.
+
+    `progress` is told when a build starts and ends, and why there is none. Never raises.
+    """
+    try:
+        target = probe_target(python)
+    except (OSError, ValueError, TypeError, subprocess.SubprocessError) as error:
+        progress(f"no native helper: {python} does not tell which torch it has ({_last_line(error)})")
+        return None
+    try:
+        for folder in _cache_folders():
+            path = folder / target.key / f"{MODULE}.so"
+            if _usable(path):
+                return path
+        compiler = _compiler()
+        if compiler is None:
+            progress("no native helper: no C++ compiler found (set CXX, or install g++); recording in Python instead")
+            return None
+        folder = _writable_folder() / target.key
+        with _lock(folder):
+            return _build(target, python, compiler, folder, progress)
+    except Exception as error:  # the profiler works without
+        progress(f"no native helper: {type(error).__name__}: {error}; recording in Python instead")
+        return None
+
+
+def _build(
+    target: Target, python: Path, compiler: list[str], folder: Path, progress: Callable[[str], None]
+) -> Path | None:
+    path = folder / f"{MODULE}.so"
+    if path.is_file():  # somebody else built it while we waited for the lock
+        return path
+    log, failed = folder / "build.log", folder / "failed.json"
+    attempt = {"compiler": shlex.join(compiler), "version": _compiler_version(compiler)}
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads(failed.read_text()) == attempt:
+            progress(f"no native helper: building it failed before, see {log}; recording in Python instead")
+            return None
+    progress(f"building the native helper for torch {target.torch_version} (about 20 s, once)")
+    temporary = folder / f".{os.getpid()}" / f"{MODULE}.so"  # the module's name is its file's
+    temporary.parent.mkdir(exist_ok=True)
+    try:
+        error = _run(_command(target, compiler, temporary), log) or _run(
+            [str(python), "-c", f"import sys, torch; sys.path.insert(0, {str(temporary.parent)!r}); import {MODULE}"],
+            log,
+        )
+        if error is not None:
+            failed.write_text(json.dumps(attempt))
+            progress(f"no native helper: {error} (all of it: {log}); recording in Python instead")
+            return None
+        os.replace(temporary, path)
+        failed.unlink(missing_ok=True)
+        return path
+    finally:
+        shutil.rmtree(temporary.parent, ignore_errors=True)
+
+
+def _command(target: Target, compiler: list[str], output: Path) -> list[str]:
+    torch = Path(target.torch_folder)
+    includes = [torch / "include", torch / "include/torch/csrc/api/include", target.include]
+    return [
+        *compiler,
+        *("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
+        *(f"-isystem{folder}" for folder in includes),
+        *(f"-D{definition}" for definition in _definitions(target)),
+        str(SOURCES[0]),
+        *("-o", str(output), f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"),
+    ]
+
+
+def _definitions(target: Target) -> list[str]:
+    """The record's layout, from the one place that defines it."""
+    return [
+        "USE_DISTRIBUTED",
+        "_GLIBCXX_USE_CXX11_ABI=1",  # as every torch since 2.7
+        f"DSPROF_FORMAT_VERSION={schema.FORMAT_VERSION}",
+        f"DSPROF_RECORD_BYTES={schema.RECORD_BYTES}",
+        f"DSPROF_CHUNK_RECORDS={schema.CHUNK_RECORDS}",
+        f"DSPROF_CHUNK_HEADER_BYTES={schema.CHUNK_HEADER_BYTES}",
+        f'DSPROF_CHUNK_MAGIC="{schema.CHUNK_MAGIC.decode()}"',
+        f"DSPROF_DTYPES={len(schema.DTYPES)}",
+        f"DSPROF_MAX_NAMES={MAX_NAMES}",
+        f'DSPROF_TORCH_VERSION="{target.torch_version}"',
+        f'DSPROF_TORCH_GIT="{target.torch_git}"',
+    ]
+
+
+def _run(command: list[str], log: Path) -> str | None:
+    """Run a step of the build, its output to `log`. None, or what went wrong in a line."""
+    with open(log, "w+") as output:
+        output.write(shlex.join(command) + "\n")
+        output.flush()
+        try:
+            code = subprocess.run(
+                command,
+                env=_environment(),
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                timeout=COMPILE_SECONDS,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return f"{Path(command[0]).name} took more than {COMPILE_SECONDS} s"
+        if code == 0:
+            return None
+        output.seek(0)
+        lines = output.read().splitlines()[1:]
+    errors = [line.strip() for line in lines if "error" in line.lower()] or lines or ["no message"]
+    return f"{Path(command[0]).name} failed: {errors[-1]}"
+
+
+def _environment() -> dict[str, str]:
+    """For our own subprocesses, which are not to be profiled."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DSPROF")}
+    return {**kept, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+
+def _compiler() -> list[str] | None:
+    for candidate in (os.environ.get("CXX"), "g++", "c++", "clang++"):
+        command = shlex.split(candidate) if candidate else []
+        if command and shutil.which(command[0]):
+            return command
+        if candidate and candidate == os.environ.get("CXX"):
+            return None  # asked for, and not there: do not guess another
+    return None
+
+
+def _compiler_version(compiler: list[str]) -> str:
+    output = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
+    return output.partition("\n")[0]
+
+
+def _cache_folders() -> list[Path]:
+    """Where helpers are kept: the user's cache, and where that cannot be written, a folder of his own in /tmp."""
+    cache = os.environ.get("DSPROF_CACHE")
+    if not cache:
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        cache = os.path.join(base, "dsprof")
+    return [Path(cache) / "native", Path(tempfile.gettempdir()) / f"dsprof-{os.getuid()}" / "native"]
+
+
+def _writable_folder() -> Path:
+    """The first cache folder that files can be made in. Raises OSError where there is none."""
+    first, second = _cache_folders()
+    try:
+        first.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(first, os.W_OK):
+            return first
+    except OSError:
+        pass
+    second.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if second.stat().st_uid != os.getuid():
+        raise OSError(f"{second} belongs to somebody else; set DSPROF_CACHE to a folder of your own")
+    return second
+
+
+def _usable(path: Path) -> bool:
+    """It is there, and in a folder for everybody, nobody else could have put it there: it is loaded into the job."""
+    if not path.is_file():
+        return False
+    shared = path.is_relative_to(tempfile.gettempdir())
+    return not shared or all(p.stat().st_uid == os.getuid() for p in (path, *path.parents[:3]))
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _last_line(error: Exception) -> str:
+    text = getattr(error, "stderr", None) or str(error)
+    return str(text).strip().rpartition("\n")[2]

@@ -1,0 +1,332 @@
+// Collectives: a kernel in front of every c10d operator, and a listener to gloo's own scopes, which together tell
+// when a collective was issued, when it began and when it ended. Their twin in Python is collectors/collectives.py.
+
+#pragma once
+
+#include <deque>
+#include <map>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <ATen/record_function.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/library.h>
+
+#include "recorder.hpp"
+
+namespace dsprof {
+
+struct Group {
+  uint32_t id = 0;
+  bool gloo = false;  // its CPU backend reports its own beginnings and ends
+  std::atomic<uint32_t> next{0};
+};
+
+// Groups by name, as a new group may have a destroyed one's address. Destroying the default group makes torch
+// number its groups from 0 again: `renew` keeps the next ones apart (`0#2`), and their numbering from 0.
+class Groups {
+ public:
+  Group& of(c10d::ProcessGroup& pg, Recorder& recorder) {
+    const std::string name = pg.getGroupName();  // may take the GIL (a group in Python), so not under our lock
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const auto found = current_.find(name);
+      if (found != current_.end()) return *found->second;
+    }
+    const bool gloo = on_gloo(pg);
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = current_.find(name);
+    if (found != current_.end()) return *found->second;
+    Group& group = all_.emplace_back();
+    group.id = recorder.intern(name + suffix_);
+    group.gloo = gloo;
+    current_.emplace(name, &group);
+    return group;
+  }
+
+  uint32_t next_p2p(const Group& group, int64_t peer, int64_t tag, bool send) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return p2p_[{group.id, peer, tag, send}]++;
+  }
+
+  void renew() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    current_.clear();
+    suffix_ = "#" + std::to_string(++generation_);
+  }
+
+  void clear() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    current_.clear();
+    p2p_.clear();
+    suffix_.clear();
+    generation_ = 1;
+  }
+
+ private:
+  static bool on_gloo(c10d::ProcessGroup& pg) try {
+    return pg.getBackend(c10::DeviceType::CPU)->getBackendName() == "gloo";
+  } catch (...) {
+    return false;  // no CPU backend in this group
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<std::string, Group*> current_;
+  std::deque<Group> all_;  // never shrinks: a call under way may be using any of them
+  std::string suffix_;
+  int generation_ = 1;
+  std::map<std::tuple<uint32_t, int64_t, int64_t, bool>, uint32_t> p2p_;
+};
+
+inline Groups& groups() {
+  static auto* instance = new Groups;  // never destroyed: threads of gloo outlive static destructors
+  return *instance;
+}
+
+// What a c10d call leaves in its thread's state, which torch carries over to gloo's worker thread.
+struct Issued final : c10::DebugInfoBase, std::enable_shared_from_this<Issued> {
+  explicit Issued(Record* record) : record(record) {}
+  Record* const record;
+  std::atomic<bool> ends_with_scope{true};  // false once its work's future will tell the end
+  std::atomic<bool> measured{false};
+};
+
+template <class Slot>
+Slot debug_slot() {  // torch 2.13 has a class for these and takes new ones; older ones an enum with two to spare
+  if constexpr (std::is_enum_v<Slot>) {
+    return Slot::TEST_INFO_2;
+  } else {
+    static constexpr std::string_view name = "dsprof";
+    return Slot(&name);
+  }
+}
+
+struct Scope final : at::ObserverContext {
+  std::shared_ptr<Issued> issued;
+};
+
+// gloo opens a scope where the work is really begun: on its worker thread (collectives), or in the call (p2p).
+inline std::unique_ptr<at::ObserverContext> scope_begin(const at::RecordFunction& scope) {
+  if (strncmp(scope.name(), "gloo:", 5) != 0) return nullptr;
+  auto* issued = static_cast<Issued*>(c10::ThreadLocalDebugInfo::get(debug_slot<c10::DebugInfoKind>()));
+  if (!issued || !active.load(std::memory_order_acquire)) return nullptr;
+  if (issued->record->thread != thread_id() && !issued->measured.exchange(true)) {
+    issued->record->start_ns = now_ns();
+    issued->record->flags |= kStartMeasured;
+  }
+  auto context = std::make_unique<Scope>();
+  context->issued = issued->shared_from_this();
+  return context;
+}
+
+// A p2p scope ends in its wait. One call may have several scopes (coalesced): the last one ends it.
+inline void scope_end(const at::RecordFunction&, at::ObserverContext* context) {
+  if (!context) return;
+  Issued& issued = *static_cast<Scope*>(context)->issued;
+  if (issued.ends_with_scope) complete(issued.record, now_ns());
+}
+
+struct Payload {
+  int64_t bytes = 0;
+  uint8_t dtype = 0;
+  bool seen = false, cpu = true;
+
+  // Returns the bytes of all the tensors in `value`, and notes the first tensor's type and device.
+  int64_t add(const c10::IValue& value) {
+    if (value.isTensor()) {
+      const at::Tensor& tensor = value.toTensor();
+      if (!tensor.defined()) return 0;
+      if (!seen) {
+        seen = true;
+        cpu = tensor.device().is_cpu();
+        const int type = static_cast<int>(tensor.scalar_type()) + 1;
+        dtype = type < DSPROF_DTYPES ? static_cast<uint8_t>(type) : 0;
+      }
+      return tensor.layout() == at::kStrided ? static_cast<int64_t>(tensor.nbytes()) : 0;
+    }
+    int64_t total = 0;
+    if (value.isList())
+      for (const c10::IValue& item : value.toListRef()) total += add(item);
+    return total;
+  }
+};
+
+// The kernel in front of one c10d operator (dispatch key BackendSelect, which every call passes).
+class CollectiveKernel final : public c10::OperatorKernel {
+ public:
+  CollectiveKernel(const c10::FunctionSchema& schema, std::string name) : name_(std::move(name)) {
+    const auto& arguments = schema.arguments();
+    count_ = arguments.size();
+    for (size_t i = 0; i < count_; i++) {
+      const std::string& argument = arguments[i].name();
+      if (argument == "process_group") group_ = static_cast<int>(i);
+      if (argument == "async_op") async_ = static_cast<int>(i);
+      if (argument == "tag") tag_ = static_cast<int>(i);
+      if (argument == "dst" || argument == "src") peer_ = static_cast<int>(i);
+    }
+    send_ = name_ == "send";
+    barrier_ = name_ == "barrier";
+  }
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    static const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+    Payload payload;
+    Group* group = nullptr;
+    Record* record = nullptr;
+    if (!keys.has_backend(c10::BackendComponent::MetaBit)) record = begin(*stack, payload, group);
+    if (!record) return op.redispatchBoxed(keys & after, stack);
+    if (!payload.cpu) {  // device streams end where the host does not see it: state done, end_ns 0
+      op.redispatchBoxed(keys & after, stack);
+      set_host_time(record);
+      return publish(record, kDone);
+    }
+    auto issued = std::make_shared<Issued>(record);
+    {
+      c10::DebugInfoGuard guard(debug_slot<c10::DebugInfoKind>(), issued);
+      op.redispatchBoxed(keys & after, stack);
+    }
+    try {
+      set_host_time(record);
+      watch(*stack, issued, *group);
+    } catch (...) {
+      errors++;
+    }
+  }
+
+ private:
+  Record* begin(const torch::jit::Stack& stack, Payload& payload, Group*& group) try {
+    Recorder* recorder = active.load(std::memory_order_acquire);
+    if (!recorder) return nullptr;
+    const c10::IValue* arguments = &stack[stack.size() - count_];
+    for (size_t i = 0; i < count_; i++) {
+      payload.bytes = std::max(payload.bytes, payload.add(arguments[i]));
+    }
+    group = &groups().of(*arguments[group_].toCustomClass<c10d::ProcessGroup>(), *recorder);
+    const int64_t peer = peer_ < 0 ? -1 : arguments[peer_].toInt();
+    const int64_t tag = tag_ < 0 ? -1 : arguments[tag_].toInt();
+    const uint32_t seq = tag_ < 0 ? group->next++ : groups().next_p2p(*group, peer, tag, send_);
+    Record* r = recorder->claim();
+    if (!r) return nullptr;
+    if (recorder->generation != generation_) {
+      id_ = recorder->intern(name_);
+      generation_ = recorder->generation;
+    }
+    const int64_t now = now_ns();
+    fill(r, kComm, id_, now, 0, now, barrier_ ? 0 : payload.bytes);  // a barrier's tensor is a dummy
+    r->group = group->id;
+    r->seq = seq;
+    r->peer = static_cast<int32_t>(peer);
+    r->tag = static_cast<int32_t>(tag);
+    r->dtype = barrier_ ? 0 : payload.dtype;
+    r->flags = static_cast<uint8_t>((tag_ < 0 ? 0 : kP2P) | (async_ >= 0 && arguments[async_].toBool() ? kAsync : 0));
+    publish(r, kBegun);
+    return r;
+  } catch (...) {
+    errors++;
+    return nullptr;
+  }
+
+  static void set_host_time(Record* r) {
+    r->host_ns = static_cast<uint32_t>(std::min<int64_t>(now_ns() - r->aux, UINT32_MAX));
+  }
+
+  // Arranges for the record of a CPU collective to be completed when its work is.
+  static void watch(const torch::jit::Stack& stack, const std::shared_ptr<Issued>& issued, const Group& group) {
+    Record* record = issued->record;
+    if (stack.empty() || !stack.back().isObject()) {  // it returns no work: it was done in the call
+      issued->ends_with_scope = false;
+      return complete(record, now_ns());
+    }
+    auto work = stack.back().toCustomClass<c10d::Work>();
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    try {
+      future = work ? work->getFuture() : nullptr;
+    } catch (const c10::Error&) {  // this kind of work has none
+    }
+    if (future) {
+      // Called by gloo's worker before the work is finished. No Python here: waiting for the GIL would delay the job.
+      future->addCallback(
+          [issued](c10::ivalue::Future& done) {
+            issued->ends_with_scope = false;
+            if (done.hasError()) {
+              issued->record->end_ns = 0;
+              publish(issued->record, kBegun);
+            } else if (!issued->record->end_ns) {
+              complete(issued->record, now_ns());
+            }
+          },
+          /*uses_future=*/false);
+    } else if (!group.gloo) {
+      publish(record, kDone);  // nothing will tell its end
+    }
+  }
+
+  std::string name_;
+  size_t count_ = 0;
+  int group_ = -1, async_ = -1, tag_ = -1, peer_ = -1;
+  bool send_ = false, barrier_ = false;
+  std::atomic<uint64_t> generation_{0};
+  std::atomic<uint32_t> id_{0};
+};
+
+// Functional collectives are waited for by an operator.
+class WaitKernel final : public c10::OperatorKernel {
+ public:
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    static const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+    Recorder* recorder = active.load(std::memory_order_acquire);
+    Record* r = recorder && !keys.has_backend(c10::BackendComponent::MetaBit) ? recorder->claim() : nullptr;
+    if (r) {
+      fill(r, kWait, recorder->intern("wait_tensor"), now_ns(), 0, 0, -1);
+      publish(r, kBegun);
+    }
+    struct Ending {
+      Record* r;
+      ~Ending() {
+        if (r) complete(r, now_ns());
+      }
+    } ending{r};
+    op.redispatchBoxed(keys & after, stack);
+  }
+};
+
+// Deleted on uninstall only: at process exit the dispatcher may be gone before them.
+inline torch::Library* c10d_library = nullptr;
+inline torch::Library* functional_library = nullptr;
+inline at::CallbackHandle scope_handle = at::INVALID_CALLBACK_HANDLE;
+
+template <class Kernel, class... Args>
+torch::CppFunction kernel(Args&&... args) {
+  return torch::CppFunction::makeFromBoxedKernel(
+      c10::BoxedKernel::makeFromFunctor(std::make_unique<Kernel>(std::forward<Args>(args)...)));
+}
+
+inline void uninstall_collectives() {
+  if (scope_handle != at::INVALID_CALLBACK_HANDLE) at::removeCallback(scope_handle);
+  scope_handle = at::INVALID_CALLBACK_HANDLE;
+  delete c10d_library;
+  delete functional_library;
+  c10d_library = functional_library = nullptr;
+}
+
+// `names`: operator (without "c10d::") -> name in the trace.
+inline void install_collectives(const std::vector<std::pair<std::string, std::string>>& names) {
+  uninstall_collectives();
+  groups().clear();
+  auto library = [](const char* space) {
+    return new torch::Library(torch::Library::IMPL, space, c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
+  };
+  c10d_library = library("c10d");
+  functional_library = library("_c10d_functional");
+  for (const auto& [op, name] : names) {
+    auto handle = c10::Dispatcher::singleton().findSchema({"c10d::" + op, ""});
+    if (handle) c10d_library->impl(op.c_str(), kernel<CollectiveKernel>(handle->schema(), name));
+  }
+  functional_library->impl("wait_tensor", kernel<WaitKernel>());
+  at::RecordFunctionCallback callback(&scope_begin, &scope_end);
+  scope_handle = at::addGlobalCallback(callback.scopes({at::RecordScope::USER_SCOPE}));
+}
+
+}  // namespace dsprof

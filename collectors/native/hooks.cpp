@@ -1,0 +1,236 @@
+// The native helper: a CPython module, built by build.py for one torch and one Python.
+//
+// Nothing here may change what the training job does: every error of ours is caught and counted.
+
+#include <Python.h>
+
+#include "collectives.hpp"
+#include "modules.hpp"
+#include "recorder.hpp"
+
+namespace dsprof {
+namespace {
+
+uint64_t generations = 0;
+
+// Runs `body`, turning C++ exceptions into Python's.
+template <class Body>
+PyObject* guarded(Body body) {
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+}
+
+int64_t integer(PyObject* const* args, Py_ssize_t count, Py_ssize_t i, int64_t absent) {
+  return i < count ? PyLong_AsLongLong(args[i]) : absent;
+}
+
+int64_t value_bits(PyObject* const* args, Py_ssize_t count, Py_ssize_t i) {
+  return i < count && args[i] != Py_None ? bits(PyFloat_AsDouble(args[i])) : 0;
+}
+
+PyObject* handle_of(const Recorder& recorder, uint64_t index) {
+  return PyLong_FromUnsignedLongLong(recorder.generation << 40 | (index + 1));
+}
+
+PyObject* py_open(PyObject*, PyObject* args) {
+  const char* path;
+  unsigned long long limit;
+  if (!PyArg_ParseTuple(args, "sK", &path, &limit)) return nullptr;
+  if (active.load()) {
+    PyErr_SetString(PyExc_RuntimeError, "the native recorder is open already");
+    return nullptr;
+  }
+  const int folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (folder < 0) return PyErr_SetFromErrnoWithFilename(PyExc_OSError, path);
+  const int names = openat(folder, "names.txt", O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+  if (names < 0) {
+    PyErr_SetFromErrnoWithFilename(PyExc_OSError, path);
+    close(folder);
+    return nullptr;
+  }
+  return guarded([&] {
+    errors = 0;
+    active = new Recorder(folder, names, limit, ++generations);
+    Py_RETURN_NONE;
+  });
+}
+
+std::atomic<Recorder*> last{nullptr};  // keeps answering for its counters after it is closed
+
+PyObject* py_close(PyObject*, PyObject*) {
+  if (Recorder* recorder = active.exchange(nullptr)) {
+    last = recorder;
+    recorder->close();
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* py_disarm_after_fork(PyObject*, PyObject*) {
+  active = nullptr;  // and nothing else: its locks may be held by a thread that the child lacks
+  Py_RETURN_NONE;
+}
+
+PyObject* py_intern(PyObject*, PyObject* name) {
+  Recorder* recorder = active.load();
+  if (!recorder) return PyLong_FromLong(0);
+  PyObject* encoded = PyUnicode_AsEncodedString(name, "utf-8", "backslashreplace");
+  if (!encoded) return nullptr;
+  const std::string_view text(PyBytes_AS_STRING(encoded), static_cast<size_t>(PyBytes_GET_SIZE(encoded)));
+  PyObject* result = guarded([&] { return PyLong_FromUnsignedLong(recorder->intern(text)); });
+  Py_DECREF(encoded);
+  return result;
+}
+
+// After reading arguments: whether one was wrong, which is counted and not raised.
+bool misread() {
+  if (!PyErr_Occurred()) return false;
+  PyErr_Clear();
+  errors++;
+  return true;
+}
+
+// begin(kind, name, bytes=-1, value=None) -> handle
+PyObject* py_begin(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  const int64_t kind = integer(args, count, 0, 0), name = integer(args, count, 1, 0);
+  const int64_t bytes = integer(args, count, 2, -1), value = value_bits(args, count, 3);
+  if (misread()) return PyLong_FromLong(0);
+  Recorder* recorder = active.load(std::memory_order_acquire);
+  uint64_t index = 0;
+  Record* r = recorder ? recorder->claim(&index) : nullptr;
+  if (!r) return PyLong_FromLong(0);
+  fill(r, static_cast<uint8_t>(kind), static_cast<uint32_t>(name), now_ns(), 0, value, bytes);
+  publish(r, kBegun);
+  return handle_of(*recorder, index);
+}
+
+// end(handle, value=None, bytes=-1): value and bytes are set where given
+PyObject* py_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  const int64_t now = now_ns(), handle = integer(args, count, 0, 0), value = value_bits(args, count, 1);
+  const int64_t bytes = integer(args, count, 2, -1);
+  if (misread()) Py_RETURN_NONE;
+  Recorder* recorder = active.load(std::memory_order_acquire);
+  const uint64_t index = (static_cast<uint64_t>(handle) & ((1ull << 40) - 1)) - 1;
+  if (!recorder || !handle || static_cast<uint64_t>(handle) >> 40 != recorder->generation) Py_RETURN_NONE;
+  if (Record* r = recorder->at(index)) {
+    if (count > 1 && args[1] != Py_None) r->aux = value;
+    if (bytes != -1) r->bytes = bytes;
+    complete(r, now);
+  }
+  Py_RETURN_NONE;
+}
+
+void put(int64_t kind, int64_t name, int64_t start, int64_t end, int64_t value, int64_t bytes) {
+  Recorder* recorder = active.load(std::memory_order_acquire);
+  Record* r = recorder ? recorder->claim() : nullptr;
+  if (!r) return;
+  fill(r, static_cast<uint8_t>(kind), static_cast<uint32_t>(name), start, end, value, bytes);
+  publish(r, kDone);
+}
+
+// put(kind, name, start_ns, end_ns, value=None, bytes=-1)
+PyObject* py_put(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  const int64_t kind = integer(args, count, 0, 0), name = integer(args, count, 1, 0);
+  const int64_t start = integer(args, count, 2, 0), end = integer(args, count, 3, 0);
+  const int64_t value = value_bits(args, count, 4), bytes = integer(args, count, 5, -1);
+  if (misread()) Py_RETURN_NONE;
+  put(kind, name, start, end, value, bytes);
+  Py_RETURN_NONE;
+}
+
+// mark(kind, name, value=None, bytes=-1): an instant, now
+PyObject* py_mark(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  const int64_t kind = integer(args, count, 0, 0), name = integer(args, count, 1, 0);
+  const int64_t value = value_bits(args, count, 2), bytes = integer(args, count, 3, -1), now = now_ns();
+  if (misread()) Py_RETURN_NONE;
+  put(kind, name, now, now, value, bytes);
+  Py_RETURN_NONE;
+}
+
+PyObject* py_counters(PyObject*, PyObject*) {  // (records, dropped, errors)
+  const Recorder* recorder = active.load() ? active.load() : last.load();
+  const unsigned long long records = recorder ? recorder->records() : 0, dropped = recorder ? recorder->dropped() : 0;
+  return Py_BuildValue("KKK", records, dropped, static_cast<unsigned long long>(errors.load()));
+}
+
+PyObject* py_install_collectives(PyObject*, PyObject* table) {
+  std::vector<std::pair<std::string, std::string>> names;
+  PyObject *key, *value;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(table, &position, &key, &value)) {
+    names.emplace_back(PyUnicode_AsUTF8(key), PyUnicode_AsUTF8(value));
+  }
+  return guarded([&] {
+    install_collectives(names);
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* py_renew_groups(PyObject*, PyObject*) {
+  groups().renew();
+  Py_RETURN_NONE;
+}
+
+PyObject* py_count_error(PyObject*, PyObject*) {
+  errors++;
+  Py_RETURN_NONE;
+}
+
+PyObject* py_uninstall_collectives(PyObject*, PyObject*) {
+  return guarded([] {
+    uninstall_collectives();
+    Py_RETURN_NONE;
+  });
+}
+
+// install_modules(torch.nn.Module.__call__, torch.Tensor)
+PyObject* py_install_modules(PyObject*, PyObject* args) {
+  PyObject *function, *tensor;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyFunction_Type, &function, &PyType_Type, &tensor)) return nullptr;
+  install_modules(function, tensor);
+  Py_RETURN_NONE;
+}
+
+PyObject* py_uninstall_modules(PyObject*, PyObject*) {
+  uninstall_modules();
+  Py_RETURN_NONE;
+}
+
+#define FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), METH_FASTCALL
+PyMethodDef methods[] = {
+    {"open", py_open, METH_VARARGS, "open(folder, limit_bytes)"},
+    {"close", py_close, METH_NOARGS, "close()"},
+    {"disarm_after_fork", py_disarm_after_fork, METH_NOARGS, "Fall silent, in a forked child"},
+    {"intern", py_intern, METH_O, "intern(name) -> id"},
+    {"begin", FAST(py_begin), "begin(kind, name, bytes=-1, value=None) -> handle; 0: not recorded"},
+    {"end", FAST(py_end), "end(handle, value=None, bytes=-1)"},
+    {"put", FAST(py_put), "put(kind, name, start_ns, end_ns, value=None, bytes=-1)"},
+    {"mark", FAST(py_mark), "mark(kind, name, value=None, bytes=-1)"},
+    {"counters", py_counters, METH_NOARGS, "() -> (records, dropped, errors)"},
+    {"install_collectives", py_install_collectives, METH_O, "install_collectives({operator: name})"},
+    {"renew_groups", py_renew_groups, METH_NOARGS, "The default group was destroyed: group names begin anew"},
+    {"count_error", py_count_error, METH_NOARGS, "Count an error caught by a hook in Python"},
+    {"uninstall_collectives", py_uninstall_collectives, METH_NOARGS, ""},
+    {"install_modules", py_install_modules, METH_VARARGS, "install_modules(Module.__call__, Tensor)"},
+    {"uninstall_modules", py_uninstall_modules, METH_NOARGS, ""},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "dsprof_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+}  // namespace dsprof
+
+PyMODINIT_FUNC PyInit_dsprof_native() {
+  PyObject* module = PyModule_Create(&dsprof::definition);
+  if (module) {
+    PyModule_AddStringConstant(module, "TORCH_VERSION", DSPROF_TORCH_VERSION);
+    PyModule_AddStringConstant(module, "TORCH_GIT", DSPROF_TORCH_GIT);
+    PyModule_AddIntConstant(module, "FORMAT_VERSION", DSPROF_FORMAT_VERSION);
+    PyModule_AddIntConstant(module, "RECORD_BYTES", DSPROF_RECORD_BYTES);
+  }
+  return module;
+}

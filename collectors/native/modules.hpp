@@ -1,0 +1,104 @@
+// Forward: a call hook on torch.nn.Module.__call__ that times the outermost module call of each thread.
+// Its twin in Python is collectors/modules.py.
+
+#pragma once
+
+#include <Python.h>
+
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "recorder.hpp"
+
+namespace dsprof {
+
+// The hook replaces the vectorcall pointer of the function object nn.Module.__call__, not the function:
+// Dynamo, torch.fx, torch.jit, pickle and subclasses all go on seeing torch's own. Python 3.11 does not look at the
+// pointer for `super().__call__(x)`: a class with a `__call__` of its own then shows the calls it makes, not its own.
+inline PyFunctionObject* module_function = nullptr;
+inline vectorcallfunc original_call = nullptr;
+inline PyObject* tensor_type = nullptr;
+inline thread_local bool inside_module = false;
+
+// Adds a tensor's elements and bytes; false: a fake one, so this is a compiler tracing and not a forward.
+inline bool count_tensor(PyObject* object, int64_t& elements, int64_t& bytes) {
+  if (!PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(tensor_type))) return true;
+  const char* type = Py_TYPE(object)->tp_name;
+  if (!strcmp(type, "FakeTensor") || !strcmp(type, "FunctionalTensor")) return false;
+  PyObject* nbytes = PyObject_GetAttrString(object, "nbytes");
+  PyObject* itemsize = nbytes ? PyObject_GetAttrString(object, "itemsize") : nullptr;
+  const int64_t size = nbytes ? PyLong_AsLongLong(nbytes) : 0, each = itemsize ? PyLong_AsLongLong(itemsize) : 1;
+  Py_XDECREF(nbytes);
+  Py_XDECREF(itemsize);
+  if (PyErr_Occurred()) {  // a tensor without a plain size, such as a nested one
+    PyErr_Clear();
+    return true;
+  }
+  bytes += size;
+  elements += size / std::max<int64_t>(each, 1);  // numel() would be recorded by torch.jit.trace
+  return true;
+}
+
+inline bool count_input(PyObject* object, int64_t& elements, int64_t& bytes) {
+  if (PyList_Check(object) || PyTuple_Check(object)) {
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); i++)
+      if (!count_tensor(PySequence_Fast_GET_ITEM(object, i), elements, bytes)) return false;
+    return true;
+  }
+  if (PyDict_Check(object)) {
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(object, &position, &key, &value))
+      if (!count_tensor(value, elements, bytes)) return false;
+    return true;
+  }
+  return count_tensor(object, elements, bytes);
+}
+
+inline int64_t bits(double value) {
+  int64_t out;
+  memcpy(&out, &value, sizeof out);
+  return out;
+}
+
+inline PyObject* module_call(PyObject* function, PyObject* const* args, size_t nargsf, PyObject* keywords) {
+  Recorder* recorder = active.load(std::memory_order_acquire);
+  // A module called by the backward pass is a recomputation, not a forward.
+  if (!recorder || inside_module || torch::autograd::get_current_graph_task_id() != -1)
+    return original_call(function, args, nargsf, keywords);
+  const Py_ssize_t count = PyVectorcall_NARGS(nargsf) + (keywords ? PyTuple_GET_SIZE(keywords) : 0);
+  int64_t elements = 0, bytes = 0;
+  bool real = true;
+  for (Py_ssize_t i = 1; i < count && real; i++) real = count_input(args[i], elements, bytes);
+  Record* r = real ? recorder->claim() : nullptr;
+  if (r) {
+    fill(r, kPhase, recorder->intern("forward"), now_ns(), 0, bits(static_cast<double>(elements)), bytes);
+    publish(r, kBegun);
+  }
+  inside_module = true;
+  PyObject* result = original_call(function, args, nargsf, keywords);
+  inside_module = false;
+  if (r) complete(r, now_ns());
+  return result;
+}
+
+inline void uninstall_modules() {
+  if (!module_function) return;
+  module_function->vectorcall = original_call;
+  Py_CLEAR(module_function);
+  Py_CLEAR(tensor_type);
+}
+
+inline void install_modules(PyObject* function, PyObject* tensor) {
+  uninstall_modules();
+  module_function = reinterpret_cast<PyFunctionObject*>(Py_NewRef(function));
+  tensor_type = Py_NewRef(tensor);
+  original_call = module_function->vectorcall;
+#if PY_VERSION_HEX >= 0x030C0000
+  PyFunction_SetVectorcall(module_function, &module_call);
+#else
+  module_function->vectorcall = &module_call;
+  module_function->func_version = 0;  // bytecode specialized for this function would pass it by
+#endif
+}
+
+}  // namespace dsprof

@@ -1,0 +1,224 @@
+"""The job of test_collectives.py: two gloo ranks call everything once while a recorder is on.
+
+python collective_job.py native|python RANK FOLDER
+Each section is announced by a mark, so that the test can take the rows of one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from captures import open_recorder
+from torch._C._distributed_c10d import FileStore
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from dsprof.collectors import collectives, modules
+from dsprof.schema import Kind
+
+warnings.simplefilter("ignore")
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def every_collective(rank: int, async_op: bool) -> None:
+    """Once each; 4-byte elements, S bytes as the test has them."""
+
+    def run(function: Callable[..., Any], *args: Any) -> None:
+        work = function(*args, async_op=async_op)
+        if async_op:
+            work.wait()
+
+    t = torch.ones(100)
+    halves = [torch.ones(50), torch.ones(50)]
+    parts = [torch.empty(100), torch.empty(100)]
+    run(dist.all_reduce, t)
+    run(dist.broadcast, t, 0)
+    run(dist.reduce, t, 0)
+    run(dist.all_gather, parts, t)
+    run(dist.all_gather_into_tensor, torch.empty(200), t)
+    run(dist.reduce_scatter, torch.empty(50), halves)
+    run(dist.reduce_scatter_tensor, torch.empty(50), t)
+    run(dist.all_to_all_single, torch.empty(100), t)
+    run(dist.gather, t, parts if rank == 0 else None, 0)
+    run(dist.scatter, t, parts if rank == 0 else None, 0)
+    run(dist.all_reduce, torch.ones(8, dtype=torch.int64))
+    dist.barrier(async_op=async_op)
+
+
+def overlapping(rank: int) -> None:
+    works = [dist.all_reduce(torch.ones(10 * (i + 1)), async_op=True) for i in range(6)]
+    for work in reversed(works):
+        work.wait()
+
+
+def coalesced(rank: int) -> None:
+    with distributed_c10d._coalescing_manager():
+        dist.all_reduce(torch.ones(10))
+        dist.all_reduce(torch.ones(20))
+    with distributed_c10d._coalescing_manager():
+        dist.all_gather_into_tensor(torch.empty(20), torch.ones(10))
+        dist.all_gather_into_tensor(torch.empty(20), torch.ones(10))
+    with distributed_c10d._coalescing_manager():
+        dist.reduce_scatter_tensor(torch.empty(5), torch.ones(10))
+        dist.reduce_scatter_tensor(torch.empty(5), torch.ones(10))
+
+
+def p2p(rank: int) -> None:
+    t = torch.ones(25)
+    for tag in (0, 7, 7):
+        if rank == 0:
+            dist.send(t, 1, tag=tag)
+        else:
+            dist.recv(t, 0, tag=tag)
+    works = [dist.isend(t, 1 - rank), dist.irecv(torch.empty(25), 1 - rank)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    if rank == 0:
+        dist.send(t, 1, tag=9)
+    else:
+        dist.recv(t, tag=9)
+
+
+def ddp(rank: int) -> None:
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.Linear(10, 1)))
+    for _ in range(2):
+        model(torch.ones(4, 10)).sum().backward()
+
+
+def subgroups(rank: int) -> None:
+    one, two, alone = dist.new_group([0, 1]), dist.new_group([0, 1]), [dist.new_group([0]), dist.new_group([1])][rank]
+    t = torch.ones(4)
+    for group in (one, two, one, alone):
+        dist.all_reduce(t, group=group)
+    dist.destroy_process_group(one)
+    three = dist.new_group([0, 1])
+    dist.all_reduce(t, group=three)
+
+
+def functional_collectives(rank: int) -> None:
+    reduced = functional.all_reduce(torch.ones(3), "sum", world())
+    assert reduced.tolist() == [2, 2, 2]
+
+
+def threads(rank: int) -> None:
+    """One group a thread, as a group's collectives need an order."""
+    groups = [dist.new_group([0, 1]) for _ in range(3)]
+
+    def run(group: dist.ProcessGroup) -> None:
+        for _ in range(20):
+            dist.all_reduce(torch.ones(5), group=group)
+
+    workers = [threading.Thread(target=run, args=(group,)) for group in groups]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+def failing(rank: int) -> None:
+    """The call raises (no such root), and the wait does (gloo has no int16), like without hooks; no record ends."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 9
+    broadcast: Any = world().broadcast
+    with pytest.raises((RuntimeError, ValueError), match="root rank"):
+        broadcast([torch.ones(4)], options)
+    work = dist.all_reduce(torch.ones(4, dtype=torch.int16), async_op=True)
+    with pytest.raises(RuntimeError, match="Invalid scalar type"):
+        work.wait()
+
+
+def late_peer(rank: int) -> None:
+    """Rank 1 comes 0.2 s late."""
+    dist.barrier()
+    time.sleep(0.2 * rank)
+    dist.all_reduce(torch.ones(4))
+    dist.barrier()
+    time.sleep(0.2 * rank)
+    dist.reduce_scatter_tensor(torch.empty(2), torch.ones(4))
+
+
+def renewed(rank: int) -> None:
+    """The second world of the process has groups of the same names."""
+    dist.all_reduce(torch.ones(4))
+    dist.destroy_process_group()
+    init(rank, "second")
+    dist.all_reduce(torch.ones(4))
+
+
+def lost_peer(rank: int) -> None:
+    """Rank 1 leaves; rank 0's all-reduce fails after it was issued, and its receive in the wait."""
+    dist.barrier()
+    if rank == 1:
+        dist.destroy_process_group()
+        return
+    time.sleep(0.1)
+    calls: list[Callable[[], Any]] = [
+        lambda: dist.all_reduce(torch.ones(4), async_op=True),
+        lambda: dist.irecv(torch.ones(4), 1),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError):
+            call().wait()
+
+
+SECTIONS: dict[str, Callable[[int], None]] = {
+    "sync": lambda rank: every_collective(rank, async_op=False),
+    "async": lambda rank: every_collective(rank, async_op=True),
+    "overlapping": overlapping,
+    "coalesced": coalesced,
+    "monitored": lambda rank: dist.monitored_barrier(),
+    "p2p": p2p,
+    "ddp": ddp,
+    "subgroups": subgroups,
+    "functional": functional_collectives,
+    "threads": threads,
+    "failing": failing,
+    "late_peer": late_peer,
+    "renewed": renewed,
+    "lost_peer": lost_peer,
+}
+
+FOLDER = Path()
+
+
+def init(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", store=FileStore(str(FOLDER / store), 2), rank=rank, world_size=2)
+
+
+def main(kind: str, rank: int, folder: Path) -> None:
+    global FOLDER
+    FOLDER = folder
+    torch.set_num_threads(1)
+    recorder = open_recorder(kind, folder / f"rank{rank}")
+    uninstall = [collectives.install(recorder), modules.install(recorder)]
+    init(rank, "first")
+    for name, section in SECTIONS.items():
+        time.sleep(0.02)  # let the reaper see the last ends
+        recorder.mark(Kind.MARK, recorder.intern(f"section {name}"))
+        section(rank)
+    for undo in uninstall:
+        undo()
+    recorder.close()
+    counters = {"records": recorder.records, "dropped": recorder.dropped, "errors": recorder.errors}
+    (folder / f"rank{rank}.json").write_text(json.dumps(counters))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

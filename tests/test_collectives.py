@@ -1,0 +1,405 @@
+"""What two gloo ranks communicate becomes the same rows with the native hooks and with the Python ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch  # noqa: F401  (the native helper is for the torch of this process)
+from captures import RECORDERS, Row, build_helper, has_compiler, read_rows
+
+from dsprof.schema import Flag, Kind, State
+
+TESTS = Path(__file__).parent
+MS = 1_000_000
+
+
+class Job(NamedTuple):
+    """One run of collective_job.py."""
+
+    kind: str
+    ranks: list[list[Row]]
+    counters: list[dict[str, int]]
+
+    def rows(self, rank: int, section: str, kind: Kind = Kind.COMM) -> list[Row]:
+        """The rows of one section, in the order of issue."""
+        rows = self.ranks[rank]
+        marks = [i for i, row in enumerate(rows) if row.kind is Kind.MARK] + [len(rows)]
+        begin = next(i for i in marks[:-1] if rows[i].name == f"section {section}")
+        end = marks[marks.index(begin) + 1]
+        return [row for row in rows[begin + 1 : end] if row.kind is kind]
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    return {**os.environ, "PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+
+def run_job(kind: str, folder: Path) -> Job:
+    command = [sys.executable, str(TESTS / "collective_job.py"), kind]
+    processes = [subprocess.Popen([*command, str(rank), str(folder)], env=environment()) for rank in range(2)]
+    codes = [process.wait(timeout=240) for process in processes]
+    assert codes == [0, 0]
+    return Job(
+        kind,
+        [read_rows(folder / f"rank{rank}") for rank in range(2)],
+        [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)],
+    )
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    """The job, once with each kind of recorder that can be had here."""
+    if has_compiler():
+        build_helper()
+    kinds = RECORDERS if has_compiler() else ("python",)
+    return {kind: run_job(kind, tmp_path_factory.mktemp(kind)) for kind in kinds}
+
+
+@pytest.fixture(params=RECORDERS)
+def job(request: pytest.FixtureRequest, jobs: dict[str, Job]) -> Job:
+    if request.param not in jobs:
+        pytest.skip("no C++ compiler")
+    return jobs[request.param]
+
+
+def described(rows: list[Row]) -> list[tuple[str, int, str]]:
+    return [(row.name, row.bytes, row.dtype) for row in rows]
+
+
+EVERY = [
+    ("all_reduce", 400, "float32"),
+    ("broadcast", 400, "float32"),
+    ("reduce", 400, "float32"),
+    ("all_gather", 800, "float32"),
+    ("all_gather", 800, "float32"),
+    ("reduce_scatter", 400, "float32"),
+    ("reduce_scatter", 400, "float32"),
+    ("all_to_all", 400, "float32"),
+    ("gather", 800, "float32"),
+    ("scatter", 800, "float32"),
+    ("all_reduce", 64, "int64"),
+    ("barrier", 0, ""),
+]
+ELSEWHERE = [(name, 400 if name in ("gather", "scatter") else size, dtype) for name, size, dtype in EVERY]
+"""On rank 1, which is not the root and so passes no list of parts."""
+
+
+def test_both_recorders_write_the_same_rows(jobs: dict[str, Job]) -> None:
+    if len(jobs) < 2:
+        pytest.skip("no C++ compiler")
+    for rank in range(2):
+        native, python = jobs["native"], jobs["python"]
+        for section in (
+            "sync",
+            "async",
+            "overlapping",
+            "coalesced",
+            "p2p",
+            "ddp",
+            "subgroups",
+            "functional",
+            "renewed",
+        ):
+            for kind in (Kind.COMM, Kind.WAIT, Kind.PHASE):
+                assert [row.identity for row in native.rows(rank, section, kind)] == [
+                    row.identity for row in python.rows(rank, section, kind)
+                ]
+
+
+def test_nothing_is_dropped_and_no_hook_fails(job: Job) -> None:
+    for counters, rows in zip(job.counters, job.ranks, strict=True):
+        assert counters == {"records": len(rows), "dropped": 0, "errors": 0}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("section", "flags"), [("sync", Flag(0)), ("async", Flag.ASYNC)])
+def test_every_collective(job: Job, rank: int, section: str, flags: Flag) -> None:
+    rows = job.rows(rank, section)
+    assert described(rows) == (EVERY if rank == 0 else ELSEWHERE)
+    assert {row.flags & ~Flag.START_MEASURED for row in rows} == {flags}
+    assert {(row.group, row.peer, row.tag) for row in rows} == {("0", -1, -1)}
+
+
+def test_numbering_is_the_same_on_both_ranks(job: Job) -> None:
+    def numbers(rank: int) -> dict[tuple[str, int], str]:
+        comm = [row for row in job.ranks[rank] if row.kind is Kind.COMM and not row.flags & Flag.P2P]
+        found = {(row.group, row.seq): row.name for row in comm}
+        assert len(found) == len(comm)
+        return found
+
+    shared = numbers(0).keys() & numbers(1).keys()
+    assert {key: numbers(0)[key] for key in shared} == {key: numbers(1)[key] for key in shared}
+    assert [row.seq for row in job.rows(0, "sync")] == list(range(len(EVERY)))
+
+
+def test_times_are_in_order(job: Job) -> None:
+    for rows in job.ranks:
+        for row in rows:
+            if row.kind is Kind.COMM and row.end_ns:
+                assert row.issue_ns <= row.start_ns <= row.end_ns
+                assert row.state is State.DONE
+
+
+@pytest.mark.parametrize("section", ["sync", "async", "p2p"])
+def test_collective_is_over_when_its_wait_is(job: Job, section: str) -> None:
+    for rank in range(2):
+        for wait in job.rows(rank, section, Kind.WAIT):
+            issued = [row for row in job.rows(rank, section) if row.issue_ns < wait.start_ns and row.name == wait.name]
+            if issued:
+                assert 0 < issued[-1].end_ns <= wait.end_ns
+
+
+def test_starts_on_gloo_are_measured_natively(jobs: dict[str, Job]) -> None:
+    if "native" not in jobs:
+        pytest.skip("no C++ compiler")
+    for section in ("sync", "async", "overlapping", "coalesced", "ddp", "subgroups", "functional"):
+        for row in jobs["native"].rows(0, section):
+            assert row.flags & Flag.START_MEASURED, (section, row)
+    python = [row for row in jobs["python"].ranks[0] if row.kind is Kind.COMM]
+    assert not any(row.flags & Flag.START_MEASURED for row in python)
+
+
+def test_waits_are_named_after_what_they_wait_for(job: Job) -> None:
+    names = [row.name for row in job.rows(0, "sync", Kind.WAIT)]
+    assert names == [*("wait" if name == "reduce_scatter" else name for name, _, _ in EVERY)]  # gloo's has no type
+    assert all(row.end_ns >= row.start_ns for row in job.rows(0, "sync", Kind.WAIT))
+
+
+def test_overlapping_collectives_each_get_an_end(job: Job) -> None:
+    rows = job.rows(0, "overlapping")
+    assert [row.bytes for row in rows] == [40, 80, 120, 160, 200, 240]
+    assert all(row.end_ns for row in rows)
+
+
+def test_coalesced_collectives_are_one(job: Job) -> None:
+    assert described(job.rows(0, "coalesced")) == [
+        ("all_reduce", 120, "float32"),
+        ("all_gather", 160, "float32"),
+        ("reduce_scatter", 80, "float32"),
+    ]
+    assert all(row.end_ns for row in job.rows(0, "coalesced"))
+
+
+def test_monitored_barrier_ends_with_its_call(job: Job) -> None:
+    (row,) = job.rows(0, "monitored")
+    assert (row.name, row.bytes, row.state) == ("barrier", 0, State.DONE)
+    assert row.end_ns - row.start_ns >= row.host_ns > 0
+
+
+def test_p2p_counts_within_peer_tag_and_direction(job: Job) -> None:
+    sends, receives = job.rows(0, "p2p"), job.rows(1, "p2p")
+    assert [(row.name, row.peer, row.tag, row.seq) for row in sends] == [
+        ("send", 1, 0, 0),
+        ("send", 1, 7, 0),
+        ("send", 1, 7, 1),
+        ("send", 1, 0, 1),
+        ("recv", 1, 0, 0),
+        ("send", 1, 9, 0),
+    ]
+    assert [(row.name, row.peer, row.tag, row.seq) for row in receives] == [
+        ("recv", 0, 0, 0),
+        ("recv", 0, 7, 0),
+        ("recv", 0, 7, 1),
+        ("send", 0, 0, 0),
+        ("recv", 0, 0, 1),
+        ("recv", -1, 9, 0),  # from any source
+    ]
+    for row in sends + receives:
+        assert row.flags == Flag.P2P
+        assert row.bytes == 100
+        assert row.end_ns > 0
+
+
+def test_ddp_reducer_is_seen(job: Job) -> None:
+    gradients = [row for row in job.rows(0, "ddp") if row.name == "all_reduce"]
+    assert [(row.bytes, row.flags & Flag.ASYNC) for row in gradients] == [(484, Flag.ASYNC)] * 2
+    assert all(row.end_ns for row in gradients)
+
+
+def test_forward_is_the_outermost_call(job: Job) -> None:
+    forwards = job.rows(0, "ddp", Kind.PHASE)
+    assert [(row.name, row.value, row.bytes) for row in forwards] == [("forward", 40.0, 160)] * 2
+
+
+def test_groups_are_told_apart(job: Job) -> None:
+    numbers = [(row.group, row.seq) for row in job.rows(0, "subgroups")]
+    first, second, again, alone, remade = numbers
+    assert (first[1], second[1], again, alone[1], remade[1]) == (0, 0, (first[0], 1), 0, 0)
+    assert len({first[0], second[0], alone[0], remade[0], "0"}) == 5
+
+
+def test_groups_of_a_second_world_are_others(job: Job) -> None:
+    before, after = job.rows(0, "renewed")
+    assert before.group == "0"
+    assert (after.group, after.seq) == ("0#2", 0)
+
+
+def test_functional_collectives_are_waited_for_by_an_operator(job: Job) -> None:
+    assert described(job.rows(0, "functional")) == [("all_reduce", 12, "float32")]
+    (wait,) = job.rows(0, "functional", Kind.WAIT)
+    assert wait.name == "wait_tensor"
+    assert wait.end_ns > wait.start_ns
+
+
+def test_threads_keep_their_groups_numbering(job: Job) -> None:
+    by_group: dict[str, list[int]] = {}
+    for row in job.rows(0, "threads"):
+        by_group.setdefault(row.group, []).append(row.seq)
+        assert row.end_ns
+    assert list(by_group.values()) == [list(range(20))] * 3
+
+
+def test_what_fails_has_no_end(job: Job) -> None:
+    in_call, in_wait = job.rows(0, "failing")
+    assert (in_call.name, in_call.state, in_call.end_ns) == ("broadcast", State.BEGUN, 0)
+    assert (in_wait.name, in_wait.state, in_wait.end_ns) == ("all_reduce", State.BEGUN, 0)
+
+
+def test_lost_peer_leaves_the_collective_open(job: Job) -> None:
+    rows = {row.name: row for row in job.rows(0, "lost_peer")}
+    assert (rows["all_reduce"].state, rows["all_reduce"].end_ns) == (State.BEGUN, 0)
+    assert rows["barrier"].end_ns > 0
+
+
+def test_late_peer_is_waited_for(job: Job) -> None:
+    """Rank 1 sleeps 200 ms before each: rank 0's collectives last that long, its own do not."""
+    for name in ("all_reduce", "reduce_scatter"):
+        (early,) = [row for row in job.rows(0, "late_peer") if row.name == name]
+        (late,) = [row for row in job.rows(1, "late_peer") if row.name == name]
+        assert early.end_ns - early.start_ns > 100 * MS
+        assert late.end_ns - late.start_ns < early.end_ns - early.start_ns
+        assert late.issue_ns - early.issue_ns > 100 * MS
+
+
+# One rank; hooks installed and removed over and over, a fork in between, compiled code with a collective in it.
+TOGGLED = """
+import os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from captures import open_recorder
+from dsprof.collectors import collectives, modules
+kind, folder = sys.argv[1], Path(sys.argv[2])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+wait, destroy, call = dist.Work.wait, dist.destroy_process_group, torch.nn.Module.__call__
+for number in range(3):
+    recorder = open_recorder(kind, folder / str(number))
+    undo = [collectives.install(recorder), modules.install(recorder)]
+    dist.all_reduce(torch.ones(4))
+    if number == 1:
+        child = os.fork()
+        if child == 0:
+            recorder.disarm_after_fork()
+            torch.nn.Identity()(torch.ones(1))
+            recorder.mark(13, 1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    for function in undo:
+        function()
+    recorder.close()
+    dist.all_reduce(torch.ones(4))
+    torch.nn.Identity()(torch.ones(1))
+assert (wait, destroy, call) == (dist.Work.wait, dist.destroy_process_group, torch.nn.Module.__call__)
+
+recorder = open_recorder(kind, folder / "compiled")
+undo = [collectives.install(recorder), modules.install(recorder)]
+model = torch.nn.Linear(2, 2)
+function = torch.compile(lambda x: functional.all_reduce(model(x), "sum", dist.group.WORLD) + 1,
+                         backend="aot_eager", fullgraph=True)
+x = torch.ones(3, 2)
+with torch.no_grad():
+    assert torch.equal(function(x), model(x) + 1)
+for undoing in undo:
+    undoing()
+assert recorder.errors == 0
+recorder.close()
+"""
+
+
+@pytest.mark.parametrize("kind", RECORDERS)
+def test_hooks_come_and_go(kind: str, tmp_path: Path) -> None:
+    if kind == "native":
+        build_helper()
+    done = subprocess.run(
+        [sys.executable, "-c", TOGGLED, kind, str(tmp_path)], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for number in range(3):
+        rows = read_rows(tmp_path / str(number))
+        assert [row.name for row in rows if row.kind is Kind.COMM] == ["all_reduce"]
+        assert {row.kind for row in rows} == {Kind.COMM, Kind.WAIT}
+        assert rows[0].seq == 0
+    compiled = read_rows(tmp_path / "compiled")
+    assert [row.name for row in compiled if row.kind is Kind.COMM] == ["all_reduce"]
+    assert [row.name for row in compiled if row.kind is Kind.WAIT] == ["wait_tensor"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from captures import open_recorder
+from dsprof.collectors import collectives
+kind, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+recorder = open_recorder(kind, folder / f"rank{rank}")
+collectives.install(recorder)
+dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+dist.all_reduce(torch.ones(4))
+if rank == 0:
+    dist.all_reduce(torch.ones(4), async_op=True)  # rank 1 never comes
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("kind", RECORDERS)
+def test_killed_rank_leaves_what_was_under_way(kind: str, tmp_path: Path) -> None:
+    if kind == "native":
+        build_helper()
+    command = [sys.executable, "-c", KILLED, kind]
+    processes = [subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment()) for rank in range(2)]
+    assert [process.wait(timeout=120) for process in processes] == [-9, -9]
+    first, second = [row for row in read_rows(tmp_path / "rank0") if row.kind is Kind.COMM]
+    assert (first.seq, first.state) == (0, State.DONE)
+    assert (second.seq, second.state, second.end_ns) == (1, State.BEGUN, 0)
+
+
+EXITS = {"raise SystemExit(7)": 7, "pass": 0}
+EXITING = """
+import os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from captures import open_recorder
+from dsprof.collectors import collectives
+kind, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+recorder = open_recorder(kind, folder / f"rank{rank}")
+uninstall = collectives.install(recorder)
+import atexit
+atexit.register(uninstall)
+dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+dist.barrier()
+if rank == 0:
+    work = dist.all_reduce(torch.ones(4), async_op=True)  # rank 1 never comes
+"""
+
+
+@pytest.mark.parametrize("kind", RECORDERS)
+@pytest.mark.parametrize("ending", EXITS)
+def test_exit_status_is_the_jobs_own(kind: str, ending: str, tmp_path: Path) -> None:
+    """With a collective under way that its peer abandoned."""
+    if kind == "native":
+        build_helper()
+    command = [sys.executable, "-c", EXITING + ending, kind]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment(), stderr=subprocess.DEVNULL)
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [EXITS[ending]] * 2

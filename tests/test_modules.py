@@ -1,0 +1,191 @@
+"""The outermost module call of a thread is a forward, and nothing that torch does with modules notices."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from captures import RECORDERS, Row, build_helper, open_recorder, read_rows
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dsprof.collectors import modules
+from dsprof.schema import Kind, State
+
+Forwards = Callable[[], list[Row]]
+
+
+@pytest.fixture(params=RECORDERS)
+def forwards(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Forwards]:
+    """Modules are recorded during the test; returns the rows so far."""
+    if request.param == "native":
+        build_helper()
+    recorder = open_recorder(request.param, tmp_path / "capture")
+    uninstall = modules.install(recorder)
+    try:
+        yield lambda: read_rows(tmp_path / "capture")
+    finally:
+        uninstall()
+        assert recorder.errors == 0
+        recorder.close()
+
+
+def described(rows: list[Row]) -> list[tuple[str, float | None, int]]:
+    return [(row.name, row.value, row.bytes) for row in rows]
+
+
+class Doubled(nn.Module):
+    """A subclass with a `__call__` of its own, which uses the inherited one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = super().__call__(x) * 2
+        return result
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x)
+        return result
+
+
+class Failing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("the model's own")
+
+
+class Anything(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> int:
+        return len(args) + len(kwargs)
+
+
+def test_only_the_outermost_call_is_a_row(forwards: Forwards) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 1)))
+    for _ in range(2):
+        model(torch.ones(3, 4))
+    assert described(forwards()) == [("forward", 12.0, 48)] * 2
+    assert all(row.kind is Kind.PHASE and row.end_ns >= row.start_ns for row in forwards())
+
+
+def test_inputs_are_counted_one_level_down(forwards: Forwards) -> None:
+    one, two = torch.ones(1), torch.ones(2, dtype=torch.int64)
+    assert Anything()(one, [two, two], {"a": one, "b": 3}, (one, [two]), "text", key=two, other=None) == 7
+    assert described(forwards()) == [("forward", 1.0 + 4 + 1 + 1 + 2, 4 + 32 + 4 + 4 + 16)]
+
+
+def test_exception_passes_through_and_depth_is_restored(forwards: Forwards) -> None:
+    with pytest.raises(KeyError, match="the model's own"):
+        nn.Sequential(Failing())(torch.ones(2))
+    nn.Identity()(torch.ones(2))
+    assert described(forwards()) == [("forward", 2.0, 8)] * 2
+    assert all(row.state is State.DONE for row in forwards())
+
+
+def test_overridden_call_gives_one_row(forwards: Forwards) -> None:
+    model = Doubled()
+    x = torch.ones(2, 4)
+    for _ in range(20):  # often enough for the interpreter to specialize the call
+        assert torch.equal(model(x), model.inner.forward(x) * 2)
+    assert described(forwards()) == [("forward", 8.0, 32)] * 20
+
+
+def test_threads_have_their_own_depth(forwards: Forwards) -> None:
+    class Spawning(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            thread = threading.Thread(target=nn.Identity(), args=(x,))
+            thread.start()
+            thread.join()
+            return x
+
+    Spawning()(torch.ones(3))
+    assert len({row.thread for row in forwards()}) == len(forwards()) == 2
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_is_no_forward(forwards: Forwards, use_reentrant: bool) -> None:
+    layer = nn.Linear(4, 4)
+    x = torch.ones(2, 4, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=use_reentrant).sum().backward()
+    assert len(forwards()) == 1
+    assert layer.weight.grad is not None
+
+
+def test_compiled_model_is_one_whole_graph(forwards: Forwards) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Doubled(), nn.ReLU())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.ones(3, 4)
+    for _ in range(2):
+        assert torch.allclose(compiled(x), model(x))
+    assert described(forwards()) == [("forward", 12.0, 48)] * 4
+
+
+def test_compiled_function_may_call_modules(forwards: Forwards) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    compiled = torch.compile(lambda x: model(x).sum() + 1, backend="aot_eager", fullgraph=True)
+    x = torch.ones(3, 4)
+    expected = model(x).sum() + 1
+    for _ in range(2):
+        result = compiled(x)
+        result.backward()
+        assert torch.allclose(result, expected)
+    assert len(forwards()) == 3  # the eager one, and aot_eager's graph, which is a module itself
+
+
+def test_compiled_before_the_hook_still_works(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    compiled = torch.compile(nn.Linear(4, 4), backend="aot_eager", fullgraph=True)
+    compiled(torch.ones(3, 4))
+    count = request.getfixturevalue("forwards_python")
+    compiled(torch.ones(3, 4))
+    assert len(count()) == 1
+
+
+@pytest.fixture
+def forwards_python(tmp_path: Path) -> Iterator[Forwards]:
+    recorder = open_recorder("python", tmp_path / "capture")
+    uninstall = modules.install(recorder)
+    yield lambda: read_rows(tmp_path / "capture")
+    uninstall()
+    recorder.close()
+
+
+def test_copy_and_pickle(forwards: Forwards) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    x = torch.ones(2, 4)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(x), model(x))
+    assert len(forwards()) == 4
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_traced_and_symbolically_traced(forwards: Forwards) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    x = torch.ones(2, 4)
+    jit: Any = torch.jit
+    for other in (jit.script(model), jit.trace(model, x), torch.fx.symbolic_trace(model)):
+        assert torch.equal(other(x), model(x))
+
+
+def test_exported_model(forwards: Forwards) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    x = torch.ones(2, 4)
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+@pytest.mark.parametrize("kind", RECORDERS)
+def test_uninstall_leaves_no_trace(kind: str, tmp_path: Path) -> None:
+    if kind == "native":
+        build_helper()
+    before = nn.Module.__call__
+    recorder = open_recorder(kind, tmp_path / "capture")
+    modules.install(recorder)()
+    nn.Identity()(torch.ones(1))
+    recorder.close()
+    assert nn.Module.__call__ is before
+    assert read_rows(tmp_path / "capture") == []

@@ -1,0 +1,318 @@
+"""Both recorders write the same files and never fail the job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401  (the native helper is for the torch of this process)
+from captures import RECORDERS, build_helper, open_recorder, read_names, read_rows
+
+from dsprof import schema
+from dsprof.collectors import record
+from dsprof.collectors.record import CHUNK_BYTES, PyRecorder, Recorder
+from dsprof.schema import CHUNK_RECORDS, Kind, State
+
+Open = Callable[..., Recorder]
+
+
+@pytest.fixture(params=RECORDERS)
+def kind(request: pytest.FixtureRequest) -> str:
+    if request.param == "native":
+        build_helper()
+    return str(request.param)
+
+
+@pytest.fixture
+def opened(kind: str, tmp_path: Path) -> Iterator[Open]:
+    """Opens a recorder of the kind under test in tmp_path / "capture"; it is closed after the test."""
+    recorders: list[Recorder] = []
+
+    def open_one(limit_bytes: int = record.LIMIT_BYTES) -> Recorder:
+        recorders.append(open_recorder(kind, tmp_path / "capture", limit_bytes))
+        return recorders[-1]
+
+    yield open_one
+    for recorder in recorders:
+        recorder.close()
+
+
+def test_put_stores_every_field(opened: Open, tmp_path: Path) -> None:
+    recorder = opened()
+    recorder.put(Kind.PAUSE, recorder.intern("gc"), 100, 250, 2.0, 64)
+    (row,) = read_rows(tmp_path / "capture")
+    assert (row.kind, row.name, row.state) == (Kind.PAUSE, "gc", State.DONE)
+    assert (row.start_ns, row.end_ns, row.value, row.bytes) == (100, 250, 2.0, 64)
+    assert (row.group, row.peer, row.tag, row.dtype, row.flags) == ("", -1, -1, "", 0)
+    assert row.thread == threading.get_native_id()
+
+
+def test_put_without_value_and_bytes(opened: Open, tmp_path: Path) -> None:
+    recorder = opened()
+    recorder.put(Kind.PHASE, recorder.intern("data"), 100, 250)
+    (row,) = read_rows(tmp_path / "capture")
+    assert (row.value, row.bytes) == (None, -1)
+
+
+def test_begin_is_readable_before_its_end(opened: Open, tmp_path: Path) -> None:
+    recorder = opened()
+    before = time.perf_counter_ns()
+    handle = recorder.begin(Kind.PHASE, recorder.intern("forward"), 32, 8.0)
+    (row,) = read_rows(tmp_path / "capture")
+    assert (row.state, row.end_ns, row.bytes, row.value) == (State.BEGUN, 0, 32, 8.0)
+    recorder.end(handle)
+    (row,) = read_rows(tmp_path / "capture")
+    assert row.state is State.DONE
+    assert before <= row.start_ns <= row.end_ns <= time.perf_counter_ns()
+    assert (row.bytes, row.value) == (32, 8.0)
+
+
+def test_end_may_set_value_and_bytes(opened: Open, tmp_path: Path) -> None:
+    recorder = opened()
+    recorder.end(recorder.begin(Kind.PHASE, recorder.intern("forward")), 5.5, 1000)
+    (row,) = read_rows(tmp_path / "capture")
+    assert (row.value, row.bytes) == (5.5, 1000)
+
+
+def test_mark_is_an_instant(opened: Open, tmp_path: Path) -> None:
+    recorder = opened()
+    recorder.mark(Kind.GAUGE, recorder.intern("loss"), 0.25)
+    (row,) = read_rows(tmp_path / "capture")
+    assert (row.kind, row.value, row.state) == (Kind.GAUGE, 0.25, State.DONE)
+    assert row.start_ns == row.end_ns > 0
+
+
+def test_handle_zero_is_ignored(opened: Open, tmp_path: Path) -> None:
+    opened().end(0)
+    assert read_rows(tmp_path / "capture") == []
+
+
+def test_names_are_written_once_and_at_once(opened: Open, tmp_path: Path) -> None:
+    recorder = opened()
+    odd = "a\tb\\n\nüñ\r"
+    assert [recorder.intern("forward"), recorder.intern(odd), recorder.intern("forward")] == [1, 2, 1]
+    assert read_names(tmp_path / "capture") == {0: "", 1: "forward", 2: odd}
+
+
+def test_a_name_that_is_no_unicode_is_recorded(opened: Open, tmp_path: Path) -> None:
+    assert opened().intern("\udcff") == 1
+    assert read_names(tmp_path / "capture")[1]
+
+
+def test_names_beyond_the_limit_share_one(opened: Open, tmp_path: Path) -> None:
+    recorder = opened()
+    for number in range(record.MAX_NAMES):
+        recorder.intern(f"name {number}")
+    assert recorder.intern("one more") == recorder.intern("and another") == record.MAX_NAMES + 1
+    assert recorder.intern("name 7") == 8
+    assert read_names(tmp_path / "capture")[record.MAX_NAMES + 1] == "(too many names)"
+
+
+def test_records_roll_over_into_new_chunks(opened: Open, tmp_path: Path) -> None:
+    recorder = opened()
+    name = recorder.intern("tick")
+    whole_run = recorder.begin(Kind.PHASE, recorder.intern("whole run"))
+    for number in range(3 * CHUNK_RECORDS + 5):
+        recorder.put(Kind.MARK, name, number + 1, number + 1)
+    recorder.end(whole_run, 1.5)  # in a chunk that is no longer resident
+    first, *ticks = read_rows(tmp_path / "capture")
+    assert (first.state, first.value) == (State.DONE, 1.5)
+    assert [row.start_ns for row in ticks] == list(range(1, 3 * CHUNK_RECORDS + 6))
+    assert len(list((tmp_path / "capture").glob("chunk-*"))) == 4
+    assert (recorder.records, recorder.dropped) == (3 * CHUNK_RECORDS + 6, 0)
+
+
+def test_size_limit_stops_the_recording_and_counts(opened: Open, tmp_path: Path) -> None:
+    recorder = opened(limit_bytes=2 * CHUNK_BYTES)
+    name = recorder.intern("tick")
+    for _ in range(2 * CHUNK_RECORDS + 10):
+        recorder.mark(Kind.MARK, name)
+    assert recorder.begin(Kind.MARK, name) == 0
+    assert (recorder.records, recorder.dropped) == (2 * CHUNK_RECORDS, 11)
+    assert len(read_rows(tmp_path / "capture")) == 2 * CHUNK_RECORDS
+
+
+def test_folder_may_be_renamed_while_recording(opened: Open, tmp_path: Path) -> None:
+    recorder = opened()
+    name = recorder.intern("tick")
+    (tmp_path / "capture").rename(tmp_path / "renamed")
+    for _ in range(CHUNK_RECORDS + 1):
+        recorder.mark(Kind.MARK, name)
+    recorder.intern("late")
+    assert len(read_rows(tmp_path / "renamed")) == CHUNK_RECORDS + 1
+    assert "late" in read_names(tmp_path / "renamed").values()
+
+
+def test_threads_lose_nothing(opened: Open, tmp_path: Path) -> None:
+    recorder = opened()
+    name = recorder.intern("tick")
+
+    def write(thread: int) -> None:
+        for number in range(6000):
+            recorder.end(recorder.begin(Kind.PHASE, name), float(thread * 6000 + number + 1))
+
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    rows = read_rows(tmp_path / "capture")
+    assert sorted(row.value or 0 for row in rows) == [float(i + 1) for i in range(24000)]
+    assert {row.state for row in rows} == {State.DONE}
+
+
+def test_closed_recorder_is_silent(opened: Open, tmp_path: Path) -> None:
+    recorder = opened()
+    name = recorder.intern("tick")
+    handle = recorder.begin(Kind.PHASE, name)
+    recorder.close()
+    recorder.end(handle)
+    recorder.mark(Kind.MARK, name)
+    assert recorder.begin(Kind.PHASE, name) == 0
+    assert recorder.intern("new") == 0
+    assert (recorder.records, recorder.dropped) == (1, 0)
+    (row,) = read_rows(tmp_path / "capture")
+    assert row.state is State.BEGUN
+
+
+def test_handles_of_an_earlier_recorder_do_nothing(kind: str, tmp_path: Path) -> None:
+    if kind == "python":
+        pytest.skip("a PyRecorder's handles are its own")
+    first = open_recorder(kind, tmp_path / "first")
+    stale = first.begin(Kind.PHASE, first.intern("x"))
+    first.close()
+    second = open_recorder(kind, tmp_path / "second")
+    second.begin(Kind.PHASE, second.intern("y"))
+    second.end(stale)
+    second.close()
+    (row,) = read_rows(tmp_path / "second")
+    assert row.state is State.BEGUN
+
+
+def test_forked_child_does_not_write(opened: Open, tmp_path: Path) -> None:
+    recorder = opened()
+    name = recorder.intern("tick")
+    handle = recorder.begin(Kind.PHASE, name)
+    child = os.fork()
+    if child == 0:
+        recorder.disarm_after_fork()
+        recorder.end(handle)
+        recorder.mark(Kind.MARK, name)
+        recorder.intern("child")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    (row,) = read_rows(tmp_path / "capture")
+    assert row.state is State.BEGUN
+    assert "child" not in read_names(tmp_path / "capture").values()
+
+
+def test_missing_folder_raises(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        open_recorder(kind, tmp_path / "missing", create=False)
+
+
+def test_full_disk_drops_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = PyRecorder(tmp_path)
+    name = recorder.intern("tick")
+    recorder.mark(Kind.MARK, name)
+
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    for _ in range(CHUNK_RECORDS + 2):
+        recorder.mark(Kind.MARK, name)
+    assert (recorder.records, recorder.dropped) == (CHUNK_RECORDS, 3)
+    assert [path.name for path in tmp_path.glob("chunk*")] == ["chunk-00000.bin"]
+
+
+# A process whose files may not grow to the size of a chunk: reserving one is refused as on a full disk.
+SMALL_FILES = """
+import resource, sys
+from pathlib import Path
+import torch
+from captures import open_recorder
+from dsprof.schema import CHUNK_RECORDS, Kind
+recorder = open_recorder(sys.argv[1], Path(sys.argv[2]))
+name = recorder.intern("tick")
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
+for _ in range(CHUNK_RECORDS + 7):
+    recorder.mark(Kind.MARK, name)
+print(recorder.records, recorder.dropped)
+"""
+
+
+def test_file_that_cannot_grow_drops_and_counts(kind: str, tmp_path: Path) -> None:
+    output = run_script(SMALL_FILES, kind, str(tmp_path / "capture"), str(CHUNK_BYTES - 1))
+    assert output.split() == ["0", str(CHUNK_RECORDS + 7)]
+    assert list((tmp_path / "capture").glob("chunk*")) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from captures import open_recorder
+from dsprof.schema import Kind
+recorder = open_recorder(sys.argv[1], Path(sys.argv[2]))
+name = recorder.intern("tick")
+recorder.begin(Kind.COMM, recorder.intern("under way"))
+for number in range(20000):
+    recorder.put(Kind.MARK, name, number + 1, number + 1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_sigkill_leaves_every_record(kind: str, tmp_path: Path) -> None:
+    run_script(KILLED, kind, str(tmp_path / "capture"), code=-signal.SIGKILL)
+    first, *rows = read_rows(tmp_path / "capture")
+    assert (first.name, first.state, first.end_ns) == ("under way", State.BEGUN, 0)
+    assert [row.start_ns for row in rows] == list(range(1, 20001))
+
+
+def test_backward_depth_is_counted_for_each_thread(opened: Open) -> None:
+    recorder = opened()
+    depths = [recorder.enter_backward(), recorder.enter_backward()]
+    other = threading.Thread(target=lambda: depths.append(recorder.enter_backward()))
+    other.start()
+    other.join()
+    recorder.leave_backward()
+    depths.append(recorder.enter_backward())
+    assert depths == [1, 2, 1, 2]
+
+
+def test_errors_are_counted(opened: Open) -> None:
+    recorder = opened()
+    recorder.count_error()
+    assert recorder.errors == 1
+
+
+def test_number_out_of_range_is_counted_not_raised(opened: Open, tmp_path: Path) -> None:
+    recorder = opened()
+    recorder.put(Kind.MARK, recorder.intern("tick"), 2**63, 2**63)
+    assert recorder.errors == 1
+    assert read_rows(tmp_path / "capture") == []
+
+
+def run_script(script: str, *arguments: str, code: int = 0) -> str:
+    """Run `script` in a process of its own; its standard output."""
+    here = Path(__file__).parent
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)]),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
+    done = subprocess.run([sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+def test_layout_matches_the_schema() -> None:
+    assert schema.RECORD.size == schema.RECORD_BYTES == 64
