@@ -173,7 +173,7 @@ class PyRecorder(BackwardDepth):
     def end(self, handle: int, value: float | None = None, bytes: int = -1, /) -> None:
         now = time.perf_counter_ns()
         if value is not None:
-            self._store(handle, _AUX, _DOUBLE, value)
+            self._store(handle, _AUX, _DOUBLE, value or -0.0)
         if bytes != -1:
             self._store(handle, _BYTES, _INT64, bytes)
         self.comm_end(handle, now)
@@ -322,7 +322,8 @@ def _reopen_chunk(folder: int, index: int) -> mmap.mmap:
 
 
 def _bits(value: float) -> int:
-    return int.from_bytes(_DOUBLE.pack(value), "little", signed=True)
+    """The double's bits; those of 0.0, which mean "no value", become those of -0.0."""
+    return int.from_bytes(_DOUBLE.pack(value or -0.0), "little", signed=True)
 
 
 def _taken(counter: itertools.count[int]) -> int:

@@ -63,7 +63,7 @@ def _measured(capture: Capture) -> pd.DataFrame:
             "tag": pd.array(records["tag"].astype(np.int64), "Int64"),
             "bytes": pd.array(records["bytes"], "Int64"),
             "dtype": np.array(DTYPES, dtype=object)[records["dtype"]] if not no_rows else [],
-            "value": np.where(comm | (records["aux"] == 0), np.nan, value),
+            "value": np.where(comm | (records["aux"] == 0), np.nan, value + 0.0),
             "source": "measured",
             "ended": records["state"] == State.DONE,
         }

@@ -28,7 +28,7 @@ RECORD_FIELDS: Final = (
     # name, struct code, numpy dtype, meaning
     ("start_ns", "q", "<i8", "monotonic clock; for a collective a bound unless flag START_MEASURED"),
     ("end_ns", "q", "<i8", "0: it has not ended, or (state DONE) nothing told its end"),
-    ("aux", "q", "<i8", "comm: issue_ns; every other kind: a float64's bits (`value`), 0 if none"),
+    ("aux", "q", "<i8", "comm: issue_ns; every other kind: a float64's bits (`value`; zero is -0.0), 0: none"),
     ("bytes", "q", "<i8", "payload; -1: not applicable"),
     ("name", "I", "<u4", "id in names.txt"),
     ("thread", "I", "<u4", "OS thread id"),

@@ -127,7 +127,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     lengths = torch.Generator().manual_seed(args.seed)
 
-    index = build_index(400_000) if args.gc_pressure and rank == 0 else None
+    index = build_index(200_000) if args.gc_pressure and rank == 0 else None
     losses = []
     step, epoch = 0, 0
     while step < args.steps:

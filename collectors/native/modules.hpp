@@ -54,7 +54,9 @@ inline bool count_input(PyObject* object, int64_t& elements, int64_t& bytes) {
   return count_tensor(object, elements, bytes);
 }
 
+// The double's bits; those of 0.0, which mean "no value", become those of -0.0.
 inline int64_t bits(double value) {
+  if (value == 0) value = -0.0;
   int64_t out;
   memcpy(&out, &value, sizeof out);
   return out;

@@ -1,0 +1,86 @@
+"""The main job, for real: two gloo ranks train the example under `dsprof run`, with each problem planted in turn."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import EXAMPLE, Finished, environment, profile
+
+PLANTED = {
+    "healthy": (),
+    "slow-rank": ("--slow-rank", "1"),
+    "slow-loader": ("--slow-loader",),
+    "bucket-mb": ("--bucket-mb", "0.01"),
+    "gc-pressure": ("--gc-pressure",),
+    "uneven-lengths": ("--uneven-lengths",),
+}
+FIRST = {
+    "slow-rank": ("rank.straggler", [1]),
+    "slow-loader": ("data.stall", [0, 1]),
+    "bucket-mb": ("comm.small-messages", None),
+    "gc-pressure": ("pause.gc", [0]),
+    "uneven-lengths": ("data.imbalance", [0, 1]),
+}
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    switch, native = request.param
+    folder = tmp_path_factory.mktemp(f"{switch}-{native}")
+    return profile(folder, EXAMPLE, *PLANTED[switch], flags=("--native", native))
+
+
+def every_job(*, native: tuple[str, ...] = ("on",)) -> pytest.MarkDecorator:
+    cases = [(switch, mode) for mode in native for switch in PLANTED]
+    return pytest.mark.parametrize("finished", cases, ids=lambda case: "-".join(case), indirect=True)
+
+
+@every_job(native=("on", "off"))
+class TestEveryJob:
+    def test_the_first_finding_is_the_planted_one(self, finished: Finished, request: pytest.FixtureRequest) -> None:
+        assert finished.status == 0, finished.stderr
+        switch = request.node.callspec.params["finished"][0]
+        if switch == "healthy":
+            assert finished.above_info == [], finished.stderr
+            return
+        first = finished.findings["findings"][0]
+        code, ranks = FIRST[switch]
+        assert (first["code"], first["where"].get("ranks")) == (code, ranks), finished.stderr
+        assert first["severity"] != "info", finished.stderr
+        assert first["fixes"]
+
+    def test_the_budget_sums_to_the_step_and_explains_it(self, finished: Finished) -> None:
+        found = finished.findings
+        step_ms = found["run"]["step_ms"]["mean"]
+        assert math.isclose(sum(found["budget"].values()), step_ms, rel_tol=1e-9)
+        assert found["budget"]["other"] < 0.05 * step_ms
+
+    def test_everything_was_captured(self, finished: Finished) -> None:
+        found = finished.findings
+        assert found["run"]["ranks"] == {"expected": 2, "captured": 2}
+        assert found["run"]["steps"] == 40
+        assert (found["capture"]["dropped"], found["capture"]["warnings"]) == (0, [])
+
+    def test_the_verdict_and_the_reports_are_there(self, finished: Finished) -> None:
+        assert "[dsprof] verdict" in finished.stderr
+        assert finished.folder.report_html.read_text().startswith("<!doctype html>")
+        assert list(finished.folder.tensorboard.rglob("events.out.tfevents.*"))
+        assert "dsprof" not in finished.stdout
+
+
+def test_the_loss_is_bit_identical_with_and_without(tmp_path: Path) -> None:
+    args = ("--steps", "8", "--loss-file")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    plain = [*torchrun, str(EXAMPLE), *args, str(tmp_path / "plain")]
+    subprocess.run(plain, cwd=tmp_path, env=environment(), check=True, capture_output=True, timeout=120)
+    for native in ("on", "off"):
+        (tmp_path / native).mkdir()
+        profile(tmp_path / native, EXAMPLE, *args, str(tmp_path / native / "loss"), flags=("--native", native))
+        assert (tmp_path / native / "loss").read_text() == (tmp_path / "plain").read_text()
+    assert len((tmp_path / "plain").read_text().split()) == 8

@@ -1,0 +1,387 @@
+"""Who may import whom (the rules of CONTRIBUTING.md), and what arming does to a training process."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# --- the rules ----------------------------------------------------------------------------------
+
+LAYERS: Final = {
+    "schema": ("dsprof.schema", "dsprof.run"),
+    "trace": ("dsprof.trace", "dsprof.capture", "dsprof.derive"),
+    "analyzer": ("dsprof.analyzer",),
+    "reports": ("dsprof.reports",),
+    "cli": (
+        "dsprof.__main__", "dsprof.claim", "dsprof.cli", "dsprof.conclude", "dsprof.devices", "dsprof.launch",
+        "dsprof.settings", "dsprof.supervise", "dsprof.talk", "dsprof.torchrun",
+    ),
+    "collectors": ("dsprof.collectors",),
+    "engine": ("dsprof.engine",),
+    "public": ("dsprof",),
+}  # fmt: skip
+"""Layer -> its modules and packages. Every module belongs to one; `dsprof` itself is only its __init__."""
+
+MAY_IMPORT: Final = {
+    "schema": {"schema"},
+    "trace": {"trace", "schema"},
+    "analyzer": {"analyzer", "trace", "schema"},
+    "reports": {"reports", "analyzer", "trace", "schema"},
+    "cli": {"cli", "reports", "trace", "schema", "public"},
+    "collectors": {"collectors", "dsprof.schema", "dsprof.engine.hooks"},
+    "engine": {"engine"},
+    "public": {"dsprof.collectors.spans"},
+}
+"""Layer -> what of ours it may import: whole layers, or single modules by name."""
+
+EXCEPTIONS: Final = {
+    "dsprof.analyzer": {"dsprof.engine.schedule", "dsprof.engine.partition", "dsprof.engine.config"},
+    "dsprof.launch": {"dsprof.collectors.native.build"},
+    "dsprof.collectors.bootstrap.sitecustomize": {"dsprof"},
+}
+"""Module or package -> what else it may import: what the engine and the analyzer share, the helper's build, and the
+bootstrap, which looks whether dsprof is installed at all."""
+
+THIRD_PARTY: Final = {
+    "schema": set(),
+    "trace": {"numpy", "pandas", "pyarrow"},
+    "analyzer": {"numpy", "pandas", "scipy"},
+    "reports": {"jinja2", "markupsafe", "numpy", "orjson", "pandas", "plotly", "rich", "tensorboard"},
+    "cli": {"pynvml", "tensorboard", "torch", "typer"},
+    "collectors": {"torch"},
+    "engine": {"torch"},
+    "public": set(),
+}
+"""Layer -> packages beyond the standard library."""
+
+TORCH_FREE: Final = (
+    "dsprof.engine.hooks", "dsprof.engine.schedule", "dsprof.engine.partition", "dsprof.engine.config",
+)  # fmt: skip
+"""Of the engine, what others share: standard library only."""
+
+ONLY_INSIDE_FUNCTIONS: Final = {
+    "cli": {"dsprof.reports", "pynvml", "tensorboard", "torch"},
+    "collectors": {"torch"},
+    "public": {"dsprof.collectors.spans"},
+}
+"""Layer -> what must not be imported with the module itself: `--help` is quick, and torch is the job's to import."""
+
+NO_FILES_NO_PRINTING: Final = {"io", "logging", "os", "pathlib", "shutil", "subprocess", "sys", "tempfile"}
+"""Modules that the analyzer, tables in and findings out, has no use for."""
+
+ROOMS: Final = ("dsprof.engine", "dsprof.collectors", "dsprof.reports", "dsprof.analyzer", "dsprof.cli", "dsprof")
+"""Inside one, imports are relative; between two, by full name. The last is what lies in dsprof/ itself."""
+
+DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py"}
+"""Import name -> name in pyproject.toml, where they differ."""
+
+HEAVY: Final = (
+    "pandas", "pyarrow", "plotly", "pydantic", "typer", "rich", "tensorboard", "jinja2", "scipy", "orjson",
+)  # fmt: skip
+"""What has no place in a training process."""
+
+
+# --- reading the source -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Import:
+    module: str
+    """Who imports."""
+    target: str
+    """What, by full name."""
+    line: int
+    relative: bool
+    lazy: bool
+    """Inside a function, or for the type checker only."""
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} imports {self.target}"
+
+
+def source_files() -> dict[str, Path]:
+    """Full name -> file, of every module of the four folders."""
+    found = {}
+    for folder, _, files in os.walk(ROOT / "dsprof", followlinks=True):
+        for name in files:
+            if name.endswith(".py"):
+                path = Path(folder) / name
+                words = path.relative_to(ROOT).with_suffix("").parts
+                found[".".join(words[:-1] if words[-1] == "__init__" else words)] = path
+    return found
+
+
+FILES = source_files()
+
+
+def imports(module: str, path: Path) -> Iterator[Import]:
+    tree = ast.parse(path.read_text())
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+
+    def visit(node: ast.AST, lazy: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(module, alias.name, child.lineno, False, lazy)
+            elif isinstance(child, ast.ImportFrom):
+                base = package[: len(package) - child.level + 1] if child.level else []
+                source = ".".join([*base, *(child.module or "").split(".")]).rstrip(".")
+                for alias in child.names:
+                    whole = f"{source}.{alias.name}"
+                    target = whole if whole in FILES else source  # a module, or a name inside one
+                    yield Import(module, target, child.lineno, child.level > 0, lazy)
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                yield from visit(child, True)
+            else:
+                function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+                yield from visit(child, lazy or function)
+
+    return visit(tree, False)
+
+
+IMPORTS = [found for module, path in sorted(FILES.items()) for found in imports(module, path)]
+OURS = [found for found in IMPORTS if found.target.partition(".")[0] == "dsprof"]
+OTHERS = [
+    found
+    for found in IMPORTS
+    if found.target.partition(".")[0] not in {"dsprof", "__future__", *sys.stdlib_module_names}
+]
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or (module.startswith(f"{package}.") and package != "dsprof")
+
+
+def layer_of(module: str) -> str:
+    found = [layer for layer, packages in LAYERS.items() if any(within(module, package) for package in packages)]
+    assert len(found) == 1, f"{module}: belongs to {found or 'no layer'}; say where in LAYERS"
+    return found[0]
+
+
+def room_of(module: str) -> str:
+    return next((room for room in ROOMS[:-1] if within(module, room)), "dsprof")
+
+
+def listed(wrong: list[Import]) -> str:
+    return "\n".join(map(str, wrong))
+
+
+# --- holding them against each other ------------------------------------------------------------
+
+
+def test_every_module_belongs_to_a_layer() -> None:
+    assert {"schema", "trace", "analyzer", "reports", "cli", "collectors", "engine", "public"} == {
+        layer_of(module) for module in FILES
+    }
+    assert len(IMPORTS) > 200
+
+
+def test_layers_import_downwards_only() -> None:
+    def allowed(found: Import) -> bool:
+        layer = layer_of(found.module)
+        single = {name for module, names in EXCEPTIONS.items() if within(found.module, module) for name in names}
+        return layer_of(found.target) in MAY_IMPORT[layer] or found.target in MAY_IMPORT[layer] | single
+
+    wrong = [found for found in OURS if not allowed(found)]
+    assert not wrong, listed(wrong)
+
+
+def test_third_party_packages_stay_in_their_layers() -> None:
+    wrong = [found for found in OTHERS if found.target.partition(".")[0] not in THIRD_PARTY[layer_of(found.module)]]
+    wrong += [found for found in OTHERS if found.module in TORCH_FREE]
+    assert not wrong, listed(wrong)
+
+
+def test_what_is_heavy_is_imported_when_it_is_needed() -> None:
+    def early(found: Import) -> bool:
+        names = ONLY_INSIDE_FUNCTIONS.get(layer_of(found.module), set())
+        return not found.lazy and any(within(found.target, name) for name in names)
+
+    wrong = [found for found in IMPORTS if early(found)]
+    assert not wrong, listed(wrong)
+
+
+def test_the_analyzer_touches_no_files_and_prints_nothing() -> None:
+    wrong = [
+        found
+        for found in IMPORTS
+        if layer_of(found.module) == "analyzer" and found.target.partition(".")[0] in NO_FILES_NO_PRINTING
+    ]
+    assert not wrong, listed(wrong)
+    for module, path in FILES.items():
+        if layer_of(module) == "analyzer":
+            called = {
+                node.func.id
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            }
+            assert not called & {"print", "open", "input"}, module
+
+
+def test_imports_are_relative_inside_a_room_and_full_between() -> None:
+    def well_spelt(found: Import) -> bool:
+        if found.module.endswith(("__main__", "sitecustomize")) or found.target == "dsprof":
+            return not found.relative
+        return found.relative == (room_of(found.module) == room_of(found.target))
+
+    wrong = [found for found in OURS if not well_spelt(found)]
+    assert not wrong, listed(wrong)
+
+
+def test_nobody_imports_a_folder_by_its_bare_name() -> None:
+    """`import engine` would work in the checkout and nowhere else, and find the user's own file there."""
+    bare = {"analyzer", "cli", "collectors", "engine", "reports"}
+    wrong = [found for found in IMPORTS if not found.relative and found.target.partition(".")[0] in bare]
+    assert not wrong, listed(wrong)
+
+
+def test_what_is_imported_is_a_declared_dependency() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {requirement.partition(">=")[0] for requirement in declared}
+    used = {found.target.partition(".")[0] for found in OTHERS}
+    assert {DISTRIBUTIONS.get(name, name) for name in used} <= names
+
+
+# --- in a process of its own --------------------------------------------------------------------
+
+TRAIN = """
+import torch, torch.distributed as dist
+torch.manual_seed(0)
+store = dist.FileStore({store!r}, 1)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+print("trained to", sum(float(p.detach().sum()) for p in model.parameters()))
+"""
+MODULES = """
+import json, sys
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DSPROF", "TORCH"))}
+    return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **extra}
+
+
+def python(program: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, timeout=120, cwd=folder, env=clean_environment(**env),
+    )  # fmt: skip
+
+
+def loaded(done: subprocess.CompletedProcess[str]) -> set[str]:
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@dataclass(frozen=True)
+class Unarmed:
+    """What the job does when nobody profiles it."""
+
+    said: str
+    modules: set[str]
+
+
+@pytest.fixture(scope="module")
+def unarmed(tmp_path_factory: pytest.TempPathFactory) -> Unarmed:
+    folder = tmp_path_factory.mktemp("unarmed")
+    done = python(TRAIN.format(store=str(folder / "store")) + MODULES, folder)
+    assert done.stderr == ""
+    return Unarmed(done.stdout.splitlines(keepends=True)[0], loaded(done))
+
+
+def test_a_rank_that_is_not_armed_loads_the_entry_point_only(unarmed: Unarmed) -> None:
+    ours = {name for name in unarmed.modules if name.startswith("dsprof.")}
+    assert ours == {"dsprof.collectors", "dsprof.collectors.arm"}
+
+
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_an_armed_rank_imports_no_analysis_package(tmp_path: Path, unarmed: Unarmed, native: str) -> None:
+    run = tmp_path / "run"
+    job = TRAIN.format(store=str(tmp_path / "store")) + MODULES
+    armed = loaded(python(job, tmp_path, DSPROF="1", DSPROF_RUN=str(run), DSPROF_NATIVE=native))
+    (capture,) = (run / "capture").iterdir()
+    assert json.loads((capture / "meta.json").read_text())["closed"] is True
+
+    added = armed - unarmed.modules
+    assert "dsprof.collectors.session" in added
+    assert not {name.partition(".")[0] for name in added} & set(HEAVY)
+    beyond = {name for name in added if name.partition(".")[0] not in {"dsprof", "torch", *sys.stdlib_module_names}}
+    assert beyond <= {"dsprof_native"}
+    ours = {name for name in armed if name.partition(".")[0] == "dsprof"}
+    assert {layer_of(name) for name in ours} <= {"public", "schema", "collectors", "engine"}
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"DSPROF_RUN": "/proc/nowhere/run"},
+        {"DSPROF_RANKS": "rubbish,,-"},
+        {"DSPROF_DIR": "/proc/nowhere"},
+        {"DSPROF_LEVEL": "no-such-level", "DSPROF_RANKS": "7"},
+    ],
+    ids=lambda env: " ".join(env),
+)
+def test_nothing_that_is_wrong_with_the_profiler_reaches_the_job(
+    tmp_path: Path, unarmed: Unarmed, env: dict[str, str]
+) -> None:
+    given = {"DSPROF_RUN": str(tmp_path / "run"), **env} if "DSPROF_DIR" not in env else env
+    armed = python(TRAIN.format(store=str(tmp_path / "store")), tmp_path, DSPROF="1", **given)
+    assert (armed.returncode, armed.stdout, armed.stderr) == (0, unarmed.said, "")
+
+
+@pytest.mark.parametrize("statement", ["import dsprof", "import dsprof.schema, dsprof.run", "import dsprof.engine"])
+def test_light_imports(tmp_path: Path, statement: str) -> None:
+    added = loaded(python(f"{statement}\n{MODULES}", tmp_path)) - loaded(python(MODULES, tmp_path))
+    assert not {name.partition(".")[0] for name in added} & {*HEAVY, "torch", "numpy"}
+
+
+def test_the_command_line_starts_without_the_heavy_ones(tmp_path: Path) -> None:
+    added = loaded(python(f"import dsprof.cli\ndsprof.cli.build_app()\n{MODULES}", tmp_path))
+    heavy = {*HEAVY, "torch", "numpy"} - {"typer", "rich"}  # Typer brings rich along
+    assert not {name.partition(".")[0] for name in added} & heavy
+
+
+def test_script_folders_with_modules_of_the_same_names(tmp_path: Path, unarmed: Unarmed) -> None:
+    """The user's engine.py, reports/, collectors/ and dsprof's own are both there."""
+    job = tmp_path / "job"
+    for package in ("reports", "collectors"):
+        (job / package).mkdir(parents=True)
+        (job / package / "__init__.py").write_text("mine = True\n")
+    (job / "engine.py").write_text("mine = True\n")
+    (job / "schema.py").write_text("mine = True\n")
+    (job / "train.py").write_text(
+        "import collectors, engine, reports, schema\n"
+        "assert collectors.mine and engine.mine and reports.mine and schema.mine\n"
+        + TRAIN.format(store=str(tmp_path / "store"))
+        + "import dsprof.engine, dsprof.reports, dsprof.collectors.session, sys\n"
+        "assert not hasattr(dsprof.engine, 'mine') and not hasattr(dsprof.reports, 'mine')\n"
+        "assert sys.modules['engine'] is engine\n"
+    )
+    run = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, str(job / "train.py")],
+        capture_output=True, text=True, timeout=120, cwd=job,
+        env=clean_environment(DSPROF="1", DSPROF_RUN=str(run)),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, unarmed.said), done.stderr
+    assert len(list((run / "capture").glob("rank00000.*"))) == 1
