@@ -40,44 +40,59 @@ class Trace:
 
 def load(folder: RunFolder) -> Trace:
     """The run's trace, merged first if it is not. Raises RunError where there is nothing to read."""
-    info = merge(folder)
-    tables = []
+    info, tables = _bring_up_to_date(folder)
     for path in sorted(folder.trace.glob("rank*.parquet")):
-        try:
-            tables.append(pd.read_parquet(path))
-        except (OSError, ValueError, pa.ArrowException) as error:
-            _warn(info, f"{path.name}: unreadable ({_brief(error)}); delete it to have it merged again")
+        rank = int(path.stem.removeprefix("rank"))
+        if rank not in tables:
+            try:
+                tables[rank] = pd.read_parquet(path)
+            except (OSError, ValueError, pa.ArrowException) as error:
+                _warn(info, f"{path.name}: unreadable ({_brief(error)})")
+                if rank in (captures := _captures(folder)):
+                    tables[rank] = _derive(rank, captures[rank])[0]
     if not tables:
         return Trace(info, pd.DataFrame({name: pd.Series(dtype=dtype) for name, dtype in COLUMNS.items()}))
+    parts = [tables[rank] for rank in sorted(tables)]
     for column, dtype in COLUMNS.items():
         if dtype == "category":  # one set of categories, or concat falls back to objects
-            values = sorted({value for table in tables for value in table[column].dropna().unique()})
-            for table in tables:
-                table[column] = pd.Categorical(table[column], categories=pd.Index(values, dtype=object))
-    return Trace(info, pd.concat(tables, ignore_index=True).astype(COLUMNS))
+            values = sorted({value for part in parts for value in part[column].dropna().unique()})
+            for part in parts:
+                part[column] = pd.Categorical(part[column], categories=pd.Index(values, dtype=object))
+    return Trace(info, pd.concat(parts, ignore_index=True).astype(COLUMNS))
 
 
 def merge(folder: RunFolder) -> RunInfo:
     """Bring trace/ and run.json up to date with capture/ and exits/, and return run.json's content.
 
-    Raises RunError when run.json is unreadable, or when there is neither a capture nor a trace.
+    What cannot be written (a full disk, somebody else's folder) is a warning in it. Raises RunError when run.json is
+    unreadable, or when there is neither a capture nor a trace.
     """
+    return _bring_up_to_date(folder)[0]
+
+
+def _bring_up_to_date(folder: RunFolder) -> tuple[RunInfo, dict[int, pd.DataFrame]]:
+    """run.json's content, and the tables of the ranks whose Parquet file could not be written."""
     before = folder.read_info()
     info = folder.read_info()
     info.warnings = []
     captures = _captures(folder)
-    if not captures and not any(folder.trace.glob("rank*.parquet")) and not folder.run_json.exists():
+    merged = {int(path.stem.removeprefix("rank")): path for path in sorted(folder.trace.glob("rank*.parquet"))}
+    if not captures and not merged and not folder.run_json.exists():
         raise RunError(f"{folder.path}: no capture and no trace in it; was the job started with dsprof?")
     exits, problems = folder.read_exits()
     info.exits = exits or info.exits
     for problem in problems:
         _warn(info, problem)
     info.ranks, info.facts = [], []
-    for rank, folders in sorted(captures.items()):
+    unwritten: dict[int, pd.DataFrame] = {}
+    for rank in sorted(captures.keys() | merged.keys()):
         try:
-            _merge_rank(folder, rank, folders, info)
+            table = _merge_rank(folder, rank, captures.get(rank, []), info)
         except Exception as error:  # whatever is wrong with one rank, the others count
             _warn(info, f"rank {rank}: its capture could not be merged ({type(error).__name__}: {_brief(error)})")
+        else:
+            if table is not None:
+                unwritten[rank] = table
     _note_errors(folder, info)
     _note_missing(info)
     _note_groups(info)
@@ -86,7 +101,7 @@ def merge(folder: RunFolder) -> RunInfo:
             folder.write_info(info)
         except OSError as error:
             _warn(info, f"run.json: not updated ({error.strerror})")
-    return info
+    return info, unwritten
 
 
 def _captures(folder: RunFolder) -> dict[int, list[tuple[int, Path]]]:
@@ -99,39 +114,52 @@ def _captures(folder: RunFolder) -> dict[int, list[tuple[int, Path]]]:
     return found
 
 
-def _merge_rank(folder: RunFolder, rank: int, folders: list[tuple[int, Path]], info: RunInfo) -> None:
-    """Write this rank's Parquet file unless it is up to date, and say in `info` what it holds."""
+def _merge_rank(folder: RunFolder, rank: int, folders: list[tuple[int, Path]], info: RunInfo) -> pd.DataFrame | None:
+    """Write this rank's Parquet file unless it is up to date, and say in `info` what it holds.
+
+    The table, if it could not be written. Without captures (somebody kept only the trace) the file stands as it is.
+    """
     target = folder.trace / f"rank{rank:05d}.parquet"
-    signature = _signature([path for _, path in folders])
     stored = _stored(target)
-    if stored.get(SIGNATURE) != signature:
-        restarts: dict[int, Capture] = {}
-        notes: dict[int, list[str]] = {}
-        for restart, path in folders:
-            capture = read_capture(path)
-            other = restarts.get(restart)
+    signature = _signature([path for _, path in folders])
+    if not folders or stored.get(SIGNATURE) == signature:
+        _add_rank(rank, json.loads(stored[RANK_INFO]), info)
+        return None
+    rows, summary = _derive(rank, folders)
+    _add_rank(rank, summary, info)
+    table = pa.Table.from_pandas(rows, preserve_index=False)
+    about = {SIGNATURE: signature, RANK_INFO: json.dumps(summary).encode()}
+    try:
+        _write_parquet(target, table.replace_schema_metadata({**(table.schema.metadata or {}), **about}))
+    except OSError as error:
+        _warn(info, f"trace/{target.name}: not written ({_brief(error)}); the capture is analyzed all the same")
+        return rows
+    return None
+
+
+def _derive(rank: int, folders: list[tuple[int, Path]]) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """The rank's rows, of all its restarts, and what `run.json` says of it."""
+    chosen: dict[int, Capture] = {}
+    problems: list[str] = []
+    for restart, path in folders:
+        capture = read_capture(path)
+        if restart in chosen:
             # A helper program that inherited the rank's environment and trained something leaves a second one.
-            if other is None or len(capture.records) > len(other.records):
-                restarts[restart] = capture
-            notes[restart] = capture.problems if restarts[restart] is capture else notes[restart]
-            if other is not None:
-                notes[restart] = [*notes[restart], "two processes captured as this rank; the longer capture is used"]
-        tables = {restart: trace_rows(capture, rank, restart) for restart, capture in sorted(restarts.items())}
-        described = [_describe(rank, restart, restarts[restart], table) for restart, table in tables.items()]
-        facts = [fact for capture in restarts.values() for fact in capture.facts]
-        summary: dict[str, Any] = {
-            "ranks": [vars(item) for item in described],
-            "facts": facts,
-            "versions": next((c.meta["versions"] for c in restarts.values() if "versions" in c.meta), {}),
-            "world_size": next((c.meta["world_size"] for c in restarts.values() if "world_size" in c.meta), None),
-            "problems": [problem for problems in notes.values() for problem in problems],
-            "errors": [e for capture in restarts.values() for e in capture.meta.get("errors", [])],
-            "cuda": any(capture.meta.get("cuda") for capture in restarts.values()),
-        }
-        table = pa.Table.from_pandas(pd.concat(tables.values(), ignore_index=True), preserve_index=False)
-        stored = {SIGNATURE: signature, RANK_INFO: json.dumps(summary).encode()}
-        _write_parquet(target, table.replace_schema_metadata({**(table.schema.metadata or {}), **stored}))
-    _add_rank(rank, json.loads(stored[RANK_INFO]), info)
+            problems.append("two processes captured as this rank; the longer capture is used")
+        if restart not in chosen or len(capture.records) > len(chosen[restart].records):
+            chosen[restart] = capture
+    tables = {restart: trace_rows(capture, rank, restart) for restart, capture in sorted(chosen.items())}
+    captures = list(chosen.values())
+    summary: dict[str, Any] = {
+        "ranks": [vars(_describe(rank, restart, chosen[restart], table)) for restart, table in tables.items()],
+        "facts": [fact for capture in captures for fact in capture.facts],
+        "versions": next((capture.meta["versions"] for capture in captures if "versions" in capture.meta), {}),
+        "world_size": next((capture.meta["world_size"] for capture in captures if "world_size" in capture.meta), None),
+        "problems": [*(problem for capture in captures for problem in capture.problems), *problems],
+        "errors": [error for capture in captures for error in capture.meta.get("errors", [])],
+        "cuda": any(capture.meta.get("cuda") for capture in captures),
+    }
+    return pd.concat(tables.values(), ignore_index=True), summary
 
 
 def _write_parquet(target: Path, table: pa.Table) -> None:

@@ -198,3 +198,33 @@ def test_run_json_says_who_was_captured(tmp_path: Path) -> None:
     content = json.loads(folder.run_json.read_text())
     assert [item["rank"] for item in content["ranks"]] == [0, 1]
     assert content["world_size"] == 2
+
+
+def test_a_trace_without_its_captures_stands_by_itself(tmp_path: Path) -> None:
+    import shutil
+
+    folder = run_of(Job(), tmp_path)
+    before = merge(folder)
+    shutil.rmtree(folder.capture)
+    assert merge(folder) == before
+    assert analyze(load(folder)).step_count == 40
+
+
+def test_a_corrupt_trace_is_made_again_from_the_capture(tmp_path: Path) -> None:
+    folder = run_of(Job(), tmp_path)
+    merge(folder)
+    parquet = folder.trace / "rank00001.parquet"
+    content = bytearray(parquet.read_bytes())
+    content[100:4000] = bytes(3900)
+    parquet.write_bytes(content)
+    assert analyze(load(folder)).step_count == 40
+    parquet.write_bytes(b"")
+    assert analyze(load(folder)).step_count == 40
+
+
+def test_a_trace_that_cannot_be_written_is_analyzed_all_the_same(tmp_path: Path) -> None:
+    folder = run_of(Job(), tmp_path)
+    folder.trace.write_text("a file where the folder should be")
+    trace = load(folder)
+    assert analyze(trace).step_count == 40
+    assert any("not written" in warning for warning in trace.run.warnings)

@@ -67,6 +67,11 @@ class Context:
         return tuple(int(rank) for rank in np.sort(self.steps["rank"].unique()))
 
     @property
+    def ranks_missing(self) -> bool:
+        """Whether the job had ranks whose steps were not captured."""
+        return (self.run.world_size or 0) > len(self.ranks)
+
+    @property
     def step_numbers(self) -> npt.NDArray[np.int64]:
         numbers: npt.NDArray[np.int64] = np.sort(self.middle["step"].unique()).astype(np.int64)
         return numbers

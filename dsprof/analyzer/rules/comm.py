@@ -12,7 +12,7 @@ from .. import replay
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..link import Link, fit_link
-from .base import LEAST_SHARE, at, code_fix, confidence_of, need_steps
+from .base import LEAST_SHARE, NotJudged, at, code_fix, confidence_of, need_steps
 
 Float = npt.NDArray[np.float64]
 
@@ -58,6 +58,8 @@ def small_messages(context: Context) -> list[Finding]:
 def exposed(context: Context) -> list[Finding]:
     """Collectives block the computation although they could overlap it."""
     need_steps(context)
+    if context.ranks_missing:
+        raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
     waited = float(context.middle["comm_exposed"].mean())
     if waited < LEAST_SHARE * context.step_ms:
         return []

@@ -94,6 +94,8 @@ def explained_by_size(context: Context) -> tuple[Float, Float] | None:
 def unequal(context: Context) -> Change | None:
     """Every rank given an equal share of the step's input."""
     if len(context.ranks) < 2:
+        if context.ranks_missing:
+            raise NotJudged("only one of the job's ranks was captured")
         return None
     if context.input_sizes() is None:
         raise NotJudged("the sizes of the inputs to forward were not captured")

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from ..context import Change, Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..load import counted_per_step
-from .base import confidence_of
+from .base import NotJudged, confidence_of
 from .data import explained_by_size
 
 Float = npt.NDArray[np.float64]
@@ -23,7 +23,11 @@ def slow_ranks(context: Context) -> Change | None:
     How much slower they are is taken from half of the steps and removed from the other half, and the reverse, so that
     a rank which was merely unlucky does not count.
     """
-    if len(context.ranks) < 2 or len(context.step_numbers) < 2:
+    if len(context.ranks) < 2:
+        if context.ranks_missing:
+            raise NotJudged("only one of the job's ranks was captured")
+        return None
+    if len(context.step_numbers) < 2:
         return None
     own = _own_work(context)
     typical = _typical(own)
