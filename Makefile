@@ -28,12 +28,13 @@ bench: $(VENV)/.installed ## the collectors' cost on the example (about ten minu
 # torch first and by itself: its CPU build is what the constraint names.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch and the rest into $(VENV), which takes minutes"
 	$(PIP) install --quiet -c constraints.txt torch setuptools wheel
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation --editable .
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation --editable ".[test]"
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation --editable ".[test,notebook]"
 	touch $@
 
 clean:

@@ -1,10 +1,10 @@
-"""Predicted against measured: for each problem the example can plant, what dsprof says mending it saves, and what it saves.
+"""Predicted against measured: what dsprof says that mending each planted problem saves, and what it does save.
 
     python benchmarks/predictions.py              # about fifteen minutes; writes benchmarks/results/predictions.json
 
 Planted and mended runs alternate (A B A B ...), so drift of the host falls on both. The prediction is the gain of the
-planted run's own finding, made without having seen the mended one; `measured` is the difference of the mean steps of each
-pair. For data.imbalance the mended run is one whose ranks all get the mean length.
+planted run's own finding, made without having seen the mended one; `measured` is the difference of the mean steps of
+each pair. For data.imbalance the mended run is one whose ranks all get the mean length.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from dsprof.run import RunError, RunFolder, RunInfo
-from dsprof.talk import shown
+from .run import RunError, RunFolder, RunInfo
+from .talk import shown
 
 ERROR_LOG: Final = "dsprof-error.log"
 RUN_PARTS: Final = (

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dsprof.claim import ERROR_LOG
-from dsprof.run import RankExit, RunError, RunFolder, RunInfo, failures
-from dsprof.talk import Talk, shown
+from .claim import ERROR_LOG
+from .run import RankExit, RunError, RunFolder, RunInfo, failures
+from .talk import Talk, shown
 
 FULL: Final = 64 << 10
 """A disk with fewer bytes free is full."""

@@ -19,12 +19,13 @@ from types import FrameType
 from typing import Final
 
 import dsprof
-from dsprof.claim import claim, remove_run
-from dsprof.conclude import Conclusion, now
-from dsprof.run import RunFolder, RunInfo, new_run_id
-from dsprof.settings import Settings
-from dsprof.supervise import Supervisor
-from dsprof.talk import Talk, shown
+
+from .claim import claim, remove_run
+from .conclude import Conclusion, now
+from .run import RunFolder, RunInfo, new_run_id
+from .settings import Settings
+from .supervise import Supervisor
+from .talk import Talk, shown
 
 LITTLE_SPACE: Final = 64 << 20
 """Free bytes below which a capture may well not fit."""

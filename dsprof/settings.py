@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
-from dsprof.run import DEFAULT_PARENT
+from .run import DEFAULT_PARENT
 
 CHOICES: Final[dict[str, tuple[str, ...]]] = {"level": ("light",), "native": ("auto", "on", "off")}
 VARIABLES: Final = {"level": "DSPROF_LEVEL", "dir": "DSPROF_DIR", "ranks": "DSPROF_RANKS", "native": "DSPROF_NATIVE"}

@@ -23,7 +23,7 @@ from subprocess import Popen
 from types import FrameType
 from typing import Any, Final
 
-from dsprof.run import RankExit, RunFolder, write_atomically
+from .run import RankExit, RunFolder, write_atomically
 
 PR_SET_PDEATHSIG: Final = 1
 REPEAT_NS: Final = 500_000_000

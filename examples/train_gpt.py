@@ -87,7 +87,7 @@ def build_index(count):
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=6, help="sequences a rank")
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--width", type=int, default=48)
@@ -122,7 +122,7 @@ def main():
 
     model = GPT(256, args.context, args.width, args.heads, args.layers).to(device)
     if args.slow_rank == rank:
-        model.register_forward_hook(lambda *_: time.sleep(0.05))
+        model.register_forward_hook(lambda *_: time.sleep(0.08))
     model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_mb)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     lengths = torch.Generator().manual_seed(args.seed)

@@ -35,11 +35,11 @@ class Job:
 
     ranks: int = 2
     steps: int = 40
-    data: PerStep = constant(1)
-    forward: PerStep = constant(40)
-    backward: PerStep = constant(80)
-    optimizer: PerStep = constant(5)
-    gc: PerStep = constant(0)
+    data: PerStep = lambda rank, step: 1
+    forward: PerStep = lambda rank, step: 40
+    backward: PerStep = lambda rank, step: 80
+    optimizer: PerStep = lambda rank, step: 5
+    gc: PerStep = lambda rank, step: 0
     tokens: Callable[[int, int], int] = lambda rank, step: 1024
     buckets: tuple[int, ...] = (1 << 20, 4 << 20)
     """Bytes of each gradient bucket, in the order they become ready."""

@@ -64,7 +64,7 @@ class TestEveryJob:
     def test_everything_was_captured(self, finished: Finished) -> None:
         found = finished.findings
         assert found["run"]["ranks"] == {"expected": 2, "captured": 2}
-        assert found["run"]["steps"] == 40
+        assert found["run"]["steps"] == 50
         assert (found["capture"]["dropped"], found["capture"]["warnings"]) == (0, [])
 
     def test_the_verdict_and_the_reports_are_there(self, finished: Finished) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from dsprof.analyzer.finding import Finding
 from dsprof.run import RunInfo
+
+from .finding import Finding
 
 FINDINGS_SCHEMA = 1
 
