@@ -45,24 +45,26 @@ def _measured(capture: Capture) -> pd.DataFrame:
     comm = kind == Kind.COMM
     ended = records["end_ns"] > 0
     value = records["aux"].copy().view(np.float64)
-    name_of = np.vectorize(lambda number: capture.names.get(number), otypes=[object])
-    no_rows = len(records) == 0
+    names = np.array([None] * (max(capture.names, default=0) + 1), dtype=object)
+    for number, text in capture.names.items():
+        names[number] = text
+    kinds = np.array([None, *(item.name.lower() for item in Kind)], dtype=object)
     # A finished record without an end (a GPU collective) took a time nobody measured: null, like one never ended.
     return pd.DataFrame(
         {
-            "kind": [Kind(number).name.lower() for number in kind.tolist()],
-            "name": [] if no_rows else name_of(records["name"]),
+            "kind": kinds[kind],
+            "name": names[records["name"]],
             "thread": records["thread"].astype(np.int64),
             "start_ns": records["start_ns"],
             "dur_ns": pd.array(np.where(ended, records["end_ns"] - records["start_ns"], 0), "Int64").copy(),
             "issue_ns": pd.array(np.where(comm, records["aux"], 0), "Int64"),
             "host_ns": pd.array(records["host_ns"].astype(np.int64), "Int64"),
-            "group": [] if no_rows else name_of(records["group"]),
+            "group": names[records["group"]],
             "seq": pd.array(records["seq"].astype(np.int64), "Int64"),
             "peer": pd.array(records["peer"].astype(np.int64), "Int64"),
             "tag": pd.array(records["tag"].astype(np.int64), "Int64"),
             "bytes": pd.array(records["bytes"], "Int64"),
-            "dtype": np.array(DTYPES, dtype=object)[records["dtype"]] if not no_rows else [],
+            "dtype": np.array(DTYPES, dtype=object)[records["dtype"]],
             "value": np.where(comm | (records["aux"] == 0), np.nan, value + 0.0),
             "source": "measured",
             "ended": records["state"] == State.DONE,

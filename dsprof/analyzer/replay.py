@@ -129,20 +129,21 @@ def programs(
     numbers = np.sort(chosen["step"].unique()).astype(np.int64)
     index = {key: row for row, key in enumerate(zip(collectives["group"], collectives["seq"], strict=True))}
     per_rank = {rank: _rank_points(times[rank], rows[rows["rank"] == rank], index) for rank in ranks}
-    bounds = chosen.set_index(["rank", "step"])
+    keys = zip(chosen["rank"].tolist(), chosen["step"].tolist(), strict=True)
+    ends = (chosen["start_ns"] + chosen["dur_ns"]).tolist()
+    spans = dict(zip(keys, zip(chosen["start_ns"].tolist(), ends, strict=True), strict=True))
     alike: dict[tuple[object, ...], list[int]] = {}
     for step in numbers:
-        spans = [bounds.loc[(rank, step)] for rank in ranks]
         shape: list[tuple[int, int, int]] = []
         local: dict[int, int] = {}
-        for rank, span in zip(ranks, spans, strict=True):
-            for what, target, _ in _within(per_rank[rank], span):
+        for rank in ranks:
+            for what, target, _ in _within(per_rank[rank], spans[rank, int(step)]):
                 if target >= 0:
                     local.setdefault(target, len(local))
                 shape.append((rank, what, local.get(target, -1)))
         groups = tuple(collectives["group"].iloc[target] for target in local)
         alike.setdefault((tuple(shape), groups), []).append(int(step))
-    return [_program(ranks, np.array(same), per_rank, bounds, times, collectives) for same in alike.values()]
+    return [_program(ranks, np.array(same), per_rank, spans, times, collectives) for same in alike.values()]
 
 
 Points = tuple[Int, Int, Int]
@@ -169,9 +170,9 @@ def _rank_points(time: RankTime, rows: pd.DataFrame, index: dict[tuple[str, int]
     return what[order], targets[order], when[order]
 
 
-def _within(points: Points, span: pd.Series[int]) -> list[tuple[int, int, int]]:
+def _within(points: Points, span: tuple[int, int]) -> list[tuple[int, int, int]]:
     """The points inside one step."""
-    low, high = np.searchsorted(points[2], [span["start_ns"], span["start_ns"] + span["dur_ns"]])
+    low, high = np.searchsorted(points[2], span)
     return list(zip(*(values[low:high].tolist() for values in points), strict=True))
 
 
@@ -179,7 +180,7 @@ def _program(
     ranks: tuple[int, ...],
     numbers: Int,
     per_rank: dict[int, Points],
-    bounds: pd.DataFrame,
+    spans: dict[tuple[int, int], tuple[int, int]],
     times: dict[int, RankTime],
     collectives: pd.DataFrame,
 ) -> Program:
@@ -190,9 +191,8 @@ def _program(
     for r, rank in enumerate(ranks):
         columns = []
         for s, step in enumerate(numbers):
-            span = bounds.loc[(rank, int(step))]
-            inside = _within(per_rank[rank], span)
-            start, end = int(span["start_ns"]), int(span["start_ns"] + span["dur_ns"])
+            start, end = spans[rank, int(step)]
+            inside = _within(per_rank[rank], (start, end))
             starts[r, s] = start / 1e6
             for _, target, _ in inside:
                 if target >= 0:
