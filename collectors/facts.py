@@ -6,13 +6,18 @@ They are buffered until the capture opens, since a DataLoader may well be built 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Final
 
 Fact = dict[str, Any]
+
+LOADER: Final = "_dsprof_number"
+"""Attribute by which the rows of a DataLoader find its facts: the number is their `value`."""
 
 _buffered: list[Fact] = []
 _sink: Callable[[Fact], None] | None = None
@@ -37,18 +42,20 @@ def send_to(sink: Callable[[Fact], None] | None) -> None:
 
 
 def caller_site() -> str | None:
-    """`file:line` of the nearest frame outside torch and dsprof: the user's own call."""
+    """`file:line` of the nearest frame in the user's own code; in an installed package if there is none."""
     torch_home = str(Path(sys.modules["torch"].__file__ or "").parent)
     here = str(Path(__file__).parent)
-    frame = sys._getframe(1)
+    installed: str | None = None
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith((torch_home, here, "<")):
-            return f"{name}:{frame.f_lineno}"
-        if frame.f_back is None:
-            break
+            site = f"{name}:{frame.f_lineno}"
+            if "site-packages" not in name:
+                return site
+            installed = installed or site
         frame = frame.f_back
-    return None
+    return installed
 
 
 def process() -> Fact:
@@ -64,9 +71,14 @@ def watch_dataloaders() -> None:
     """State the settings of every DataLoader made from now on."""
     from torch.utils.data import DataLoader
 
+    numbers = itertools.count(1)
+
     def describe(loader: Any) -> Fact:
+        number = next(numbers)
+        object.__setattr__(loader, LOADER, number)
         return {
             "fact": "dataloader",
+            "number": number,
             "num_workers": loader.num_workers,
             "batch_size": loader.batch_size,
             "pin_memory": bool(loader.pin_memory),

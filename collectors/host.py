@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,9 +19,13 @@ SHORTEST_NS: Final = 100_000
 """Young collections run hundreds of times a step and take microseconds: not worth a record."""
 
 
+_pauses: deque[tuple[int, int, float]] = deque(maxlen=10_000)
+"""Collections not yet recorded. A collection can start anywhere, inside the recorder and under its lock too: so the
+callback only appends here, and `sample` writes them at the end of the step."""
+
+
 def install(recorder: Recorder) -> Callable[[], None]:
     """Record collections of 0.1 ms and more; `value` is the generation."""
-    name = recorder.intern("gc")
     clock = time.monotonic_ns
     began = 0
 
@@ -31,7 +36,7 @@ def install(recorder: Recorder) -> Callable[[], None]:
         elif began:
             end = clock()
             if end - began >= SHORTEST_NS:
-                recorder.put(Kind.PAUSE, name, began, end, float(info["generation"]), -1)
+                _pauses.append((began, end, float(info["generation"])))
             began = 0
 
     gc.callbacks.append(on_collection)
@@ -39,8 +44,16 @@ def install(recorder: Recorder) -> Callable[[], None]:
     def uninstall() -> None:
         if on_collection in gc.callbacks:
             gc.callbacks.remove(on_collection)
+        _record_pauses(recorder)
 
     return uninstall
+
+
+def _record_pauses(recorder: Recorder) -> None:
+    name = recorder.intern("gc") if _pauses else 0
+    while _pauses:
+        began, end, generation = _pauses.popleft()
+        recorder.put(Kind.PAUSE, name, began, end, generation, -1)
 
 
 class _RunQueue:
@@ -54,6 +67,8 @@ class _RunQueue:
         """Of the calling thread since it began, s; None where the kernel does not tell."""
         thread = threading.get_native_id()
         if thread != self.thread:
+            if self.file >= 0:
+                os.close(self.file)
             self.thread, self.file = thread, _open(f"/proc/self/task/{thread}/schedstat")
         if self.file < 0:
             return None
@@ -73,6 +88,7 @@ _run_queue = _RunQueue()
 def sample(recorder: Recorder) -> None:
     """Counters at the end of a step, by the training thread: CPU time of the process and of the thread, and how long
     the thread waited for a core. All in seconds, since the process or thread began."""
+    _record_pauses(recorder)
     gauges = [("cpu_seconds", time.process_time()), ("training_thread_cpu_seconds", time.thread_time())]
     waited = _run_queue.waited_s()
     if waited is not None:

@@ -6,13 +6,26 @@ torch iterates over the global hooks while it calls them, so a hook that adds or
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from dsprof.schema import Kind
 
 if TYPE_CHECKING:
     from .record import Recorder
+
+
+WRAPPER_FILE: Final = "torch/optim/optimizer.py"
+
+
+class _UnderWay(threading.local):
+    """This thread's nested optimizers (ZeroRedundancyOptimizer steps another one inside), by id, and their record."""
+
+    def __init__(self) -> None:
+        self.optimizers: list[int] = []
+        self.handle = 0
 
 
 class _Steps:
@@ -23,9 +36,7 @@ class _Steps:
         self.recorder: Recorder | None = None
         self.on_step: Callable[[], None] | None = None
         self.name = 0
-        self.handle = 0
-        self.under_way: list[int] = []
-        """ids of nested optimizers: ZeroRedundancyOptimizer steps another one inside."""
+        self.local = _UnderWay()
 
     def before(self, optimizer: object, *_: Any) -> None:
         if self.on_first is not None:
@@ -33,19 +44,33 @@ class _Steps:
             first()
         if self.recorder is None:
             return
-        if id(optimizer) in self.under_way:  # its last step raised, so `after` never ran
-            self.under_way.clear()
-        if not self.under_way:
-            self.handle = self.recorder.begin(Kind.PHASE, self.name)
-        self.under_way.append(id(optimizer))
+        local = self.local
+        if local.optimizers and _active_steps() < 2:  # an earlier step raised, so `after` never ran
+            local.optimizers.clear()
+        if not local.optimizers:
+            local.handle = self.recorder.begin(Kind.PHASE, self.name)
+        local.optimizers.append(id(optimizer))
 
     def after(self, optimizer: object, *_: Any) -> None:
-        if self.recorder is None or not self.under_way:
+        local = self.local
+        if self.recorder is None or not local.optimizers:
             return
-        if self.under_way.pop() == id(optimizer) and not self.under_way:
-            self.recorder.end(self.handle)
+        if local.optimizers.pop() == id(optimizer) and not local.optimizers:
+            self.recorder.end(local.handle)
             if self.on_step is not None:
                 self.on_step()
+
+
+def _active_steps() -> int:
+    """How many optimizer steps are on this thread's stack: torch's wrapper calls the hooks from its own frame."""
+    count, frame = 0, sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        count += code.co_name == "wrapper" and code.co_filename.endswith(WRAPPER_FILE)
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return count
 
 
 _steps = _Steps()
@@ -69,7 +94,7 @@ def install(recorder: Recorder, on_step: Callable[[], None]) -> Callable[[], Non
     if not _watching:
         watch()
     _steps.name = recorder.intern("optimizer")
-    _steps.under_way.clear()
+    _steps.local = _UnderWay()
     _steps.recorder, _steps.on_step = recorder, on_step
 
     def uninstall() -> None:

@@ -5,11 +5,14 @@ These hook points run a few times a step, so they are Python on both recorders.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dsprof.schema import Kind
+
+from . import facts
 
 if TYPE_CHECKING:
     from .record import Recorder
@@ -27,26 +30,36 @@ def _data(recorder: Recorder) -> Uninstall:
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     name = recorder.intern("data")
+    load, start = _BaseDataLoaderIter.__next__, DataLoader.__iter__
 
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            handle = recorder.begin(Kind.PHASE, name)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                recorder.end(handle)
+    @functools.wraps(load)
+    def __next__(self: Any) -> Any:
+        handle = recorder.begin(Kind.PHASE, name, -1, getattr(self, facts.LOADER, None))
+        try:
+            return load(self)
+        finally:
+            recorder.end(handle)
 
-        return wrapper
+    @functools.wraps(start)
+    def __iter__(self: Any) -> Any:  # starting the workers anew each epoch is a stall like any other
+        number = getattr(self, facts.LOADER, None)
+        handle = recorder.begin(Kind.PHASE, name, -1, number)
+        try:
+            iterator = start(self)
+            with contextlib.suppress(AttributeError):
+                setattr(iterator, facts.LOADER, number)
+            return iterator
+        finally:
+            recorder.end(handle)
 
-    # Both: starting the workers anew each epoch is a stall like any other.
-    step, start = _BaseDataLoaderIter.__next__, DataLoader.__iter__
-    _BaseDataLoaderIter.__next__ = timed(step)  # type: ignore[method-assign]
-    DataLoader.__iter__ = timed(start)  # type: ignore[method-assign]
+    _BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign]
+    DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
 
-    def uninstall() -> None:
-        _BaseDataLoaderIter.__next__ = step  # type: ignore[method-assign]
-        DataLoader.__iter__ = start  # type: ignore[method-assign]
+    def uninstall() -> None:  # somebody may have wrapped ours since: then it stays, and records nothing
+        if _BaseDataLoaderIter.__next__ is __next__:
+            _BaseDataLoaderIter.__next__ = load  # type: ignore[method-assign]
+        if DataLoader.__iter__ is __iter__:
+            DataLoader.__iter__ = start  # type: ignore[method-assign]
 
     return uninstall
 
@@ -77,7 +90,9 @@ def _backward(recorder: Recorder) -> Uninstall:
     autograd._engine_run_backward = engine_run_backward  # type: ignore[attr-defined]
 
     def uninstall() -> None:
-        graph._engine_run_backward = run
-        autograd._engine_run_backward = run  # type: ignore[attr-defined]
+        if graph._engine_run_backward is engine_run_backward:
+            graph._engine_run_backward = run
+        if autograd._engine_run_backward is engine_run_backward:  # type: ignore[attr-defined]
+            autograd._engine_run_backward = run  # type: ignore[attr-defined]
 
     return uninstall

@@ -18,6 +18,7 @@ from . import facts, host, identity
 from .record import Recorder
 
 LONGEST_ERROR_LIST: Final = 20
+MOST_FACTS: Final = 1000
 
 _current: Session | None = None
 _errors: list[str] = []
@@ -58,8 +59,9 @@ class Session:
         self.native = native
         self.pid = os.getpid()
         self._uninstall: list[Callable[[], None]] = []
-        self._names: dict[str, int] = {}
         self._groups_seen = 0
+        self._stepped = False
+        self._facts_written: set[str] = set()
         self._facts = open(folder / "facts.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
     # --- hooks
@@ -97,6 +99,9 @@ class Session:
         """After an optimizer step: the use of the host so far, and process groups made since the last one."""
         try:
             host.sample(self.recorder)
+            if not self._stepped:
+                self._stepped = True
+                self._note_device()
             from torch.distributed import distributed_c10d as c10d
 
             if len(c10d._world.pg_map) == self._groups_seen:
@@ -109,25 +114,40 @@ class Session:
         except Exception as error:
             count_error("after a step", error)
 
+    def _note_device(self) -> None:
+        """By the first step the script has chosen its device. Asking the driver earlier could spoil a fork."""
+        import torch
+
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self.write_fact({"fact": "device", "type": "cuda"})
+
     # --- what the user's spans need
 
     def begin_span(self, name: str) -> int:
-        return self.recorder.begin(Kind.MARK, self._name(name))
+        """A handle for `recorder.end`; 0 if it could not be recorded."""
+        try:
+            return self.recorder.begin(Kind.MARK, self.recorder.intern(str(name)))
+        except Exception as error:
+            count_error("span", error)
+            return 0
 
     def put_mark(self, name: str, now_ns: int, value: float | None) -> None:
-        self.recorder.put(Kind.MARK, self._name(name), now_ns, now_ns, value, -1)
-
-    def _name(self, name: str) -> int:
-        number = self._names.get(name)
-        if number is None:
-            number = self._names[name] = self.recorder.intern(str(name))
-        return number
+        try:
+            number = None if value is None else float(value)
+            self.recorder.put(Kind.MARK, self.recorder.intern(str(name)), now_ns, now_ns, number, -1)
+        except Exception as error:
+            count_error("mark", error)
 
     # --- files
 
     def write_fact(self, fact: facts.Fact) -> None:
+        """Append a fact, once: a script may build the same DataLoader every epoch."""
         try:
-            self._facts.write(json.dumps({**fact, "rank": self.who.rank}, default=str) + "\n")
+            line = json.dumps({**fact, "rank": self.who.rank}, default=str) + "\n"
+            if line in self._facts_written or len(self._facts_written) >= MOST_FACTS:
+                return
+            self._facts_written.add(line)
+            self._facts.write(line)
         except (OSError, ValueError) as error:
             count_error("facts.jsonl", error)
 
@@ -146,7 +166,6 @@ class Session:
             "native": self.native,
             "level": os.environ.get("DSPROF_LEVEL") or "light",
             "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
-            "cuda": bool(torch.cuda.is_available() and torch.cuda.is_initialized()),  # type: ignore[no-untyped-call]
             # Both clocks at one moment: traces of other tools are stamped with the epoch.
             "clock": {"monotonic_ns": time.monotonic_ns(), "epoch_ns": time.time_ns()},
             "records": self.recorder.records,
@@ -169,9 +188,10 @@ def start() -> Session | None:
         if _current is not None:
             return _current
         who = identity.identify()
+        run = identity.run_folder(who)  # first: rank 0 names it for the others even if it is not captured itself
         if not identity.selected(who.rank, os.environ.get("DSPROF_RANKS", "")):
             return None
-        folder = identity.run_folder(who) / "capture" / who.folder_name
+        folder = run / "capture" / who.folder_name
         folder.mkdir(parents=True, exist_ok=True)
         recorder, native = _recorder(folder)
         session = Session(folder, who, recorder, native)

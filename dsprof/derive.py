@@ -28,7 +28,8 @@ def trace_rows(capture: Capture, rank: int, restart: int) -> pd.DataFrame:
     main = _training_thread(rows)
     rows["lane"] = _lanes(rows, main)
     steps = _steps(rows, main)
-    rows = pd.concat([rows, steps, *_between_phases(rows, steps, main)], ignore_index=True)
+    on_gpu = any(fact["fact"] == "device" for fact in capture.facts)
+    rows = pd.concat([rows, steps, *_between_phases(rows, main, on_gpu)], ignore_index=True)
     rows = pd.concat([rows, _backward_waits(rows)], ignore_index=True)
     rows["step"] = _step_of(rows, steps)
     rows["rank"], rows["restart"] = rank, restart
@@ -131,7 +132,7 @@ def _steps(rows: pd.DataFrame, main: int) -> pd.DataFrame:
     return _derived(kind="step", name="step", start=np.concatenate([[first], ends[:-1]]), end=ends, thread=main)
 
 
-def _between_phases(rows: pd.DataFrame, steps: pd.DataFrame, main: int) -> list[pd.DataFrame]:
+def _between_phases(rows: pd.DataFrame, main: int, on_gpu: bool) -> list[pd.DataFrame]:
     """Phases told by their neighbours.
 
     forward -> backward: the loss. backward -> optimizer: clipping, unscaling. forward -> forward: the loop between two
@@ -151,7 +152,7 @@ def _between_phases(rows: pd.DataFrame, steps: pd.DataFrame, main: int) -> list[
         gaps("forward", "backward", "loss")
         gaps("forward", "forward", "forward")
         gaps("backward", "optimizer", "clip")
-        if "data" not in names:
+        if "data" not in names and not on_gpu:  # there the gap may as well be a wait for the device
             gaps("optimizer", "forward", "data")
             gaps("backward", "forward", "data")
     return found

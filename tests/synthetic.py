@@ -83,11 +83,12 @@ class Job:
                 ready[rank] = begin + spent * share
                 cpu[rank] += (begin - now[rank] + spent) * self.cpu_share
                 now[rank] = begin + spent
-            free = [0.0, 0.0]
+            free, link = [0.0, 0.0], 0.0
             done = now.copy()
             for index, size in enumerate(self.buckets):
                 begin = max(ready[:, index].max(), min(free))
-                end = begin + self.latency_ms + size / 2**20 * self.ms_per_mib
+                # Latencies overlap, bytes share the link.
+                end = link = max(begin + self.latency_ms, link) + size / 2**20 * self.ms_per_mib
                 free[free.index(min(free))] = end
                 for rank in range(self.ranks):
                     records[rank].append(_collective(ready[rank, index], end, size, seq))

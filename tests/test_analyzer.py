@@ -6,6 +6,7 @@ import json
 import random
 
 import numpy as np
+import pandas as pd
 import pytest
 from synthetic import Job, constant
 
@@ -13,6 +14,7 @@ from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.run import RankExit
 from dsprof.schema import BUDGET_PARTS
+from dsprof.trace import Trace
 
 
 def above_info(analysis: Analysis) -> list[str]:
@@ -150,7 +152,9 @@ def test_two_faults_on_different_ranks_share_what_they_cost() -> None:
 
 
 def test_many_small_buckets_that_stand_in_the_way() -> None:
-    job = Job(buckets=(2048, 4096, 512, 8192) * 60, latency_ms=1.2)
+    sizes = (2048, 4096, 512, 8192) * 60
+    ddp = {"fact": "ddp", "rank": 0, "site": "/home/me/train.py:9", "gradient_bytes": list(sizes)}
+    job = Job(buckets=sizes, latency_ms=1.2, facts=[ddp])
     analysis = analyze(job.trace())
     first = analysis.findings[0]
     assert first.code == "comm.small-messages"
@@ -160,7 +164,8 @@ def test_many_small_buckets_that_stand_in_the_way() -> None:
 
 
 def test_one_huge_bucket_that_overlaps_nothing() -> None:
-    analysis = analyze(Job(buckets=(60 << 20,), ms_per_mib=0.8).trace())
+    ddp = {"fact": "ddp", "rank": 0, "site": None, "gradient_bytes": [1 << 20] * 60}
+    analysis = analyze(Job(buckets=(60 << 20,), ms_per_mib=0.8, facts=[ddp]).trace())
     first = analysis.findings[0]
     assert first.code == "comm.exposed"
     assert first.gain.ms == pytest.approx(47, rel=0.1)
@@ -210,3 +215,85 @@ def test_two_hosts_are_put_on_one_clock() -> None:
     together = analyze(Job().trace())
     assert analysis.budget == pytest.approx(together.budget, abs=0.05)
     assert analysis.capture.clock_error_us < 1
+
+
+def test_replay_serves_collectives_as_two_workers_would() -> None:
+    from dsprof.analyzer.replay import PARTS, Event, Program, run
+
+    luck = random.Random(0)
+    for _ in range(200):
+        transfers = [luck.choice([1.0, 2.0, 5.0, 50.0, 100.0]) for _ in range(luck.randint(1, 12))]
+        count = len(transfers)
+        program = Program(
+            ranks=(0,),
+            steps=np.array([0]),
+            events=((*(Event("issue", c) for c in range(count)), Event("wait")),),
+            work=(np.zeros((count + 2, 1, PARTS)),),
+            start=np.zeros((1, 1)),
+            transfer=tuple(np.array([ms]) for ms in transfers),
+            wire=tuple(np.zeros(1) for _ in transfers),
+            size=tuple(np.ones(1) for _ in transfers),
+            group=("0",) * count,
+            gradient=(True,) * count,
+        )
+        free = [0.0, 0.0]
+        for ms in transfers:
+            free[free.index(min(free))] += ms
+        assert run(program)[0, 0] == pytest.approx(max(free))
+
+
+def test_smaller_buckets_gain_nothing_where_there_is_nothing_to_hide_behind() -> None:
+    """60 MiB at 0.8 ms a MiB behind 5 ms of backward: bandwidth is shared, however many collectives there are."""
+    analysis = analyze(Job(buckets=(60 << 20,), ms_per_mib=0.8, backward=constant(5)).trace())
+    exposed = next(finding for finding in analysis.findings if finding.code == "comm.exposed")
+    assert exposed.gain.ms < 5
+
+
+def test_a_gpu_job_is_not_called_healthy() -> None:
+    trace = Job(forward=lambda rank, step: 90 if rank == 1 else 40).trace()
+    comm = trace.rows["kind"] == "comm"
+    trace.rows.loc[comm, "dur_ns"] = pd.NA
+    analysis = analyze(Trace(trace.run, trace.rows[trace.rows["kind"] != "wait"]))
+    assert above_info(analysis) == []
+    assert {"rank.straggler", "comm.exposed", "comm.small-messages", "data.stall"} <= set(analysis.not_run)
+
+
+def test_a_rank_whose_first_steps_are_lost_is_renumbered() -> None:
+    trace = Job(steps=60, forward=lambda rank, step: 90 if rank == 1 else 40).trace()
+    early = (trace.rows["rank"] == 1) & (trace.rows["step"] < 10)
+    rows = trace.rows[~early].copy()
+    rows.loc[rows["rank"] == 1, "step"] -= 10
+    analysis = analyze(Trace(trace.run, rows))
+    assert analysis.findings[0].code == "rank.straggler"
+    assert analysis.findings[0].gain.ms == pytest.approx(50, abs=2)
+    assert any("renumbered" in warning for warning in analysis.capture.warnings)
+
+
+def test_a_rank_that_is_late_in_every_tenth_step_only() -> None:
+    job = Job(steps=400, forward=lambda rank, step: 440 if rank == 0 and step % 10 == 0 else 40)
+    first = analyze(job.trace()).findings[0]
+    assert (first.code, first.where.ranks) == ("rank.straggler", (0,))
+    assert first.gain.ms == pytest.approx(40, rel=0.1)
+
+
+def test_two_groups_that_reduce_gradients_are_not_judged_by_one_bucket() -> None:
+    trace = Job(ranks=4, buckets=(1 << 20,) * 4).trace()
+    second = (trace.rows["kind"] == "comm") & (trace.rows["rank"] >= 2)
+    trace.rows["group"] = trace.rows["group"].astype(object)
+    trace.rows.loc[second, "group"] = "1"
+    reason = analyze(trace).not_run["comm.exposed"]
+    assert reason == "gradients are not reduced once a step, in one backward, by one group"
+
+
+def test_the_loader_that_is_slow_is_the_one_named() -> None:
+    validation = {"fact": "dataloader", "rank": 0, "number": 1, "num_workers": 4, "site": "train.py:30"}
+    training = {"fact": "dataloader", "rank": 0, "number": 2, "num_workers": 0, "site": "train.py:20"}
+    trace = Job(data=constant(100), facts=[validation, training]).trace()
+    trace.rows.loc[trace.rows["name"] == "data", "value"] = 2.0
+    assert analyze(trace).findings[0].fixes[0].patch[0]["line"] == 20
+
+
+def test_a_gain_that_is_not_a_number_is_info() -> None:
+    from dsprof.analyzer.finding import Gain, severity_of
+
+    assert severity_of(Gain(10, 10, float("nan"), float("nan")), 1.0) == "info"

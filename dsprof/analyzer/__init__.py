@@ -19,7 +19,7 @@ from dsprof.schema import BUDGET_PARTS
 from dsprof.trace import Trace
 
 from . import replay
-from .analysis import Analysis, CaptureQuality, StepTime
+from .analysis import Analysis, CaptureQuality
 from .attribution import attribute
 from .budget import RankTime, paint, step_budget
 from .clock import align
@@ -28,25 +28,31 @@ from .finding import SEVERITIES, Finding, severity_of
 from .load import measure_load
 from .match import match_collectives
 from .rules import FAULTS, LEAST_SHARE, RULES, NotJudged
+from .steps import align_steps, completed_steps, step_time
 
 __all__ = ["analyze"]
 
+WAIT_COLUMNS = ("rank", "start_ns", "end_ns", "arrival_ns", "group", "seq")
+
 Judged = TypeVar("Judged")
 
-RECORD_NS = {True: 400.0, False: 45_000.0}
-"""Cost of one record with the native recorder and with the Python one; benchmarks/overhead.py measures both."""
+COLLECTIVE_NS = {True: 3_300.0, False: 52_000.0}
+RECORD_NS = {True: 200.0, False: 1_600.0}
+"""CPU time of recording a collective, and anything else, with the native recorder and with the Python one: measured
+once in a tight loop, so an estimate. benchmarks/overhead.py measures what a job really pays."""
 
 
 def analyze(trace: Trace) -> Analysis:
     """Explain a run. Never raises for a poor capture: what cannot be judged is named in `not_run`."""
     run = trace.run
     rows, clock_error_us, warnings = align(_last_restart(trace.rows), run)
+    rows, renumbered = align_steps(rows)
     captured = tuple(int(rank) for rank in np.sort(rows["rank"].unique()))
     collectives = match_collectives(rows)
     times = {rank: paint(rows[rows["rank"] == rank], collectives, rank) for rank in captured}
-    steps = step_budget(times, _steps(rows))
+    steps = step_budget(times, completed_steps(rows))
     middle = steps[steps["middle"]]
-    step_ms = _step_time(steps)
+    step_ms = step_time(steps)
     context = _context(run, rows, steps, collectives, times, step_ms.mean if step_ms else 0.0)
     findings, passed, not_run, noise_ms = _judge(context)
     by_rank = middle.groupby("rank")[list(BUDGET_PARTS)].mean()
@@ -61,6 +67,7 @@ def analyze(trace: Trace) -> Analysis:
         budget_by_rank=by_rank,
         slowest_rank=int(by_rank["peer_wait"].idxmin()) if len(by_rank) > 1 else None,
         collectives=collectives,
+        waits=_waits(times, collectives),
         rows=rows,
         findings=tuple(findings),
         passed=tuple(passed),
@@ -70,34 +77,25 @@ def analyze(trace: Trace) -> Analysis:
             overhead_percent=_overhead(run, rows, middle),
             dropped=sum(item.dropped for item in run.ranks),
             clock_error_us=clock_error_us,
-            warnings=(*run.warnings, *warnings),
+            warnings=(*run.warnings, *warnings, *renumbered),
         ),
     )
 
 
 def _last_restart(rows: pd.DataFrame) -> pd.DataFrame:
-    """An elastic job's last attempt: earlier ones ended in a failure and have their own steps."""
-    return rows[rows["restart"] == rows["restart"].max()] if len(rows) else rows
+    """Each rank's last attempt in an elastic job: earlier ones ended in a failure and have their own steps.
+
+    Per rank, as the agents of different hosts count their restarts for themselves.
+    """
+    return rows[rows["restart"] == rows.groupby("rank")["restart"].transform("max")] if len(rows) else rows
 
 
-def _steps(rows: pd.DataFrame) -> pd.DataFrame:
-    """rank, step, start_ns, dur_ns, middle. The middle half is of the steps that every captured rank completed."""
-    steps = rows.loc[rows["kind"] == "step", ["rank", "step", "start_ns", "dur_ns"]].reset_index(drop=True)
-    steps = steps.astype({"dur_ns": "int64"}).sort_values(["rank", "step"], ignore_index=True)
-    shared = steps.groupby("step").size()
-    common = np.sort(shared[shared == steps["rank"].nunique()].index.to_numpy())
-    count = len(common)
-    chosen = common[count // 4 : count - count // 4] if count >= 4 else common
-    return steps.assign(middle=steps["step"].isin(chosen))
-
-
-def _step_time(steps: pd.DataFrame) -> StepTime | None:
-    middle = steps[steps["middle"]]
-    if middle.empty:
-        return None
-    every = steps["dur_ns"].to_numpy(np.float64) / 1e6
-    p10, median, p90 = np.percentile(every, [10, 50, 90])
-    return StepTime(float(middle["dur_ns"].mean() / 1e6), float(median), float(p10), float(p90))
+def _waits(times: dict[int, RankTime], collectives: pd.DataFrame) -> pd.DataFrame:
+    tables = [time.waits.assign(rank=rank) for rank, time in times.items()]
+    waits = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["collective", *WAIT_COLUMNS])
+    named = collectives[["group", "seq"]].reindex(waits["collective"])
+    waits = waits.assign(group=named["group"].to_numpy(object), seq=named["seq"].astype("Int64").array)
+    return waits[list(WAIT_COLUMNS)]
 
 
 def _context(
@@ -126,20 +124,22 @@ def _judge(context: Context) -> tuple[list[Finding], list[str], dict[str, str], 
     found: dict[str, list[Finding]] = {}
     not_run: dict[str, str] = {}
 
-    def judge(code: str, rule: Callable[[], Judged]) -> Judged | None:
+    def judge(codes: tuple[str, ...], rule: Callable[[], Judged]) -> Judged | None:
         try:
             return rule()
         except NotJudged as reason:
-            not_run[code] = str(reason)
+            not_run.update(dict.fromkeys(codes, str(reason)))
         except Exception as error:  # one rule's mistake must not cost the others' findings
-            not_run[code] = f"the rule failed: {type(error).__name__}: {error}"
+            not_run.update(dict.fromkeys(codes, f"the rule failed: {type(error).__name__}: {error}"))
         return None
 
     changes: dict[str, Change] = {}
     noise_ms = 0.0
-    if context.programs:
+    if context.programs and context.on_gpu:
+        not_run |= dict.fromkeys(FAULTS, "the job ran on a device, whose time this version does not measure")
+    elif context.programs:
         for code, (mended, _) in FAULTS.items():
-            change = judge(code, partial(mended, context))
+            change = judge((code,), partial(mended, context))
             if change is not None:
                 changes[code] = change
         shares, alone, left = attribute(context, changes)
@@ -148,13 +148,15 @@ def _judge(context: Context) -> tuple[list[Finding], list[str], dict[str, str], 
             gains = context.gain(shares[code]), context.gain(alone[code])
             if gains[0].ms < LEAST_SHARE * context.step_ms:
                 continue
-            finding = judge(code, partial(FAULTS[code][1], context, change, *gains))
+            finding = judge((code,), partial(FAULTS[code][1], context, change, *gains))
             found[code] = [finding] if finding is not None else []
     else:
         not_run |= dict.fromkeys(FAULTS, "no step was completed on all captured ranks")
-    for code, rule in RULES.items():
-        found[code] = judge(code, partial(rule, context)) or []
-    rated = {code: [_rated(finding, noise_ms) for finding in found.get(code, [])] for code in (*FAULTS, *RULES)}
+    for codes, rule in RULES.items():
+        for finding in judge(codes, partial(rule, context)) or []:
+            found.setdefault(finding.code, []).append(finding)
+    codes = (*FAULTS, *(code for of_rule in RULES for code in of_rule))
+    rated = {code: [_rated(finding, noise_ms) for finding in found.get(code, [])] for code in codes}
     passed = [code for code, of in rated.items() if code not in not_run and all(f.severity == "info" for f in of)]
     findings = [finding for of in rated.values() for finding in of]
     findings.sort(key=lambda f: (not f.code.startswith("run."), SEVERITIES.index(f.severity), -f.gain.ms))
@@ -168,10 +170,11 @@ def _rated(finding: Finding, noise_ms: float) -> Finding:
 
 
 def _overhead(run: RunInfo, rows: pd.DataFrame, middle: pd.DataFrame) -> float | None:
-    """Records a step times the cost of one, as a share of the step: an estimate, not a measurement of this run."""
+    """What the records of a step should have cost, as a share of it: an estimate, not a measurement of this run."""
     if middle.empty:
         return None
     recorded = rows[(rows["source"] == "measured") & rows["step"].isin(middle["step"])]
+    collectives = int((recorded["kind"] == "comm").sum())
     native = all(item.native for item in run.ranks)
-    a_step = len(recorded) / max(len(middle), 1)
-    return float(a_step * RECORD_NS[native] / middle["dur_ns"].mean() * 100)
+    spent = collectives * COLLECTIVE_NS[native] + (len(recorded) - collectives) * RECORD_NS[native]
+    return float(100 * spent / middle["dur_ns"].sum())

@@ -29,7 +29,7 @@ class CaptureQuality:
     """How far the capture can be trusted."""
 
     overhead_percent: float | None
-    """The collectors' own estimate (records written x cost of one), as a share of the step."""
+    """Estimated: the records written, times what one costs, as a share of the step."""
     dropped: int
     clock_error_us: float
     warnings: tuple[str, ...] = ()
@@ -45,6 +45,8 @@ class Analysis:
     budget_by_rank: index rank, a column per budget part, ms; rows sum to that rank's mean step.
     slowest_rank: the rank the others wait for most; None with one rank or no steps.
     collectives: one row per matched collective (`match.COLLECTIVE_COLUMNS`).
+    waits:       one row per wait on a training thread: rank, start_ns, end_ns, arrival_ns (when the last peer was
+                 there, within the wait; from then on the bytes move), group, seq (of what it waited for, if known).
     rows:        the trace table (dsprof.schema.COLUMNS), on the common clock.
     findings:    worst first.
     passed:      codes of the rules that ran and found nothing above `info`.
@@ -62,6 +64,7 @@ class Analysis:
     budget_by_rank: pd.DataFrame
     slowest_rank: int | None
     collectives: pd.DataFrame
+    waits: pd.DataFrame
     rows: pd.DataFrame
     findings: tuple[Finding, ...]
     passed: tuple[str, ...]

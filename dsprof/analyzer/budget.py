@@ -43,7 +43,8 @@ class RankTime:
     rank: int
     layers: tuple[Intervals, ...]
     waits: pd.DataFrame
-    """start_ns, end_ns, arrival_ns (of the last peer), collective (row of the matched table, -1: unknown), derived."""
+    """start_ns, end_ns, arrival_ns (of the last peer, within the wait), collective (row of the matched table, -1:
+    unknown), derived."""
 
     def before(self, when: Int) -> dict[str, Int]:
         """Part -> time of that part before each moment, ns; `other` not among them."""
@@ -61,7 +62,7 @@ def paint(rows: pd.DataFrame, collectives: pd.DataFrame, rank: int) -> RankTime:
     part = main["name"].astype(str).map(PHASE_PART).to_numpy(object)
     waits = _bind_waits(rows, collectives)
     wait_start, wait_end = waits["start_ns"].to_numpy(np.int64), waits["end_ns"].to_numpy(np.int64)
-    arrival = np.clip(waits["arrival_ns"].to_numpy(np.int64), wait_start, wait_end)
+    arrival = waits["arrival_ns"].to_numpy(np.int64)
 
     own: dict[str, Intervals] = {
         "pause": Intervals.union(start[kind == "pause"], end[kind == "pause"]),
@@ -109,7 +110,13 @@ def _bind_waits(rows: pd.DataFrame, collectives: pd.DataFrame) -> pd.DataFrame:
                     arrival[i] = last[k] if synchronizes[k] else start[i]
                     break
     derived = (waits["source"] == "derived").to_numpy()
-    columns = {"start_ns": start, "end_ns": end, "arrival_ns": arrival, "collective": bound, "derived": derived}
+    columns = {
+        "start_ns": start,
+        "end_ns": end,
+        "arrival_ns": np.clip(arrival, start, end),
+        "collective": bound,
+        "derived": derived,
+    }
     return pd.DataFrame(columns)
 
 

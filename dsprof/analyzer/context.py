@@ -67,6 +67,13 @@ class Context:
         return tuple(int(rank) for rank in np.sort(self.steps["rank"].unique()))
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the job computed or communicated on devices, whose time this version does not measure."""
+        comm = self.rows[(self.rows["kind"] == "comm") & (self.rows["step"] >= 0)]
+        unknown = comm["dur_ns"].isna() & comm["ended"].fillna(False).astype(bool)
+        return bool(self.facts.get("device")) or (len(comm) > 0 and bool(unknown.mean() > 0.5))
+
+    @property
     def ranks_missing(self) -> bool:
         """Whether the job had ranks whose steps were not captured."""
         return (self.run.world_size or 0) > len(self.ranks)
@@ -75,6 +82,12 @@ class Context:
     def step_numbers(self) -> npt.NDArray[np.int64]:
         numbers: npt.NDArray[np.int64] = np.sort(self.middle["step"].unique()).astype(np.int64)
         return numbers
+
+    @property
+    def replayed_steps(self) -> npt.NDArray[np.int64]:
+        """Those of the middle steps that `programs` hold: all, unless nearly every step differs from every other."""
+        found: npt.NDArray[np.int64] = np.sort(np.concatenate([program.steps for program in self.programs]))
+        return found
 
     @property
     def step_range(self) -> tuple[int, int] | None:
@@ -103,9 +116,11 @@ class Context:
         in turns cancels. So it is told from the differences between neighbours (von Neumann).
         """
         sizes = self.input_sizes()
-        if sizes is not None and np.ptp(sizes.mean(axis=0)) > 0 and len(durations) > 2:
-            slope, level = np.polyfit(sizes.mean(axis=0), durations, 1)
-            durations = durations - slope * sizes.mean(axis=0) - level
+        if sizes is not None and len(durations) > 2:
+            size = sizes[:, np.isin(self.step_numbers, self.replayed_steps)].mean(axis=0)
+            if np.ptp(size) > 0:
+                slope, level = np.polyfit(size, durations, 1)
+                durations = durations - slope * size - level
         if len(durations) < 2:
             return float(np.abs(durations).sum()) / 2
         return float(1.96 * np.sqrt(np.mean(np.diff(durations) ** 2) / 2 / len(durations)))

@@ -121,7 +121,7 @@ def severity_of(gain: Gain, noise_ms: float) -> Severity:
     if gain.percent <= 0 or gain.ms <= 0:
         return "info"
     step_ms = gain.ms / gain.percent * 100
-    if gain.low <= max(noise_ms, step_ms * LOW_PERCENT / 100):
+    if not gain.low > max(noise_ms, step_ms * LOW_PERCENT / 100):  # so that a NaN is `info`
         return "info"
     if gain.percent >= HIGH_PERCENT:
         return "high"

@@ -15,13 +15,12 @@ GLOO_WORKERS = 2
 
 
 def match_collectives(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per collective that every participant of it completed (COLLECTIVE_COLUMNS), ordered by last arrival.
+    """One row per collective that ended on some captured rank (COLLECTIVE_COLUMNS), ordered by last arrival.
 
-    An arrival is the issue: true starts on gloo are bounds. `transfer_ns` runs from the last arrival, or from when
-    the group had a worker free, to the end.
+    An arrival is the issue: true starts on gloo are bounds. `ranks` is how many captured ranks issued it.
+    `transfer_ns` runs from the last arrival, or from when the group had a worker free, to the last end known.
     """
-    comm = rows[(rows["kind"] == "comm") & rows["peer"].isna() & rows["seq"].notna()]
-    comm = comm[comm["dur_ns"].notna()]
+    comm = rows[(rows["kind"] == "comm") & rows["peer"].isna() & rows["seq"].notna() & rows["issue_ns"].notna()]
     if comm.empty:
         return pd.DataFrame({name: pd.Series(dtype="int64") for name in COLLECTIVE_COLUMNS})
     table = pd.DataFrame(
@@ -34,7 +33,7 @@ def match_collectives(rows: pd.DataFrame) -> pd.DataFrame:
             "bytes": comm["bytes"].fillna(0).astype("int64"),
             "rank": comm["rank"],
             "issue": comm["issue_ns"].astype("int64"),
-            "end": comm["start_ns"] + comm["dur_ns"].astype("int64"),
+            "end": comm["start_ns"] + comm["dur_ns"],
         }
     ).sort_values(["group", "seq", "issue"], ignore_index=True)
     by = table.groupby(["group", "seq"], sort=False)
@@ -49,18 +48,20 @@ def match_collectives(rows: pd.DataFrame) -> pd.DataFrame:
         late_rank=("rank", "last"),
         end_ns=("end", "max"),
     ).reset_index()
+    matched = matched[matched["end_ns"].notna()].astype({"end_ns": "int64"}).reset_index(drop=True)
     matched["transfer_ns"] = _transfer(matched)
     return matched.sort_values("last_ns", ignore_index=True)[list(COLLECTIVE_COLUMNS)]
 
 
 def _transfer(matched: pd.DataFrame) -> pd.Series[int]:
+    """Time each collective took once all were there and its group had a worker free: first issued, first served."""
     transfer = pd.Series(0, index=matched.index, dtype="int64")
     for _, group in matched.groupby("group", sort=False):
-        end = group["end_ns"].to_numpy(np.int64)
-        free = np.zeros(len(end), np.int64)
-        if len(end) > GLOO_WORKERS:  # those issued before it have all but one ended: a worker is free
-            done = np.maximum.accumulate(end)
-            free[GLOO_WORKERS:] = np.minimum(done[:-GLOO_WORKERS], end[GLOO_WORKERS:])
-        begin = np.maximum(group["last_ns"].to_numpy(np.int64), free)
-        transfer[group.index] = np.maximum(end - begin, 0)
+        free = [0] * GLOO_WORKERS
+        taken = []
+        for last, end in zip(group["last_ns"].tolist(), group["end_ns"].tolist(), strict=True):
+            worker = free.index(min(free))
+            taken.append(max(end - max(last, free[worker]), 0))
+            free[worker] = max(end, free[worker])
+        transfer[group.index] = np.array(taken, np.int64)
     return transfer

@@ -6,7 +6,7 @@ its last rank has issued it and a worker of its group is free, and takes its mea
 collective has. Everything else follows. Steps replay independently from their measured starts, and all steps with
 the same program at once.
 
-Not fitted: lanes contending for cores. `cpu_bound_ms` says where that would limit a prediction.
+Not fitted: lanes contending for cores. `HostLoad` says where that limits a prediction.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import pandas as pd
 
 from .budget import WORK, RankTime
 from .intervals import Int
+from .link import Link
 from .match import GLOO_WORKERS
 
 Float = npt.NDArray[np.float64]
 
 PARTS: Final = len(WORK)
-COMPUTE: Final = WORK.index("compute")
+MOST_PROGRAMS: Final = 50
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,9 @@ class Program:
     events:    per rank, its points in order
     work:      per rank [points + 1, S, PARTS]: own work in ms before each point since the one before; last: to the end
     start:     [R, S] start of the step, ms from the earliest rank's
-    transfer:  per collective [S], ms
+    transfer:  per collective [S], ms; collectives under way at once do not hinder each other's
+    wire:      per collective [S], ms for which it has the link of its group to itself, after its transfer; zero for a
+               measured one, whose transfer holds everything
     size:      per collective [S], bytes
     group:     per collective, its process group
     gradient:  per collective, whether it carries gradients
@@ -60,6 +63,7 @@ class Program:
     work: tuple[Float, ...]
     start: Float
     transfer: tuple[Float, ...]
+    wire: tuple[Float, ...]
     size: tuple[Float, ...]
     group: tuple[str, ...]
     gradient: tuple[bool, ...]
@@ -75,7 +79,9 @@ def run(program: Program, keep: Float | None = None) -> Float:
     arrivals: dict[int, list[int]] = {}
     arrived_at: dict[int, Float] = {}
     ended: dict[int, Float] = {}
-    workers: dict[str, list[Float]] = {}
+    free: dict[str, Float] = {}
+    link: dict[str, Float] = {}
+    steps = np.arange(len(program.steps))
     takers = [sum(any(e.what == "issue" and e.collective == c for e in ev) for ev in program.events)
               for c in range(len(program.transfer))]  # fmt: skip
 
@@ -104,12 +110,15 @@ def run(program: Program, keep: Float | None = None) -> Float:
         arrived_at[c] = np.maximum(arrived_at[c], now[r]) if c in arrived_at else now[r].copy()
         if len(arrivals[c]) < takers[c]:
             return
-        lanes = workers.setdefault(program.group[c], [])
-        begin = arrived_at[c]
-        if len(lanes) >= GLOO_WORKERS:
-            begin = np.maximum(begin, np.sort(np.stack(lanes[-GLOO_WORKERS:]), axis=0)[0])
-        ended[c] = begin + program.transfer[c]
-        lanes.append(ended[c])
+        group = program.group[c]
+        workers = free.setdefault(group, np.zeros((GLOO_WORKERS, len(steps))))
+        first = workers.argmin(axis=0)
+        end = np.maximum(arrived_at[c], workers[first, steps]) + program.transfer[c]
+        if program.wire[c].any():
+            end = np.maximum(end, link.get(group, 0.0)) + program.wire[c]
+            link[group] = end
+        workers[first, steps] = end
+        ended[c] = end
 
     moved = [True]
     while any(moved):
@@ -123,7 +132,10 @@ def run(program: Program, keep: Float | None = None) -> Float:
 def programs(
     times: dict[int, RankTime], rows: pd.DataFrame, collectives: pd.DataFrame, steps: pd.DataFrame
 ) -> list[Program]:
-    """The middle steps of `steps` as programs, those alike together. `rows` are the trace's."""
+    """The middle steps of `steps` as programs, those alike together. `rows` are the trace's.
+
+    Where nearly every step differs from every other, only the commonest MOST_PROGRAMS kinds are replayed.
+    """
     ranks = tuple(sorted(times))
     chosen = steps[steps["middle"]]
     numbers = np.sort(chosen["step"].unique()).astype(np.int64)
@@ -143,7 +155,8 @@ def programs(
                 shape.append((rank, what, local.get(target, -1)))
         groups = tuple(collectives["group"].iloc[target] for target in local)
         alike.setdefault((tuple(shape), groups), []).append(int(step))
-    return [_program(ranks, np.array(same), per_rank, spans, times, collectives) for same in alike.values()]
+    commonest = sorted(alike.values(), key=len, reverse=True)[:MOST_PROGRAMS]
+    return [_program(ranks, np.array(same), per_rank, spans, times, collectives) for same in commonest]
 
 
 Points = tuple[Int, Int, Int]
@@ -216,6 +229,7 @@ def _program(
         work=tuple(work),
         start=starts - starts.min(axis=0),
         transfer=tuple(transfer[pick] for pick in picks),
+        wire=tuple(np.zeros(len(numbers)) for _ in picks),
         size=tuple(size[pick] for pick in picks),
         group=tuple(str(collectives["group"].iloc[row]) for row in first),
         gradient=tuple(str(collectives["purpose"].iloc[row]) == "gradient" for row in first),
@@ -230,16 +244,16 @@ def _work_between(time: RankTime, when: Int) -> Float:
     return np.stack([spent[part] for part in WORK], axis=-1)
 
 
-def rebucket(program: Program, sizes: list[int], transfer_ms: Float, host_ms: float) -> Program:
-    """The program with its gradient collectives cut anew into buckets of `sizes` bytes, each taking `transfer_ms`.
+def rebucket(program: Program, sizes: list[int], link: Link, host_ms: float) -> Program | None:
+    """The program with its gradient collectives cut anew into buckets of `sizes` bytes, moved over `link`.
 
     Each bucket is issued when its last byte is ready. When bytes become ready is known at the measured issues and
     taken as linear in the compute between them. `host_ms` is the issuing thread's cost of one collective.
-    Programs whose gradients are not reduced exactly once in the step are returned as they are.
+    None where gradients are not reduced in one backward, by one group: then this says nothing.
     """
     old = [c for c, gradient in enumerate(program.gradient) if gradient]
-    if not old:
-        return program
+    if not old or len({program.group[c] for c in old}) > 1:
+        return None
     count = len(program.steps)
     new = [len(program.transfer) + i for i in range(len(sizes))]
     ready = np.cumsum([float(np.mean(program.size[c])) for c in old])
@@ -249,10 +263,10 @@ def rebucket(program: Program, sizes: list[int], transfer_ms: Float, host_ms: fl
         mine = program.events[r]
         at = [i for i, event in enumerate(mine) if event.what == "issue" and event.collective in old]
         if [mine[i].collective for i in at] != old or at != list(range(at[0], at[0] + len(at))):
-            return program
+            return None
         first, last = at[0], at[-1]
         if first == 0 or mine[first - 1].what != "backward":
-            return program
+            return None
         stretch = program.work[r][first : last + 1]  # from the start of backward to the last issue
         total = stretch.sum(axis=0)
         cost = host_ms * (len(old) - len(sizes))
@@ -269,7 +283,8 @@ def rebucket(program: Program, sizes: list[int], transfer_ms: Float, host_ms: fl
         program,
         events=tuple(events),
         work=tuple(work),
-        transfer=(*program.transfer, *(np.full(count, float(t)) for t in transfer_ms)),
+        transfer=(*program.transfer, *[np.full(count, link.latency_ms)] * len(sizes)),
+        wire=(*program.wire, *(np.full(count, size * link.ms_per_byte) for size in sizes)),
         size=(*program.size, *(np.full(count, float(size)) for size in sizes)),
         group=(*program.group, *[program.group[old[0]]] * len(sizes)),
         gradient=(*[False] * len(program.gradient), *[True] * len(sizes)),

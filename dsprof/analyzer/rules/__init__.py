@@ -26,9 +26,8 @@ FAULTS: Final[dict[str, tuple[Callable[[Context], Change | None], Describe]]] = 
     "pause.gc": (pause.collections, pause.garbage_collection),
 }
 
-RULES: Final[dict[str, Callable[[Context], list[Finding]]]] = {
-    "run.rank-died": run.rank_died,
-    "comm.small-messages": comm.small_messages,
-    "comm.exposed": comm.exposed,
+RULES: Final[dict[tuple[str, ...], Callable[[Context], list[Finding]]]] = {
+    ("run.rank-died",): run.rank_died,
+    ("comm.small-messages", "comm.exposed"): comm.bucket_size,
 }
 """A rule or a fault that cannot be told from this capture raises NotJudged."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ Float = npt.NDArray[np.float64]
 CPU_MS_PER_BYTE: Final = 2e-6
 """Of reducing and copying, nominal: it stays whatever the cut."""
 CAPS_MB: Final = (1, 2, 5, 10, 25, 50, 100)
+LEAST_COVERED: Final = 0.5
+"""Share of the steps to which the bucket what-if must apply for its gain to stand for the run."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +32,34 @@ class Recut:
     gain: Gain
 
 
-def small_messages(context: Context) -> list[Finding]:
-    """Many small collectives: each pays the latency, few would do."""
+def bucket_size(context: Context) -> list[Finding]:
+    """The gradient buckets are too small (each pays the latency) or too large (they end after the computation).
+
+    Every size is replayed, and the best one says which of the two it is: comm.small-messages or comm.exposed.
+    """
     need_steps(context)
+    if context.on_gpu:
+        raise NotJudged("collectives ran on a device, whose time this version does not measure")
+    if context.ranks_missing:
+        raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
+    waited = float(context.middle["comm_exposed"].mean())
     cut = _gradients(context)
     if cut is None:
+        if context.collectives["step"].isin(context.step_numbers).any():
+            raise NotJudged("no collective was seen to carry gradients: none reduces inside backward")
         return []
-    larger = [recut for recut in _recuts(context, cut) if recut.buckets < cut.count]
-    if not larger:
+    recuts = _recuts(context, cut)
+    best = max(recuts, key=lambda recut: recut.gain.ms, default=None)
+    if best is not None and best.gain.ms < LEAST_SHARE * context.step_ms:
+        best = None
+    if best is not None and best.buckets < cut.count:
+        return [_small(context, cut, best)]
+    if best is None and waited < LEAST_SHARE * context.step_ms:
         return []
-    best = max(larger, key=lambda recut: recut.gain.ms)
-    if best.gain.ms < LEAST_SHARE * context.step_ms:
-        return []
+    return [_exposed(context, cut, best, waited)]
+
+
+def _small(context: Context, cut: _Cut, best: Recut) -> Finding:
     evidence = (
         Evidence("gradient collectives a step", cut.count, "count", best.buckets),
         Evidence("median size", round(cut.median_bytes / 1024, 1), "KiB"),
@@ -49,43 +67,28 @@ def small_messages(context: Context) -> list[Finding]:
         Evidence("host time to issue one", round(cut.host_ms, 4), "ms"),
     )
     title = f"{cut.count} gradient collectives a step of {_size(cut.median_bytes)} each are bound by latency"
-    where = Where(group=cut.group, op="all_reduce", steps=context.step_range)
-    fixes = (_bucket_fix(context, best),)
+    where = Where(group=cut.group, op=cut.op, steps=context.step_range)
     confidence = confidence_of(best.gain) * (1.0 if cut.link.fitted else 0.5)
-    return [Finding("comm.small-messages", title, "info", round(confidence, 2), where, evidence, best.gain, fixes)]
+    fixes = (_bucket_fix(cut, best),)
+    return Finding("comm.small-messages", title, "info", round(confidence, 2), where, evidence, best.gain, fixes)
 
 
-def exposed(context: Context) -> list[Finding]:
-    """Collectives block the computation although they could overlap it."""
-    need_steps(context)
-    if context.ranks_missing:
-        raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
-    waited = float(context.middle["comm_exposed"].mean())
-    if waited < LEAST_SHARE * context.step_ms:
-        return []
-    cut = _gradients(context)
-    smaller = [recut for recut in _recuts(context, cut) if cut and recut.buckets > cut.count]
-    best = max(smaller, key=lambda recut: recut.gain.ms, default=None)
-    evidence = [
+def _exposed(context: Context, cut: _Cut, best: Recut | None, waited: float) -> Finding:
+    evidence = (
         Evidence("exposed communication a step", round(waited, 3), "ms", 0.0),
         Evidence("share of the step", round(100 * waited / context.step_ms, 1), "%"),
-    ]
-    if cut is not None:
-        evidence.append(Evidence("gradient collectives a step", cut.count, "count"))
-    nothing = Gain(0.0, 0.0, 0.0, 0.0)
-    fixes: list[Fix] = []
-    gain = nothing
-    if best is not None and best.gain.ms > 0:
-        gain = best.gain
-        fixes.append(_bucket_fix(context, best))
-    for fact in context.facts.get("ddp", [])[:1]:
-        if fact.get("find_unused_parameters"):
-            title = f"find_unused_parameters=False if every parameter is used{at(fact.get('site'))}"
-            fixes.append(code_fix(title, "find_unused_parameters", False, fact.get("site")))
+        Evidence("gradient collectives a step", cut.count, "count", best.buckets if best else None),
+    )
+    gain = best.gain if best is not None else Gain(0.0, 0.0, 0.0, 0.0)
+    fixes = [_bucket_fix(cut, best)] if best is not None else []
+    fact = cut.ddp or {}
+    if fact.get("find_unused_parameters"):
+        title = f"find_unused_parameters=False if every parameter is used{at(fact.get('site'))}"
+        fixes.append(code_fix(title, "find_unused_parameters", False, fact.get("site")))
     title = f"{waited:.1f} ms of each step wait for collectives"
-    title += "" if fixes else "; no other bucket size would hide more of them"
-    where = Where(group=cut.group if cut else None, op="all_reduce" if cut else None, steps=context.step_range)
-    return [Finding("comm.exposed", title, "info", confidence_of(gain), where, tuple(evidence), gain, tuple(fixes))]
+    title += "" if best is not None else "; no other bucket size would hide more of them"
+    where = Where(group=cut.group, op=cut.op, steps=context.step_range)
+    return Finding("comm.exposed", title, "info", confidence_of(gain), where, evidence, gain, tuple(fixes))
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class _Cut:
     """How the gradients are reduced now."""
 
     group: str
+    op: str
     count: int
     total_bytes: float
     median_bytes: float
@@ -100,6 +104,8 @@ class _Cut:
     link: Link
     sizes: tuple[int, ...]
     """Of a typical step, in order of issue."""
+    ddp: dict[str, Any] | None
+    """What the DistributedDataParallel that makes them said of itself."""
 
 
 def _gradients(context: Context) -> _Cut | None:
@@ -108,48 +114,57 @@ def _gradients(context: Context) -> _Cut | None:
     if table.empty:
         return None
     steps = table["step"].nunique()
-    group = str(table["group"].mode().iloc[0])
+    total = float(table["bytes"].sum() / steps)
     one_step = table[table["step"] == table["step"].iloc[len(table) // 2]]
-    rows = context.rows
-    issued = rows[(rows["kind"] == "comm") & (rows["purpose"] == "gradient")]
+    issued = context.rows[(context.rows["kind"] == "comm") & (context.rows["purpose"] == "gradient")]
     host = issued["host_ns"].dropna().astype("int64")
     return _Cut(
-        group=group,
+        group=str(table["group"].mode().iloc[0]),
+        op=str(table["name"].mode().iloc[0]),
         count=round(len(table) / steps),
-        total_bytes=float(table["bytes"].sum() / steps),
+        total_bytes=total,
         median_bytes=float(table["bytes"].median()),
         host_ms=float(host.median()) / 1e6 if len(host) else 0.0,
         link=fit_link(table),
         sizes=tuple(int(size) for size in one_step.sort_values("first_ns")["bytes"]),
+        ddp=_ddp_of(context, total),
     )
 
 
-def _recuts(context: Context, cut: _Cut | None) -> list[Recut]:
-    """The step replayed with other bucket sizes."""
-    if cut is None:
-        return []
-    tensors = _tensor_bytes(context, cut)
+def _ddp_of(context: Context, total_bytes: float) -> dict[str, Any] | None:
+    """The DDP whose gradients are as large as what is reduced, if any."""
+    for fact in context.facts.get("ddp", []):
+        if 0.5 < sum(fact.get("gradient_bytes", [])) / max(total_bytes, 1) < 2:
+            return fact
+    return None
+
+
+def _recuts(context: Context, cut: _Cut) -> list[Recut]:
+    """The step replayed with other bucket sizes. Raises NotJudged where buckets are no knob of this job."""
     before = _replay_cut(context, cut, list(cut.sizes))
     found: list[Recut] = []
     for cap in CAPS_MB:
-        sizes = pack(tensors, cap << 20)
-        if found and found[-1].buckets == len(sizes):
+        sizes = pack(_tensor_bytes(cut), cap << 20)
+        if len(sizes) == cut.count or (found and found[-1].buckets == len(sizes)):
             continue
         unburdened = _less_cpu_ms(context, cut, len(sizes))
         saved = before - context.overlapped(before, _replay_cut(context, cut, sizes)) + unburdened
         low, high = (before - _replay_cut(context, cut, sizes, 1 + sign * cut.link.spread) for sign in (1, -1))
         gain = context.gain(saved)
         ends = float(low.mean()) + unburdened, float(high.mean()) + unburdened
-        gain = replace(gain, low=min(gain.low, *ends), high=max(gain.high, *ends))
-        found.append(Recut(cap, len(sizes), gain))
+        found.append(Recut(cap, len(sizes), replace(gain, low=min(gain.low, *ends), high=max(gain.high, *ends))))
     return found
 
 
 def _replay_cut(context: Context, cut: _Cut, sizes: list[int], slower: float = 1.0) -> Float:
     """Step durations [S] with gradients cut into `sizes`. The present cut is replayed the same way, with modelled
     transfers, so that the model's own error cancels from the difference."""
-    transfer = cut.link.transfer_ms(np.array(sizes, np.float64)) * slower
-    return context.over_steps(lambda program: replay.run(replay.rebucket(program, sizes, transfer, cut.host_ms)))
+    link = replace(cut.link, latency_ms=cut.link.latency_ms * slower, ms_per_byte=cut.link.ms_per_byte * slower)
+    recut = {id(program): replay.rebucket(program, sizes, link, cut.host_ms) for program in context.programs}
+    applies = sum(len(program.steps) for program in context.programs if recut[id(program)] is not None)
+    if applies < LEAST_COVERED * len(context.replayed_steps):
+        raise NotJudged("gradients are not reduced once a step, in one backward, by one group")
+    return context.over_steps(lambda program: replay.run(recut[id(program)] or program))
 
 
 def _less_cpu_ms(context: Context, cut: _Cut, buckets: int) -> float:
@@ -162,12 +177,10 @@ def _less_cpu_ms(context: Context, cut: _Cut, buckets: int) -> float:
     return load.step_ms_of(of_one * (cut.count - buckets))
 
 
-def _tensor_bytes(context: Context, cut: _Cut) -> list[int]:
+def _tensor_bytes(cut: _Cut) -> list[int]:
     """Gradient sizes in the order they become ready; where DDP did not tell, pieces of 64 KiB."""
-    for fact in context.facts.get("ddp", []):
-        sizes = [int(size) for size in fact.get("gradient_bytes", [])]
-        if sizes and 0.5 < sum(sizes) / max(cut.total_bytes, 1) < 2:
-            return sizes
+    if cut.ddp is not None:
+        return [int(size) for size in cut.ddp["gradient_bytes"]]
     piece = 1 << 16
     return [piece] * max(int(cut.total_bytes // piece), 1)
 
@@ -183,9 +196,12 @@ def pack(tensors: list[int], cap_bytes: int) -> list[int]:
     return [*sizes, current] if current else sizes
 
 
-def _bucket_fix(context: Context, best: Recut) -> Fix:
-    facts = context.facts.get("ddp", [])
-    site = facts[0].get("site") if facts else None
+def _bucket_fix(cut: _Cut, best: Recut) -> Fix:
+    if cut.ddp is None:
+        return Fix(
+            "code", f"reduce the gradients in {best.buckets} pieces of about {best.cap_mb:g} MiB", gain=best.gain
+        )
+    site = cut.ddp.get("site")
     title = f"DistributedDataParallel(bucket_cap_mb={best.cap_mb:g}){at(site)}: {best.buckets} collectives a step"
     return code_fix(title, "bucket_cap_mb", best.cap_mb, site, best.gain)
 

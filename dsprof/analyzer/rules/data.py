@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +32,8 @@ def waiting(context: Context) -> Change | None:
 
 def _supply(context: Context, worst_ms: float) -> tuple[float, float, int, int]:
     """Time one worker takes for a batch, the step without the wait (ms); workers that would do, and those there are."""
-    loaders = context.facts.get("dataloader", [])
-    now = int(loaders[0].get("num_workers") or 0) if loaders else 0
+    loader = _loader(context)
+    now = int(loader.get("num_workers") or 0) if loader else 0
     rest = max(context.step_ms - worst_ms, 0.05 * context.step_ms)
     # Starved workers finish a batch a step between them, so one takes `now` steps; a loop that loads its own batches
     # takes what it waited.
@@ -41,32 +42,46 @@ def _supply(context: Context, worst_ms: float) -> tuple[float, float, int, int]:
     return one_batch, rest, workers, now
 
 
+def _loader(context: Context) -> dict[str, Any] | None:
+    """The DataLoader that the loop waited for most: its rows carry its number as their value. None: none was seen."""
+    rows = context.rows
+    data = rows[(rows["kind"] == "phase") & (rows["name"] == "data") & rows["step"].isin(context.step_numbers)]
+    loaders = context.facts.get("dataloader", [])
+    waited = data["dur_ns"].astype("float64").groupby([data["rank"], data["value"]]).sum()
+    if len(waited):
+        rank, number = waited.idxmax()
+        same = [fact for fact in loaders if fact.get("number") == int(number)]
+        if same:
+            return next((fact for fact in same if fact.get("rank") == int(rank)), same[0])
+    return loaders[0] if loaders and len({fact.get("site") for fact in loaders}) == 1 else None
+
+
 def stall(context: Context, change: Change, gain: Gain, alone: Gain) -> Finding:
     """The training loop stands still until its next batch is there."""
     mean = context.work("data").mean(axis=1)
-    loaders = context.facts.get("dataloader", [])
+    loader = _loader(context)
     _, _, workers, now = _supply(context, float(mean.max()))
     ranks = tuple(rank for rank, ms in zip(context.ranks, mean, strict=True) if ms > 0.5 * mean.max())
     measured = bool(((context.rows["name"] == "data") & (context.rows["source"] == "measured")).any())
     evidence = [
         Evidence("waiting for input a step", round(float(mean.max()), 3), "ms", 0.0),
         Evidence("share of the step", round(100 * float(mean.max()) / context.step_ms, 1), "%"),
-        Evidence("DataLoader workers", now if loaders else "no DataLoader seen", "", workers),
+        Evidence("DataLoader workers", now if loader else "unknown", "", workers),
     ]
     if not measured:
         evidence.append(Evidence("seen as", "time between the optimizer and the next forward", ""))
-    site = loaders[0].get("site") if loaders else None
+    site = loader.get("site") if loader else None
     fixes: list[Fix] = []
-    if loaders:
+    if loader:
         title = f"DataLoader(num_workers={workers}, persistent_workers=True){at(site)}"
         fixes.append(code_fix(title, "num_workers", workers, site, alone))
-        if now and not loaders[0].get("persistent_workers"):
+        if now and not loader.get("persistent_workers"):
             fixes.append(code_fix("keep workers between epochs", "persistent_workers", True, site))
     else:
         title = f"prepare batches beside the computation: a DataLoader with num_workers={workers}"
         fixes.append(code_fix(title, "num_workers", workers, None, alone))
     title = f"the loop waits {mean.max():.1f} ms of each step for input"
-    where = Where(ranks=ranks, op="DataLoader" if loaders else None, steps=context.step_range)
+    where = Where(ranks=ranks, op="DataLoader" if loader else None, steps=context.step_range)
     return Finding("data.stall", title, "info", confidence_of(gain), where, tuple(evidence), gain, tuple(fixes))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..context import Change, Context
+from ..context import Change, Context, interval
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..load import counted_per_step
 from .base import NotJudged, confidence_of
@@ -15,13 +15,15 @@ Float = npt.NDArray[np.float64]
 
 OWN = ("compute", "optimizer", "other")
 """Work that makes a straggler: late data and collector pauses have findings of their own."""
+LEAST_OF_WORST = 0.1
+"""A rank this much less late than the latest is not named beside it."""
 
 
 def slow_ranks(context: Context) -> Change | None:
     """The slow ranks as fast as the typical one.
 
-    How much slower they are is taken from half of the steps and removed from the other half, and the reverse, so that
-    a rank which was merely unlucky does not count.
+    Slow is a rank whose work takes longer in the mean of the steps, and by more than chance explains: the low end of
+    the mean's 95 % interval is above nothing.
     """
     if len(context.ranks) < 2:
         if context.ranks_missing:
@@ -30,20 +32,17 @@ def slow_ranks(context: Context) -> Change | None:
     if len(context.step_numbers) < 2:
         return None
     own = _own_work(context)
-    typical = _typical(own)
-    excess = np.median(own - typical, axis=1)
-    slow = excess > max(0.5 * excess.max(), 0.0)
+    late = own - _typical(own)
+    mean = late.mean(axis=1)
+    surely = np.array([interval(series)[0] > 0 for series in late])
+    slow = surely & (mean > LEAST_OF_WORST * mean.max())
     if not slow.any() or slow.all():
         return None
-    share = np.zeros_like(own)
-    even = np.arange(own.shape[1]) % 2 == 0
-    for judged, learnt in ((even, ~even), (~even, even)):
-        if learnt.any():
-            extra = np.clip(np.median((own - typical)[:, learnt], axis=1), 0, None)[:, None]
-            share[:, judged] = np.where(slow[:, None], extra / np.maximum(own[:, judged], 1e-9), 0)
-    if not share.any():
-        return None
-    return Change({part: context.work(part) * np.clip(share, 0, 0.95) for part in OWN})
+    # What makes it late in the mean, taken from the steps in which it was late: from all alike if it is always so.
+    removed = np.clip(late, 0, None) * slow[:, None]
+    removed *= (mean / np.maximum(removed.mean(axis=1), 1e-9))[:, None] * slow[:, None]
+    share = np.clip(removed / np.maximum(own, 1e-9), 0, 0.95)
+    return Change({part: context.work(part) * share for part in OWN})
 
 
 def _own_work(context: Context) -> Float:
@@ -57,7 +56,7 @@ def straggler(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
     """Ranks that take longer for the same work, again and again, while the others wait."""
     own = _own_work(context)
     slow: npt.NDArray[np.bool_] = np.any([removed.any(axis=1) for removed in change.removed.values()], axis=0)
-    excess = np.median(own - _typical(own), axis=1)
+    excess = (own - _typical(own)).mean(axis=1)
     ranks = tuple(rank for rank, chosen in zip(context.ranks, slow, strict=True) if chosen)
     phases = _phase_excess(context, ranks)
     where_slow = max(phases, key=lambda name: phases[name][0] - phases[name][1]) if phases else None

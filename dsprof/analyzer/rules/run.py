@@ -28,28 +28,19 @@ def rank_died(context: Context) -> list[Finding]:
     steps = mine.loc[mine["kind"] == "step", "step"]
     last_step = int(steps.max()) if len(steps) else -1
     evidence = [
-        Evidence("ended by", _how(first), ""),
+        Evidence("ended by", first.how, ""),
         Evidence("last completed step", last_step if last_step >= 0 else "none", ""),
         Evidence("was doing", _doing(mine), ""),
     ]
     others = [item.rank for item in failed[1:]]
     if others:
         evidence.append(Evidence("ranks that failed after it", ", ".join(map(str, others[:8])), ""))
-    title = f"rank {first.rank} ended by {_how(first)} after step {last_step}" if last_step >= 0 else (
-        f"rank {first.rank} ended by {_how(first)} before it completed a step")  # fmt: skip
+    title = f"rank {first.rank} ended by {first.how} after step {last_step}" if last_step >= 0 else (
+        f"rank {first.rank} ended by {first.how} before it completed a step")  # fmt: skip
     where = Where(ranks=(first.rank,), steps=(last_step, last_step) if last_step >= 0 else None)
     fixes = (Fix("code", _advice(first)),)
     gain = Gain(0.0, 0.0, 0.0, 0.0, method="none")
     return [Finding("run.rank-died", title, "high", 1.0, where, tuple(evidence), gain, fixes)]
-
-
-def _how(item: RankExit) -> str:
-    if item.signal is None:
-        return f"exit status {item.code}"
-    try:
-        return signal.Signals(item.signal).name
-    except ValueError:
-        return f"signal {item.signal}"
 
 
 def _doing(rows: pd.DataFrame) -> str:

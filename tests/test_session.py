@@ -1,0 +1,120 @@
+"""The collectors inside a process that trains: nothing they meet may reach the job."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from jobs import environment
+
+from dsprof.capture import read_capture
+from dsprof.derive import trace_rows
+from dsprof.schema import Kind
+
+
+def train(tmp_path: Path, code: str, *, native: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` armed, one process without a process group, capturing into tmp_path/run."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(code))
+    env = environment(DSPROF="1", DSPROF_RUN=str(tmp_path / "run"), DSPROF_NATIVE=native)
+    return subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120)
+
+
+both = pytest.mark.parametrize("native", ["1", "0"])
+
+
+@both
+def test_bad_marks_and_spans_are_counted_and_do_not_raise(native: str, tmp_path: Path) -> None:
+    done = train(
+        tmp_path,
+        """
+        import torch, dsprof
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad(); model(torch.ones(1, 2)).sum().backward(); optimizer.step()
+            dsprof.mark("text", "abc"); dsprof.mark("zero", 0.0); dsprof.mark(["list"])
+            with dsprof.span(["list"]):
+                pass
+        print("trained")
+        """,
+        native=native,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
+    (folder,) = (tmp_path / "run" / "capture").iterdir()
+    rows = trace_rows(read_capture(folder), 0, 0)
+    assert rows.loc[rows["name"] == "zero", "value"].tolist() == [0.0] * 3
+    assert "mark" in (folder / "meta.json").read_text()
+
+
+@both
+def test_an_optimizer_that_raised_does_not_hide_the_steps_of_another(native: str, tmp_path: Path) -> None:
+    done = train(
+        tmp_path,
+        """
+        import torch
+        class Broken(torch.optim.SGD):
+            def step(self, closure=None):
+                raise RuntimeError("planted")
+        model = torch.nn.Linear(2, 2)
+        broken = Broken(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            model(torch.ones(1, 2)).sum().backward()
+            if step == 1:
+                try:
+                    broken.step()
+                except RuntimeError:
+                    pass
+            optimizer.step()
+        """,
+        native=native,
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "run" / "capture").iterdir()
+    rows = trace_rows(read_capture(folder), 0, 0)
+    assert int((rows["kind"] == "step").sum()) == 5
+
+
+def test_a_collection_inside_the_recorder_does_not_deadlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsprof.collectors import host, record
+
+    recorder = record.PyRecorder(tmp_path)
+    make = record._make_chunk
+
+    def make_and_collect(*args: object) -> object:
+        chunk = make(*args)  # type: ignore[arg-type]
+        gc.collect()  # as an automatic collection would, at any allocation under the recorder's lock
+        return chunk
+
+    monkeypatch.setattr(record, "_make_chunk", make_and_collect)
+    monkeypatch.setattr(host, "SHORTEST_NS", 0)
+    uninstall = host.install(recorder)
+    try:
+        recorder.put(Kind.MARK, recorder.intern("first"), 1, 2)
+    finally:
+        uninstall()
+    recorder.close()
+    capture = read_capture(tmp_path)
+    assert {capture.names[int(row["name"])] for row in capture.records} == {"first", "gc"}
+
+
+def test_sampling_from_one_thread_after_another_leaks_no_file(tmp_path: Path) -> None:
+    import threading
+
+    from dsprof.collectors import host, record
+
+    recorder = record.PyRecorder(tmp_path)
+    host.sample(recorder)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        thread = threading.Thread(target=host.sample, args=(recorder,))
+        thread.start()
+        thread.join()
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    recorder.close()
