@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import datetime
 import os
-import secrets
-import socket
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from dsprof.schema import host_name, new_run_id, parse_ranks
+
 RANK_VARIABLES: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 WORLD_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 FOLDER_KEY: Final = "dsprof/run-folder"
 FOLDER_PATIENCE_S: Final = 10.0
-"""How long a rank waits for rank 0 to name the folder; rank 0 may not be profiled at all."""
+"""How long a rank waits for rank 0 to name the folder; rank 0's process may not be armed at all."""
 
 
 @dataclass(frozen=True)
@@ -50,54 +49,45 @@ def identify() -> Identity:
         rank, world_size = dist.get_rank(), dist.get_world_size()
     else:
         rank, world_size = _integer(*RANK_VARIABLES) or 0, _integer(*WORLD_VARIABLES) or 1
-    host = socket.gethostname().split(".")[0].replace("/", "_") or "localhost"
     return Identity(
         rank=rank,
         world_size=world_size,
         local_rank=_integer("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
         restart=_integer("TORCHELASTIC_RESTART_COUNT") or 0,
-        host=host,
+        host=host_name(),
         pid=os.getpid(),
     )
 
 
 def selected(rank: int, ranks: str) -> bool:
     """Whether DSPROF_RANKS (`0,2-3`; empty: all) names `rank`. Raises ValueError on anything else."""
-    if not ranks.strip():
-        return True
-    for part in ranks.split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
-            raise ValueError(f"DSPROF_RANKS={ranks!r}: write ranks and ranges, such as 0,2-3")
-        if int(first) <= rank <= int(last or first):
-            return True
-    return False
+    chosen = parse_ranks(ranks)
+    return not chosen or any(rank in part for part in chosen)
 
 
 def run_folder(identity: Identity) -> Path:
-    """The launcher's run folder; without a launcher one that rank 0 names and tells through the job's own store."""
+    """The launcher's run folder; without a launcher one that rank 0 names and tells through the job's own store.
+
+    Makes nothing on disk. Rank 0 must call this even where it is not captured itself, or the others wait for a name.
+    """
     given = os.environ.get("DSPROF_RUN")
     if given:
         return Path(given)
     parent = Path(os.environ.get("DSPROF_DIR") or "dsprof-out").absolute()
-    mine = parent / _new_name()
+    mine = parent / new_run_id(Path(sys.argv[0] or "python").stem)
     store = _job_store() if identity.world_size > 1 else None
     if store is None:
         return mine
     if identity.rank == 0:
-        store.set(FOLDER_KEY, str(mine))
-        return mine
+        if not store.check([FOLDER_KEY]):  # named once, however often this is called
+            store.set(FOLDER_KEY, str(mine))
+        return Path(store.get(FOLDER_KEY).decode())
     deadline = time.monotonic() + FOLDER_PATIENCE_S
     while time.monotonic() < deadline:
         if store.check([FOLDER_KEY]):
             return Path(store.get(FOLDER_KEY).decode())
         time.sleep(0.02)
     return parent / f"{mine.name}-rank{identity.rank}"
-
-
-def _new_name() -> str:
-    script = Path(sys.argv[0] or "python").stem.strip("-") or "python"
-    return f"{script}-{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
 
 
 def _job_store() -> Any:

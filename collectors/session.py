@@ -188,8 +188,11 @@ def start() -> Session | None:
         if _current is not None:
             return _current
         who = identity.identify()
-        run = identity.run_folder(who)  # first: rank 0 names it for the others even if it is not captured itself
-        if not identity.selected(who.rank, os.environ.get("DSPROF_RANKS", "")):
+        selected = identity.selected(who.rank, os.environ.get("DSPROF_RANKS", ""))
+        if not selected and who.rank != 0:
+            return None
+        run = identity.run_folder(who)  # rank 0 names it for the others even if it is not captured itself
+        if not selected:
             return None
         folder = run / "capture" / who.folder_name
         folder.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,16 @@ from .schema import (
     RECORD_FIELDS,
     Kind,
     State,
+    chunk_name,
     unescape_name,
 )
 
 RECORD_DTYPE = np.dtype([(name, code) for name, _, code, _ in RECORD_FIELDS])
 assert RECORD_DTYPE.itemsize == RECORD_BYTES
+
+CHUNK_NAME = re.compile(r"chunk-(\d{5})\.bin")
+MOST_PROBLEMS = 8
+"""Lost chunks that are named."""
 
 FOLDER_NAME = r"rank(?P<rank>\d{5,})\.(?P<restart>\d+)\.(?P<host>.+)\.(?P<pid>\d+)"
 
@@ -48,14 +54,7 @@ def read_capture(path: Path) -> Capture:
     """Everything that can still be read of the capture folder `path`. Never raises for damaged content."""
     problems: list[str] = []
     names = _read_names(path / "names.txt", problems)
-    parts, damaged = [], 0
-    for chunk in sorted(path.glob("chunk-*.bin")):
-        records, bad = _read_chunk(chunk, names, problems)
-        parts.append(records)
-        damaged += bad
-    if not parts:
-        problems.append("no records were written")
-    records = np.concatenate(parts) if parts else np.empty(0, RECORD_DTYPE)
+    records, damaged = _read_chunks(path, names, problems)
     meta = _read_json(path / "meta.json", problems)
     return Capture(path, records, names, meta, _read_facts(path / "facts.jsonl", problems), damaged, problems)
 
@@ -74,26 +73,56 @@ def _read_names(path: Path, problems: list[str]) -> dict[int, str]:
     return names
 
 
-def _read_chunk(path: Path, names: dict[int, str], problems: list[str]) -> tuple[npt.NDArray[np.void], int]:
-    empty = np.empty(0, RECORD_DTYPE)
+def _read_chunks(folder: Path, names: dict[int, str], problems: list[str]) -> tuple[npt.NDArray[np.void], int]:
+    """The records of all chunks, in the order of their numbers, and how many were left out."""
+    parts, damaged = [], 0
+    chunks = {int(match[1]): path for path in folder.iterdir() if (match := CHUNK_NAME.fullmatch(path.name))}
+    for number, path in sorted(chunks.items()):
+        content = _read_chunk(path, problems)
+        if content is None:
+            continue
+        index = CHUNK_HEADER.unpack_from(content)[4]
+        if index != number:
+            problems.append(f"{path.name}: its header says that it is {chunk_name(index)}")
+            if index in chunks:
+                continue  # a copy: these records are there already
+        records, bad = _read_records(content, names, path.name, problems)
+        parts.append(records)
+        damaged += bad
+    lost = [chunk_name(number) for number in range(max(chunks, default=0)) if number not in chunks]
+    problems += [f"{name}: missing; records are lost" for name in lost[:MOST_PROBLEMS]]
+    if not chunks:
+        problems.append("no records were written")
+    return np.concatenate(parts) if parts else np.empty(0, RECORD_DTYPE), damaged
+
+
+def _read_chunk(path: Path, problems: list[str]) -> bytes | None:
+    """The bytes of a chunk with a good header."""
     try:
         content = path.read_bytes()
     except OSError as error:
         problems.append(f"{path.name}: {error.strerror}")
-        return empty, 0
+        return None
     if len(content) < CHUNK_HEADER_BYTES:
         problems.append(f"{path.name}: cut short inside its header")
-        return empty, 0
+        return None
     magic, version, record_bytes, _, _, _ = CHUNK_HEADER.unpack_from(content)
     if magic != CHUNK_MAGIC:
         problems.append(f"{path.name}: not a dsprof capture")
-        return empty, 0
+        return None
     if version != FORMAT_VERSION or record_bytes != RECORD_BYTES:
         problems.append(f"{path.name}: format {version}, this dsprof reads {FORMAT_VERSION}")
-        return empty, 0
+        return None
+    return content
+
+
+def _read_records(
+    content: bytes, names: dict[int, str], where: str, problems: list[str]
+) -> tuple[npt.NDArray[np.void], int]:
+    """A chunk's records, and how many were left out."""
     count, rest = divmod(len(content) - CHUNK_HEADER_BYTES, RECORD_BYTES)
     if rest:
-        problems.append(f"{path.name}: cut short inside a record")
+        problems.append(f"{where}: cut short inside a record")
     records = np.frombuffer(content, RECORD_DTYPE, count, CHUNK_HEADER_BYTES)
     written = records[records["state"] != State.EMPTY]
     whole = written[_plausible(written, names)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -14,9 +15,10 @@ from .talk import shown
 
 ERROR_LOG: Final = "dsprof-error.log"
 RUN_PARTS: Final = (
-    "run.json", "capture", "trace", "exits", "findings.json", "report.html", "summary.md", "tensorboard", ERROR_LOG,
+    "run.json", "capture", "trace", "exits", "findings.json", "report.html", "tensorboard", ERROR_LOG,
 )  # fmt: skip
-"""All that dsprof writes into a run folder."""
+RANK_ERRORS: Final = re.compile(r"error\.\d+\.txt")
+"""Beside RUN_PARTS, all that dsprof writes into a run folder: see `collectors.session.report_failure`."""
 
 
 def claim(path: Path, info: RunInfo, *, force: bool = False) -> RunFolder:
@@ -57,7 +59,8 @@ def is_run(folder: RunFolder) -> bool:
 
 def remove_run(folder: RunFolder) -> None:
     """Remove the run, and the folder with it unless something else lies there too. Raises OSError."""
-    for part in RUN_PARTS:
+    errors = [path.name for path in folder.path.glob("error.*.txt") if RANK_ERRORS.fullmatch(path.name)]
+    for part in (*RUN_PARTS, *errors):
         item = folder.path / part
         if item.is_dir() and not item.is_symlink():
             shutil.rmtree(item)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import shutil
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -94,5 +93,4 @@ def describe_end(status: int, exits: list[RankExit]) -> str:
     first = next(iter(failures(exits)), None)
     if first is None:  # interrupted, or a command of which no more is known
         return f"the job ended with status {status}"
-    how = f"killed by {signal.Signals(first.signal).name}" if first.signal else f"exit status {first.code}"
-    return f"the job ended with status {status}: rank {first.rank} on {first.host} failed first ({how})"
+    return f"the job ended with status {status}: rank {first.rank} on {first.host} failed first ({first.how})"

@@ -22,7 +22,8 @@ import dsprof
 
 from .claim import claim, remove_run
 from .conclude import Conclusion, now
-from .run import RunFolder, RunInfo, new_run_id
+from .run import RunFolder, RunInfo
+from .schema import new_run_id
 from .settings import Settings
 from .supervise import Supervisor
 from .talk import Talk, shown
@@ -183,17 +184,14 @@ def build_native_helper(settings: Settings, talk: Talk) -> None:
     """Have the native helper ready before the ranks want it. Only `native = on` makes a failure a LaunchError."""
     if settings.native == "off":
         return
-    reason = "no C++ compiler"
-    try:
-        from dsprof.collectors.native import build
+    from dsprof.collectors.native import build
 
-        if build.ensure(Path(sys.executable), talk.say) is not None:
-            return
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-    if settings.native == "on":
-        raise LaunchError(f"the native helper cannot be built ({reason}); use --native auto")
-    talk.warn(f"warning: no native helper ({reason}); the slower Python one is used")
+    try:
+        build.ensure(Path(sys.executable), talk.say)
+    except build.NoHelper as error:
+        if settings.native == "on":
+            raise LaunchError(f"no native helper: {error}; --native auto records in Python instead") from error
+        talk.warn(f"warning: no native helper: {error}; recording in Python instead, which is slower")
 
 
 def is_installed() -> bool:

@@ -2,23 +2,23 @@
 
 dsprof-out/<name>-<UTC>-<id>/
     run.json  capture/rank00003.<restart>.<host>.<pid>/  trace/rank00003.parquet
-    findings.json  report.html  summary.md  tensorboard/
+    findings.json  report.html  tensorboard/
 """
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
-import re
-import secrets
+import signal
 import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 RUN_SCHEMA: Final = 1
 DEFAULT_PARENT: Final = "dsprof-out"
+
+Known = TypeVar("Known")
 
 
 class RunError(Exception):
@@ -49,11 +49,34 @@ class RankExit:
             return 128 + self.signal
         return self.code or 0
 
+    @property
+    def how(self) -> str:
+        """What ended it: `exit status 7`, `SIGKILL`."""
+        if self.signal is None:
+            return "running or unknown" if self.code is None else f"exit status {self.code}"
+        try:
+            return signal.Signals(self.signal).name
+        except ValueError:  # a real-time signal, or one of another platform
+            return f"signal {self.signal}"
+
+
+def last_exits(exits: list[RankExit]) -> list[RankExit]:
+    """How each rank's last process ended, by rank.
+
+    Restarts are counted by each host's launcher: one host may be at its second while another is at its first. A rank
+    that moved to another host has its last process there.
+    """
+    last: dict[str, int] = {}
+    for item in exits:
+        last[item.host] = max(last.get(item.host, 0), item.restart)
+    final = [item for item in exits if item.restart == last[item.host]]
+    by_rank = {item.rank: item for item in sorted(final, key=lambda item: item.restart)}
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
 
 def failures(exits: list[RankExit]) -> list[RankExit]:
-    """Ranks of the last restart that failed by themselves, the first to end first."""
-    last = max((item.restart for item in exits), default=0)
-    failed = [item for item in exits if item.restart == last and item.status and not item.stopped]
+    """Ranks whose last process failed by itself, the first to end first."""
+    failed = [item for item in last_exits(exits) if item.status and not item.stopped]
     return sorted(failed, key=lambda item: item.ended_ns or sys.maxsize)
 
 
@@ -113,11 +136,9 @@ class RunInfo:
         data = json.loads(text)
         if not isinstance(data, dict) or "id" not in data:
             raise ValueError("not a run.json: it has no `id`")
-        known = {item.name for item in fields(cls)}
-        data = {key: value for key, value in data.items() if key in known}
-        data["exits"] = [RankExit(**item) for item in data.get("exits", [])]
-        data["ranks"] = [RankInfo(**item) for item in data.get("ranks", [])]
-        return cls(**{"name": data["id"], "command": [], **data})
+        data["exits"] = [from_known(RankExit, item) for item in data.get("exits", [])]
+        data["ranks"] = [from_known(RankInfo, item) for item in data.get("ranks", [])]
+        return from_known(cls, {"name": data["id"], "command": [], **data})
 
 
 @dataclass(frozen=True)
@@ -143,6 +164,10 @@ class RunFolder:
         """One JSON file a launching host, written by `dsprof.torchrun`."""
         return self.path / "exits"
 
+    def is_run(self) -> bool:
+        """Whether there is anything of a run in it."""
+        return self.run_json.exists() or self.capture.is_dir() or self.trace.is_dir()
+
     @property
     def findings_json(self) -> Path:
         return self.path / "findings.json"
@@ -159,11 +184,10 @@ class RunFolder:
         """How each rank ended, from every host that wrote into this folder; and which files could not be read."""
         exits: list[RankExit] = []
         problems: list[str] = []
-        known = {item.name for item in fields(RankExit)}
         for path in sorted(self.exits.glob("*.json")):
             try:
                 items = json.loads(path.read_text())
-                exits += [RankExit(**{key: item[key] for key in known & item.keys()}) for item in items]
+                exits += [from_known(RankExit, item) for item in items]
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 problems.append(f"exits/{path.name}: unreadable ({error})")
         return sorted(exits, key=lambda item: (item.restart, item.rank)), problems
@@ -180,17 +204,19 @@ class RunFolder:
             return RunInfo.from_json(self.run_json.read_text())
         except FileNotFoundError:
             return RunInfo(id=self.path.resolve().name, name=self.path.resolve().name, command=[])
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise RunError(
                 f"{self.run_json}: cannot be read ({error}); move it away to analyze the capture without it"
             ) from error
 
 
-def new_run_id(name: str, now: datetime.datetime | None = None) -> str:
-    """`<name>-<UTC>-<id>`, safe as a file name."""
-    now = now or datetime.datetime.now(datetime.UTC)
-    safe = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "run"
-    return f"{safe}-{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+def from_known(kind: type[Known], item: dict[str, Any]) -> Known:
+    """A dataclass from JSON, without keys that it does not know: a newer dsprof may have written more.
+
+    Raises TypeError or AttributeError where it is not an object that holds what is needed.
+    """
+    known = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{key: value for key, value in item.items() if key in known})
 
 
 def open_run(path: str | os.PathLike[str]) -> RunFolder:
@@ -198,7 +224,7 @@ def open_run(path: str | os.PathLike[str]) -> RunFolder:
     folder = RunFolder(Path(path))
     if not folder.path.is_dir():
         raise RunError(f"{path}: no such run folder; runs lie under {DEFAULT_PARENT}/ unless -o said otherwise")
-    if not (folder.run_json.exists() or folder.capture.is_dir() or folder.trace.is_dir()):
+    if not folder.is_run():
         raise RunError(f"{path}: not a run folder (no run.json, capture/ or trace/ in it)")
     return folder
 

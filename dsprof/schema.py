@@ -15,7 +15,11 @@ evidence of what was under way when the process ended.
 
 from __future__ import annotations
 
+import datetime
 import enum
+import re
+import secrets
+import socket
 import struct
 from typing import Final
 
@@ -120,6 +124,32 @@ def unescape_name(text: str) -> str:
         else:
             out.append(char)
     return "".join(out)
+
+
+# --- the run ----------------------------------------------------------------------------------
+
+
+def new_run_id(name: str, now: datetime.datetime | None = None) -> str:
+    """`<name>-<UTC>-<id>`, safe as a file name."""
+    now = now or datetime.datetime.now(datetime.UTC)
+    safe = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "run"
+    return f"{safe}-{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+
+
+def host_name() -> str:
+    """This host's whole name, as a file name: ranks of one name share a clock, and `node.a` is not `node.b`."""
+    return socket.gethostname().replace("/", "_") or "localhost"
+
+
+def parse_ranks(text: str) -> list[range]:
+    """The ranks that `0,2-3` names; nothing for an empty text, which means all. Raises ValueError on anything else."""
+    chosen = []
+    for part in text.split(",") if text.strip() else []:
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part, re.ASCII)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ValueError(f"{text!r} is not a list of ranks; write ranks and ranges, such as 0,2-3")
+        chosen.append(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return chosen
 
 
 # --- names ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .run import DEFAULT_PARENT
+from .schema import parse_ranks
 
 CHOICES: Final[dict[str, tuple[str, ...]]] = {"level": ("light",), "native": ("auto", "on", "off")}
 VARIABLES: Final = {"level": "DSPROF_LEVEL", "dir": "DSPROF_DIR", "ranks": "DSPROF_RANKS", "native": "DSPROF_NATIVE"}
@@ -79,8 +80,8 @@ def _checked(key: str, value: Any, where: str) -> Any:
     if choices and value not in choices:
         raise SettingsError(f"{where}: {value!r} is not one of {', '.join(choices)}")
     if key == "ranks" and isinstance(value, str):
-        for part in filter(None, value.split(",")):
-            first, _, last = part.strip().partition("-")
-            if not first.isdigit() or (last and not last.isdigit()):
-                raise SettingsError(f"{where}: {value!r} is not a list of ranks; write ranks and ranges, such as 0,2-3")
+        try:
+            parse_ranks(value)
+        except ValueError as error:
+            raise SettingsError(f"{where}: {error}") from error
     return value

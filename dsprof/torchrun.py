@@ -12,7 +12,6 @@ import json
 import os
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from types import FrameType
 from typing import Any, Final
 
 from .run import RankExit, RunFolder, write_atomically
+from .schema import host_name
 
 PR_SET_PDEATHSIG: Final = 1
 REPEAT_NS: Final = 500_000_000
@@ -236,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def write_exits(folder: RunFolder, watch: DeathWatch) -> None:
     """exits/<host>.json. A full disk costs this file, not the job's status."""
-    host = socket.gethostname().split(".")[0].replace("/", "_") or "localhost"
+    host = host_name()
     exits = [asdict(child.exit(host)) for child in watch.children]
     try:
         folder.exits.mkdir(parents=True, exist_ok=True)

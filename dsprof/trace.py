@@ -21,10 +21,10 @@ import pyarrow.parquet as pq
 
 from .capture import FOLDER_NAME, Capture, read_capture
 from .derive import trace_rows
-from .run import RankInfo, RunError, RunFolder, RunInfo
+from .run import RankInfo, RunError, RunFolder, RunInfo, from_known
 from .schema import COLUMNS
 
-MERGE_VERSION = 1
+MERGE_VERSION = 2
 """Part of the signature that tells whether a Parquet file is up to date: raise it when merging changes."""
 SIGNATURE = b"dsprof.signature"
 RANK_INFO = b"dsprof.rank"
@@ -139,15 +139,17 @@ def _merge_rank(folder: RunFolder, rank: int, folders: list[tuple[int, Path]], i
 
 def _derive(rank: int, folders: list[tuple[int, Path]]) -> tuple[pd.DataFrame, dict[str, Any]]:
     """The rank's rows, of all its restarts, and what `run.json` says of it."""
-    chosen: dict[int, Capture] = {}
-    problems: list[str] = []
+    found: dict[int, list[Capture]] = defaultdict(list)
     for restart, path in folders:
-        capture = read_capture(path)
-        if restart in chosen:
-            # A helper program that inherited the rank's environment and trained something leaves a second one.
-            problems.append("two processes captured as this rank; the longer capture is used")
-        if restart not in chosen or len(capture.records) > len(chosen[restart].records):
-            chosen[restart] = capture
+        found[restart].append(read_capture(path))
+    chosen = {restart: max(captures, key=lambda item: len(item.records)) for restart, captures in found.items()}
+    # A helper program that inherited the rank's environment and trained something leaves a second capture.
+    problems = [
+        f"{len(captures)} processes captured as this rank ({', '.join(_process(item) for item in captures)}); "
+        f"the longest capture, of {_process(chosen[restart])}, is used"
+        for restart, captures in found.items()
+        if len(captures) > 1
+    ]
     tables = {restart: trace_rows(capture, rank, restart) for restart, capture in sorted(chosen.items())}
     captures = list(chosen.values())
     summary: dict[str, Any] = {
@@ -157,7 +159,7 @@ def _derive(rank: int, folders: list[tuple[int, Path]]) -> tuple[pd.DataFrame, d
         "world_size": next((capture.meta["world_size"] for capture in captures if "world_size" in capture.meta), None),
         "problems": [*(problem for capture in captures for problem in capture.problems), *problems],
         "errors": [error for capture in captures for error in capture.meta.get("errors", [])],
-        "cuda": any(capture.meta.get("cuda") for capture in captures),
+        "cuda": any(fact["fact"] == "device" for capture in captures for fact in capture.facts),
     }
     return pd.concat(tables.values(), ignore_index=True), summary
 
@@ -174,9 +176,8 @@ def _write_parquet(target: Path, table: pa.Table) -> None:
 
 
 def _describe(rank: int, restart: int, capture: Capture, rows: pd.DataFrame) -> RankInfo:
-    match = re.fullmatch(FOLDER_NAME, capture.path.name)
-    assert match is not None
-    steps = rows.loc[rows["kind"] == "step", "step"]
+    match = _folder_name(capture)
+    steps = rows.loc[(rows["kind"] == "step") & rows["dur_ns"].notna(), "step"]
     return RankInfo(
         rank=rank,
         restart=restart,
@@ -193,8 +194,19 @@ def _describe(rank: int, restart: int, capture: Capture, rows: pd.DataFrame) -> 
     )
 
 
+def _folder_name(capture: Capture) -> re.Match[str]:
+    match = re.fullmatch(FOLDER_NAME, capture.path.name)
+    assert match is not None  # as `_captures` has found it
+    return match
+
+
+def _process(capture: Capture) -> str:
+    match = _folder_name(capture)
+    return f"{match['pid']} on {match['host']}"
+
+
 def _add_rank(rank: int, summary: dict[str, Any], info: RunInfo) -> None:
-    described = [RankInfo(**item) for item in summary["ranks"]]
+    described = [from_known(RankInfo, item) for item in summary["ranks"]]
     info.ranks += described
     info.facts += summary["facts"]
     info.versions = {**summary["versions"], **info.versions}

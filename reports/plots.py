@@ -174,8 +174,9 @@ def heatmap(steps: pd.DataFrame, *, max_columns: int = 500, max_rows: int = 128)
         colorbar={"title": {"text": "ms"}, "thickness": 12, "outlinewidth": 0, "len": 1, "lenmode": "fraction"},
         hovertemplate="%{y}, step %{x}<br><b>%{z:,.1f} ms</b> more own work than the middle rank<extra></extra>",
     )  # fmt: skip
-    height = 130 + min(max(26 * len(joined), 60), 520)
+    height = 154 + min(max(26 * len(joined), 60), 520)
     figure = styled([trace], "Own work beyond the middle rank", "; ".join(notes), height=height)
+    figure.update_layout(margin_t=34)  # the toolbar's place, beside which is the colour bar's title
     figure.update_xaxes(title="step", showgrid=False, zeroline=False)
     figure.update_yaxes(autorange="reversed", showgrid=False)
     return figure

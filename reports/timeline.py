@@ -31,6 +31,7 @@ _PHASE_COLORS: Final = {
 _PEERS: Final = ("waiting for peers", palette.PARTS["peer_wait"].color)
 _TRANSFER: Final = ("transfer", palette.PARTS["comm_exposed"].color)
 _PAUSE: Final = ("pause", palette.PARTS["pause"].color)
+_WAIT: Final = ("wait, not told for whom", palette.NEUTRAL)
 _SPAN: Final = ("span", "#7D8FA3")
 _DARK: Final = frozenset({"data", "backward", "waiting for peers", "pause"})
 """Colours that want white text."""
@@ -51,14 +52,15 @@ class _Bars:
 
 
 def timeline(
-    rows: pd.DataFrame, step: int, *, collectives: pd.DataFrame | None = None, ranks: Sequence[int] = (),
-    max_ranks: int = 8, max_events: int = 4000,
+    rows: pd.DataFrame, step: int, *, waits: pd.DataFrame | None = None, collectives: pd.DataFrame | None = None,
+    ranks: Sequence[int] = (), max_ranks: int = 8, max_events: int = 4000,
 ) -> go.Figure:  # fmt: skip
     """One step of `rows` (the trace table): phases, waits, collectives and spans of each rank.
 
-    With `collectives` (one row each: group, seq, last_ns) a collective and the wait for it are split at the last
-    arrival into waiting for peers and transfer. `ranks` are shown first where there are more than `max_ranks`;
-    of more than `max_events` events the longest are shown. What never ended is hatched.
+    Waits in `waits` (`Analysis.waits`: rank, start_ns, arrival_ns) and the collectives in `collectives` (group, seq,
+    last_ns) are split at the last arrival into waiting for peers and transfer; other waits are not. `ranks` are shown
+    first where there are more than `max_ranks`; of more than `max_events` events the longest are shown. What never
+    ended is hatched.
     """
     found = rows[(rows["step"] == step) & rows["kind"].isin(KINDS)]
     everyone = sorted(int(rank) for rank in found["rank"].unique())
@@ -79,7 +81,7 @@ def timeline(
     if (events["dur_ns"].isna() & ~events["ended"].fillna(False)).any():
         until += max((until - origin) // 20, 1)
         notes.append("hatched: never ended")
-    drawing = _Drawing(origin, until, _last_arrivals(collectives))
+    drawing = _Drawing(origin, until, _last_arrivals(collectives), _wait_arrivals(waits))
     for rank in shown:
         drawing.add_rank(rank, events[events["rank"] == rank].sort_values("start_ns"))
     return drawing.figure("; ".join(notes))
@@ -95,14 +97,24 @@ def _last_arrivals(collectives: pd.DataFrame | None) -> Mapping[tuple[str, int],
     }
 
 
+def _wait_arrivals(waits: pd.DataFrame | None) -> Mapping[tuple[int, int], int]:
+    """(rank, start_ns) of a wait -> when the last rank arrived."""
+    if waits is None:
+        return {}
+    return {
+        (int(rank), int(start)): int(arrival)
+        for rank, start, arrival in zip(waits["rank"], waits["start_ns"], waits["arrival_ns"], strict=True)
+    }
+
+
 class _Drawing:
     """Bars by colour, and the lanes they lie on; y grows downwards, one unit a full lane."""
 
-    def __init__(self, origin: int, until: int, arrivals: Mapping[tuple[str, int], int]) -> None:
-        self.origin, self.until, self.arrivals = origin, until, arrivals
+    def __init__(
+        self, origin: int, until: int, arrivals: Mapping[tuple[str, int], int], waits: Mapping[tuple[int, int], int]
+    ) -> None:
+        self.origin, self.until, self.arrivals, self.waits = origin, until, arrivals, waits
         self.y = 0.0
-        self.under_way: list[tuple[int, int, int]] = []
-        """Of the rank being drawn: start, end and last arrival of its collectives."""
         self.bars: dict[str, _Bars] = {}
         self.marks: list[tuple[float, float, str]] = []
         self.ticks: list[tuple[float, str]] = []
@@ -114,14 +126,8 @@ class _Drawing:
         self._lane(f"<b>rank {rank}</b>", events[(events["kind"] == "step") | (events["kind"] == "phase") & known], 1.0)
         for item in events[events["kind"] == "mark"].itertuples():
             self.marks.append((self._at(item.start_ns), self.y - 0.5, self._hover(item, self.until)))
-        collectives = events[events["kind"] == "comm"]
-        self.under_way = [
-            (int(item.start_ns), self._end(item), arrival)
-            for item in collectives.itertuples()
-            if (arrival := self._arrival(item)) is not None
-        ]
         self._lane("waits", events[events["kind"].isin(["wait", "pause"])], 0.6)
-        self._packed("comm", collectives, MAX_COMM_LANES)
+        self._packed("comm", events[events["kind"] == "comm"], MAX_COMM_LANES)
         spans = events["kind"].isin(["module", "pipe"]) | (events["kind"] == "phase") & ~known
         self._packed("spans", events[spans], MAX_SPAN_LANES)
 
@@ -154,9 +160,9 @@ class _Drawing:
             self._bar(*_PAUSE, start, end, y, height, item)
         elif item.kind in ("comm", "wait"):
             arrival = self._arrival(item)
-            if arrival is None and item.kind == "wait":  # it is for the last of the collectives under way to end
-                waited_for = [known for known in self.under_way if known[0] < end and known[1] > start]
-                arrival = max(waited_for, key=lambda known: known[1])[2] if waited_for else None
+            if arrival is None and item.kind == "wait":
+                self._bar(*_WAIT, start, end, y, height, item)
+                return
             if arrival is None and _never_ended(item):
                 arrival = end
             split = min(max(arrival, start), end) if arrival is not None else start
@@ -170,7 +176,9 @@ class _Drawing:
             self._bar(*_SPAN, start, end, y, height, item)
 
     def _arrival(self, item: Any) -> int | None:
-        """When the last rank arrived at a collective; None where that is not known."""
+        """When the last rank arrived at a collective, or at the one waited for; None where that is not known."""
+        if item.kind == "wait":
+            return self.waits.get((int(item.rank), int(item.start_ns)))
         if pd.isna(item.group) or pd.isna(item.seq):
             return None
         return self.arrivals.get((str(item.group), int(item.seq)))
@@ -221,7 +229,7 @@ class _Drawing:
         return "<br>".join([*lines, *([", ".join(facts)] if facts else []), f"rank {item.rank}"])
 
     def figure(self, note: str) -> go.Figure:
-        order = ["unexplained", *_PHASE_COLORS, _PAUSE[0], _PEERS[0], _TRANSFER[0], _SPAN[0]]
+        order = ["unexplained", *_PHASE_COLORS, _PAUSE[0], _PEERS[0], _TRANSFER[0], _WAIT[0], _SPAN[0]]
         traces: list[Any] = [
             go.Bar(
                 name=name, orientation="h", base=bars.start_ms, x=bars.dur_ms, y=bars.lane, width=bars.height,

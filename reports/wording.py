@@ -6,7 +6,6 @@ import datetime
 import math
 import re
 import shlex
-import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -14,7 +13,7 @@ from typing import Any, Final
 
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Evidence, Finding, Fix, Gain, Where
-from dsprof.run import RankExit
+from dsprof.run import RankExit, last_exits
 
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]+")
 
@@ -120,9 +119,7 @@ def headline(analysis: Analysis) -> str:
         return f"no rule could be judged on this capture; a step takes {ms(step.mean)}"
     if not math.isfinite(analysis.noise_ms):
         return f"too few steps to tell a gain from noise; a step takes {ms(step.mean)}"
-    floor = max(analysis.noise_ms, step.mean / 100)
-    limit = "1 %" if floor <= step.mean / 100 else f"{ms(floor)}, the run's own noise,"
-    found = f"nothing found that would save more than {limit} of the {ms(step.mean)} step"
+    found = f"nothing found that is sure to shorten the {ms(step.mean)} step"
     if len(analysis.ranks_captured) < analysis.ranks_expected:
         return f"{found}, in {len(analysis.ranks_captured)} of {count(analysis.ranks_expected, 'rank')}"
     return f"healthy: {found}"
@@ -201,14 +198,8 @@ def site(file: object, line: object, cwd: str = "") -> str:
 
 
 def ended(item: RankExit) -> str:
-    """`exit 0`, `exit 7`, `killed by SIGKILL (137)`."""
-    if item.signal is None:
-        return "running or unknown" if item.code is None else f"exit {item.code}"
-    try:
-        name = signal.Signals(item.signal).name
-    except ValueError:
-        name = f"signal {item.signal}"
-    return f"killed by {name} ({item.status})"
+    """`exit status 7`, `killed by SIGKILL (137)`."""
+    return item.how if item.signal is None else f"killed by {item.how} ({item.status})"
 
 
 def missing_ranks(analysis: Analysis) -> tuple[int, ...]:
@@ -221,13 +212,6 @@ def by_reason(not_run: Mapping[str, str]) -> list[tuple[str, list[str]]]:
     for code, reason in not_run.items():
         reasons.setdefault(clean(reason), []).append(code)
     return list(reasons.items())
-
-
-def last_exits(analysis: Analysis) -> list[RankExit]:
-    """How the ranks of the last attempt ended; an elastic job restarts."""
-    exits = analysis.run.exits
-    last = max((item.restart for item in exits), default=0)
-    return [item for item in exits if item.restart == last]
 
 
 def capture_warnings(analysis: Analysis) -> list[str]:
@@ -243,7 +227,7 @@ def _bad_ends(analysis: Analysis) -> list[str]:
     told = {rank for finding in broken for rank in finding.where.ranks or ()}
     last_step = {info.rank: info.last_step for info in analysis.run.ranks}
     alike: dict[str, list[int]] = {}
-    for item in last_exits(analysis):
+    for item in last_exits(analysis.run.exits):
         if item.status != 0 and item.rank not in told:
             words = ended(item) if item.signal is not None else f"ended with {ended(item)}"
             step = last_step.get(item.rank)
@@ -261,7 +245,7 @@ def capture_facts(analysis: Analysis) -> str:
     if missing:
         words[0] += f" (missing {spans(missing)})"
     if capture.overhead_percent is not None:
-        words.append(f"overhead {percent(capture.overhead_percent)}")
+        words.append(f"overhead est. {percent(capture.overhead_percent)}")
     words.append(f"{count(capture.dropped, 'record')} dropped")
     if len(analysis.ranks_captured) > 1:
         error = capture.clock_error_us

@@ -55,12 +55,13 @@ def build(job: Job, findings: tuple[Finding, ...] = (), passed: tuple[str, ...] 
     rows: list[dict[str, Any]] = []
     steps: list[dict[str, Any]] = []
     matched: list[dict[str, Any]] = []
+    waits: list[dict[str, Any]] = []
     captured = job.captured if job.captured is not None else tuple(range(job.ranks))
     begin = START_NS
     complete = job.steps if job.dies is None else job.dies[1]
     for step in range(complete):
         middle = complete // 4 <= step < complete - complete // 4
-        begin = _step(job, step, begin, middle, captured, rows, steps, matched)
+        begin = _step(job, step, begin, middle, captured, rows, steps, matched, waits)
     if job.dies is not None:
         _last_step(job, begin, captured, rows)
 
@@ -86,6 +87,7 @@ def build(job: Job, findings: tuple[Finding, ...] = (), passed: tuple[str, ...] 
             "group", "seq", "name", "step", "bytes", "ranks", "first_ns", "last_ns", "late_rank", "end_ns",
             "transfer_ns", "purpose",
         ]),
+        waits=pd.DataFrame(waits, columns=["rank", "start_ns", "end_ns", "arrival_ns", "group", "seq"]),
         rows=_table(rows),
         findings=findings,
         passed=passed,
@@ -99,6 +101,7 @@ def build(job: Job, findings: tuple[Finding, ...] = (), passed: tuple[str, ...] 
 def _step(
     job: Job, step: int, begin: int, middle: bool, captured: tuple[int, ...],
     rows: list[dict[str, Any]], steps: list[dict[str, Any]], matched: list[dict[str, Any]],
+    waits: list[dict[str, Any]],
 ) -> int:  # fmt: skip
     """Append one step of every rank; returns its end."""
     data = {rank: job.data + wobble(rank, step) for rank in range(job.ranks)}
@@ -134,6 +137,10 @@ def _step(
                 bytes=BUCKET_BYTES, dtype="float32", purpose="gradient",
             )  # fmt: skip
         wait = last - ready[rank]
+        waits.append({
+            "rank": rank, "start_ns": begin + round(ready[rank] * MS), "end_ns": begin + round(done * MS),
+            "arrival_ns": begin + round(last * MS), "group": "0", "seq": step * 3 + 2,
+        })  # fmt: skip
         steps.append({
             "rank": rank, "step": step, "start_ns": begin, "dur_ns": round(end * MS),
             "middle": middle,

@@ -157,6 +157,14 @@ def test_two_launchers_cannot_take_one_folder(tmp_path: Path, monkeypatch: pytes
     assert first.run_json.exists()
 
 
+def test_force_takes_the_old_runs_errors_away_and_nobody_elses(tmp_path: Path) -> None:
+    folder = claim(tmp_path / "a", info())
+    for name in ("error.4711.txt", "error.log.txt", "notes.txt"):
+        (folder.path / name).touch()
+    claim(folder.path, info(), force=True)
+    assert sorted(path.name for path in folder.path.iterdir()) == ["capture", "error.log.txt", "notes.txt", "run.json"]
+
+
 def test_a_symbolic_link_inside_a_run_is_not_followed(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
@@ -313,13 +321,18 @@ def test_a_native_helper_that_cannot_be_built(
 ) -> None:
     from dsprof.collectors.native import build
 
-    monkeypatch.setattr(build, "ensure", lambda python, progress: None)
+    def ensure(python: Path, progress: Callable[[str], None]) -> Path:
+        raise build.NoHelper("g++ failed: no such thing")
+
+    monkeypatch.setattr(build, "ensure", ensure)
     build_native_helper(Settings(native="auto"), Talk())
-    assert "[dsprof] warning: no native helper" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "[dsprof] warning: no native helper: g++ failed: no such thing; recording in Python instead, which is slower\n"
+    )
     build_native_helper(Settings(native="off"), Talk())
-    assert capsys.readouterr().err == ""
-    with pytest.raises(LaunchError, match="use --native auto"):
+    with pytest.raises(LaunchError, match="no such thing; --native auto records in Python instead"):
         build_native_helper(Settings(native="on"), Talk())
+    assert capsys.readouterr().err == ""
 
 
 def test_a_closed_stderr_does_not_matter(tmp_path: Path) -> None:

@@ -102,49 +102,47 @@ def test_failed_build_says_why_once_and_is_not_repeated(
     fake = compiler(tmp_path, "echo 'hooks.cpp:1: fatal error: no such thing' >&2; exit 1")
     monkeypatch.setenv("CXX", str(fake))
     said: list[str] = []
-    assert build.ensure(PYTHON, said.append) is None
-    assert "no such thing" in said[-1]
+    with pytest.raises(build.NoHelper, match="no such thing") as failure:
+        build.ensure(PYTHON, said.append)
     (log,) = cache.rglob("build.log")
-    assert str(log) in said[-1]
+    assert str(log) in str(failure.value)
     assert "no such thing" in log.read_text()
-    assert build.ensure(PYTHON, said.append) is None
-    assert "failed before" in said[-1]
+    with pytest.raises(build.NoHelper, match="failed before"):
+        build.ensure(PYTHON, said.append)
     assert runs(tmp_path) == 1
     fake.write_text(fake.read_text().replace("1.0", "2.0"))  # another version of it: worth another try
-    assert build.ensure(PYTHON, said.append) is None
+    with pytest.raises(build.NoHelper, match="no such thing"):
+        build.ensure(PYTHON, said.append)
     assert runs(tmp_path) == 2
+    assert len([line for line in said if line.startswith("building")]) == len(said) == 2
 
 
 def test_helper_that_does_not_load_is_not_kept(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", str(compiler(tmp_path, "echo nonsense > $out")))
-    said: list[str] = []
-    assert build.ensure(PYTHON, said.append) is None
-    assert "no native helper" in said[-1]
+    with pytest.raises(build.NoHelper, match="python"):
+        build.ensure(PYTHON, print)
     assert build.find() is None
 
 
 def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    said: list[str] = []
-    assert build.ensure(PYTHON, said.append) is None
-    assert said == ["no native helper: no C++ compiler found (set CXX, or install g++); recording in Python instead"]
+    with pytest.raises(build.NoHelper, match=r"^no C\+\+ compiler found \(set CXX, or install g\+\+\)$"):
+        build.ensure(PYTHON, print)
 
 
 def test_missing_cxx_is_not_replaced_by_another(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++")
-    said: list[str] = []
-    assert build.ensure(PYTHON, said.append) is None
-    assert "no C++ compiler" in said[0]
+    with pytest.raises(build.NoHelper, match=r"no C\+\+ compiler"):
+        build.ensure(PYTHON, print)
 
 
 def test_python_without_torch(cache: Path, tmp_path: Path) -> None:
     fake = tmp_path / "python"
     fake.write_text("#!/bin/sh\necho 'no torch here' >&2; exit 1\n")
     fake.chmod(0o755)
-    said: list[str] = []
-    assert build.ensure(fake, said.append) is None
-    assert "no torch here" in said[0]
+    with pytest.raises(build.NoHelper, match="no torch here"):
+        build.ensure(fake, print)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

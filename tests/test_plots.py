@@ -193,7 +193,7 @@ def test_collectives_are_thinned_but_the_slowest_stay() -> None:
 
 def test_timeline_splits_at_the_last_arrival() -> None:
     analysis = factories.straggler()
-    figure = timeline(analysis.rows, 10, collectives=analysis.collectives)
+    figure = timeline(analysis.rows, 10, waits=analysis.waits, collectives=analysis.collectives)
     assert figure.layout.yaxis.ticktext == ("<b>rank 0</b>", "waits", "comm", "<b>rank 1</b>", "waits", "comm")
     peers, transfer = trace_of(figure, "waiting for peers"), trace_of(figure, "transfer")
     waits = figure.layout.yaxis.tickvals[1]
@@ -208,9 +208,15 @@ def test_timeline_splits_at_the_last_arrival() -> None:
     assert note_of(figure) == "step 10"
 
 
+def test_timeline_binds_no_wait_itself() -> None:
+    analysis = factories.straggler()
+    figure = timeline(analysis.rows, 10, collectives=analysis.collectives)
+    assert [trace_of(figure, "wait, not told for whom").x[rank] for rank in (0, 1)] == [50.4, 12]
+
+
 def test_timeline_hatches_what_never_ended() -> None:
     analysis = factories.dead_rank()
-    figure = timeline(analysis.rows, 12, collectives=analysis.collectives)
+    figure = timeline(analysis.rows, 12, waits=analysis.waits, collectives=analysis.collectives)
     forward = trace_of(figure, "forward")
     assert forward.marker.pattern.shape == ("", "/")
     assert "never ended" in forward.hovertext[1]

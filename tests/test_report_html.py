@@ -67,7 +67,7 @@ def test_straggler_says_what_matters() -> None:
         "examples/train_gpt.py:112 slow_rank=None copy",
         "Fix 2 or leave it the cores export OMP_NUM_THREADS=1",
         "Shown: step 10, the one of the middle half nearest to the mean.",
-        "1 node0 212.4 200.4 178.0 12.0 0.0 4.4 16.0 2.0 39 360 exit 0",
+        "1 node0 212.4 200.4 178.0 12.0 0.0 4.4 16.0 2.0 39 360 exit status 0",
         "Passed: comm.exposed data.imbalance data.stall pause.gc run.rank-died",
         "started 2026-11-20 10:15:00 UTC, ended 2026-11-20 10:15:30 UTC",
         "command examples/train_gpt.py --steps 40",
@@ -78,7 +78,7 @@ def test_straggler_says_what_matters() -> None:
 
 def test_healthy_dead_and_empty() -> None:
     healthy = text_of(html.render(factories.healthy()))
-    assert "healthy: nothing found that would save more than 1 % of the 175 ms step" in healthy
+    assert "healthy: nothing found that is sure to shorten the 175 ms step" in healthy
     assert "1 remark below the threshold" in healthy
     dead = text_of(html.render(factories.dead_rank()))
     assert "rank 1 was killed by SIGKILL in step 12, during forward" in dead
@@ -92,7 +92,7 @@ def test_healthy_dead_and_empty() -> None:
 
 def test_missing_ranks_have_a_row() -> None:
     text = text_of(html.render(factories.build(factories.Job(ranks=3, steps=8, captured=(0, 2)))))
-    assert "1 node0 not captured exit 0" in text
+    assert "1 node0 not captured exit status 0" in text
     assert "ranks 2 of 3" in text
 
 

@@ -63,8 +63,8 @@ def test_a_run_that_succeeds(tmp_path: Path) -> None:
         ("sys.exit(7)", 7, "exit status 7"),
         ("raise ValueError('boom')", 1, "exit status 1"),
         ("os._exit(3)", 3, "exit status 3"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
-        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "killed by SIGTERM"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "SIGTERM"),
     ],
 )
 def test_the_first_failing_ranks_own_status(tmp_path: Path, script: str, status: int, how: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from dsprof import schema
 from dsprof.analyzer import analyze
 from dsprof.capture import RECORD_DTYPE, Capture, read_capture
 from dsprof.derive import trace_rows
-from dsprof.run import RunError, RunFolder, open_run
+from dsprof.run import RankExit, RunError, RunFolder, open_run
 from dsprof.trace import load, merge
 
 
@@ -52,6 +53,49 @@ def test_a_capture_of_several_chunks(tmp_path: Path) -> None:
     (original,) = Job(ranks=1, steps=3000).captures().values()
     assert len(original.records) > schema.CHUNK_RECORDS
     assert len(read_capture(write_capture(original, tmp_path)).records) == len(original.records)
+
+
+def test_a_lost_chunk_is_told(tmp_path: Path) -> None:
+    (original,) = Job(ranks=1, steps=6000).captures().values()
+    folder = write_capture(original, tmp_path / "capture")
+    assert len(list(folder.glob("chunk-*.bin"))) == 3
+    (folder / "chunk-00001.bin").unlink()
+    read = read_capture(folder)
+    assert len(read.records) == len(original.records) - schema.CHUNK_RECORDS
+    assert read.problems == ["chunk-00001.bin: missing; records are lost"]
+    assert "rank 0: chunk-00001.bin: missing; records are lost" in merge(RunFolder(tmp_path)).warnings
+
+
+def test_a_chunk_that_is_a_copy_of_another_does_not_count_twice(tmp_path: Path) -> None:
+    (original,) = Job(ranks=1, steps=3000).captures().values()
+    folder = write_capture(original, tmp_path)
+    (folder / "chunk-00001.bin").write_bytes((folder / "chunk-00000.bin").read_bytes())
+    read = read_capture(folder)
+    assert len(read.records) == schema.CHUNK_RECORDS
+    assert read.problems == ["chunk-00001.bin: its header says that it is chunk-00000.bin"]
+
+
+def test_a_host_name_with_dots_is_kept_whole(tmp_path: Path) -> None:
+    (capture,) = Job(ranks=1, steps=2).captures().values()
+    capture.path = Path("rank00000.0.node7.cluster.example.41")
+    write_capture(capture, tmp_path / "capture")
+    (info,) = merge(RunFolder(tmp_path)).ranks
+    assert (info.host, info.pid) == ("node7.cluster.example", 41)
+
+
+def test_what_a_newer_dsprof_wrote_into_run_json_is_skipped(tmp_path: Path) -> None:
+    folder = run_of(Job(), tmp_path)
+    folder.write_info(replace(merge(folder), exits=[RankExit(0, "host", 100, 0, None, None)]))
+    content = json.loads(folder.run_json.read_text())
+    for item in (content, content["ranks"][0], content["exits"][0]):
+        item["later"] = 1
+    folder.run_json.write_text(json.dumps(content))
+    info = folder.read_info()
+    assert [item.rank for item in info.ranks] == [0, 1]
+    assert [item.pid for item in info.exits] == [100]
+    folder.run_json.write_text('{"id": "a", "ranks": [7]}')
+    with pytest.raises(RunError, match=r"run\.json: cannot be read"):
+        folder.read_info()
 
 
 def test_merging_again_changes_nothing(tmp_path: Path) -> None:
@@ -168,7 +212,10 @@ def test_the_longer_of_two_captures_of_a_rank_is_used(tmp_path: Path) -> None:
     write_capture(short, folder.capture)
     info = merge(folder)
     assert [(item.pid, item.last_step) for item in info.ranks] == [(100, 39)]
-    assert any("two processes" in warning for warning in info.warnings)
+    assert info.warnings == [
+        "rank 0: 2 processes captured as this rank (100 on host, 999 on host); "
+        "the longest capture, of 100 on host, is used"
+    ]
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:

@@ -67,10 +67,12 @@ def test_changes() -> None:
 @pytest.mark.parametrize(
     ("code", "signal", "text"),
     [
-        (0, None, "exit 0"),
-        (7, None, "exit 7"),
+        (0, None, "exit status 0"),
+        (7, None, "exit status 7"),
         (None, 9, "killed by SIGKILL (137)"),
         (None, 64, "killed by SIGRTMAX (192)"),
+        (None, 99, "killed by signal 99 (227)"),
+        (None, None, "running or unknown"),
     ],
 )
 def test_ended(code: int | None, signal: int | None, text: str) -> None:

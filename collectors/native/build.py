@@ -99,16 +99,16 @@ def find() -> Path | None:
     return None
 
 
-def ensure(python: Path, progress: Callable[[str], None]) -> Path | None:
-    """The helper for the torch of `python`, built now if need be. None where it cannot be had.
+class NoHelper(Exception):
+    """The helper cannot be had; the message says why."""
 
-    `progress` is told when a build starts and ends, and why there is none. Never raises.
-    """
+
+def ensure(python: Path, progress: Callable[[str], None]) -> Path:
+    """The helper for the torch of `python`, built now if need be, of which `progress` is told. Raises only NoHelper."""
     try:
         target = probe_target(python)
     except (OSError, ValueError, TypeError, subprocess.SubprocessError) as error:
-        progress(f"no native helper: {python} does not tell which torch it has ({_last_line(error)})")
-        return None
+        raise NoHelper(f"{python} does not tell which torch it has ({_last_line(error)})") from error
     try:
         for folder in _cache_folders():
             path = folder / target.key / f"{MODULE}.so"
@@ -116,19 +116,17 @@ def ensure(python: Path, progress: Callable[[str], None]) -> Path | None:
                 return path
         compiler = _compiler()
         if compiler is None:
-            progress("no native helper: no C++ compiler found (set CXX, or install g++); recording in Python instead")
-            return None
+            raise NoHelper("no C++ compiler found (set CXX, or install g++)")
         folder = _writable_folder() / target.key
         with _lock(folder):
             return _build(target, python, compiler, folder, progress)
+    except NoHelper:
+        raise
     except Exception as error:  # the profiler works without
-        progress(f"no native helper: {type(error).__name__}: {error}; recording in Python instead")
-        return None
+        raise NoHelper(f"{type(error).__name__}: {error}") from error
 
 
-def _build(
-    target: Target, python: Path, compiler: list[str], folder: Path, progress: Callable[[str], None]
-) -> Path | None:
+def _build(target: Target, python: Path, compiler: list[str], folder: Path, progress: Callable[[str], None]) -> Path:
     path = folder / f"{MODULE}.so"
     if path.is_file():  # somebody else built it while we waited for the lock
         return path
@@ -136,8 +134,7 @@ def _build(
     attempt = {"compiler": shlex.join(compiler), "version": _compiler_version(compiler)}
     with contextlib.suppress(OSError, ValueError):
         if json.loads(failed.read_text()) == attempt:
-            progress(f"no native helper: building it failed before, see {log}; recording in Python instead")
-            return None
+            raise NoHelper(f"building it failed before, see {log}")
     progress(f"building the native helper for torch {target.torch_version} (about 20 s, once)")
     temporary = folder / f".{os.getpid()}" / f"{MODULE}.so"  # the module's name is its file's
     temporary.parent.mkdir(exist_ok=True)
@@ -148,8 +145,7 @@ def _build(
         )
         if error is not None:
             failed.write_text(json.dumps(attempt))
-            progress(f"no native helper: {error} (all of it: {log}); recording in Python instead")
-            return None
+            raise NoHelper(f"{error} (all of it: {log})")
         os.replace(temporary, path)
         failed.unlink(missing_ok=True)
         return path

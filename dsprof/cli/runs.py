@@ -30,18 +30,14 @@ def find_run(path: Path) -> RunFolder:
 
 def find_runs(path: Path) -> list[RunFolder]:
     """The run at `path`, or all those right below it, by name. Raises RunError if there is none."""
-    if path.is_dir() and not _is_run(path):
-        below = [RunFolder(child) for child in sorted(path.iterdir()) if child.is_dir() and _is_run(child)]
+    if path.is_dir() and not RunFolder(path).is_run():
+        children = [RunFolder(child) for child in sorted(path.iterdir()) if child.is_dir()]
+        below = [child for child in children if child.is_run()]
         if below:
             return below
     if not path.exists() and path == Path(DEFAULT_PARENT):
         raise RunError(f"{path}/: no such folder, so no run to take; name a run folder, or make one with `dsprof run`")
     return [open_run(path)]
-
-
-def _is_run(path: Path) -> bool:
-    folder = RunFolder(path)
-    return folder.run_json.exists() or folder.capture.is_dir() or folder.trace.is_dir()
 
 
 def _began(folder: RunFolder) -> tuple[float, str]:

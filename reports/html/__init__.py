@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
+from dsprof.run import last_exits
 
 from .. import palette, plots, tables, wording
 from ..timeline import timeline
@@ -115,7 +116,7 @@ def _figures(analysis: Analysis) -> dict[str, Any]:
         named = [rank for finding in analysis.findings for rank in finding.where.ranks or ()]
         if analysis.slowest_rank is not None:
             named.insert(0, analysis.slowest_rank)
-        figure = timeline(analysis.rows, step, collectives=analysis.collectives, ranks=named)
+        figure = timeline(analysis.rows, step, waits=analysis.waits, collectives=analysis.collectives, ranks=named)
         figure.layout.meta = {"note": figure.layout.meta["note"].replace(f"step {step}", f"step {step}, {why}", 1)}
         figures["timeline"] = figure
     return figures
@@ -191,7 +192,7 @@ def _rank_rows(analysis: Analysis) -> list[dict[str, Any]]:
     by_rank = analysis.budget_by_rank
     own = by_rank.drop(columns=[part for part in palette.WAITING if part in by_rank]).sum(axis=1)
     infos = {info.rank: info for info in analysis.run.ranks}
-    exits = {item.rank: item for item in wording.last_exits(analysis)}
+    exits = {item.rank: item for item in last_exits(analysis.run.exits)}
     blamed = _blamed(analysis)
     everyone = sorted({*by_rank.index, *infos, *exits, *analysis.ranks_captured, *wording.missing_ranks(analysis)})
     return [
