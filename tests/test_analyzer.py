@@ -297,3 +297,12 @@ def test_a_gain_that_is_not_a_number_is_info() -> None:
     from dsprof.analyzer.finding import Gain, severity_of
 
     assert severity_of(Gain(10, 10, float("nan"), float("nan")), 1.0) == "info"
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer"])
+def test_a_straggler_costs_the_same_wherever_in_the_step_it_is_late(phase: str) -> None:
+    usual = {"data": 1, "forward": 40, "backward": 80, "optimizer": 5}[phase]
+    job = Job(**{phase: lambda rank, step: usual + 30 * (rank == 1)}, buckets=(1 << 20,))  # type: ignore[arg-type]
+    first = analyze(job.trace()).findings[0]
+    assert first.code == ("data.stall" if phase == "data" else "rank.straggler")
+    assert first.gain.ms == pytest.approx(30, abs=2)

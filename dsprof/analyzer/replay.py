@@ -3,8 +3,8 @@
 Each rank is a program: its own work, and in between, the collectives it issues and the waits it does. Work keeps its
 measured duration, part by part (so that a what-if can take away `data` or scale `compute`); a collective begins when
 its last rank has issued it and a worker of its group is free, and takes its measured transfer; a wait ends when its
-collective has. Everything else follows. Steps replay independently from their measured starts, and all steps with
-the same program at once.
+collective has. Everything else follows. Steps replay independently, from starts as far apart as they were measured,
+and all steps with the same program at once.
 
 Not fitted: lanes contending for cores. `HostLoad` says where that limits a prediction.
 """
@@ -72,8 +72,13 @@ class Program:
 def run(program: Program, keep: Float | None = None) -> Float:
     """Step durations in ms, [R, S], with each rank's work multiplied by `keep` [R, S, PARTS]."""
     count = len(program.ranks)
-    now = program.start.copy()
     work = [w if keep is None else w * keep[r] for r, w in enumerate(program.work)]
+    # What a rank does after its last wait makes it late for the next step. Steps are alike, so what the change takes
+    # from the end of this one, the one before had taken from its end too.
+    sooner = np.stack([(old[-1] - new[-1]).sum(axis=-1) for old, new in zip(program.work, work, strict=True)])
+    start = program.start - sooner
+    start -= start.min(axis=0)
+    now = start.copy()
     at = [0] * count
     issued: list[set[int]] = [set() for _ in range(count)]
     arrivals: dict[int, list[int]] = {}
@@ -126,7 +131,7 @@ def run(program: Program, keep: Float | None = None) -> Float:
     for r in range(count):  # a collective someone never joined: let the step end, as it did when measured
         for point in range(at[r], len(program.events[r]) + 1):
             now[r] += work[r][point].sum(axis=-1)
-    return now - program.start
+    return now - start
 
 
 def programs(

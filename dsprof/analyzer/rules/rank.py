@@ -76,7 +76,7 @@ def straggler(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
         evidence.append(Evidence("CPU time a step", round(mine_cpu, 3), "ms", round(typical_cpu, 3)))
     names = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
     late = "arrives" if len(ranks) == 1 else "arrive"
-    title = f"rank {names} {late} {excess[slow].mean():.1f} ms late in every step and the others wait"
+    title = f"rank {names} {late} {_lateness(context, slow)} and the others wait"
     where = Where(ranks=ranks, op=where_slow, steps=context.step_range)
     waits = counted_per_step(context.rows, context.steps, "core_wait_seconds")
     waited = float(np.mean([waits.get(rank, 0.0) for rank in ranks]))
@@ -86,6 +86,16 @@ def straggler(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
         evidence.append(Evidence("ready to run without a core, more than peers", round(waited, 3), "ms", 0.0))
     fixes = _fixes(context, ranks, where_slow, crowded)
     return Finding("rank.straggler", title, "info", confidence_of(gain), where, tuple(evidence), gain, fixes)
+
+
+def _lateness(context: Context, slow: npt.NDArray[np.bool_]) -> str:
+    """`50.0 ms late in every step`, or of one that is late now and then, when and how much."""
+    own = _own_work(context)
+    late = (own - _typical(own))[slow].mean(axis=0)
+    struck = late > 0.5 * late.mean()
+    if struck.mean() > 0.75:
+        return f"{late.mean():.1f} ms late in every step"
+    return f"{late[struck].mean():.1f} ms late in {struck.sum()} of {len(late)} steps"
 
 
 def _typical(own: Float) -> Float:
