@@ -131,7 +131,8 @@ def run(program: Program, keep: Float | None = None) -> Float:
     for r in range(count):  # a collective someone never joined: let the step end, as it did when measured
         for point in range(at[r], len(program.events[r]) + 1):
             now[r] += work[r][point].sum(axis=-1)
-    return now - start
+    durations: Float = now - start
+    return durations
 
 
 def programs(

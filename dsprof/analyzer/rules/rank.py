@@ -15,6 +15,7 @@ Float = npt.NDArray[np.float64]
 
 OWN = ("compute", "optimizer", "other")
 """Work that makes a straggler: late data and collector pauses have findings of their own."""
+OUTSIDE = "time outside every phase"
 LEAST_OF_WORST = 0.1
 """A rank this much less late than the latest is not named beside it."""
 
@@ -77,7 +78,7 @@ def straggler(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
     names = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
     late = "arrives" if len(ranks) == 1 else "arrive"
     title = f"rank {names} {late} {_lateness(context, slow)} and the others wait"
-    where = Where(ranks=ranks, op=where_slow, steps=context.step_range)
+    where = Where(ranks=ranks, op=None if where_slow == OUTSIDE else where_slow, steps=context.step_range)
     waits = counted_per_step(context.rows, context.steps, "core_wait_seconds")
     waited = float(np.mean([waits.get(rank, 0.0) for rank in ranks]))
     waited -= float(np.median([ms for rank, ms in waits.items() if rank not in ranks] or [0.0]))
@@ -126,6 +127,8 @@ def _phase_excess(context: Context, ranks: tuple[int, ...]) -> dict[str, tuple[f
     for name in ("forward", "loss"):
         if name in mean.index:
             compute = compute - mean.loc[name].reindex(compute.index).fillna(0)
+    other = context.middle.groupby("rank")["other"].mean()
+    found[OUTSIDE] = (float(other.reindex(list(ranks)).mean()), float(other.reindex(others).median()))
     found["backward"] = (float(compute.reindex(list(ranks)).mean()), float(compute.reindex(others).median()))
     return found
 
@@ -144,6 +147,7 @@ def _fixes(context: Context, ranks: tuple[int, ...], phase: str | None, crowded:
             Fix("code", f"another process runs on the cores of {who}: stop it, or pin the ranks to cores of their own")
         )
         return tuple(fixes)
-    look = f"look for what only {who} does in {phase or 'its step'}: a branch on the rank, a slower device, "
+    where = "between the optimizer and the next batch" if phase == OUTSIDE else f"in {phase or 'its step'}"
+    look = f"look for what only {who} does {where}: a branch on the rank, a slower device, "
     fixes.append(Fix("code", look + "another process on its cores"))
     return tuple(fixes)
