@@ -1,6 +1,6 @@
 """What the collectors cost the training job: CPU time a step, as a ratio to the same job without them.
 
-    python benchmarks/overhead.py                 # about twenty minutes; writes benchmarks/results/overhead.json
+    python benchmarks/overhead.py                 # about ten minutes; writes benchmarks/results/overhead.json
 
 One process trains the example's model, DistributedDataParallel over a gloo group of one included, and switches
 the collectors on and off between blocks of steps. The arms come in a random order within each round, so drift of the
@@ -8,7 +8,7 @@ host falls on all alike:
 
     off      no collectors                     off_again   the same: the A/A arm, what noise alone makes
     native   light level, native recorder      python      light level, Python recorder
-    torch_profiler   torch.profiler, CPU activities, a window of three steps a block, its stop included
+    torch_profiler   torch.profiler, CPU activities, a window of a block, its stop included
 
 A step's CPU time is the process's (every thread). The ratio is of the arms' means; its interval is a bootstrap over
 rounds. Two-rank wall time cannot resolve 1 % on a machine of two cores; CPU time in one process can.
@@ -75,6 +75,16 @@ def make_step(batch_size: int) -> Callable[[], None]:
     return step
 
 
+def cpu_of(step: Callable[[], None], steps: int) -> float:
+    """CPU seconds of `steps` steps. One goes before, uncounted, in every arm: switching hooks on or off makes Python
+    forget what it had specialized, which a real job pays once."""
+    step()
+    before = time.process_time()
+    for _ in range(steps):
+        step()
+    return time.process_time() - before
+
+
 def run_block(arm: str, step: Callable[[], None], steps: int, run_folder: Path) -> float:
     """CPU seconds of `steps` steps under `arm`; opening and closing a capture is not counted, as it is once a run."""
     from dsprof.collectors import session
@@ -85,24 +95,19 @@ def run_block(arm: str, step: Callable[[], None], steps: int, run_folder: Path) 
         capture = session.start()
         assert capture is not None
         assert capture.native == (arm == "native"), "the native helper is not built: run `dsprof run` once"
-        before = time.process_time()
-        for _ in range(steps):
-            step()
-        spent = time.process_time() - before
+        spent = cpu_of(step, steps)
         session.stop()
         return spent
     if arm == "torch_profiler":
         from torch.profiler import ProfilerActivity, profile
 
+        step()
         before = time.process_time()
         with profile(activities=[ProfilerActivity.CPU]):
             for _ in range(steps):
                 step()
         return time.process_time() - before
-    before = time.process_time()
-    for _ in range(steps):
-        step()
-    return time.process_time() - before
+    return cpu_of(step, steps)
 
 
 def ratio(cpu: dict[str, list[float]], arm: str) -> dict[str, float]:
@@ -120,8 +125,8 @@ def ratio(cpu: dict[str, list[float]], arm: str) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=70, help="blocks of each arm")
-    parser.add_argument("--block", type=int, default=3, help="steps a block")
+    parser.add_argument("--rounds", type=int, default=50, help="blocks of each arm")
+    parser.add_argument("--block", type=int, default=5, help="steps counted a block")
     parser.add_argument("--batch-size", type=int, default=6)
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--output", type=Path, default=HERE / "results" / "overhead.json")

@@ -12,5 +12,6 @@ phases       data and backward
 optimizers   the step
 host         pauses of the interpreter
 facts        how DDP, DataLoader and process groups were configured, and where
+dynamo       keeping torch.compile away from all this
 spans        the user's own `dsprof.span` and `dsprof.mark`
 """

@@ -39,8 +39,9 @@ def _arm() -> None:
 
     import torch.distributed as dist
 
-    from . import facts, optimizers
+    from . import facts, identity, optimizers
 
+    identity.remember_settings()
     facts.watch_dataloaders()
     optimizers.watch(_start)
 

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from dsprof.schema import COLLECTIVE_NAMES, DTYPES, Flag, Kind
 
+from . import dynamo
 from .record import PyRecorder
 
 SEND, RECV_ANY, UNKNOWN = 12, 14, 100
@@ -105,6 +106,7 @@ class PythonHooks:
                 self._recorder.count_error()
             return result
 
+        dynamo.skip(kernel, self._begin, self._watch, self._new_group)
         return kernel
 
     def _begin(self, call: _Call, args: tuple[Any, ...]) -> _Issued | None:

@@ -69,7 +69,7 @@ def process() -> Fact:
 
 def watch_dataloaders() -> None:
     """State the settings of every DataLoader made from now on."""
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, IterableDataset
 
     numbers = itertools.count(1)
 
@@ -84,6 +84,7 @@ def watch_dataloaders() -> None:
             "pin_memory": bool(loader.pin_memory),
             "prefetch_factor": loader.prefetch_factor,
             "persistent_workers": bool(loader.persistent_workers),
+            "iterable": isinstance(loader.dataset, IterableDataset),
         }
 
     _after_init(DataLoader, describe)

@@ -33,6 +33,20 @@ class Identity:
         return f"rank{self.rank:05d}.{self.restart}.{self.host}.{self.pid}"
 
 
+_remembered: dict[str, str] = {}
+
+
+def remember_settings() -> None:
+    """Keep DSPROF_* as they are when the process is armed: a script may clean its environment, or change directory."""
+    _remembered.update({name: value for name, value in os.environ.items() if name.startswith("DSPROF")})
+    _remembered["DSPROF_DIR"] = os.path.abspath(os.environ.get("DSPROF_DIR") or "dsprof-out")
+
+
+def setting(name: str) -> str:
+    """A DSPROF_* variable as it was when the process was armed, else as it is now; empty if unset."""
+    return _remembered.get(name) or os.environ.get(name, "")
+
+
 def _integer(*names: str) -> int | None:
     for name in names:
         value = os.environ.get(name, "")
@@ -70,10 +84,10 @@ def run_folder(identity: Identity) -> Path:
 
     Makes nothing on disk. Rank 0 must call this even where it is not captured itself, or the others wait for a name.
     """
-    given = os.environ.get("DSPROF_RUN")
+    given = setting("DSPROF_RUN")
     if given:
         return Path(given)
-    parent = Path(os.environ.get("DSPROF_DIR") or "dsprof-out").absolute()
+    parent = Path(setting("DSPROF_DIR") or "dsprof-out").absolute()
     mine = parent / new_run_id(Path(sys.argv[0] or "python").stem)
     store = _job_store() if identity.world_size > 1 else None
     if store is None:

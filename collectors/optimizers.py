@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dsprof.schema import Kind
 
+from . import dynamo
+
 if TYPE_CHECKING:
     from .record import Recorder
 
@@ -39,6 +41,8 @@ class _Steps:
         self.local = _UnderWay()
 
     def before(self, optimizer: object, *_: Any) -> None:
+        if dynamo.compiling():
+            return
         if self.on_first is not None:
             first, self.on_first = self.on_first, None
             first()
@@ -52,6 +56,8 @@ class _Steps:
         local.optimizers.append(id(optimizer))
 
     def after(self, optimizer: object, *_: Any) -> None:
+        if dynamo.compiling():
+            return
         local = self.local
         if self.recorder is None or not local.optimizers:
             return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsprof.schema import Kind
 
-from . import facts
+from . import dynamo, facts
 
 if TYPE_CHECKING:
     from .record import Recorder
@@ -34,6 +34,8 @@ def _data(recorder: Recorder) -> Uninstall:
 
     @functools.wraps(load)
     def __next__(self: Any) -> Any:
+        if dynamo.compiling():
+            return load(self)
         handle = recorder.begin(Kind.PHASE, name, -1, getattr(self, facts.LOADER, None))
         try:
             return load(self)
@@ -74,6 +76,8 @@ def _backward(recorder: Recorder) -> Uninstall:
 
     @functools.wraps(run)
     def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+        if dynamo.compiling():
+            return run(*args, **kwargs)
         if recorder.enter_backward() > 1:  # re-entrant checkpointing: part of the outer one
             try:
                 return run(*args, **kwargs)

@@ -39,7 +39,7 @@ def count_error(where: str, error: BaseException) -> None:
 def report_failure(doing: str, error: BaseException) -> None:
     """A failure after which there may be no capture to note it in: leave a word in the run folder, never on stderr."""
     count_error(doing, error)
-    folder = os.environ.get("DSPROF_RUN")
+    folder = identity.setting("DSPROF_RUN")
     if not folder:
         return
     try:
@@ -164,13 +164,13 @@ class Session:
             "pid": self.who.pid,
             "argv": sys.argv,
             "native": self.native,
-            "level": os.environ.get("DSPROF_LEVEL") or "light",
+            "level": identity.setting("DSPROF_LEVEL") or "light",
             "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
             # Both clocks at one moment: traces of other tools are stamped with the epoch.
             "clock": {"monotonic_ns": time.monotonic_ns(), "epoch_ns": time.time_ns()},
             "records": self.recorder.records,
             "dropped": self.recorder.dropped,
-            "errors": [*_errors, *(["native hooks"] * self.recorder.errors)][:LONGEST_ERROR_LIST],
+            "errors": [*_errors, *(["hooks"] * self.recorder.errors)][:LONGEST_ERROR_LIST],
             "closed": closed,
         }
         temporary = self.folder / ".meta.json.tmp"
@@ -188,7 +188,7 @@ def start() -> Session | None:
         if _current is not None:
             return _current
         who = identity.identify()
-        selected = identity.selected(who.rank, os.environ.get("DSPROF_RANKS", ""))
+        selected = identity.selected(who.rank, identity.setting("DSPROF_RANKS"))
         if not selected and who.rank != 0:
             return None
         run = identity.run_folder(who)  # rank 0 names it for the others even if it is not captured itself
@@ -231,7 +231,7 @@ def _recorder(folder: Path) -> tuple[Recorder, bool]:
     from . import native
     from .record import PyRecorder
 
-    if os.environ.get("DSPROF_NATIVE", "").lower() not in ("0", "off", "false", "no"):
+    if identity.setting("DSPROF_NATIVE").lower() not in ("0", "off", "false", "no"):
         helper = native.load()
         if helper is not None:
             return helper.open(folder), True

@@ -143,9 +143,12 @@ def _between_phases(rows: pd.DataFrame, main: int, on_gpu: bool) -> list[pd.Data
     names = phases["name"].to_numpy(object)
     start, end = phases["start_ns"].to_numpy(np.int64), phases["end_ns"].to_numpy(np.int64)
     found = []
+    # A gap in which a pipeline stage sends or receives is neither the loss nor the loading of data.
+    p2p = np.sort(rows.loc[rows["peer"].notna(), "issue_ns"].dropna().to_numpy(np.int64))
 
     def gaps(before: str, after: str, name: str) -> None:
         at = np.flatnonzero((names[:-1] == before) & (names[1:] == after) & (start[1:] > end[:-1]))
+        at = at[np.searchsorted(p2p, end[at]) == np.searchsorted(p2p, start[at + 1])]
         found.append(_derived(kind="phase", name=name, start=end[at], end=start[at + 1], thread=main))
 
     if len(phases):

@@ -254,12 +254,14 @@ def _notes(console: Console, analysis: Analysis) -> None:
     minor = [finding for finding in analysis.findings if not wording.is_problem(finding)]
     for finding in minor[:SHOWN_INFO]:
         saved = wording.gain(finding.gain)
-        text = f"{finding.code}: {wording.clean(finding.title)}" + (f"; {saved}" if saved else "")
+        text = f"{finding.code}: {wording.clean(finding.title)}" + (f"; {saved}, which is not sure" if saved else "")
         grid.add_row(Text("info", style="dim"), Text(text, style="dim"))
     if len(minor) > SHOWN_INFO:
         grid.add_row(Text("info", style="dim"), Text(f"and {len(minor) - SHOWN_INFO} more", style="dim"))
-    if analysis.passed:
-        grid.add_row(Text("passed", style="green"), Text(", ".join(analysis.passed)))
+    remarked = {finding.code for finding in minor}
+    passed = [code for code in analysis.passed if code not in remarked]
+    if passed:
+        grid.add_row(Text("passed", style="green"), Text(", ".join(passed)))
     for reason, codes in wording.by_reason(analysis.not_run):
         grid.add_row(Text("unjudged", style="dim"), Text(f"{', '.join(codes)}: {reason}", style="dim"))
     grid.add_row(Text("capture", style="dim"), Text(wording.capture_facts(analysis), style="dim"))

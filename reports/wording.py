@@ -6,6 +6,7 @@ import datetime
 import math
 import re
 import shlex
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -105,6 +106,9 @@ def is_problem(finding: Finding) -> bool:
     return finding.severity != "info" or finding.code.startswith("run.")
 
 
+INTERRUPTED: Final = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
 def headline(analysis: Analysis) -> str:
     """The verdict in one sentence."""
     step = analysis.step_ms
@@ -119,10 +123,34 @@ def headline(analysis: Analysis) -> str:
         return f"no rule could be judged on this capture; a step takes {ms(step.mean)}"
     if not math.isfinite(analysis.noise_ms):
         return f"too few steps to tell a gain from noise; a step takes {ms(step.mean)}"
+    if analysis.run.status in INTERRUPTED:
+        return f"the job was interrupted after step {analysis.step_count - 1}; {_unfinished(analysis)}"
     found = f"nothing found that is sure to shorten the {ms(step.mean)} step"
+    lost = {
+        "waiting for late ranks": analysis.budget.get("peer_wait", 0.0),
+        "outside the phases of the loop": analysis.budget.get("other", 0.0),
+    }
+    large = [f"{percent(100 * part / step.mean)} is {what}" for what, part in lost.items() if part > 0.1 * step.mean]
+    if large:
+        return f"{found}, but {' and '.join(large)}, which no rule here explains"
     if len(analysis.ranks_captured) < analysis.ranks_expected:
         return f"{found}, in {len(analysis.ranks_captured)} of {count(analysis.ranks_expected, 'rank')}"
     return f"healthy: {found}"
+
+
+def _unfinished(analysis: Analysis) -> str:
+    """What ranks had begun and not ended, for a job that somebody stopped: perhaps because it hung."""
+    rows = analysis.rows
+    open_rows = rows[(rows["kind"] == "comm") & ~rows["ended"].fillna(True).astype(bool)]
+    if open_rows.empty:
+        return "no collective was under way"
+    last = open_rows.sort_values("start_ns").groupby("rank").tail(1)
+    shown = zip(last["rank"].head(4), last["name"].head(4), last["seq"].head(4), strict=True)
+    doing = [f"rank {rank} was in {clean(str(name))} number {seq}" for rank, name, seq in shown]
+    idle = sorted(set(analysis.ranks_captured) - set(last["rank"]))
+    if idle:
+        doing.append(f"{ranks(tuple(idle))} was in no collective")
+    return "; ".join(doing)
 
 
 def where(place: Where) -> str:

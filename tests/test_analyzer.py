@@ -306,3 +306,17 @@ def test_a_straggler_costs_the_same_wherever_in_the_step_it_is_late(phase: str) 
     first = analyze(job.trace()).findings[0]
     assert first.code == ("data.stall" if phase == "data" else "rank.straggler")
     assert first.gain.ms == pytest.approx(30, abs=2)
+
+
+def test_stages_of_a_pipeline_are_not_compared_as_if_they_did_the_same() -> None:
+    trace = Job(forward=lambda rank, step: 90 if rank == 1 else 40).trace()
+    sends = trace.rows[trace.rows["kind"] == "comm"].copy()
+    sends["name"], sends["peer"] = "send", 1
+    analysis = analyze(Trace(trace.run, pd.concat([trace.rows, sends], ignore_index=True)))
+    assert "rank.straggler" in analysis.not_run
+
+
+def test_a_worker_costs_something_too() -> None:
+    """0.3 ms of loading a step is less than handing a batch over takes."""
+    job = Job(data=constant(0.3), forward=constant(0.5), backward=constant(0.5), optimizer=constant(0.2), buckets=())
+    assert "data.stall" not in [finding.code for finding in analyze(job.trace()).findings]

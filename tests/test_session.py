@@ -118,3 +118,51 @@ def test_sampling_from_one_thread_after_another_leaks_no_file(tmp_path: Path) ->
         thread.join()
     assert len(os.listdir("/proc/self/fd")) <= before + 1
     recorder.close()
+
+
+@both
+def test_a_script_that_cleans_its_environment_is_captured_all_the_same(native: str, tmp_path: Path) -> None:
+    done = train(
+        tmp_path,
+        """
+        import os, torch
+        for name in [name for name in os.environ if name.startswith("DSPROF")]:
+            del os.environ[name]
+        os.chdir("/")
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        """,
+        native=native,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    (folder,) = (tmp_path / "run" / "capture").iterdir()
+    assert int((trace_rows(read_capture(folder), 0, 0)["kind"] == "step").sum()) == 3
+
+
+@both
+def test_a_compiled_step_is_compiled_as_without_us(native: str, tmp_path: Path) -> None:
+    done = train(
+        tmp_path,
+        """
+        import torch
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        @torch.compile(backend="eager")
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+        for _ in range(3):
+            step(torch.ones(1, 2))
+        print("trained")
+        """,
+        native=native,
+    )
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+    assert "dsprof" not in done.stderr
+    assert "perf_counter" not in done.stderr

@@ -74,6 +74,11 @@ class Context:
         return bool(self.facts.get("device")) or (len(comm) > 0 and bool(unknown.mean() > 0.5))
 
     @property
+    def in_stages(self) -> bool:
+        """Whether ranks send to one another within the step: stages of a pipeline, which do different work."""
+        return bool((self.rows["peer"].notna() & self.rows["step"].isin(self.step_numbers)).any())
+
+    @property
     def ranks_missing(self) -> bool:
         """Whether the job had ranks whose steps were not captured."""
         return (self.run.world_size or 0) > len(self.ranks)

@@ -86,7 +86,7 @@ def _exposed(context: Context, cut: _Cut, best: Recut | None, waited: float) -> 
         title = f"find_unused_parameters=False if every parameter is used{at(fact.get('site'))}"
         fixes.append(code_fix(title, "find_unused_parameters", False, fact.get("site")))
     title = f"{waited:.1f} ms of each step wait for collectives"
-    title += "" if best is not None else "; no other bucket size would hide more of them"
+    title += "; no other bucket size would hide more of them" if best is None and cut.ddp else ""
     where = Where(group=cut.group, op=cut.op, steps=context.step_range)
     return Finding("comm.exposed", title, "info", confidence_of(gain), where, evidence, gain, tuple(fixes))
 

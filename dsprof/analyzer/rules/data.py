@@ -15,6 +15,8 @@ from .base import NotJudged, at, code_fix, confidence_of
 Float = npt.NDArray[np.float64]
 
 MOST_WORKERS = 32
+HAND_OVER_MS = 0.5
+HAND_OVER_MS_PER_BYTE = 1e-6
 SLACK = 1.5
 """Batches do not all take the same time: that much more capacity than the mean needs."""
 
@@ -25,9 +27,17 @@ def waiting(context: Context) -> Change | None:
     worst = float(waited.mean(axis=1).max())
     if worst <= 0:
         return None
-    one_batch, rest, workers, now = _supply(context, worst)
-    left = min(max(one_batch / workers - rest, 0) / worst, 1.0)
-    return Change({"data": waited * (1 - left)}, overlaps=now == 0)
+    one_batch, rest, workers, _ = _supply(context, worst)
+    left = min((max(one_batch / workers - rest, 0) + _hand_over_ms(context)) / worst, 1.0)
+    return Change({"data": waited * (1 - left)}, overlaps=True) if left < 1 else None
+
+
+def _hand_over_ms(context: Context) -> float:
+    """What taking a batch from a worker costs by itself, nominal: a queue, and the bytes at memory speed."""
+    rows = context.rows
+    forward = rows[(rows["kind"] == "phase") & (rows["name"] == "forward") & rows["step"].isin(context.step_numbers)]
+    size = float(forward["bytes"].fillna(0).sum()) / max(len(context.ranks) * len(context.step_numbers), 1)
+    return HAND_OVER_MS + size * HAND_OVER_MS_PER_BYTE
 
 
 def _supply(context: Context, worst_ms: float) -> tuple[float, float, int, int]:
@@ -74,6 +84,7 @@ def stall(context: Context, change: Change, gain: Gain, alone: Gain) -> Finding:
     fixes: list[Fix] = []
     if loader:
         title = f"DataLoader(num_workers={workers}, persistent_workers=True){at(site)}"
+        title += "; its IterableDataset must be split by get_worker_info()" if loader.get("iterable") else ""
         fixes.append(code_fix(title, "num_workers", workers, site, alone))
         if now and not loader.get("persistent_workers"):
             fixes.append(code_fix("keep workers between epochs", "persistent_workers", True, site))

@@ -8,14 +8,14 @@ import numpy.typing as npt
 from ..context import Change, Context, interval
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..load import counted_per_step
-from .base import NotJudged, confidence_of
+from .base import LEAST_SHARE, NotJudged, confidence_of
 from .data import explained_by_size
 
 Float = npt.NDArray[np.float64]
 
 OWN = ("compute", "optimizer", "other")
 """Work that makes a straggler: late data and collector pauses have findings of their own."""
-OUTSIDE = "time outside every phase"
+OUTSIDE = "time outside the phases"
 LEAST_OF_WORST = 0.1
 """A rank this much less late than the latest is not named beside it."""
 
@@ -30,11 +30,15 @@ def slow_ranks(context: Context) -> Change | None:
         if context.ranks_missing:
             raise NotJudged("only one of the job's ranks was captured")
         return None
+    if context.in_stages:
+        raise NotJudged("ranks are stages of a pipeline, so their work differs")
     if len(context.step_numbers) < 2:
         return None
     own = _own_work(context)
     late = own - _typical(own)
     mean = late.mean(axis=1)
+    if mean.max() < LEAST_SHARE * context.step_ms:
+        return None
     surely = np.array([interval(series)[0] > 0 for series in late])
     slow = surely & (mean > LEAST_OF_WORST * mean.max())
     if not slow.any() or slow.all():
@@ -144,10 +148,14 @@ def _fixes(context: Context, ranks: tuple[int, ...], phase: str | None, crowded:
         fixes.append(Fix("code", f"take {names} out of the job and run again: if the delay goes, the host is to blame"))
     if crowded:
         fixes.append(
-            Fix("code", f"another process runs on the cores of {who}: stop it, or pin the ranks to cores of their own")
+            Fix(
+                "code",
+                f"something else runs on the cores of {who} (workers, the job's own threads, another process): "
+                "give each rank cores of its own",
+            )
         )
         return tuple(fixes)
-    where = "between the optimizer and the next batch" if phase == OUTSIDE else f"in {phase or 'its step'}"
+    where = "between the phases of the loop" if phase == OUTSIDE else f"in {phase or 'its step'}"
     look = f"look for what only {who} does {where}: a branch on the rank, a slower device, "
     fixes.append(Fix("code", look + "another process on its cores"))
     return tuple(fixes)
