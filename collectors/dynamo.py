@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 
 def compiling() -> bool:
     """Whether Dynamo is tracing through the caller: then a hook must do nothing but what it wraps."""
+    import torch
+
     return torch.compiler.is_compiling()
 
 
