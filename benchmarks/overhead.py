@@ -10,8 +10,9 @@ host falls on all alike:
     native   light level, native recorder      python      light level, Python recorder
     torch_profiler   torch.profiler, CPU activities, a window of a block, its stop included
 
-A step's CPU time is the process's (every thread). The ratio is of the arms' means; its interval is a bootstrap over
-rounds. Two-rank wall time cannot resolve 1 % on a machine of two cores; CPU time in one process can.
+A step's CPU time is the process's (every thread). The ratio is the median over rounds of a block to those
+without collectors in the same round; its interval is a bootstrap over rounds. Two-rank wall time cannot resolve 1 % on
+a machine of two cores; CPU time in one process can.
 """
 
 from __future__ import annotations
@@ -111,23 +112,24 @@ def run_block(arm: str, step: Callable[[], None], steps: int, run_folder: Path) 
 
 
 def ratio(cpu: dict[str, list[float]], arm: str) -> dict[str, float]:
-    """Mean of `arm` over mean of `off`, with the 95 % interval of a bootstrap over rounds."""
-    off, on = np.array(cpu["off"]), np.array(cpu[arm])
-    draw = np.random.default_rng(0).integers(0, len(off), (10_000, len(off)))
-    resampled = on[draw].mean(axis=1) / off[draw].mean(axis=1)
-    low, high = np.percentile(resampled, [2.5, 97.5])
-    return {
-        "ratio": round(float(on.mean() / off.mean()), 5),
-        "low": round(float(low), 5),
-        "high": round(float(high), 5),
-    }
+    """Median over rounds of `arm` to the round's own blocks without collectors, with the 95 % interval of a bootstrap.
+
+    The A/A arm is compared with the other arm without collectors; every other with the mean of both.
+    """
+    off = np.array(cpu["off"])
+    if arm != "off_again" and "off_again" in cpu:
+        off = (off + np.array(cpu["off_again"])) / 2
+    paired = np.array(cpu[arm]) / off
+    draw = np.random.default_rng(0).integers(0, len(paired), (10_000, len(paired)))
+    low, high = np.percentile(np.median(paired[draw], axis=1), [2.5, 97.5])
+    return {"ratio": round(float(np.median(paired)), 4), "low": round(float(low), 4), "high": round(float(high), 4)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=50, help="blocks of each arm")
-    parser.add_argument("--block", type=int, default=5, help="steps counted a block")
-    parser.add_argument("--batch-size", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=100, help="blocks of each arm")
+    parser.add_argument("--block", type=int, default=3, help="steps counted a block")
+    parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--output", type=Path, default=HERE / "results" / "overhead.json")
     args = parser.parse_args()
