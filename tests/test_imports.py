@@ -281,11 +281,19 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **extra}
 
 
+ABORTED = "terminate called without an active exception"
+"""Of torch: a gloo job says this on its way out now and then, with any profiler or none. It is run again."""
+
+
 def python(program: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True, text=True, timeout=120, cwd=folder, env=clean_environment(**env),
-    )  # fmt: skip
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True, text=True, timeout=120, cwd=folder, env=clean_environment(**env),
+        )  # fmt: skip
+        if ABORTED not in done.stderr:
+            break
+    return done
 
 
 def loaded(done: subprocess.CompletedProcess[str]) -> set[str]:
