@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from jobs import ABORTED
 
 ROOT = Path(__file__).parents[1]
 
@@ -279,10 +280,6 @@ print(json.dumps(sorted(sys.modules)))
 def clean_environment(**extra: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("DSPROF", "TORCH"))}
     return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **extra}
-
-
-ABORTED = "terminate called without an active exception"
-"""Of torch: a gloo job says this on its way out now and then, with any profiler or none. It is run again."""
 
 
 def python(program: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:

@@ -61,7 +61,7 @@ def straggler(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
     """Ranks that take longer for the same work, again and again, while the others wait."""
     own = _own_work(context)
     slow: npt.NDArray[np.bool_] = np.any([removed.any(axis=1) for removed in change.removed.values()], axis=0)
-    excess = (own - _typical(own)).mean(axis=1)
+    late = (own - _typical(own))[slow].mean(axis=0)
     ranks = tuple(rank for rank, chosen in zip(context.ranks, slow, strict=True) if chosen)
     phases = _phase_excess(context, ranks)
     where_slow = max(phases, key=lambda name: phases[name][0] - phases[name][1]) if phases else None
@@ -80,23 +80,21 @@ def straggler(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
         mine_cpu = float(np.mean([cpu[rank] for rank in ranks if rank in cpu] or [0.0]))
         evidence.append(Evidence("CPU time a step", round(mine_cpu, 3), "ms", round(typical_cpu, 3)))
     names = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
-    late = "arrives" if len(ranks) == 1 else "arrive"
-    title = f"rank {names} {late} {_lateness(context, slow)} and the others wait"
+    verb = "arrives" if len(ranks) == 1 else "arrive"
+    title = f"rank {names} {verb} {_lateness(late)} and the others wait"
     where = Where(ranks=ranks, op=None if where_slow == OUTSIDE else where_slow, steps=context.step_range)
     waits = counted_per_step(context.rows, context.steps, "core_wait_seconds")
     waited = float(np.mean([waits.get(rank, 0.0) for rank in ranks]))
     waited -= float(np.median([ms for rank, ms in waits.items() if rank not in ranks] or [0.0]))
-    crowded = waited > 0.5 * float(excess[slow].mean())
+    crowded = waited > 0.5 * float(late.mean())
     if crowded:
         evidence.append(Evidence("ready to run without a core, more than peers", round(waited, 3), "ms", 0.0))
     fixes = _fixes(context, ranks, where_slow, crowded)
     return Finding("rank.straggler", title, "info", confidence_of(gain), where, tuple(evidence), gain, fixes)
 
 
-def _lateness(context: Context, slow: npt.NDArray[np.bool_]) -> str:
-    """`50.0 ms late in every step`, or of one that is late now and then, when and how much."""
-    own = _own_work(context)
-    late = (own - _typical(own))[slow].mean(axis=0)
+def _lateness(late: Float) -> str:
+    """`50.0 ms late in every step`, or in how many steps; `late` is by how much in each, ms, [S]."""
     struck = late > 0.5 * late.mean()
     if struck.mean() > 0.75:
         return f"{late.mean():.1f} ms late in every step"
