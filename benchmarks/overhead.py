@@ -1,6 +1,6 @@
 """What the collectors cost the training job: CPU time a step, as a ratio to the same job without them.
 
-    python benchmarks/overhead.py                 # about ten minutes; writes benchmarks/results/overhead.json
+    python benchmarks/overhead.py              # half an hour; writes benchmarks/results/overhead.json
 
 One process trains the example's model, DistributedDataParallel over a gloo group of one included, and switches
 the collectors on and off between blocks of steps. The arms come in a random order within each round, so drift of the
@@ -13,6 +13,10 @@ host falls on all alike:
 A step's CPU time is the process's (every thread). The ratio is the median over rounds of a block to those
 without collectors in the same round; its interval is a bootstrap over rounds. Two-rank wall time cannot resolve 1 % on
 a machine of two cores; CPU time in one process can.
+
+A block is long (20 steps, after 5 that are not counted) because switching is itself a cost: installing or removing a
+hook makes Python forget what it had specialized and leaves caches cold, a job pays that once, and blocks of 3 steps
+showed it as 2 % of a small step where blocks of 20 showed nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ import numpy as np
 
 HERE = Path(__file__).parent
 ARMS = ("off", "off_again", "native", "python", "torch_profiler")
+WARM_STEPS = 5
 
 
 def load_example() -> Any:
@@ -77,9 +82,9 @@ def make_step(batch_size: int) -> Callable[[], None]:
 
 
 def cpu_of(step: Callable[[], None], steps: int) -> float:
-    """CPU seconds of `steps` steps. One goes before, uncounted, in every arm: switching hooks on or off makes Python
-    forget what it had specialized, which a real job pays once."""
-    step()
+    """CPU seconds of `steps` steps, after WARM_STEPS that are not counted, in every arm."""
+    for _ in range(WARM_STEPS):
+        step()
     before = time.process_time()
     for _ in range(steps):
         step()
@@ -102,7 +107,8 @@ def run_block(arm: str, step: Callable[[], None], steps: int, run_folder: Path) 
     if arm == "torch_profiler":
         from torch.profiler import ProfilerActivity, profile
 
-        step()
+        for _ in range(WARM_STEPS):
+            step()
         before = time.process_time()
         with profile(activities=[ProfilerActivity.CPU]):
             for _ in range(steps):
@@ -127,8 +133,8 @@ def ratio(cpu: dict[str, list[float]], arm: str) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=100, help="blocks of each arm")
-    parser.add_argument("--block", type=int, default=3, help="steps counted a block")
+    parser.add_argument("--rounds", type=int, default=70, help="blocks of each arm")
+    parser.add_argument("--block", type=int, default=20, help="steps counted a block")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--output", type=Path, default=HERE / "results" / "overhead.json")
