@@ -1,0 +1,123 @@
+"""The collectives the engine uses, each on a lane and with what is to be told of it.
+
+Buffers are given as rows, one a rank: [size, n]. A group of one communicates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .hooks import Purpose
+from .lane import Done, Label, Lane, Ticket, Work
+
+# torch 2.13 renamed the first two and warns of the old names; 2.11 has only those.
+_all_gather: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Final[Callable[..., Any]] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Comm:
+    """One process group, and the lane its collectives run on. Every rank must call the same methods in the same order.
+
+    Without a `group` there is one rank, and nothing is sent.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, lane: Lane | None) -> None:
+        self.group = group
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self._lane = lane
+        self._seq = 0
+        self._scratch: Tensor | None = None
+        self._has_reduce_scatter = group is not None and dist.get_backend(group) != "gloo"
+
+    def all_reduce(self, tensor: Tensor, purpose: Purpose, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Ticket:
+        """Sum `tensor` over the ranks, in place."""
+        return self._submit(lambda: dist.all_reduce(tensor, op, group=self.group), "all_reduce", tensor, purpose)
+
+    def reduce_scatter(self, rows: Tensor, mine: Tensor, purpose: Purpose, accumulate: bool) -> Ticket:
+        """Sum `rows` [size, n] over the ranks, and write this rank's row to `mine` [n], or add it.
+
+        On gloo each rank sends every other its row and sums what it gets, in the precision of `mine`: gloo's own is
+        an all-reduce and a copy, twice the bytes.
+        """
+        if self.size == 1:
+            _put(rows[0], mine, accumulate)
+            return Done()
+        if self._has_reduce_scatter:
+
+            def scatter() -> None:
+                got = torch.empty_like(rows[0]) if accumulate or mine.dtype != rows.dtype else mine
+                _reduce_scatter(got, rows.view(-1), group=self.group)
+                if got is not mine:
+                    _put(got, mine, accumulate)
+
+            return self._submit(scatter, "reduce_scatter", rows, purpose)
+
+        def exchange() -> None:
+            got = self._scratch_like(rows)
+            dist.all_to_all_single(got.view(-1), rows.view(-1), group=self.group)
+            if accumulate:
+                for row in got:
+                    mine.add_(row)
+            else:
+                torch.sum(got, 0, dtype=mine.dtype, out=mine)
+
+        return self._submit(exchange, "reduce_scatter", rows, purpose)
+
+    def all_gather(self, mine: Tensor, rows: Tensor, purpose: Purpose, module: str | None = None) -> Ticket:
+        """Bring every rank's `mine` [n] into `rows` [size, n]."""
+        if self.size == 1:
+            rows[0].copy_(mine)
+            return Done()
+        return self._submit(
+            lambda: _all_gather(rows.view(-1), mine, group=self.group), "all_gather", rows, purpose, module
+        )
+
+    def broadcast(self, tensor: Tensor, source: int, purpose: Purpose) -> Ticket:
+        """Bring rank `source`'s (of this group) `tensor` to all, in place."""
+        if self.group is None:
+            return Done()
+        origin = dist.get_global_rank(self.group, source)
+        return self._submit(lambda: dist.broadcast(tensor, origin, group=self.group), "broadcast", tensor, purpose)
+
+    def _submit(
+        self, work: Work, name: str, payload: Tensor, purpose: Purpose, module: str | None = None
+    ) -> Ticket:
+        if self.group is None or self._lane is None:
+            return Done()
+        label = Label(
+            name, purpose, payload.numel() * payload.element_size(), str(payload.dtype).removeprefix("torch."),
+            module, self.group.group_name, self._seq,
+        )  # fmt: skip
+        self._seq += 1
+        return self._lane.submit(work, label)
+
+    def _scratch_like(self, rows: Tensor) -> Tensor:
+        """A buffer that is kept: fresh pages cost as much as the exchange. Used by the lane alone, one job at a time."""
+        size = rows.numel() * rows.element_size()
+        if self._scratch is None or self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8, device=rows.device)
+        return self._scratch[:size].view(rows.dtype).view(rows.shape)
+
+
+def _put(value: Tensor, into: Tensor, accumulate: bool) -> None:
+    if accumulate:
+        into.add_(value)
+    else:
+        into.copy_(value)
+
+
+def open_comm(ranks: list[int], make_lane: Callable[[], Lane]) -> Comm:
+    """A communicator over the global `ranks`, with a group of its own. Every rank of the job must call this."""
+    if not dist.is_initialized():
+        return Comm(None, None)
+    group = dist.new_group(ranks)
+    if dist.get_rank() not in ranks or len(ranks) == 1:
+        return Comm(None, None)
+    return Comm(group, make_lane())
+

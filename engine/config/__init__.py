@@ -1,0 +1,29 @@
+"""The configuration: DeepSpeed's JSON as typed models, with what it says checked before anything runs.
+
+    from dsprof.engine.config import Config, ConfigError, load
+
+    config = load("ds.json", world_size=8)      # or a dict; raises ConfigError, which lists every problem
+    config.zero_optimization.stage, config.train_batch_size, config.warnings
+
+A section is a file, a key a field with its documentation under it (docs/engine-config.md is made from these):
+
+    config          the top-level keys            model          what sections and values are made of
+    zero  offload  precision  optimizer  scheduler  checkpointing  debugging  parallel
+
+and what is done to a configuration, in this order, by `loading`:
+
+    keys            unknown, renamed and foreign ones; deepspeed_keys is the list of the latter
+    values          pydantic's errors in our words
+    rules           contradictions, and what has no effect
+    batch           train_batch_size = micro-batch x accumulation x ranks
+
+Free of torch and of the rest of the engine: the analyzer and `dsprof doctor` use it too.
+"""
+
+from .batch import Batch, BatchError
+from .config import Config
+from .loading import ConfigError, load
+from .rules import data_parallel_ranks
+from .zero import ZeroConfig
+
+__all__ = ["Batch", "BatchError", "Config", "ConfigError", "ZeroConfig", "data_parallel_ranks", "load"]

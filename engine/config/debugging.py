@@ -1,0 +1,74 @@
+"""What a run tells about itself: `comms_logger`, `flops_profiler`, `tensorboard` and `csv_monitor`."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from .model import Number, Section, Whole
+
+
+class CommsLoggerConfig(Section):
+    """Every communication with its size, time and bandwidth, told by the engine's hooks: nothing is synchronized."""
+
+    enabled: bool = False
+    """Collect them, and print the table with `log_summary`."""
+
+    verbose: bool = False
+    """Print a line for each communication as it ends."""
+
+    prof_all: bool = True
+    """All kinds of communication; false: those in `prof_ops`."""
+
+    prof_ops: tuple[str, ...] = ()
+    """Names of the kinds to collect, such as `all_reduce`, where `prof_all` is false."""
+
+
+class FlopsProfilerConfig(Section):
+    """Floating-point operations, parameters and time of each module, in one step."""
+
+    enabled: bool = False
+    """Profile a step and print the table."""
+
+    recompute_fwd_factor: Number = Field(0.0, ge=0)
+    """Forward passes that recomputation adds to a step: 1 where all of it is computed again."""
+
+    profile_step: Whole = Field(1, ge=1)
+    """Which step, counted from 1."""
+
+    module_depth: Whole = Field(-1, ge=-1)
+    """Depth of modules up to which the summary goes; -1: to the innermost."""
+
+    top_modules: Whole = Field(1, ge=1)
+    """Modules named at each depth of the summary."""
+
+    detailed: bool = True
+    """Print the table of all modules too."""
+
+    output_file: str | None = None
+    """Write to this file. Default: print."""
+
+
+class TensorBoardConfig(Section):
+    """Loss, learning rate and loss scale as TensorBoard event files, written by rank 0."""
+
+    enabled: bool = False
+    """Write them."""
+
+    output_path: str = ""
+    """Folder. Default: the working directory."""
+
+    job_name: str = "DeepSpeedJobName"
+    """Folder in it for this job."""
+
+
+class CsvMonitorConfig(Section):
+    """Loss, learning rate and loss scale as CSV files, a file for each, written by rank 0."""
+
+    enabled: bool = False
+    """Write them."""
+
+    output_path: str = ""
+    """Folder. Default: the working directory."""
+
+    job_name: str = "DeepSpeedJobName"
+    """Folder in it for this job."""

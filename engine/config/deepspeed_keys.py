@@ -1,0 +1,258 @@
+"""Keys that DeepSpeed 0.19 has, or once had, and this engine has not; plain data.
+
+Two kinds. *Refused*: without it the training would not be what the user asked for, so it is an error that says what to
+write instead; only a value that switches it off is let pass, with a warning. *No effect*: it steers the inside of
+DeepSpeed, or says what is the case here anyway, so it is a warning. Nothing is taken silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What is to be said about a key that is not ours."""
+
+    says: str
+    refused: bool = False
+    off: tuple[Any, ...] = ()
+    """Of a refused key: values, beyond the usual, that ask for nothing."""
+
+    def is_off(self, value: object) -> bool:
+        """Whether the value asks for nothing."""
+        if isinstance(value, Mapping):
+            return not value or value.get("enabled") is False
+        return value is None or value is False or value in self.off
+
+
+def _refused(says: str, *off: object) -> Foreign:
+    return Foreign(says, refused=True, off=off)
+
+
+def _no_effect(says: str) -> Foreign:
+    return Foreign(says)
+
+
+_PASS_IT = "build the optimizer in the script and pass it as `optimizer=` to `initialize`"
+_ONE_FILE_FORMAT = "every rank always writes its own part of a checkpoint, through torch.distributed.checkpoint"
+_CHEAP_NORM = "the norm is computed once, with the overflow check"
+
+TOP: Final[dict[str, Foreign]] = {
+    "amp": _refused('write "bf16": {"enabled": true}, or "fp16"; DeepSpeed has removed it too'),
+    "autotuning": _refused("try values one by one under `dsprof run`, which says what each of them changed"),
+    "comet": _refused('write "tensorboard" or "csv_monitor", which any tracker can read'),
+    "compile": _refused(
+        "call `torch.compile` on the model and pass the result to `initialize`", {"deepcompile": False}
+    ),
+    "compression_training": _refused("quantize or prune the model itself; DeepSpeed has removed it too"),
+    "curriculum_learning": _refused("let the data set or its sampler choose; DeepSpeed has removed it too"),
+    "data_efficiency": _refused("let the data set or its sampler choose, and pass it as `training_data=`"),
+    "datastates_ckpt": _refused("`save_checkpoint` writes through torch.distributed.checkpoint and takes no other way"),
+    "disable_allgather": _no_effect(
+        'it has none in DeepSpeed either; for broadcasts write "zero_optimization": {"allgather_partitions": false}'
+    ),
+    "disable_python_gc": _refused("call `gc.disable()` in the script"),
+    "eigenvalue": _refused("it belonged to quantized training; DeepSpeed has removed it too"),
+    "elasticity": _refused(
+        "a checkpoint loads at any number of ranks; write the batch sizes themselves. DeepSpeed has removed it too"
+    ),
+    "expert_parallel": _refused(
+        "experts are not spread over ranks here; remove it to train them like other parameters"
+    ),
+    "gradient_allreduce_op": _refused("gradients are averaged; multiply the loss to sum them up", "mean"),
+    "graph_harvesting": _refused("capture CUDA graphs in the model itself; DeepSpeed has removed it too"),
+    "hybrid_engine": _refused("this engine trains; generate text with the module inside it, `engine.module`"),
+    "log_level": _no_effect("it says what DeepSpeed logs"),
+    "managed_gradient_accumulation": _refused(
+        'the engine counts micro-batches itself; write "gradient_accumulation_steps", or use `engine.no_sync()`', True
+    ),
+    "nebula": _refused("`save_checkpoint` writes to a file system; DeepSpeed has removed it too"),
+    "progressive_layer_drop": _refused("drop layers in the model's own forward; DeepSpeed has removed it too"),
+    "quantize_training": _refused("quantize the model itself; DeepSpeed has removed it too"),
+    "seq_parallel_communication_data_type": _no_effect("sequences are not split over ranks"),
+    "sequence_parallel_size": _refused("sequences are not split over ranks; remove it", 1),
+    "sparse_attention": _refused("use torch's flex_attention in the model; DeepSpeed has removed it too"),
+    "timers": _no_effect("steps are timed by the hooks, without synchronizing the device"),
+    "torch_autocast": _refused('write "bf16": {"enabled": true}, or use `torch.autocast` in the model\'s own forward'),
+    "use_data_before_expert_parallelism": _refused("experts are not spread over ranks here"),
+    "vocabulary_size": _no_effect("DeepSpeed only warns of one that is no multiple of 8"),
+    "wandb": _refused(
+        'write "tensorboard" and start the run with `wandb.init(sync_tensorboard=True)`, or "csv_monitor"'
+    ),
+    "weight_quantization": _refused("it is for inference"),
+    "zero_force_ds_cpu_optimizer": _no_effect("any optimizer may be offloaded"),
+}
+
+ZERO: Final[dict[str, Foreign]] = {
+    "allgather_size": _refused('write "allgather_bucket_size"'),
+    "compute_grad_norm": _no_effect(_CHEAP_NORM),
+    "cpu_offload_use_pin_memory": _refused('write "pin_memory" in "offload_optimizer" and "offload_param"'),
+    "elastic_checkpoint": _no_effect("every checkpoint loads at any number of ranks"),
+    "enable_sanity_checks": _no_effect("what can be checked cheaply always is"),
+    "leaf_module": _refused('where ranks run different modules, as experts do, write "stage": 2'),
+    "legacy_stage1": _refused('write "stage": 1; DeepSpeed has removed the old implementation too'),
+    "load_from_fp32_weights": _no_effect("checkpoints hold the fp32 master weights, and those are loaded"),
+    "log_trace_cache_warnings": _no_effect("what is fetched when is in the trace of `dsprof run`"),
+    "memory_efficient_linear": _no_effect("torch's linear layer keeps no second copy of a weight"),
+    "mics_hierarchical_params_gather": _refused(
+        'write "zero_hpz_partition_size": the GPUs of a machine; DeepSpeed has removed it too'
+    ),
+    "mics_shard_size": _refused(
+        'write "zero_hpz_partition_size" with the size of the group; DeepSpeed has removed it too', -1
+    ),
+    "override_module_apply": _no_effect("`zero.Init` needs no change to torch"),
+    "parameter_alignment": _no_effect("pieces of parameters are aligned anyway"),
+    "pipeline_loading_checkpoint": _no_effect("checkpoints are read piece by piece, by all ranks at once"),
+    "save_muon_momentum_buffer_in_memory": _no_effect("all states of an offloaded optimizer lie in one place"),
+    "stage3_allgather_sequential": _no_effect('each parameter is gathered alone with "stage3_prefetch_bucket_size": 0'),
+    "stage3_module_granularity_threshold": _no_effect("fetches are batched by size, whatever module they belong to"),
+    "stage3_use_all_reduce_for_fetch_params": _no_effect("parameters are fetched by all-gather"),
+    "use_multi_rank_bucket_allreduce": _no_effect("a bucket always holds the pieces of all ranks"),
+    "zenflow": _refused('write "offload_optimizer": {"device": "cpu"}, which computes whole steps on the CPU'),
+    "zero_quantized_gradients": _refused('write "communication_data_type": "bf16", or the optimizer "OneBitAdam"'),
+    "zero_quantized_nontrainable_weights": _refused("quantize frozen weights in the model itself"),
+    "zero_quantized_weights": _refused(
+        'write "bf16": {"enabled": true}, and "zero_hpz_partition_size" across machines'
+    ),
+    "zeropp_loco_param": _refused("gradients are not quantized; DeepSpeed has removed it too"),
+}
+
+OFFLOAD_OPTIMIZER: Final[dict[str, Foreign]] = {
+    "cpuadam_cores_perc": _no_effect("the step uses the threads that torch has: set OMP_NUM_THREADS"),
+    "super_offload": _refused('write "ratio" below 1 to keep a part of the step on the device'),
+}
+
+AIO: Final[dict[str, Foreign]] = {
+    "overlap_events": _no_effect("requests always overlap, up to queue_depth"),
+    "single_submit": _no_effect("requests are handed to threads, not to libaio"),
+    "use_gds": _refused("files are read through host memory"),
+}
+
+FP16: Final[dict[str, Foreign]] = {
+    "fp16_master_weights_and_grads": _refused("master weights are kept in fp32"),
+}
+
+BF16: Final[dict[str, Foreign]] = {
+    "bf16_master_weights_and_grads": _refused("master weights are kept in fp32"),
+    "bf16_optimizer_states": _refused("optimizer states are kept in fp32"),
+    "immediate_grad_update": _no_effect("gradients are added up as backward produces them"),
+}
+
+DATA_TYPES: Final[dict[str, Foreign]] = {
+    "buffer_dtype": _refused("cast buffers in the script, `module.to(...)`"),
+    "keep_in_fp32_modules": _refused("keep them in fp32 in the model's own forward", "auto", []),
+    "param_dtype": _refused('write "bf16": {"enabled": true}, or "fp16"'),
+}
+
+OPTIMIZER: Final[dict[str, Foreign]] = {
+    "legacy_fusion": _no_effect("torch's fused optimizers are used where there are any"),
+}
+
+OPTIMIZER_PARAMS: Final[dict[str, Foreign]] = {
+    "adam_w_mode": _refused('for L2 regularization write the type "Adam" with it', True),
+    "amsgrad": _refused(_PASS_IT),
+    "bias_correction": _refused(_PASS_IT, True),
+    "capturable": _refused(_PASS_IT),
+    "differentiable": _refused(_PASS_IT),
+    "comm_backend_name": _no_effect("compressed momenta travel over the backend of the process group"),
+    "cuda_aware": _no_effect("compressed momenta travel over the backend of the process group"),
+    "eps_inside_sqrt": _refused(_PASS_IT),
+    "foreach": _no_effect("torch's fused optimizers are used where there are any"),
+    "fp32_optimizer_states": _refused("optimizer states are kept in fp32", True),
+    "fused": _no_effect("torch's fused optimizers are used where there are any"),
+    "max_grad_norm": _refused('write "gradient_clipping" at the top', 0, 0.0),
+    "maximize": _refused(_PASS_IT),
+    "ns_method": _no_effect('torch\'s Newton-Schulz iteration is used; "gram" computes the same by another route'),
+    "per_head_muon": _refused("matrices are orthogonalized whole"),
+    "set_grad_none": _no_effect("gradients are always set to None"),
+    "torch_adam": _no_effect("torch's implementation is always used, and weight_decay is 0 unless it is given"),
+}
+
+SCHEDULER_PARAMS: Final[dict[str, Foreign]] = {
+    "last_batch_iteration": _refused("`load_checkpoint` sets it", -1),
+    "last_epoch": _refused("`load_checkpoint` sets it", -1),
+}
+
+ACTIVATION_CHECKPOINTING: Final[dict[str, Foreign]] = {
+    "contiguous_memory_optimization": _no_effect("torch's allocator places checkpoints"),
+    "number_checkpoints": _no_effect('it sizes DeepSpeed\'s contiguous buffer; for fewer checkpoints write "policy"'),
+    "partition_activations": _no_effect("without tensor parallelism each rank has activations of its own"),
+    "profile": _no_effect("recomputation is timed by the hooks: see `dsprof run`"),
+    "synchronize_checkpoint_boundary": _no_effect("nothing here needs the device to be synchronized"),
+}
+
+CHECKPOINT: Final[dict[str, Foreign]] = {
+    "checkpoint_serialization": _no_effect(_ONE_FILE_FORMAT),
+    "load_universal": _no_effect("every checkpoint loads at any number of ranks and at any stage"),
+    "parallel_write": _no_effect(_ONE_FILE_FORMAT),
+    "use_node_local_storage": _refused("save to a file system that all machines share"),
+    "writer": _no_effect(_ONE_FILE_FORMAT),
+}
+
+COMMS_LOGGER: Final[dict[str, Foreign]] = {
+    "debug": _no_effect("module and purpose of a communication are always told"),
+}
+
+TENSOR_PARALLEL: Final[dict[str, Foreign]] = {
+    name: _refused("only the number of ranks is read, and more than one is not available yet")
+    for name in (
+        "dtype", "injection_policy_tuple", "keep_module_on_host", "kernel_inject", "partition_config", "preset_model",
+        "replace_with_kernel_inject", "tensor_parallel", "tp", "tp_grain_size", "tp_overlap_comm",
+        "vocab_parallel_ce_backend", "vocab_parallel_lm_head",
+    )
+}  # fmt: skip
+
+PIPELINE: Final[dict[str, Foreign]] = {
+    "grad_partitioned": _no_effect("it concerns pipelines with tensor parallelism"),
+    "partition": _refused('write "partition_method"', "best"),
+    "pipe_partitioned": _no_effect("it concerns pipelines with tensor parallelism"),
+    "seed_layers": _refused("seed the layers where they are built"),
+    "use_reentrant": _no_effect("recomputation is never reentrant"),
+}
+
+FOREIGN: Final[dict[str, dict[str, Foreign]]] = {
+    "": TOP,
+    "zero_optimization": ZERO,
+    "zero_optimization.offload_optimizer": OFFLOAD_OPTIMIZER,
+    "aio": AIO,
+    "fp16": FP16,
+    "bf16": BF16,
+    "data_types": DATA_TYPES,
+    "optimizer": OPTIMIZER,
+    "optimizer.params": OPTIMIZER_PARAMS,
+    "scheduler.params": SCHEDULER_PARAMS,
+    "activation_checkpointing": ACTIVATION_CHECKPOINTING,
+    "checkpoint": CHECKPOINT,
+    "comms_logger": COMMS_LOGGER,
+    "tensor_parallel": TENSOR_PARALLEL,
+    "pipeline": PIPELINE,
+}
+"""Section -> key in it -> what is to be said."""
+
+RENAMED: Final[dict[str, dict[str, str]]] = {
+    "": {"bfloat16": "bf16"},
+    "zero_optimization": {
+        "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+        "max_live_parameters": "stage3_max_live_parameters",
+        "max_reuse_distance": "stage3_max_reuse_distance",
+        "model_persistence_threshold": "stage3_model_persistence_threshold",
+        "param_persistence_threshold": "stage3_param_persistence_threshold",
+        "prefetch_bucket_size": "stage3_prefetch_bucket_size",
+        "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    },
+    "aio": {"thread_count": "intra_op_parallelism"},
+    "tensor_parallel": {"tp_size": "autotp_size"},
+}
+"""Section -> another name that DeepSpeed takes or took for a key -> the key. Both work."""
+
+REPLACED: Final[dict[str, dict[str, str]]] = {
+    "zero_optimization": {
+        "cpu_offload": "offload_optimizer",
+        "cpu_offload_param": "offload_param",
+        "cpu_offload_params": "offload_param",
+    },
+}
+"""Section -> a switch of old DeepSpeed's -> the section that says the same with `"device": "cpu"`."""

@@ -1,0 +1,129 @@
+"""From a file or a dict to a `Config`: keys, values, contradictions, batch sizes, in this order."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from . import batch
+from .config import Config
+from .keys import Notes, known_keys
+from .model import shown
+from .rules import RULES, data_parallel_ranks
+from .values import complaints
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. The message has every problem, one a line."""
+
+    def __init__(self, problems: list[str], warnings: list[str] | None = None, source: Path | None = None) -> None:
+        self.problems = problems
+        """Each begins with the key it is about."""
+        self.warnings = warnings or []
+        """What else there is to say."""
+        prefix = "" if source is None else f"{source}: "
+        super().__init__("\n".join(f"{prefix}{problem}" for problem in problems))
+
+
+def load(source: Mapping[str, Any] | str | Path | None, *, world_size: int = 1) -> Config:
+    """The configuration in a dict or in a JSON file, for a job of `world_size` ranks; None is an empty one.
+
+    What is to be known of it, but is no error, is in `Config.warnings`. Raises ConfigError.
+    """
+    path = Path(source) if isinstance(source, (str, Path)) else None
+    notes = Notes()
+    try:
+        raw = read(path) if path is not None else source if source is not None else {}
+        if not isinstance(raw, Mapping):
+            raise ConfigError([f"{shown(raw)} is not a configuration; write an object of keys and values"])
+    except ConfigError as error:
+        raise ConfigError(error.problems, source=path) from None
+    config = _validated(known_keys(raw, Config, notes), notes)
+    for remark in (remark for rule in RULES for remark in rule(config, world_size)):
+        (notes.problems if remark.error else notes.warnings).append(str(remark))
+    if world_size % (config.tensor_parallel.size * config.pipeline.stages) == 0:
+        config = _with_batch_sizes(config, data_parallel_ranks(config, world_size), notes)
+    if notes.problems:
+        raise ConfigError(notes.problems, notes.warnings, path)
+    config.warnings.extend(notes.warnings)
+    return config
+
+
+def _validated(values: dict[str, Any], notes: Notes) -> Config:
+    """The configuration without what cannot be taken, so that the rest is still looked at."""
+    while True:
+        try:
+            return Config.model_validate(values)
+        except ValidationError as error:
+            for complaint in complaints(error, Config, values):
+                notes.problems.append(str(complaint))
+                _remove(values, complaint.keys[:-1] if complaint.missing else complaint.keys)
+
+
+def _remove(values: dict[str, Any], keys: Sequence[str]) -> None:
+    *sections, last = keys
+    for key in sections:
+        values = values.get(key, {})
+    values.pop(last, None)
+
+
+def _with_batch_sizes(config: Config, ranks: int, notes: Notes) -> Config:
+    """The configuration with its batch sizes solved."""
+    keys = (batch.TRAIN, batch.MICRO, batch.ACCUMULATION)
+    if any(problem.startswith(f"{key}: ") for key in keys for problem in notes.problems):
+        return config  # what is missing is said already
+    try:
+        found = batch.solve(*(getattr(config, key) for key in keys), ranks)
+    except batch.BatchError as error:
+        notes.problems.append(str(error))
+        return config
+    return config.model_copy(update=dict(zip(keys, (found.train, found.micro, found.accumulation), strict=True)))
+
+
+def read(path: Path) -> Any:
+    """What a JSON file holds. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(["no such file; name the JSON file of the configuration"]) from None
+    except IsADirectoryError:
+        raise ConfigError(["is a folder; name the JSON file of the configuration"]) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"byte {error.start} is not UTF-8; save it as UTF-8"]) from None
+    except OSError as error:
+        raise ConfigError([f"cannot be read ({error.strerror})"]) from None
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError as error:
+        raise ConfigError([f"line {error.lineno}, column {error.colno}: {_syntax(error, text)}"]) from None
+    except RecursionError:
+        raise ConfigError(["nested too deeply to be a configuration"]) from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    twice = [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]
+    if twice:
+        raise ConfigError([f"{key}: written twice in one object; remove one of them" for key in twice])
+    return dict(pairs)
+
+
+def _syntax(error: json.JSONDecodeError, text: str) -> str:
+    """What is not JSON about the place where reading stopped."""
+    rest, before = text[error.pos :], text[: error.pos].rstrip()
+    if not text.strip():
+        return "the file is empty; write an object of keys and values"
+    if rest[:1] in ("/", "#"):
+        return "JSON has no comments, although DeepSpeed lets them pass; remove it"
+    if rest[:1] == "'":
+        return "strings take double quotes"
+    if rest[:1] == "," or (rest[:1] in ("}", "]") and before.endswith(",")):
+        return "a comma too many; remove it"
+    for python, right in (("True", "true"), ("False", "false"), ("None", "null")):
+        if rest.startswith(python):
+            return f"{python} is Python; write {right}"
+    return f"not JSON: {error.msg[:1].lower()}{error.msg[1:]}"

@@ -1,0 +1,254 @@
+"""What keys and values, each fine by itself, cannot be together, and what has no effect beside what else is given.
+
+A rule is a function of the configuration and the number of ranks that yields remarks; add it to RULES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from .config import Config
+from .model import Section, join
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What a rule has found."""
+
+    where: str
+    """The key it is about."""
+    says: str
+    error: bool = True
+    """False: the training goes on as if the key were not there."""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.says}"
+
+
+Rule = Callable[[Config, int], Iterator[Remark]]
+
+
+def without_effect(section: Section, where: str, keys: Iterable[str], why: str) -> Iterator[Remark]:
+    """A warning for each of `keys` that was given with a value other than its default."""
+    for key in keys:
+        if key in section.model_fields_set and getattr(section, key) != type(section).model_fields[key].default:
+            yield Remark(join(where, key), f"has no effect; {why}", error=False)
+
+
+def divisors(number: int) -> str:
+    """The whole numbers that divide `number`, as words."""
+    found = [str(candidate) for candidate in range(1, number + 1) if number % candidate == 0]
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+
+
+# --- precision ----------------------------------------------------------------------------------
+
+
+def one_precision(config: Config, world_size: int) -> Iterator[Remark]:
+    if config.fp16.enabled and config.bf16.enabled:
+        yield Remark("bf16.enabled", 'true, and fp16.enabled is true too; write "enabled": false in one of them')
+
+
+def loss_scale(config: Config, world_size: int) -> Iterator[Remark]:
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return
+    if fp16.loss_scale > 0:
+        dynamic = (
+            "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"
+        )  # fmt: skip
+        yield from without_effect(fp16, "fp16", dynamic, 'the scale is fixed; for a dynamic one write "loss_scale": 0')
+    elif 2.0**fp16.initial_scale_power < fp16.min_loss_scale:
+        yield Remark(
+            "fp16.min_loss_scale",
+            f"{fp16.min_loss_scale:g} is above the first scale, 2^{fp16.initial_scale_power}; "
+            'write a larger "initial_scale_power"',
+        )
+
+
+def accumulation_type(config: Config, world_size: int) -> Iterator[Remark]:
+    trained = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+    chosen = config.data_types.grad_accum_dtype
+    if chosen not in (None, "fp32", trained):
+        choices = '"fp32"' if trained == "fp32" else f'"fp32" or "{trained}"'
+        yield Remark(
+            "data_types.grad_accum_dtype",
+            f'"{chosen}" does not hold what the gradients do, which are {trained}; write {choices}',
+        )
+
+
+def scaling_of_gradients(config: Config, world_size: int) -> Iterator[Remark]:
+    if config.prescale_gradients:
+        why = 'all of the division is done beforehand with "prescale_gradients": true'
+        yield from without_effect(config, "", ["gradient_predivide_factor"], why)
+
+
+# --- ZeRO ---------------------------------------------------------------------------------------
+
+STAGE_1: Final = (
+    "allgather_bucket_size", "allgather_partitions", "reduce_scatter", "round_robin_gradients", "sub_group_size",
+)  # fmt: skip
+STAGE_3: Final = (
+    "stage3_gather_16bit_weights_on_model_save", "stage3_max_live_parameters", "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size",
+    "zero_hpz_partition_size",
+)  # fmt: skip
+
+
+def keys_of_higher_stages(config: Config, world_size: int) -> Iterator[Remark]:
+    zero = config.zero_optimization
+    for stage, keys in ((1, STAGE_1), (3, STAGE_3)):
+        if zero.stage < stage:
+            above = "" if stage == 3 else " or more"
+            why = f'the stage is {zero.stage}, and it takes "stage": {stage}{above}'
+            yield from without_effect(zero, "zero_optimization", keys, why)
+
+
+def secondary_partition(config: Config, world_size: int) -> Iterator[Remark]:
+    size, ranks = config.zero_optimization.zero_hpz_partition_size, data_parallel_ranks(config, world_size)
+    if ranks % size:
+        yield Remark(
+            "zero_optimization.zero_hpz_partition_size",
+            f"{size} does not divide the {ranks} data-parallel ranks; write {divisors(ranks)}",
+        )
+
+
+def sparse_embeddings(config: Config, world_size: int) -> Iterator[Remark]:
+    if config.sparse_gradients and config.zero_optimization.stage >= 2:
+        yield Remark(
+            "sparse_gradients",
+            f'true, and "zero_optimization" has "stage": {config.zero_optimization.stage}, which cuts gradients into '
+            'pieces; write "stage": 0 or 1, or remove "sparse_gradients"',
+        )
+
+
+# --- optimizer ----------------------------------------------------------------------------------
+
+
+def one_bit(config: Config, world_size: int) -> Iterator[Remark]:
+    if config.optimizer is not None and config.optimizer.type == "OneBitAdam" and config.zero_optimization.stage >= 1:
+        yield Remark(
+            "optimizer.type",
+            "OneBitAdam compresses whole gradients on every rank, which ZeRO cuts into pieces; "
+            'write "zero_optimization": {"stage": 0}, or "AdamW"',
+        )
+
+
+def nesterov(config: Config, world_size: int) -> Iterator[Remark]:
+    params = config.optimizer.params.arguments() if config.optimizer is not None else {}
+    if params.get("nesterov") and (params["momentum"] == 0 or params["dampening"] != 0):
+        yield Remark(
+            "optimizer.params.nesterov",
+            'true, and it takes a "momentum" above 0 and no "dampening"; write "momentum": 0.9',
+        )
+
+
+def length_of_warm_up(config: Config, world_size: int) -> Iterator[Remark]:
+    params = config.scheduler.params.arguments() if config.scheduler is not None else {}
+    total, warm = params.get("total_num_steps"), params.get("warmup_num_steps")
+    if total is not None and warm is not None and total < warm:
+        yield Remark(
+            "scheduler.params.total_num_steps",
+            f"{total} is less than warmup_num_steps, {warm}: the training ends before the warm-up does",
+            error=False,
+        )
+
+
+# --- offloading ---------------------------------------------------------------------------------
+
+ON_DISK: Final = (
+    "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init",
+)  # fmt: skip
+
+
+def offloading(config: Config, world_size: int) -> Iterator[Remark]:
+    zero = config.zero_optimization
+    for name, section, stage in (
+        ("offload_param", zero.offload_param, 3),
+        ("offload_optimizer", zero.offload_optimizer, 1),
+    ):
+        where = join("zero_optimization", name)
+        if section is None or section.device == "none":
+            continue
+        if zero.stage < stage:
+            above = "" if stage == 3 else " or more"
+            why = f'the stage is {zero.stage}, and it takes "stage": {stage}{above}'
+            yield Remark(where, f"has no effect; {why}", error=False)
+        elif section.device == "cpu":
+            keys = [key for key in ON_DISK if key in type(section).model_fields]
+            yield from without_effect(section, where, keys, 'it is for "device": "nvme", and the device is "cpu"')
+        elif section.nvme_path is None:
+            yield Remark(join(where, "nvme_path"), 'missing, and "device" is "nvme"; write a folder on the local disk')
+
+
+def share_of_the_optimizer(config: Config, world_size: int) -> Iterator[Remark]:
+    section = config.zero_optimization.offload_optimizer
+    if section is not None and section.device == "nvme":
+        why = 'it is for "device": "cpu", and the device is "nvme"'
+        yield from without_effect(section, "zero_optimization.offload_optimizer", ["ratio"], why)
+
+
+def files(config: Config, world_size: int) -> Iterator[Remark]:
+    zero = config.zero_optimization
+    if not any(part is not None and part.device == "nvme" for part in (zero.offload_param, zero.offload_optimizer)):
+        why = 'nothing is offloaded to "nvme"'
+        yield from without_effect(config.aio, "aio", type(config.aio).model_fields, why)
+
+
+# --- tensor and pipeline parallelism ------------------------------------------------------------
+
+
+def data_parallel_ranks(config: Config, world_size: int) -> int:
+    """Ranks that hold the same part of the model, at least 1."""
+    return max(1, world_size // (config.tensor_parallel.size * config.pipeline.stages))
+
+
+def model_parallel_sizes(config: Config, world_size: int) -> Iterator[Remark]:
+    tensor, stages = config.tensor_parallel.size, config.pipeline.stages
+    for where, size, what in (
+        ("tensor_parallel.autotp_size", tensor, "tensor parallelism"),
+        ("pipeline.stages", stages, "pipeline parallelism"),
+    ):
+        if world_size % size:
+            yield Remark(where, f"{size} does not divide the {world_size} ranks; write {divisors(world_size)}")
+        if size > 1:
+            yield Remark(where, f"{size} asks for {what}, which is not available yet; write 1")
+    if world_size % tensor == 0 and world_size % stages == 0 and world_size % (tensor * stages):
+        yield Remark(
+            "pipeline.stages",
+            f"{stages} stages of {tensor} ranks each do not divide the {world_size} ranks; "
+            f"write {divisors(world_size // tensor)}",
+        )
+
+
+def keys_of_pipelines(config: Config, world_size: int) -> Iterator[Remark]:
+    pipeline = config.pipeline
+    if pipeline.stages == 1:
+        keys = ["schedule", "virtual_stages", "partition_method", "activation_checkpoint_interval"]
+        yield from without_effect(pipeline, "pipeline", keys, 'it takes "stages" above 1')
+    elif pipeline.schedule != "interleaved":
+        yield from without_effect(pipeline, "pipeline", ["virtual_stages"], 'it takes "schedule": "interleaved"')
+
+
+# --- the rest -----------------------------------------------------------------------------------
+
+
+def recomputation(config: Config, world_size: int) -> Iterator[Remark]:
+    section = config.activation_checkpointing
+    if section.policy != "every_k":
+        yield from without_effect(section, "activation_checkpointing", ["every"], 'it takes "policy": "every_k"')
+
+
+def logged_communications(config: Config, world_size: int) -> Iterator[Remark]:
+    section = config.comms_logger
+    if section.enabled and section.prof_all:
+        yield from without_effect(section, "comms_logger", ["prof_ops"], 'to choose, write "prof_all": false too')
+
+
+RULES: Final[tuple[Rule, ...]] = (
+    one_precision, loss_scale, accumulation_type, scaling_of_gradients, keys_of_higher_stages, secondary_partition,
+    sparse_embeddings, one_bit, nesterov, length_of_warm_up, offloading, share_of_the_optimizer, files,
+    model_parallel_sizes, keys_of_pipelines, recomputation, logged_communications,
+)  # fmt: skip

@@ -1,0 +1,197 @@
+"""`scheduler`: how the learning rate changes, and its parameters, a model for each type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SerializeAsAny,
+    ValidationInfo,
+    field_validator,
+)
+
+from .model import Complaint, Number, Params, Rates, Section, Whole, shown, torch_params
+
+WarmupType = Literal["log", "linear"]
+
+
+class WarmupLRParams(Params):
+    """From `warmup_min_lr` to `warmup_max_lr`, then constant."""
+
+    warmup_min_lr: Rates = 0.0
+    """Learning rate at the beginning."""
+
+    warmup_max_lr: Rates | None = None
+    """Learning rate after the warm-up. Default: the optimizer's own."""
+
+    warmup_num_steps: Whole = Field(1000, ge=1)
+    """Optimizer steps of warm-up; 1 counts as 2."""
+
+    warmup_type: WarmupType = "log"
+    """Shape of the warm-up."""
+
+
+class WarmupDecayLRParams(Params):
+    """A warm-up, then linear decay to 0 at `total_num_steps`."""
+
+    total_num_steps: Whole = Field(ge=1)
+    """Optimizer steps of the whole training."""
+
+    warmup_min_lr: Rates = 0.0
+    """Learning rate at the beginning."""
+
+    warmup_max_lr: Rates = 0.001
+    """Learning rate after the warm-up."""
+
+    warmup_num_steps: Whole = Field(1000, ge=1)
+    """Optimizer steps of warm-up; 1 counts as 2."""
+
+    warmup_type: WarmupType = "log"
+    """Shape of the warm-up."""
+
+
+class WarmupCosineLRParams(Params):
+    """A warm-up, then half a cosine down; both are ratios of the optimizer's learning rate."""
+
+    total_num_steps: Whole = Field(ge=1)
+    """Optimizer steps of the whole training."""
+
+    warmup_min_ratio: Number = Field(0.0, ge=0)
+    """Where the warm-up begins."""
+
+    warmup_num_steps: Whole = Field(1000, ge=1)
+    """Optimizer steps of warm-up; 1 counts as 2."""
+
+    cos_min_ratio: Number = Field(0.0001, ge=0)
+    """Where the cosine ends."""
+
+    warmup_type: WarmupType = "log"
+    """Shape of the warm-up."""
+
+
+class OneCycleParams(Params):
+    """Up and down once, momentum the other way round, then decay (Smith 2018)."""
+
+    cycle_min_lr: Rates
+    """Learning rate at the beginning and at the end of the cycle."""
+
+    cycle_max_lr: Rates
+    """Learning rate in the middle of the cycle."""
+
+    decay_lr_rate: Number = Field(0.0, ge=0)
+    """After the cycle, the rate is divided by 1 plus this for each `decay_step_size`."""
+
+    cycle_first_step_size: Whole = Field(2000, ge=1)
+    """Optimizer steps up."""
+
+    cycle_second_step_size: Whole | None = Field(None, ge=0)
+    """Optimizer steps down. Default: as many as up."""
+
+    cycle_first_stair_count: Whole = Field(0, ge=0)
+    """Stairs on the way up; 0 is a straight line."""
+
+    cycle_second_stair_count: Whole | None = Field(None, ge=0)
+    """Stairs on the way down. Default: as many as up."""
+
+    decay_step_size: Whole = Field(0, ge=0)
+    """Optimizer steps between decays after the cycle; 0 means no decay."""
+
+    cycle_momentum: bool = True
+    """Move the momentum too, with optimizers that have betas."""
+
+    cycle_min_mom: Rates = 0.8
+    """Momentum in the middle of the cycle."""
+
+    cycle_max_mom: Rates = 0.9
+    """Momentum at the beginning and at the end of the cycle."""
+
+    decay_mom_rate: Number = Field(0.0, ge=0)
+    """After the cycle, the momentum is multiplied by 1 plus this for each `decay_step_size`."""
+
+
+class LRRangeTestParams(Params):
+    """Ever larger learning rates, to find the largest that still trains."""
+
+    lr_range_test_min_lr: Rates = 0.001
+    """Learning rate at the beginning."""
+
+    lr_range_test_step_size: Whole = Field(2000, ge=1)
+    """Optimizer steps between increases."""
+
+    lr_range_test_step_rate: Number = 1.0
+    """What is added in each such interval, as a share of the first rate."""
+
+    lr_range_test_staircase: bool = False
+    """Increase at the end of each interval; false: in every step."""
+
+
+SCHEDULERS: Final[dict[str, type[Params]]] = {
+    "WarmupLR": WarmupLRParams,
+    "WarmupDecayLR": WarmupDecayLRParams,
+    "WarmupCosineLR": WarmupCosineLRParams,
+    "OneCycle": OneCycleParams,
+    "LRRangeTest": LRRangeTestParams,
+    **{
+        type: torch_params(type, names)
+        for type, names in {
+            "ConstantLR": "factor total_iters",
+            "CosineAnnealingLR": "T_max eta_min",
+            "CosineAnnealingWarmRestarts": "T_0 T_mult eta_min",
+            "CyclicLR": "base_lr max_lr step_size_up step_size_down mode gamma scale_mode cycle_momentum"
+            " base_momentum max_momentum",
+            "ExponentialLR": "gamma",
+            "LinearLR": "start_factor end_factor total_iters",
+            "MultiStepLR": "milestones gamma",
+            "OneCycleLR": "max_lr total_steps epochs steps_per_epoch pct_start anneal_strategy cycle_momentum"
+            " base_momentum max_momentum div_factor final_div_factor three_phase",
+            "PolynomialLR": "total_iters power",
+            "StepLR": "step_size gamma",
+        }.items()
+    },
+}
+"""Type, as `SchedulerConfig.type` spells it -> its parameters: DeepSpeed's, then those of torch that JSON can write."""
+
+
+def scheduler_type(value: object) -> object:
+    """The type as SCHEDULERS spells it, whatever its case."""
+    return next((name for name in SCHEDULERS if name.lower() == str(value).lower()), value)
+
+
+def _known(value: str) -> str:
+    if value not in SCHEDULERS:
+        raise Complaint(
+            f"{shown(value)} is not a schedule that a configuration can describe: they are {', '.join(SCHEDULERS)}; write"
+            " one of them, or pass the schedule itself to `initialize(lr_scheduler=...)`"
+        )
+    return value
+
+
+class SchedulerConfig(Section):
+    """How the learning rate changes, where the script passes no schedule of its own to `initialize`."""
+
+    type: Annotated[str, BeforeValidator(scheduler_type), AfterValidator(_known)] = Field(examples=["WarmupLR"])
+    """Which schedule, in upper or lower case: DeepSpeed's below, or `ConstantLR`, `CosineAnnealingLR`,
+    `CosineAnnealingWarmRestarts`, `CyclicLR`, `ExponentialLR`, `LinearLR`, `MultiStepLR`, `OneCycleLR`, `PolynomialLR`,
+    `StepLR` of torch."""
+
+    params: SerializeAsAny[Params] = Field({}, validate_default=True)
+    """Its parameters: the tables below; those of torch's schedules are torch's."""
+
+    @classmethod
+    def section_of(cls, key: str, neighbours: Mapping[Any, Any]) -> type[Section] | None:
+        return SCHEDULERS.get(str(scheduler_type(neighbours.get("type")))) if key == "params" else None
+
+    @classmethod
+    def sections_under(cls, key: str) -> tuple[type[Section], ...]:
+        return tuple(SCHEDULERS.values()) if key == "params" else ()
+
+    @field_validator("params", mode="before")
+    @classmethod
+    def _of_that_type(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return SCHEDULERS[info.data["type"]].model_validate(value) if "type" in info.data else Params()

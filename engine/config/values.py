@@ -1,0 +1,107 @@
+"""What pydantic finds wrong with values, in our words: which key, what is wrong, and what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from .model import Complaint, Section, as_section, join, shown
+
+KINDS: Final[dict[Any, str]] = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path",
+}  # fmt: skip
+"""Type of a field -> what it is called."""
+
+BOUNDS: Final = {
+    "gt": "above", "ge": "at least", "lt": "below", "le": "at most", "multiple_of": "a multiple of",
+}  # fmt: skip
+"""Attribute of a field's metadata -> what it is called."""
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A value that cannot be taken."""
+
+    keys: tuple[str, ...]
+    """The keys that lead to it."""
+    says: str
+    missing: bool
+    """There is none, and there would have to be."""
+
+    def __str__(self) -> str:
+        return f"{join(*self.keys)}: {self.says}"
+
+
+def complaints(error: ValidationError, model: type[Section], raw: Mapping[str, Any]) -> Iterator[Wrong]:
+    """What pydantic complains of, a value at a time."""
+    for detail in error.errors(include_url=False):
+        keys, field = _locate(detail["loc"], model, raw)
+        yield Wrong(tuple(keys), _complaint(detail, field), missing=detail["type"] == "missing")
+
+
+def _locate(loc: tuple[int | str, ...], model: type[Section], raw: Any) -> tuple[list[str], FieldInfo | None]:
+    """The keys that lead to the value, and its field; places inside a list are left out."""
+    keys: list[str] = []
+    field: FieldInfo | None = None
+    section: type[Section] | None = model
+    for part in map(str, loc):
+        if section is None or part not in section.model_fields:
+            break
+        neighbours = raw if isinstance(raw, Mapping) else {}
+        keys.append(part)
+        field = section.model_fields[part]
+        section = section.section_of(part, neighbours)
+        raw = neighbours.get(part)
+    return keys, field
+
+
+def _complaint(detail: Mapping[str, Any], field: FieldInfo | None) -> str:
+    value, cause = detail["input"], detail.get("ctx", {}).get("error")
+    if isinstance(cause, Complaint):
+        return str(cause)
+    if detail["type"] == "missing":
+        return f"missing, and it has no default; write {wanted(field)}"
+    if value == "auto":
+        return f'"auto" is for Hugging Face\'s Trainer to fill in; write {wanted(field)}{_default(field)}'
+    return f"{shown(value)} is not {wanted(field)}{_default(field)}"
+
+
+def wanted(field: FieldInfo | None) -> str:
+    """What a key takes, such as `a whole number above 0`."""
+    if field is None:
+        return "an object of keys and values"
+    bounds = [
+        f"{words} {shown(getattr(part, name))}"
+        for part in field.metadata
+        for name, words in BOUNDS.items()
+        if getattr(part, name, None) is not None
+    ]
+    example = f", such as {shown(field.examples[0])}" if field.examples else ""
+    return " ".join(filter(None, (_kind(field.annotation), " and ".join(bounds)))) + example
+
+
+def _kind(annotation: Any) -> str:
+    origin, arms = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(arms[0])
+    if origin is Literal:
+        choices = [shown(choice) for choice in arms]
+        return f"{', '.join(choices[:-1])} or {choices[-1]}"
+    if origin in (Union, UnionType):
+        arms = tuple(arm for arm in arms if arm is not type(None))
+        return _kind(arms[0]) if len(arms) == 1 else "a number at least 0, or a list with one for each parameter group"
+    if origin is tuple:
+        return "two numbers, each at least 0 and below 1" if float in arms else "a list of strings"
+    return "an object of keys and values" if as_section(annotation) else KINDS[annotation]
+
+
+def _default(field: FieldInfo | None) -> str:
+    if field is None or field.is_required() or field.default is None or as_section(field.annotation):
+        return ""
+    return f"; the default is {shown(field.default)}"

@@ -1,0 +1,337 @@
+"""The engine: one model, its optimizer, and how a step of training goes.
+
+Its surface is DeepSpeed's: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()` for every micro-batch; at the
+end of `gradient_accumulation_steps` of them the step is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .config import Config
+from .hooks import Hooks
+from .norm import global_norm, unscale_and_clip_
+from .precision import LossScaler, cast_floating, overflowed
+from .zero import Zero
+from .zero.shard import ShardedParam
+
+
+class Engine(nn.Module):
+    """A model that trains as `config` says. Made by `dsprof.engine.initialize`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        zero: Zero,
+        optimizer: torch.optim.Optimizer | None,
+        lr_scheduler: Any,
+        scaler: LossScaler,
+        hooks: Hooks,
+        *,
+        groups: Sequence[dist.ProcessGroup] = (),
+        training_dataloader: Any = None,
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self.config = config
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader = training_dataloader
+        self.zero = zero
+        self.hooks = hooks
+        self._scaler = scaler
+        self._norm_groups = list(groups)
+        self._norm: float | None = None
+        self._tiles = _tiles(zero.trainable, config.zero_optimization.sub_group_size)
+        self._in_no_sync = False
+        self._boundary_override: bool | None = None
+        self._backward_done = False
+        self._stepped = False
+        self.global_steps = 0
+        self.global_samples = 0
+        self.micro_steps = 0
+        self.skipped_steps = 0
+
+    # --- training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward. In fp16 with `auto_cast` its floating-point inputs are cast."""
+        if self.config.fp16.enabled and self.config.fp16.auto_cast:
+            args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
+        with self.hooks.span("phase", "forward"):
+            return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Gradients of `loss` (a scalar), which is divided by the number of micro-batches unless told otherwise.
+
+        Returns the loss so divided, detached of loss scaling.
+        """
+        if loss.numel() != 1:
+            raise ValueError(f"engine.backward wants a scalar loss and got shape {tuple(loss.shape)}: take its mean")
+        if scale_wrt_gas:
+            loss = loss / self.gradient_accumulation_steps()
+        self.zero.last_microbatch = self.is_gradient_accumulation_boundary() and not self._in_no_sync
+        with self.hooks.span("phase", "backward"):
+            (loss.float() * self._scaler.scale if self._scaler.scale != 1.0 else loss).backward(
+                retain_graph=retain_graph
+            )
+            self.zero.finish_backward()
+        self._backward_done = True
+        return loss
+
+    def step(self) -> None:
+        """After each micro-batch's backward; at a gradient accumulation boundary the optimizer steps.
+
+        Raises RuntimeError without an optimizer, inside `no_sync`, or if gradients did not come by `engine.backward`.
+        """
+        if self.optimizer is None:
+            raise RuntimeError("engine.step: there is no optimizer: pass one to initialize, or configure `optimizer`")
+        if self._in_no_sync:
+            raise RuntimeError("engine.step inside engine.no_sync(): leave the block before you step")
+        if not self._backward_done:
+            raise RuntimeError("engine.step without engine.backward(loss): do not call loss.backward() yourself")
+        self._backward_done = False
+        self._stepped = False
+        if self.is_gradient_accumulation_boundary():
+            with self.hooks.span("phase", "step"):
+                self._take_step()
+        self.micro_steps += 1
+        self.global_samples += self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        self.hooks.microbatch = self.micro_steps % self.gradient_accumulation_steps()
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """One whole step: `gradient_accumulation_steps` micro-batches of `data_iter`; their mean loss on this rank."""
+        self.module.train()
+        losses = []
+        for _ in range(self.gradient_accumulation_steps()):
+            loss = self._loss_of(data_iter)
+            self.backward(loss)
+            self.step()
+            losses.append(loss.detach().float())
+        return torch.stack(losses).mean()
+
+    def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
+        """The mean loss of as many micro-batches as a step has, without gradients."""
+        training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                losses = [self._loss_of(data_iter).float() for _ in range(self.gradient_accumulation_steps())]
+        finally:
+            self.module.train(training)
+        return torch.stack(losses).mean()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last of its step."""
+        if self._boundary_override is not None:
+            return self._boundary_override
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say from outside whether the micro-batch under way is the last of its step."""
+        self._boundary_override = is_boundary
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this block add to this rank's gradients and communicate nothing: stages 0 and 1 only."""
+        if self.zero.settings.stage >= 2:
+            raise RuntimeError(
+                f"engine.no_sync: ZeRO stage {self.zero.settings.stage} keeps only a piece of each gradient, so every "
+                "backward has to reduce; use stage 0 or 1, or gradient_accumulation_steps"
+            )
+        if self._in_no_sync:
+            raise RuntimeError("engine.no_sync inside engine.no_sync")
+        self._in_no_sync = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients there are."""
+        self.zero.reducer.clear()
+
+    # --- what a script asks
+
+    def train_batch_size(self) -> int:
+        """Samples of a step over all ranks."""
+        return self.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a micro-batch on one rank."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches a step."""
+        return self.config.gradient_accumulation_steps
+
+    def zero_optimization(self) -> bool:
+        """Whether any state is cut over the ranks."""
+        return self.zero.settings.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """0 to 3."""
+        return self.zero.settings.stage
+
+    def gradient_clipping(self) -> float:
+        """The norm that gradients are clipped to; 0 if they are not."""
+        return self.config.gradient_clipping
+
+    def fp16_enabled(self) -> bool:
+        """Whether the model runs in fp16."""
+        return self.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model runs in bf16."""
+        return self.config.bf16.enabled
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward."""
+        return self._scaler.scale
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradients before clipping; None before the first."""
+        return self._norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [group["lr"] for group in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        """The momentum (SGD) or betas (Adam) of each parameter group."""
+        return [group.get("betas", group.get("momentum")) for group in self._groups()]
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` changed the weights: not at every micro-batch, and not after an overflow."""
+        return self._stepped
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its host."""
+        import os
+
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the job."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that train on different data."""
+        return self.zero.size
+
+    def steps_per_print(self) -> int | None:
+        """Every how many steps progress is told."""
+        return self.config.steps_per_print
+
+    # --- inside
+
+    def _loss_of(self, data_iter: Iterator[Any] | None) -> Tensor:
+        if data_iter is None:
+            if self.training_dataloader is None:
+                raise ValueError("train_batch: pass an iterator of batches, or training_data to initialize")
+            from .dataloader import RepeatingLoader
+
+            self._own_data = getattr(self, "_own_data", None) or iter(RepeatingLoader(self.training_dataloader))
+            data_iter = self._own_data
+        batch = _to_device(next(data_iter), self.device)
+        if isinstance(batch, dict):
+            output = self(**batch)
+        elif isinstance(batch, tuple | list):
+            output = self(*batch)
+        else:
+            output = self(batch)
+        loss = getattr(output, "loss", output[0] if isinstance(output, tuple) else output)
+        assert isinstance(loss, Tensor)
+        return loss
+
+    def _take_step(self) -> None:
+        """Norm, overflow, clipping, optimizer, and the new weights to where they are needed."""
+        reducer = self.zero.reducer
+        reducer.collect()
+        grads = [p.master.grad for p in self.zero.trainable if p.master is not None and p.master.grad is not None]
+        scale = self._scaler.scale / reducer.after
+        norm = global_norm(grads, self._norm_groups, self.hooks)
+        value = norm.item()
+        self._norm = value / scale
+        overflow = self._scaler.scale != 1.0 and overflowed(value)
+        if overflow:
+            self.skipped_steps += 1
+            self.hooks.mark("overflow", value=self._scaler.scale)
+        else:
+            if math.isfinite(value):
+                unscale_and_clip_(grads, value, loss_scale=scale, max_norm=self.config.gradient_clipping)
+            self._step_optimizer()
+            self._stepped = True
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        reducer.clear()
+        self._scaler.update(overflow)
+        self.global_steps += 1
+        self.hooks.step = self.global_steps
+
+    def _step_optimizer(self) -> None:
+        """Tile by tile: the weights of one travel while the next is computed."""
+        assert self.optimizer is not None
+        hidden = {p: p.master.grad for p in self.zero.trainable if p.master is not None} if len(self._tiles) > 1 else {}
+        for param in hidden:
+            assert param.master is not None
+            param.master.grad = None
+        for number, tile in enumerate(self._tiles):
+            for param in tile if hidden else ():
+                assert param.master is not None
+                param.master.grad = hidden[param]
+            with self.hooks.span("phase", "optimizer", purpose="optimizer", value=float(number)):
+                self.optimizer.step()
+            for param in tile if hidden else ():
+                assert param.master is not None
+                param.master.grad = None
+            self.zero.publish(tile)
+        self.zero.finish_publish()
+
+    def _groups(self) -> Iterable[dict[str, Any]]:
+        return self.optimizer.param_groups if self.optimizer is not None else ()
+
+
+def _tiles(params: Sequence[ShardedParam], size: int) -> list[list[ShardedParam]]:
+    """Cut `params` into tiles of at most `size` elements of masters, one parameter at least."""
+    tiles: list[list[ShardedParam]] = [[]]
+    filled = 0
+    for param in params:
+        if tiles[-1] and filled + param.stop - param.start > size:
+            tiles.append([])
+            filled = 0
+        tiles[-1].append(param)
+        filled += param.stop - param.start
+    return tiles
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: _to_device(item, device) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_to_device(item, device) for item in value)
+    return value

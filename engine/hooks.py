@@ -1,0 +1,181 @@
+"""What the engine tells whoever listens: one span for each thing it does.
+
+The engine knows nothing of its listeners. The collectors subscribe when a run is profiled, the engine's own debugging
+sections (wall_clock_breakdown, comms_logger, ...) when they are switched on. With nobody listening a span costs one `if`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+
+Kind = Literal["phase", "comm", "wait", "module", "pipe", "copy", "mem", "mark", "gauge"]
+"""Of the trace's kinds (docs/trace.md), those that an engine can tell of."""
+
+Purpose = Literal[
+    "gradient", "parameter", "activation", "tensor-parallel", "pipeline", "norm", "barrier", "optimizer", "checkpoint",
+    "other",
+]  # fmt: skip
+
+
+@dataclass(slots=True)
+class Span:
+    """One thing that happened, or is under way as long as `end_ns` is None. Times are CLOCK_MONOTONIC nanoseconds."""
+
+    kind: Kind
+    name: str
+    lane: str
+    """`main`, `autograd`, `comm.<lane>`, `io.nvme`: spans of one lane nest or are disjoint."""
+    step: int
+    """Optimizer steps taken before this one; the first is 0."""
+    microbatch: int
+    """Number of the micro-batch within the step."""
+    stage: int
+    """Pipeline stage of this rank; 0 without a pipeline."""
+    start_ns: int
+    end_ns: int | None = None
+    issue_ns: int | None = None
+    """When a communication was handed to its lane."""
+    module: str | None = None
+    purpose: Purpose | None = None
+    group: str | None = None
+    seq: int | None = None
+    """Number of a collective in its group: the same on every rank of the group."""
+    bytes: int | None = None
+    """As nccl-tests' S: the larger of the total input and output of one rank."""
+    dtype: str | None = None
+    value: float | None = None
+
+    @property
+    def dur_ns(self) -> int:
+        """Nanoseconds it took; 0 while it is under way."""
+        return 0 if self.end_ns is None else self.end_ns - self.start_ns
+
+
+class Listener(Protocol):
+    """Who wants to know. It is called on the thread where the thing happens, and must be quick."""
+
+    def begin(self, span: Span) -> None:
+        """`span` has begun; `end_ns` is None."""
+
+    def end(self, span: Span) -> None:
+        """`span`, the same object, has ended. A mark or a gauge comes here alone."""
+
+
+_listeners: tuple[Listener, ...] = ()
+
+FAILURES: Final[list[str]] = []
+"""Errors raised by listeners, the first few: telling must not stop the training."""
+
+
+def subscribe(listener: Listener) -> Callable[[], None]:
+    """Tell `listener` of every span of every engine of this process; call the result to stop that."""
+    global _listeners
+    _listeners = (*_listeners, listener)
+
+    def unsubscribe() -> None:
+        global _listeners
+        _listeners = tuple(other for other in _listeners if other is not listener)
+
+    return unsubscribe
+
+
+class Hooks:
+    """One engine's side: where its training stands, and the spans of what it does."""
+
+    def __init__(self, stage: int = 0, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self.step = 0
+        self.microbatch = 0
+        self.stage = stage
+        self._clock = clock
+
+    @property
+    def listening(self) -> bool:
+        """Whether anybody is."""
+        return bool(_listeners)
+
+    def begin(
+        self,
+        kind: Kind,
+        name: str,
+        *,
+        lane: str = "main",
+        issue_ns: int | None = None,
+        module: str | None = None,
+        purpose: Purpose | None = None,
+        group: str | None = None,
+        seq: int | None = None,
+        bytes: int | None = None,
+        dtype: str | None = None,
+        value: float | None = None,
+        microbatch: int | None = None,
+    ) -> Span | None:
+        """Open a span; None, for `end` to pass over, if nobody listens. `microbatch` is the current one by default."""
+        if not _listeners:
+            return None
+        span = Span(
+            kind, name, lane, self.step, self.microbatch if microbatch is None else microbatch, self.stage,
+            self._clock(), None, issue_ns, module, purpose, group, seq, bytes, dtype, value,
+        )  # fmt: skip
+        for listener in _listeners:
+            try:
+                listener.begin(span)
+            except Exception as error:
+                _note(error)
+        return span
+
+    def end(self, span: Span | None, at_ns: int | None = None) -> None:
+        """Close a span that `begin` opened, now or at a time known otherwise (a device's)."""
+        if span is None:
+            return
+        span.end_ns = self._clock() if at_ns is None else at_ns
+        for listener in _listeners:
+            try:
+                listener.end(span)
+            except Exception as error:
+                _note(error)
+
+    @contextlib.contextmanager
+    def span(self, kind: Kind, name: str, **about: object) -> Iterator[None]:
+        """`begin` and `end` around a block; the arguments are those of `begin`."""
+        if not _listeners:
+            yield
+            return
+        span = self.begin(kind, name, **about)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            self.end(span)
+
+    def mark(
+        self,
+        name: str,
+        *,
+        kind: Literal["mark", "gauge", "mem"] = "mark",
+        lane: str = "main",
+        module: str | None = None,
+        purpose: Purpose | None = None,
+        bytes: int | None = None,
+        value: float | None = None,
+    ) -> None:
+        """Something without duration: an overflow, a parameter released, a loss scale."""
+        if not _listeners:
+            return
+        now = self._clock()
+        span = Span(
+            kind, name, lane, self.step, self.microbatch, self.stage, now, now, None, module, purpose,
+            None, None, bytes, None, value,
+        )  # fmt: skip
+        for listener in _listeners:
+            try:
+                listener.end(span)
+            except Exception as error:
+                _note(error)
+
+
+def _note(error: Exception) -> None:
+    if len(FAILURES) < 20:
+        FAILURES.append(f"{type(error).__name__}: {error}")

@@ -1,0 +1,314 @@
+"""`flops_profiler`: floating-point operations, parameters and time of each module, as DeepSpeed's prints them.
+
+Counting slows down every operator, so what is timed is not what is counted: the first micro-batch of the step before
+`profile_step` is counted, that of `profile_step` itself is timed. Operations of backward are counted too, and so
+include what is recomputed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..flop_formulas import flop_counter
+from ..hooks import Span
+
+if TYPE_CHECKING:
+    from ..config.debugging import FlopsProfilerConfig
+
+T = TypeVar("T")
+
+
+# --- time
+
+
+class Timer(Protocol):
+    """Takes stamps on the way, and tells the time between two of them afterwards."""
+
+    def stamp(self) -> Any: ...
+    def seconds(self, start: Any, end: Any) -> float: ...
+
+
+class HostTimer:
+    """By the host's clock, in ns."""
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.stamp = clock
+
+    def seconds(self, start: int, end: int) -> float:
+        return (end - start) / 1e9
+
+
+class CudaTimer:
+    """By events in the current stream: the device's own time, and nothing waits until it is asked for."""
+
+    def stamp(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+def timer_for(device: torch.device) -> Timer:
+    return CudaTimer() if device.type == "cuda" else HostTimer()
+
+
+# --- what is measured
+
+
+@dataclass(frozen=True)
+class ModuleCost:
+    """One module, with all that it contains, in one forward."""
+
+    name: str
+    """As in `named_modules`; the model itself has none."""
+    kind: str
+    params: int
+    flops: int
+    seconds: float
+
+    @property
+    def depth(self) -> int:
+        return self.name.count(".") + 1 if self.name else 0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A step of one rank, first micro-batch."""
+
+    step: int
+    modules: tuple[ModuleCost, ...]
+    """Those that ran, in the model's order and the model first."""
+    backward_flops: int
+    backward_seconds: float
+    step_seconds: float
+    """Of the optimizer's step; 0 if there was none."""
+    elements: tuple[int, int]
+    """Elements of the input that was counted, and of the one that was timed."""
+
+
+class FlopsProfiler:
+    """Profiles one step by listening to the engine's phases, and prints or writes the table at its end."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        section: FlopsProfilerConfig,
+        timer: Timer,
+        show: Callable[[str], None] = print,
+    ) -> None:
+        self._model = model
+        self._section = section
+        self._timer = timer
+        self._show = show
+        self._open: ExitStack | None = None
+        self._flops: dict[str, int] = {}
+        """Phase -> operations."""
+        self._spent: dict[str, tuple[Any, Any]] = {}
+        """Phase -> stamps of its begin and end."""
+        self._counts: list[tuple[nn.Module, int, int]] = []
+        self._times: list[tuple[nn.Module, Any, Any]] = []
+        self._elements = [0, 0]
+
+    def begin(self, span: Span) -> None:
+        if not self._is_looked_at(span):
+            return
+        self._open = ExitStack()
+        if span.name != "step" and span.name not in self._flops:
+            self._open.enter_context(self._counting(span.name))
+        if span.step == self._section.profile_step and span.name not in self._spent:
+            self._open.enter_context(self._timing(span.name))
+
+    def end(self, span: Span) -> None:
+        if self._open is None or not self._is_looked_at(span):
+            return
+        self._open.close()
+        self._open = None
+        if span.name == "step" and span.step == self._section.profile_step:
+            self._write(render(self._profile(), self._section))
+            self._counts, self._times = [], []
+
+    def _is_looked_at(self, span: Span) -> bool:
+        if span.kind != "phase" or not 0 <= self._section.profile_step - span.step <= 1:
+            return False
+        return span.name == "step" or (span.name in ("forward", "backward") and span.microbatch == 0)
+
+    @contextmanager
+    def _counting(self, phase: str) -> Iterator[None]:
+        with flop_counter() as counter:
+            if phase == "forward":
+                with self._each_module(counter.get_total_flops, self._counts), self._input_elements(0):
+                    yield
+            else:
+                yield
+            self._flops[phase] = counter.get_total_flops()
+
+    @contextmanager
+    def _timing(self, phase: str) -> Iterator[None]:
+        start = self._timer.stamp()
+        if phase == "forward":
+            with self._each_module(self._timer.stamp, self._times), self._input_elements(1):
+                yield
+        else:
+            yield
+        self._spent[phase] = start, self._timer.stamp()
+
+    @contextmanager
+    def _each_module(self, read: Callable[[], T], readings: list[tuple[nn.Module, T, T]]) -> Iterator[None]:
+        """Note what `read` says as each module begins and ends."""
+        begun: list[T] = []
+
+        def before(module: nn.Module, args: Any) -> None:
+            begun.append(read())
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            readings.append((module, begun.pop(), read()))
+
+        with ExitStack() as hooks:
+            for module in self._model.modules():
+                hooks.callback(module.register_forward_pre_hook(before).remove)
+                hooks.callback(module.register_forward_hook(after, always_call=True).remove)
+            yield
+
+    @contextmanager
+    def _input_elements(self, place: int) -> Iterator[None]:
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            leaves = pytree.tree_leaves((args, kwargs))
+            self._elements[place] = sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+        hook = self._model.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _profile(self) -> Profile:
+        flops: defaultdict[nn.Module, int] = defaultdict(int)
+        for module, before, after in self._counts:
+            flops[module] += after - before
+        seconds: defaultdict[nn.Module, float] = defaultdict(float)
+        for module, start, end in self._times:
+            seconds[module] += self._timer.seconds(start, end)
+        modules = tuple(
+            ModuleCost(
+                name, type(module).__name__, sum(p.numel() for p in module.parameters()), flops[module], seconds[module]
+            )
+            for name, module in self._model.named_modules()
+            if module in seconds
+        )
+        spent = {phase: self._timer.seconds(*stamps) for phase, stamps in self._spent.items()}
+        return Profile(
+            self._section.profile_step, modules, self._flops.get("backward", 0), spent.get("backward", 0.0),
+            spent.get("step", 0.0), (self._elements[0], self._elements[1]),
+        )  # fmt: skip
+
+    def _write(self, text: str) -> None:
+        if self._section.output_file is None:
+            self._show(text)
+            return
+        path = Path(self._section.output_file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+
+
+# --- the table
+
+
+def render(profile: Profile, section: FlopsProfilerConfig) -> str:
+    """The report, as text."""
+    if not profile.modules:
+        return f"flops profiler: no forward of the model was seen in step {profile.step}"
+    lines = ["-" * 26 + " flops profiler " + "-" * 26, *_totals(profile)]
+    lines += [
+        "",
+        f"Top {section.top_modules} modules in terms of params, flops or fwd latency at different model depths:",
+    ]
+    lines += _aggregated(profile.modules, section.module_depth, section.top_modules)
+    if section.detailed:
+        lines += ["", *_detailed(profile.modules)]
+    return "\n".join(lines)
+
+
+def _totals(profile: Profile) -> Iterator[str]:
+    model = profile.modules[0]
+    both = model.flops + profile.backward_flops
+    elapsed = model.seconds + profile.backward_seconds + profile.step_seconds
+    yield f"Profile of step {profile.step} (steps before it: {profile.step}), first micro-batch, this rank:"
+    if profile.elements[0] != profile.elements[1]:
+        yield (
+            f"  flops are those of step {profile.step - 1}, whose input had {profile.elements[0]:,} elements; this "
+            f"one's has {profile.elements[1]:,}"
+        )
+    rows = {
+        "params": _scaled(model.params),
+        "fwd flops": _scaled(model.flops),
+        "fwd latency": _duration(model.seconds),
+        "fwd FLOPS = fwd flops / fwd latency": _rate(model.flops, model.seconds),
+        "bwd flops, recomputation included": _scaled(profile.backward_flops),
+        "bwd latency": _duration(profile.backward_seconds),
+        "bwd FLOPS = bwd flops / bwd latency": _rate(profile.backward_flops, profile.backward_seconds),
+        "step latency": _duration(profile.step_seconds),
+        "iter latency = fwd + bwd + step latency": _duration(elapsed),
+        "FLOPS = (fwd + bwd flops) / iter latency": _rate(both, elapsed),
+    }
+    for label, value in rows.items():
+        yield f"  {label + ':':<45}{value}"
+
+
+def _aggregated(modules: tuple[ModuleCost, ...], module_depth: int, top: int) -> Iterator[str]:
+    deepest = max(module.depth for module in modules)
+    for depth in range((deepest if module_depth < 0 else min(module_depth, deepest)) + 1):
+        sums: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
+        for module in modules:
+            if module.depth == depth:
+                for column, value in enumerate((module.params, module.flops, module.seconds)):
+                    sums[module.kind][column] += value
+        yield f"depth {depth}:"
+        for column, (label, form) in enumerate((("params", _scaled), ("flops", _scaled), ("fwd latency", _duration))):
+            best = sorted(sums, key=lambda kind: -sums[kind][column])[:top]
+            yield f"  {label:<12}" + ", ".join(f"{kind} {form(sums[kind][column])}" for kind in best)
+
+
+def _detailed(modules: tuple[ModuleCost, ...]) -> Iterator[str]:
+    model = modules[0]
+    yield f"{'module':<44}{'params':>10}{'':>7}{'fwd flops':>11}{'':>7}{'latency':>11}{'':>7}{'FLOPS':>11}"
+    for module in modules:
+        label = "  " * module.depth + f"{module.name.rpartition('.')[2]} ({module.kind})".lstrip()
+        yield (
+            f"{label:<44}{_scaled(module.params):>10}{_share(module.params, model.params):>7}"
+            f"{_scaled(module.flops):>11}{_share(module.flops, model.flops):>7}"
+            f"{_duration(module.seconds):>11}{_share(module.seconds, model.seconds):>7}"
+            f"{_rate(module.flops, module.seconds):>11}"
+        )
+
+
+def _scaled(value: float) -> str:
+    """To four figures: `128`, `1.5 K`, `12.34 G`."""
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
+        if value >= factor:
+            return f"{value / factor:.4g} {prefix}"
+    return f"{value:.4g}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.2f} us"
+
+
+def _rate(flops: float, seconds: float) -> str:
+    return _scaled(flops / seconds) if seconds else "-"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"

@@ -1,0 +1,106 @@
+"""`memory_breakdown`: memory at the beginning and end of each phase, and the most in between."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import torch
+
+from ..hooks import Span
+
+PHASES: Final = ("forward", "backward", "step")
+
+
+class Meter(Protocol):
+    """Reads the memory in use, in bytes."""
+
+    def reset_peak(self) -> None:
+        """Have `peak` look at what comes from now on."""
+
+    def used(self) -> int: ...
+    def peak(self) -> int: ...
+
+
+class CudaMeter:
+    """What tensors take of a GPU, by the allocator's own count. Resets its peak, which the process shares."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def used(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+
+class HostMeter:
+    """The process's resident memory, by the kernel's count."""
+
+    def __init__(self, proc: Path = Path("/proc/self")) -> None:
+        self._proc = proc
+
+    def reset_peak(self) -> None:
+        """Where the kernel does not allow it the peak stays that since the process began."""
+        try:
+            (self._proc / "clear_refs").write_text("5")
+        except OSError:
+            return
+
+    def used(self) -> int:
+        return int((self._proc / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def peak(self) -> int:
+        for line in (self._proc / "status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+        return self.used()
+
+
+def meter_for(device: torch.device) -> Meter:
+    """Of a GPU, or of the host where tensors are there."""
+    return CudaMeter(device) if device.type == "cuda" else HostMeter()
+
+
+@dataclass
+class _Phase:
+    before: int
+    after: int = 0
+    peak: int = 0
+
+
+class MemoryBreakdown:
+    """Prints each phase's memory every `every` steps: before and after it in the last step, the peak of all steps."""
+
+    def __init__(self, meter: Meter, every: int, show: Callable[[str], None] = print) -> None:
+        self._meter = meter
+        self._every = every
+        self._show = show
+        self._phases: dict[str, _Phase] = {}
+
+    def begin(self, span: Span) -> None:
+        if span.kind == "phase" and span.name in PHASES:
+            self._meter.reset_peak()
+            self._phases.setdefault(span.name, _Phase(0)).before = self._meter.used()
+
+    def end(self, span: Span) -> None:
+        if span.kind != "phase" or span.name not in self._phases:
+            return
+        phase = self._phases[span.name]
+        phase.after = self._meter.used()
+        phase.peak = max(phase.peak, self._meter.peak())
+        if span.name == "step" and (span.step + 1) % self._every == 0:
+            self._show(f"[step {span.step + 1}] memory (MiB) | " + " | ".join(map(_column, self._phases.items())))
+            self._phases.clear()
+
+
+def _column(item: tuple[str, _Phase]) -> str:
+    name, phase = item
+    return f"{name}: {phase.before / 2**20:.1f} -> {phase.after / 2**20:.1f}, peak {phase.peak / 2**20:.1f}"

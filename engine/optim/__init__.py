@@ -1,0 +1,19 @@
+"""Optimizers that step the masters of a partitioned model.
+
+build     the optimizer of a config's `optimizer` section
+adopt     a client's optimizer, made to step the masters in place of the model's parameters
+shard     what an optimizer must know of a master that is a piece of a parameter
+tiled     the common ground of those below
+lion      Lion
+lamb      LAMB, with norms of whole parameters
+muon      Muon, which gathers whole matrices, and AdamW for the rest
+
+Every optimizer may be stepped in tiles: several calls of `step` a training step, each with the gradients of some masters
+only. So nothing is counted per call; a master without a gradient is left alone.
+"""
+
+from .adopt import adopt
+from .build import build
+from .shard import Shard, wants_muon
+
+__all__ = ["Shard", "adopt", "build", "wants_muon"]

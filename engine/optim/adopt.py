@@ -1,0 +1,108 @@
+"""A client's optimizer, made to step the masters in place of the model's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .build import ELEMENTWISE
+from .lamb import Lamb
+from .lion import Lion
+from .muon import Muon
+from .shard import Shard, Shards, whole
+
+_NEVER: Final[Mapping[type[Optimizer], str]] = {
+    torch.optim.LBFGS: "it evaluates the model several times a step, on parameters of its own",
+    torch.optim.SparseAdam: "it takes sparse gradients only, and those of masters are dense",
+}
+"""Optimizers that cannot step masters at all -> why."""
+
+_WHOLE_ONLY: Final[Mapping[type[Optimizer], str]] = {
+    torch.optim.Adafactor: "it works with rows and columns of whole matrices",
+    torch.optim.Muon: 'it works with whole matrices. Write "optimizer": {"type": "Muon"} in the config for one that does',
+    Lamb: "it must know how they are partitioned, so it has to be made from the config's optimizer section",
+    Muon: "it must know how they are partitioned, so it has to be made from the config's optimizer section",
+}
+"""Optimizers that cannot step pieces of parameters, or not as the client makes them -> why."""
+
+_SCALARS: Final = ("step", "eta", "mu", "mu_product")
+"""State of torch's optimizers that is one number, and so has the shape of a 0-d parameter by chance."""
+
+
+def adopt(
+    optimizer: Optimizer,
+    replace: Mapping[nn.Parameter, nn.Parameter],
+    *,
+    shards: Shards | None = None,
+    allow_untested: bool = False,
+) -> None:
+    """Put masters where the optimizer's parameter groups have parameters of the model, in place.
+
+    `replace` maps the latter to the former; frozen parameters are dropped. The groups keep their options, and state that
+    the optimizer already has is cut as its master is. `shards` tells which masters are pieces; `allow_untested` is
+    `zero_allow_untested_optimizer`.
+
+    Raises ValueError for an optimizer that cannot work on masters, or on pieces, or of which that is not known, and for a
+    parameter that the model does not have.
+    """
+    pieces = shards or {}
+    _check(optimizer, any(not shard.whole for shard in pieces.values()), allow_untested)
+    states: dict[nn.Parameter, dict[str, Any]] = {}
+    chosen: list[list[int]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        kept = [at for at, param in enumerate(group["params"]) if param in replace or param.requires_grad]
+        chosen.append(kept)
+        for param in (group["params"][at] for at in kept):
+            if param not in replace:
+                raise ValueError(
+                    f"the optimizer's parameter group {number} has a parameter of shape {tuple(param.shape)} that the "
+                    "model does not have; make the optimizer from the parameters of the model given to initialize"
+                )
+            master = replace[param]
+            if param in optimizer.state:
+                states[master] = _cut(optimizer.state[param], param, master, pieces.get(master) or whole(master))
+    # Nothing is changed before all of it is known to be right.
+    for group, kept in zip(optimizer.param_groups, chosen, strict=True):
+        group["params"] = [replace[group["params"][at]] for at in kept]
+        if "param_names" in group:
+            group["param_names"] = [group["param_names"][at] for at in kept]
+    optimizer.state.clear()
+    optimizer.state.update(states)
+
+
+def _check(optimizer: Optimizer, in_pieces: bool, allow_untested: bool) -> None:
+    name = type(optimizer).__name__
+    for kind, why in _NEVER.items():
+        if isinstance(optimizer, kind):
+            raise ValueError(f"the optimizer {name} cannot be used with the engine: {why}")
+    if not in_pieces or type(optimizer) in (*ELEMENTWISE, Lion):
+        return
+    for kind, why in _WHOLE_ONLY.items():
+        if isinstance(optimizer, kind):
+            raise ValueError(f"the optimizer {name} cannot step partitioned parameters (ZeRO stages 1 to 3): {why}")
+    if not allow_untested:
+        raise ValueError(
+            f"the optimizer {name} is not known to work on partitioned parameters (ZeRO stages 1 to 3). If it treats "
+            'each element of a parameter by itself, write "zero_allow_untested_optimizer": true; else use stage 0'
+        )
+
+
+def _cut(state: dict[str, Any], param: Tensor, master: Tensor, shard: Shard) -> dict[str, Any]:
+    """The master's part of a parameter's state: its piece of tensors as large as the parameter, the rest as it is."""
+    result = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or key in _SCALARS or (value.numel() == 1 and param.numel() != 1):
+            result[key] = value
+        elif value.shape == param.shape:
+            dtype = master.dtype if value.is_floating_point() else value.dtype
+            result[key] = shard.mine(value).view(master.shape).to(master.device, dtype, copy=True)
+        else:
+            raise ValueError(
+                f"the optimizer's state {key!r} has shape {tuple(value.shape)}, for a parameter of shape "
+                f"{tuple(param.shape)}: it cannot be carried over to its master. Give initialize a fresh optimizer"
+            )
+    return result

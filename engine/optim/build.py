@@ -1,0 +1,164 @@
+"""The optimizer of a config's `optimizer` section."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ..hooks import Hooks
+from .lamb import Lamb
+from .lion import Lion
+from .muon import ADAM_DEFAULTS, MUON_DEFAULTS, Muon
+from .shard import Shards
+
+Groups = list[dict[str, Any]]
+
+FUSED_ON: Final = ("cpu", "cuda", "xpu", "mps")
+"""Devices for which torch has fused Adam, AdamW and SGD."""
+
+ELEMENTWISE: Final = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)  # fmt: skip
+"""torch's optimizers that treat each element by itself, so that they can step pieces of parameters."""
+
+NAMES: Final = {
+    **{optimizer.__name__.lower(): optimizer.__name__ for optimizer in ELEMENTWISE},
+    "lion": "Lion", "lamb": "Lamb", "muon": "Muon", "onebitadam": "OneBitAdam",
+}  # fmt: skip
+"""`optimizer.type`, which may be written in any case -> the usual way."""
+
+
+def build(
+    type: str,
+    params: Mapping[str, Any],
+    groups: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+    *,
+    shards: Shards | None = None,
+    group: dist.ProcessGroup | None = None,
+    hooks: Hooks | None = None,
+) -> Optimizer:
+    """The optimizer `type` with the options `params` of a config, over masters or parameter groups of masters.
+
+    Options of a group win over `params`. `shards` tells LAMB and Muon of masters that are pieces; `group` is the
+    data-parallel one, for OneBitAdam. Raises ValueError for a type or option that does not exist, or has no effect here.
+    """
+    name = NAMES.get(type.lower())
+    if name is None:
+        known = list(NAMES.values())
+        raise ValueError(f"optimizer.type is {type!r}{_nearest(type, known)}; write one of {', '.join(known)}")
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
+    tiles = _as_groups(groups)
+    if name in ("Adam", "AdamW"):
+        return _adam(name, options, tiles)
+    if name == "Muon":
+        return _muon(options, tiles, shards, hooks)
+    if name == "OneBitAdam":
+        from ..onebit import OneBitAdam  # which is built on this package
+
+        return _make(OneBitAdam, name, options, tiles, {"group": group, "hooks": hooks})
+    if name == "Lamb":
+        return _make(Lamb, name, options, tiles, {"shards": shards, "hooks": hooks})
+    if name == "Lion":
+        return _make(Lion, name, options, tiles, {})
+    if name == "SGD":
+        _fuse(options, tiles)
+    return _make(getattr(torch.optim, name), name, options, tiles, {})
+
+
+def _adam(name: str, options: dict[str, Any], groups: Groups) -> Optimizer:
+    """torch's Adam or AdamW as DeepSpeed understands them: `Adam` is AdamW unless `adam_w_mode` is false, and weight
+    decay is 0 by default.
+    """
+    decoupled = options.pop("adam_w_mode", True) if name == "Adam" else True
+    options.setdefault("weight_decay", 0.0)
+    corrected = options.pop("bias_correction", True)
+    _fuse(options, groups)
+    optimizer = _make(torch.optim.AdamW if decoupled else torch.optim.Adam, name, options, groups, {})
+    if not corrected:
+        optimizer.register_step_pre_hook(_start_at_infinity)
+    return optimizer
+
+
+def _start_at_infinity(optimizer: Optimizer, *_: Any) -> None:
+    """Adam without bias correction: b^t is 0 for a parameter whose step count t is infinite, now and later."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None and not optimizer.state[param]:
+                on_device = group["fused"] or group["capturable"]
+                optimizer.state[param] = {
+                    "step": torch.full((), torch.inf, device=param.device if on_device else "cpu"),
+                    "exp_avg": torch.zeros_like(param),
+                    "exp_avg_sq": torch.zeros_like(param),
+                    **({"max_exp_avg_sq": torch.zeros_like(param)} if group["amsgrad"] else {}),
+                }
+
+
+def _muon(options: dict[str, Any], groups: Groups, shards: Shards | None, hooks: Hooks | None) -> Optimizer:
+    """Every group falls into the matrices that Muon steps and the rest; `muon_lr` and `adam_lr` go before `lr`."""
+    decoupled = options.pop("adam_w_mode", True)
+    rates = {key: options.pop(key, None) for key in ("lr", "muon_lr", "adam_lr")}
+    _check(options, [*MUON_DEFAULTS, *ADAM_DEFAULTS, "muon_lr", "adam_lr", "adam_w_mode"], "Muon")
+    pieces = shards or {}
+    if any(param not in pieces for group in groups for param in group["params"]):
+        raise ValueError("Muon must be told of every master whether it is a hidden matrix: give `shards` for all of them")
+    halves: Groups = []
+    for group in groups:
+        for use_muon, defaults, own_rate in ((True, MUON_DEFAULTS, "muon_lr"), (False, ADAM_DEFAULTS, "adam_lr")):
+            params = [param for param in group["params"] if pieces[param].muon is use_muon]
+            if params:
+                rate = next((rates[key] for key in (own_rate, "lr") if rates[key] is not None), defaults["lr"])
+                shared = {key: value for key, value in options.items() if key in defaults}
+                halves.append({**shared, "lr": rate, **group, "params": params, "use_muon": use_muon})
+    adam = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return Muon(halves, adam, fused=_can_fuse(groups), shards=shards, hooks=hooks)
+
+
+def _make(
+    make: Callable[..., Optimizer], name: str, options: dict[str, Any], groups: Groups, context: dict[str, Any]
+) -> Optimizer:
+    _check(options, [key for key in inspect.signature(make).parameters if key not in ("params", *context)], name)
+    return make(groups, **options, **context)
+
+
+def _check(options: Mapping[str, Any], known: Sequence[str], name: str) -> None:
+    for key in options:
+        if key not in known:
+            takes = ", ".join(dict.fromkeys(known))
+            raise ValueError(f"optimizer.params.{key}: {name} has no such option{_nearest(key, known)}; it takes {takes}")
+
+
+def _fuse(options: dict[str, Any], groups: Groups) -> None:
+    """Have torch's fused implementation unless the config says otherwise."""
+    if not options.keys() & {"fused", "foreach", "differentiable"}:
+        options["fused"] = _can_fuse(groups)
+
+
+def _can_fuse(groups: Groups) -> bool:
+    return all(
+        param.device.type in FUSED_ON and param.is_floating_point() for group in groups for param in group["params"]
+    )
+
+
+def _as_groups(groups: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> Groups:
+    """Copies, because optimizers write their defaults into the groups they get."""
+    loose: list[nn.Parameter] = []
+    result: Groups = []
+    for item in groups:
+        if isinstance(item, dict):
+            result.append({**item, "params": list(item["params"])})
+        else:
+            loose.append(item)
+    return [*result, {"params": loose}] if loose else result
+
+
+def _nearest(written: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(written, list(known), 1)
+    return f" (did you mean {near[0]}?)" if near else ""

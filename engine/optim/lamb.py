@@ -1,0 +1,103 @@
+"""LAMB: Adam whose step is as long, layer by layer, as the weights are large."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+
+from ..hooks import Hooks
+from .shard import Shards
+from .tiled import Tile, TiledOptimizer
+
+
+class Lamb(TiledOptimizer):
+    """p = p - lr * sqrt(1 - b2^t) / (1 - b1^t) * c * u, with u = m / (sqrt(v) + eps) + decay * p and c = |p| / |u|.
+
+    m and v are Adam's moments. c is kept between `min_coeff` and `max_coeff`, and is 1 where a norm is 0. The norms are
+    those of whole parameters: the squares of the pieces are summed over the ranks, in one all-reduce for all of them.
+    With `eps_inside_sqrt` the denominator is sqrt(v + eps); without `bias_correction` the square root and its divisor go.
+    Source: You et al. 2019, arXiv 1904.00962, as in DeepSpeed (`csrc/lamb/fused_lamb_cuda_kernel.cu`).
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        *,
+        shards: Shards | None = None,
+        hooks: Hooks | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay, "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+        self._shards = shards or {}
+        self._hooks = hooks or Hooks()
+
+    def _step(self, tiles: list[Tile]) -> None:
+        updates = [self._updates(tile) for tile in tiles]
+        norms = self._norms(
+            [param for tile in tiles for param in tile.params], [update for each in updates for update in each]
+        ).split([len(tile.params) for tile in tiles], dim=1)
+        for tile, update, (weight, length) in zip(tiles, updates, norms, strict=True):
+            group = tile.group
+            ratio = (weight / length).clamp(group["min_coeff"], group["max_coeff"])
+            ratio = torch.where((weight > 0) & (length > 0), ratio, 1.0)
+            factors = ratio * torch.tensor(self._step_sizes(tile), dtype=ratio.dtype).to(ratio.device)
+            torch._foreach_mul_(update, list(factors.to(tile.params[0].dtype).unbind()))
+            torch._foreach_sub_(tile.params, update)
+
+    def _updates(self, tile: Tile) -> list[Tensor]:
+        group, params, grads = tile
+        beta1, beta2 = group["betas"]
+        first, second = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
+        torch._foreach_lerp_(first, grads, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        if group["eps_inside_sqrt"]:
+            lengths = torch._foreach_add(second, group["eps"])
+            torch._foreach_sqrt_(lengths)
+        else:
+            lengths = torch._foreach_sqrt(second)
+            torch._foreach_add_(lengths, group["eps"])
+        updates = torch._foreach_div(first, lengths)
+        if group["weight_decay"] != 0:
+            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+        return list(updates)
+
+    def _step_sizes(self, tile: Tile) -> list[float]:
+        lr, (beta1, beta2) = float(tile.group["lr"]), tile.group["betas"]
+        steps = self._count(tile.params)
+        if not tile.group["bias_correction"]:
+            return [lr] * len(steps)
+        return [lr * math.sqrt(1 - beta2**step) / (1 - beta1**step) for step in steps]
+
+    def _norms(self, params: list[nn.Parameter], updates: list[Tensor]) -> Tensor:
+        """Norms [2, n] of whole parameters and whole updates, in float64."""
+        own = torch._foreach_norm([*params, *updates], 2.0)
+        squares = torch.stack([norm.double() for norm in own]).square_().view(2, -1)
+        by_group: dict[dist.ProcessGroup, list[int]] = {}
+        for at, param in enumerate(params):
+            shard = self._shards.get(param)
+            if shard is not None and shard.group is not None:
+                by_group.setdefault(shard.group, []).append(at)
+        for group, columns in by_group.items():
+            sums = squares[:, columns]
+            about = {"purpose": "optimizer", "bytes": sums.nbytes, "dtype": "float64", "group": group.group_name}
+            with self._hooks.span("comm", "all_reduce", **about):
+                dist.all_reduce(sums, group=group)
+            squares[:, columns] = sums
+        return squares.sqrt_()

@@ -1,0 +1,183 @@
+"""Muon for hidden matrices, AdamW for everything else.
+
+Muon's update is the momentum of a whole matrix, orthogonalized. Where matrices lie in pieces, the momenta stay so, and
+each matrix of a tile has one owner: the pieces of the updates travel to their owners, which orthogonalize, and back, in
+two all-to-alls for all matrices. Both ways in bf16, the precision of the orthogonalization, so nothing is lost; each rank
+sends and receives two pieces in all, where gathering every matrix everywhere would be a whole one and repeat the work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..hooks import Hooks
+from .shard import Shard, Shards, whole
+from .tiled import Tile, TiledOptimizer
+
+MUON_DEFAULTS: Final = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
+ADAM_DEFAULTS: Final = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+"""DeepSpeed's."""
+
+
+class Muon(TiledOptimizer):
+    """B = mu * B + (1 - mu) * g; p = (1 - lr * decay) * p - lr * sqrt(max(1, rows / columns)) * orthogonal(g + mu * (B - g)).
+
+    Parameter groups have a key `use_muon`; those with it true are stepped so, the others by `adam`, torch's AdamW or
+    Adam, which gets them as they are. Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon. The
+    orthogonalization is that of torch.optim.Muon, five Newton-Schulz iterations in bf16.
+    """
+
+    def __init__(
+        self,
+        params: list[dict[str, Any]],
+        adam: type[torch.optim.Adam] = torch.optim.AdamW,
+        *,
+        fused: bool = False,
+        shards: Shards | None = None,
+        hooks: Hooks | None = None,
+    ) -> None:
+        for group in params:
+            for key, value in (MUON_DEFAULTS if group["use_muon"] else ADAM_DEFAULTS).items():
+                group.setdefault(key, value)
+        super().__init__(params, {})
+        self._shards = shards or {}
+        self._hooks = hooks or Hooks()
+        others = [group for group in self.param_groups if not group["use_muon"]]
+        self._adam: Optimizer | None = adam(others, fused=fused) if others else None
+
+    def _step(self, tiles: list[Tile]) -> None:
+        if self._adam is not None:  # linked anew each time, because loading a state replaces both
+            self._adam.param_groups = [group for group in self.param_groups if not group["use_muon"]]
+            self._adam.state = self.state
+            self._adam.step()
+        matrices = [tile for tile in tiles if tile.group["use_muon"]]
+        shards = [self._shard(param) for tile in matrices for param in tile.params]
+        updates = iter(self._orthogonal([update for tile in matrices for update in self._updates(tile)], shards))
+        scales = iter([math.sqrt(max(1.0, rows / columns)) for rows, columns in (shard.matrix for shard in shards)])
+        for group, params, _ in matrices:
+            lr = float(group["lr"])
+            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+            for param in params:
+                param.add_(next(updates).view(param.shape), alpha=-lr * next(scales))
+
+    def _updates(self, tile: Tile) -> list[Tensor]:
+        """The momentum to be orthogonalized of each piece, flattened, in bf16."""
+        group, params, grads = tile
+        momenta = self._moments(params, "momentum_buffer")
+        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        return [update.flatten().bfloat16() for update in torch._foreach_lerp(grads, momenta, group["momentum"])]
+
+    def _shard(self, param: nn.Parameter) -> Shard:
+        shard = self._shards.get(param) or whole(param)
+        if len(shard.shape) < 2:
+            raise ValueError(
+                f"Muon: a parameter of shape {tuple(shard.shape)} is in a group with use_muon; it steps matrices only"
+            )
+        return shard
+
+    def _orthogonal(self, pieces: list[Tensor], shards: list[Shard]) -> list[Tensor]:
+        """This rank's piece of the orthogonalized matrix, for its piece of each."""
+        result = list(pieces)
+        by_group: dict[dist.ProcessGroup | None, list[int]] = {}
+        for at, shard in enumerate(shards):
+            by_group.setdefault(shard.group, []).append(at)
+        for group, places in by_group.items():
+            of_group, cuts = [pieces[at] for at in places], [shards[at] for at in places]
+            found = orthogonalize(of_group, cuts) if group is None else self._exchange(of_group, cuts, group)
+            for at, piece in zip(places, found, strict=True):
+                result[at] = piece
+        return result
+
+    def _exchange(self, pieces: list[Tensor], shards: list[Shard], group: dist.ProcessGroup) -> list[Tensor]:
+        owned = owners([shard.matrix for shard in shards], dist.get_world_size(group))
+        mine = owned[dist.get_rank(group)]
+        sizes = {at: shards[at].sizes() for at in mine}
+        # Elements of: each rank's piece of each matrix that this rank owns; this rank's pieces, owner by owner.
+        theirs = [[sizes[at][rank] for at in mine] for rank in range(len(owned))]
+        ours = [[pieces[at].numel() for at in places] for places in owned]
+
+        sent = torch.cat([pieces[at] for places in owned for at in places])
+        got = self._all_to_all(sent, ours, theirs, group)
+        columns = list(zip(*got, strict=True))  # the pieces of one matrix, in the order of the ranks
+        matrices = orthogonalize(
+            [_assemble(column, shards[at]) for at, column in zip(mine, columns, strict=True)],
+            [shards[at] for at in mine],
+        )
+        answers = [
+            matrix[start:stop]
+            for rank in range(len(owned))
+            for at, matrix in zip(mine, matrices, strict=True)
+            for start, stop in [shards[at].bounds[rank]]
+        ]
+        back = self._all_to_all(torch.cat([sent[:0], *answers]), theirs, ours, group)
+        result = list(pieces)
+        for places, parts in zip(owned, back, strict=True):
+            for at, part in zip(places, parts, strict=True):
+                result[at] = part
+        return result
+
+    def _all_to_all(
+        self, sent: Tensor, sizes: list[list[int]], expected: list[list[int]], group: dist.ProcessGroup
+    ) -> list[list[Tensor]]:
+        """Send rank r parts of `sizes[r]` elements of `sent`; the parts of `expected[r]` elements that it sends."""
+        incoming = [sum(parts) for parts in expected]
+        got = sent.new_empty(sum(incoming))
+        about = {"purpose": "optimizer", "bytes": max(sent.nbytes, got.nbytes), "dtype": "bfloat16"}
+        with self._hooks.span("comm", "all_to_all", group=group.group_name, **about):
+            # As bytes: not every backend takes bf16.
+            dist.all_to_all_single(
+                got.view(torch.uint8), sent.view(torch.uint8),
+                [2 * size for size in incoming], [2 * sum(parts) for parts in sizes], group=group,
+            )  # fmt: skip
+        parts = iter(got.split([size for rank in expected for size in rank]))
+        return [list(itertools.islice(parts, len(rank))) for rank in expected]
+
+
+def owners(matrices: Sequence[tuple[int, int]], ranks: int) -> list[list[int]]:
+    """Which matrices, by number, each rank orthogonalizes: the dearest first, each to who has least to do so far."""
+    cost = [rows * columns * min(rows, columns) for rows, columns in matrices]
+    owned: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for at in sorted(range(len(matrices)), key=lambda at: -cost[at]):
+        rank = load.index(min(load))
+        owned[rank].append(at)
+        load[rank] += cost[at]
+    return owned
+
+
+def orthogonalize(matrices: Sequence[Tensor], shards: Sequence[Shard]) -> list[Tensor]:
+    """The nearest orthogonal matrix of each flattened one, nearly: its singular values become about 1. In bf16, flattened.
+
+    torch has it inside its optimizer only, so that takes a step: from zero, at rate 1 and without momentum and decay, it
+    is minus the orthogonalized gradient. Of wide matrices, which it does not scale.
+    """
+    if not matrices:
+        return []
+    wide, tall = [], []
+    for matrix, shard in zip(matrices, shards, strict=True):
+        rows, columns = shard.matrix
+        tall.append(rows > columns)
+        wide.append(matrix.view(rows, columns).T if rows > columns else matrix.view(rows, columns))
+    steps = [nn.Parameter(torch.zeros_like(matrix)) for matrix in wide]
+    for step, matrix in zip(steps, wide, strict=True):
+        step.grad = matrix
+    torch.optim.Muon(steps, lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    return [
+        (step.detach().T if flip else step.detach()).neg().flatten() for step, flip in zip(steps, tall, strict=True)
+    ]
+
+
+def _assemble(pieces: Sequence[Tensor], shard: Shard) -> Tensor:
+    """The whole flattened matrix from every rank's piece."""
+    matrix = pieces[0].new_empty(shard.shape.numel())
+    for piece, (start, stop) in zip(pieces, shard.bounds, strict=True):
+        matrix[start:stop] = piece
+    return matrix

@@ -1,0 +1,119 @@
+"""Parameters brought back to full size: all-gathers of the shards, batched, on a lane."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..comm import Comm
+from ..lane import Ticket
+from .shard import Cut, ShardedParam
+
+
+@dataclass(eq=False, slots=True)
+class _Batch:
+    params: list[ShardedParam]
+    rows: Tensor
+    ticket: Ticket
+    comm: Comm
+    done: bool = False
+
+
+def batches(params: Iterable[ShardedParam], limit: int) -> Iterator[list[ShardedParam]]:
+    """Cut `params` into batches of one dtype, of at most `limit` elements (one parameter at least), in order."""
+    batch: list[ShardedParam] = []
+    size = 0
+    for param in params:
+        if batch and (size + param.numel > limit or param.param.dtype != batch[0].param.dtype):
+            yield batch
+            batch, size = [], 0
+        batch.append(param)
+        size += param.numel
+    if batch:
+        yield batch
+
+
+class Gatherer:
+    """Starts gathers and finishes them. Every rank must start the same ones in the same order.
+
+    `near`, if there is one, is a smaller group (the ranks of a node) that holds a second, complete partition of what has
+    been gathered since the last step (ZeRO++, Wang et al. 2023, arXiv 2306.10209: hpZ).
+    """
+
+    def __init__(self, comm: Comm, near: Comm | None = None, *, with_broadcasts: bool = False) -> None:
+        self._comm = comm
+        self._near = near
+        self._with_broadcasts = with_broadcasts
+        self._inflight: dict[ShardedParam, _Batch] = {}
+
+    def under_way(self, param: ShardedParam) -> bool:
+        return param in self._inflight
+
+    @property
+    def pending(self) -> list[ShardedParam]:
+        """Parameters whose gather has been started and not finished."""
+        return list(self._inflight)
+
+    def start(self, params: Sequence[ShardedParam], module: str | None = None) -> None:
+        """Start gathering those of `params` that are not under way: one collective a dtype and group."""
+        kinds: dict[tuple[torch.dtype, bool], list[ShardedParam]] = {}
+        for param in params:
+            if param not in self._inflight:
+                kinds.setdefault((param.param.dtype, param.secondary is not None), []).append(param)
+        for (_, near), batch in kinds.items():
+            self._start(batch, self._near if near and self._near is not None else self._comm, module)
+
+    def finish(self, params: Iterable[ShardedParam]) -> None:
+        """Wait for `params`, and write them, with what came along, to their own storage."""
+        for param in params:
+            batch = self._inflight.get(param)
+            if batch is None:
+                continue
+            batch.ticket.wait()
+            self._write(batch)
+
+    def bring(self, params: Sequence[ShardedParam], limit: int) -> None:
+        """Gather all of `params` now, at most `limit` elements at a time."""
+        for batch in batches(params, limit):
+            self.start(batch)
+            self.finish(batch)
+
+    def _start(self, params: list[ShardedParam], comm: Comm, module: str | None) -> None:
+        near = comm is self._near
+        widths = [near_cut(p, comm).chunk if near else p.cut.chunk for p in params]
+        first = params[0].param
+        # One buffer: this rank's row is what it sends.
+        rows = torch.empty(comm.size, sum(widths), dtype=first.dtype, device=first.device)
+        columns = rows[comm.rank].split(widths)
+        for param, column in zip(params, columns, strict=True):
+            piece = param.secondary if near else param.shard
+            assert piece is not None
+            column[: piece.numel()].copy_(piece, non_blocking=True)
+        ticket: Ticket
+        if self._with_broadcasts:
+            for source in range(comm.size):
+                ticket = comm.broadcast(rows[source], source, "parameter")
+        else:
+            ticket = comm.all_gather(rows[comm.rank], rows, "parameter", module)
+        batch = _Batch(params, rows, ticket, comm)
+        self._inflight.update(dict.fromkeys(params, batch))
+
+    def _write(self, batch: _Batch) -> None:
+        near = batch.comm is self._near
+        offset = 0
+        for param in batch.params:
+            del self._inflight[param]
+            cut = near_cut(param, batch.comm) if near else param.cut
+            param.fill(batch.rows[:, offset : offset + cut.chunk], cut)
+            offset += cut.chunk
+            if self._near is not None and param.secondary is None and not param.persistent:
+                start, stop = near_cut(param, self._near).bounds(self._near.rank)
+                param.secondary = param.flat[start:stop].clone()
+
+
+def near_cut(param: ShardedParam, near: Comm) -> Cut:
+    """How a parameter is cut in the hierarchical partition."""
+    return Cut(param.numel, near.size)

@@ -1,0 +1,140 @@
+"""ZeRO 0 to 3 over one model (Rajbhandari et al. 2020, arXiv 1910.02054).
+
+Stage 0 replicates everything, 1 cuts the optimizer's state, 2 the gradients too, 3 the parameters too. One design for
+all: every trainable parameter has a master that the optimizer steps, the whole of it in stage 0, otherwise this rank's
+piece; the stages differ in when gradients are reduced and in how long parameters stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..comm import Comm
+from ..hooks import Hooks
+from .fetch import Fetcher, FetchSettings
+from .gather import Gatherer, batches
+from .reduce import Reducer, ReduceSettings
+from .shard import Cut, ShardedParam
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroSettings:
+    """What ZeRO is to do; sizes in elements, names and meaning as in DeepSpeed's configuration."""
+
+    stage: int = 0
+    reduce_bucket_size: int = 500_000_000
+    allgather_bucket_size: int = 500_000_000
+    overlap_comm: bool = True
+    reduce_scatter: bool = True
+    contiguous_gradients: bool = True
+    allgather_partitions: bool = True
+    round_robin_gradients: bool = False
+    ignore_unused_parameters: bool = True
+    param_persistence_threshold: int = 100_000
+    model_persistence_threshold: int = 2**63 - 1
+    communication_dtype: torch.dtype | None = None
+    accumulate_dtype: torch.dtype | None = None
+    prescale_gradients: bool = False
+    gradient_predivide_factor: float = 1.0
+    fetch: FetchSettings = field(default_factory=lambda: FetchSettings(50_000_000, 1_000_000_000, 1_000_000_000))
+
+
+@dataclass(frozen=True, slots=True)
+class Comms:
+    """Who communicates what: each with a group and a lane of its own, so they run side by side."""
+
+    gradients: Comm
+    parameters: Comm
+    near: Comm | None = None
+    """Ranks that share a second partition of the parameters (hierarchical partition)."""
+
+
+class Zero:
+    """The parameters of `model`, cut for the ranks of `comms.gradients`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: ZeroSettings,
+        comms: Comms,
+        hooks: Hooks,
+        *,
+        master_device: Callable[[nn.Parameter], torch.device | None] = lambda param: None,
+    ) -> None:
+        self.settings = settings
+        self._hooks = hooks
+        self._comm = comms.gradients
+        self.last_microbatch = True
+        """Whether the backward under way is of the step's last micro-batch."""
+        self._seen_backward = False
+        size, rank = self._comm.size, self._comm.rank
+        self.params: list[ShardedParam] = []
+        sharded_size = 0
+        for index, (name, param) in enumerate(model.named_parameters()):
+            param.data = param.data.contiguous()
+            sharded = settings.stage == 3 and size > 1 and param.numel() > settings.param_persistence_threshold
+            sharded_size += 0 if sharded else param.numel()
+            if settings.stage == 3 and size > 1 and sharded_size > settings.model_persistence_threshold:
+                sharded = True
+            if sharded:
+                param.data = param.data.clone()  # storage of its own, which can be emptied
+            cut = Cut(param.numel(), size if settings.stage else 1, index % size if settings.round_robin_gradients else 0)
+            self.params.append(ShardedParam(name, param, cut, rank, persistent=not sharded, index=index))
+        self.by_param = {p.param: p for p in self.params}
+        self.trainable = [p for p in self.params if p.param.requires_grad]
+        for sharded_param in self.trainable:
+            sharded_param.make_master(master_device(sharded_param.param))
+        self.reducer = Reducer(
+            self.trainable,
+            comms.gradients,
+            ReduceSettings(
+                settings.stage, settings.reduce_bucket_size, settings.overlap_comm, settings.reduce_scatter,
+                settings.contiguous_gradients, settings.communication_dtype, settings.accumulate_dtype,
+                settings.prescale_gradients, settings.gradient_predivide_factor, settings.ignore_unused_parameters,
+            ),
+        )  # fmt: skip
+        self.gatherer = Gatherer(comms.parameters, comms.near, with_broadcasts=not settings.allgather_partitions)
+        self.fetcher: Fetcher | None = None
+        for sharded_param in self.trainable:
+            sharded_param.param.register_post_accumulate_grad_hook(self._gradient_hook(sharded_param))
+        if any(not p.persistent for p in self.params):
+            self.fetcher = Fetcher(model, self.by_param, self.gatherer, settings.fetch, hooks)
+
+    def _gradient_hook(self, param: ShardedParam) -> Callable[[torch.Tensor], None]:
+        def ready(_: torch.Tensor) -> None:
+            self._seen_backward = True
+            self.reducer.ready(param, self.last_microbatch)
+            if self.fetcher is not None:
+                self.fetcher.gradient_taken(param)
+
+        return ready
+
+    def finish_backward(self) -> None:
+        """After each backward: gradients reduced as far as the stage has it, parameters released."""
+        self.reducer.finish(self.last_microbatch)
+        if self.fetcher is not None:
+            self.fetcher.finish_backward()
+
+    def publish(self, params: Sequence[ShardedParam] | None = None) -> None:
+        """After the optimizer stepped `params` (all, by default): start bringing what stays whole back to every rank."""
+        todo = self.trainable if params is None else params
+        for param in todo:
+            param.publish()
+        if self.settings.stage:
+            for batch in batches((p for p in todo if p.persistent), self.settings.allgather_bucket_size):
+                self.gatherer.start(batch)
+                if not self.settings.overlap_comm:
+                    self.gatherer.finish(batch)
+
+    def finish_publish(self) -> None:
+        """Wait for what `publish` started."""
+        self.gatherer.finish(self.gatherer.pending)
+
+    @property
+    def size(self) -> int:
+        """Ranks that the parameters are cut for."""
+        return self._comm.size

@@ -1,0 +1,347 @@
+"""Gradients on their way from backward to the optimizer: batched into buckets, reduced on a lane.
+
+The buckets' composition and order are fixed before a backward begins and the same on all ranks, so ranks whose graphs
+differ (a branch not taken, an unused parameter) still run the same collectives. They follow the order in which
+gradients became ready in the first step, as rank 0 saw it (Li et al. 2020, arXiv 2006.15704, section 3.2.3).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..comm import Comm
+from ..lane import Ticket
+from .shard import ShardedParam
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceSettings:
+    """How gradients are reduced. Sizes are elements, as in DeepSpeed's configuration."""
+
+    stage: int
+    bucket_size: int
+    overlap: bool
+    reduce_scatter: bool = True
+    contiguous: bool = True
+    dtype: torch.dtype | None = None
+    """What is communicated; the gradients' own by default."""
+    accumulate_dtype: torch.dtype | None = None
+    """In what micro-batches are summed; by default the gradients' own while they are whole (stages 0 and 1), and the
+    masters' once they are shards."""
+    prescale: bool = False
+    predivide_factor: float = 1.0
+    ignore_unused: bool = True
+
+
+@dataclass(eq=False, slots=True)
+class _Bucket:
+    """Parameters whose gradients travel together, each in columns of its own of `rows` [pieces, width + parameters].
+
+    The last columns are flags: 1 from a rank that has a gradient for the parameter. What arrives says whether any had.
+    """
+
+    params: list[ShardedParam]
+    dtype: torch.dtype
+    offsets: list[int] = field(default_factory=list)
+    width: int = 0
+    waiting: set[ShardedParam] = field(default_factory=set)
+    absent: list[ShardedParam] = field(default_factory=list)
+    rows: Tensor | None = None
+    reduced: Tensor | None = None
+    holds: bool = False
+    """Whether `reduced` has the sum of earlier micro-batches, to be added to."""
+    ticket: Ticket | None = None
+
+    def seal(self) -> None:
+        for param in self.params:
+            self.offsets.append(self.width)
+            self.width += param.cut.chunk
+        self.waiting = set(self.params)
+
+
+class Reducer:
+    """Takes gradients as backward makes them; `collect` puts the reduced ones on the masters."""
+
+    def __init__(self, params: Sequence[ShardedParam], comm: Comm, settings: ReduceSettings) -> None:
+        self._params = list(params)
+        self._comm = comm
+        self._settings = settings
+        self._free: list[Tensor] = []
+        self._inflight: list[_Bucket] = []
+        self._used: set[ShardedParam] = set()
+        self._late: list[ShardedParam] = []
+        self._order: list[ShardedParam] | None = []
+        """In which gradients become ready, until it is settled."""
+        self.before, self.after = self._scales()
+        self._plan(list(reversed(self._params)))
+
+    # --- during backward
+
+    def ready(self, param: ShardedParam, last: bool) -> None:
+        """`param.param.grad` is complete for this backward. `last` says that it is of the step's last micro-batch."""
+        if self._comm.size == 1:
+            return
+        whole = self._settings.stage <= 1
+        if whole and not last:
+            self._keep(param)
+            return
+        bucket, slot = self._slots[param]
+        if param not in bucket.waiting:
+            # A second backward within the first (reentrant checkpointing) has brought another part of it.
+            self._late.append(param)
+            return
+        if self._order is not None:
+            self._order.append(param)
+        bucket.waiting.discard(param)
+        self._used.add(param)
+        if self._settings.contiguous:
+            self._copy_in(bucket, slot, param)
+        self._launch_complete()
+
+    def finish(self, last: bool) -> None:
+        """Backward is over: reduce what has not been yet, and wait for all of it.
+
+        Raises RuntimeError if parameters got no gradient and the configuration says that this is an error.
+        """
+        if self._comm.size == 1 or (self._settings.stage <= 1 and not last):
+            return
+        for bucket in self._buckets[self._next :]:
+            for param in [p for p in bucket.params if p in bucket.waiting]:
+                if param.param.grad is not None or param in self._kept:
+                    self.ready(param, last)  # it has one from an earlier micro-batch
+                else:
+                    bucket.waiting.discard(param)
+                    bucket.absent.append(param)
+        absent = [p.name for bucket in self._buckets for p in bucket.absent]
+        if absent and not self._settings.ignore_unused:
+            raise RuntimeError(
+                f"{len(absent)} parameters got no gradient in this backward, the first: {absent[0]}. Every parameter "
+                "must contribute to the loss, or be frozen; or set zero_optimization.ignore_unused_parameters to true"
+            )
+        self._launch_complete()
+        self._drain(0)
+        if self._late:
+            late, self._late = self._late, []
+            self._reduce_again(late)
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.waiting = set(bucket.params)
+
+    # --- at the step
+
+    def collect(self) -> None:
+        """Put what has been reduced on the masters' `grad`: None for a parameter that no rank used."""
+        if self._comm.size == 1:
+            for param in self._params:
+                self._collect_local(param)
+            return
+        for bucket in self._buckets:
+            if not bucket.holds or bucket.reduced is None:
+                continue
+            for param, offset in zip(bucket.params, bucket.offsets, strict=True):
+                master = param.master
+                if master is None or param not in self._used:
+                    continue
+                grad = bucket.reduced[offset : offset + param.stop - param.start]
+                master.grad = grad.view(master.shape).to(master.dtype)
+
+    def clear(self) -> None:
+        """After the step: forget the gradients. The order of the first step settles the buckets of all others."""
+        for param in self._params:
+            param.param.grad = None
+            if param.master is not None:
+                param.master.grad = None
+        self._kept.clear()
+        self._used.clear()
+        for bucket in self._buckets:
+            bucket.holds = False
+        if self._order is not None and self._comm.size > 1:
+            self._settle()
+
+    def resize(self, bucket_size: int) -> None:
+        """Cut the buckets anew, `bucket_size` elements each. Between steps only; every rank alike."""
+        self._settings = dataclasses.replace(self._settings, bucket_size=bucket_size)
+        self._plan([param for bucket in self._buckets for param in bucket.params])
+
+    # --- inside
+
+    def _scales(self) -> tuple[float, float]:
+        """What gradients are multiplied by before the sum over ranks, and what remains after it for the mean.
+
+        The first costs nothing, while copying into the bucket; the second is left to the step, with the rest of scaling.
+        Dividing by a power of two commutes with a sum in fp32, so it is done before.
+        """
+        size, factor = self._comm.size, self._settings.predivide_factor
+        wide = all((self._settings.dtype or p.param.dtype).itemsize >= 4 for p in self._params)
+        exact = size & (size - 1) == 0 and wide and factor == 1.0
+        return (1.0 / size, 1.0) if self._settings.prescale or exact else (1.0 / factor, factor / size)
+
+    def _plan(self, order: Iterable[ShardedParam]) -> None:
+        open_buckets: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
+        self._buckets: list[_Bucket] = []
+        for param in order:
+            key = (self._settings.dtype or param.param.dtype, param.param.device)
+            bucket = open_buckets.setdefault(key, _Bucket([], key[0]))
+            bucket.params.append(param)
+            if sum(p.numel for p in bucket.params) >= self._settings.bucket_size:
+                self._buckets.append(open_buckets.pop(key))
+        self._buckets += open_buckets.values()
+        for bucket in self._buckets:
+            bucket.seal()
+        self._slots = {p: (bucket, slot) for bucket in self._buckets for slot, p in enumerate(bucket.params)}
+        self._next = 0
+        self._kept: dict[ShardedParam, Tensor] = {}
+        self._free.clear()
+
+    def _settle(self) -> None:
+        """Agree on the order that rank 0 saw in the first step; what it did not use comes last."""
+        seen = dict.fromkeys(self._order or [])
+        order = [*seen, *(p for bucket in self._buckets for p in bucket.params if p not in seen)]
+        places = {param: place for place, param in enumerate(self._params)}
+        agreed = torch.tensor([places[p] for p in order], dtype=torch.int64, device=self._params[0].param.device)
+        self._comm.broadcast(agreed, 0, "other").wait()
+        self._order = None
+        self._plan(self._params[place] for place in agreed.tolist())
+
+    def _keep(self, param: ShardedParam) -> None:
+        """Sum micro-batches in another precision than the gradients', where that is asked for."""
+        dtype, grad = self._settings.accumulate_dtype, param.param.grad
+        if dtype is None or grad is None or dtype == grad.dtype:
+            return
+        if param in self._kept:
+            self._kept[param].add_(grad)
+        else:
+            self._kept[param] = grad.to(dtype)
+        param.param.grad = None
+
+    def _take(self, param: ShardedParam) -> Tensor:
+        """The gradient [numel], the sum of all micro-batches where they are summed here; the parameter's is freed."""
+        self._keep(param)
+        grad = self._kept.pop(param, None)
+        if grad is None:
+            grad = param.param.grad
+        param.param.grad = None
+        assert grad is not None
+        return grad.reshape(-1)
+
+    def _copy_in(self, bucket: _Bucket, slot: int, param: ShardedParam) -> None:
+        rows = self._rows(bucket)
+        offset = bucket.offsets[slot]
+        param.cut.into_rows(self._take(param), rows[:, offset : offset + param.cut.chunk], self.before)
+        rows[:, bucket.width + slot] = 1
+
+    def _rows(self, bucket: _Bucket) -> Tensor:
+        if bucket.rows is None:
+            pieces, columns = bucket.params[0].cut.pieces, bucket.width + len(bucket.params)
+            for at, buffer in enumerate(self._free):
+                if buffer.numel() >= pieces * columns and buffer.dtype == bucket.dtype:
+                    flat = self._free.pop(at)
+                    break
+            else:
+                flat = torch.empty(pieces * columns, dtype=bucket.dtype, device=bucket.params[0].param.device)
+            bucket.rows = flat[: pieces * columns].view(pieces, columns)
+        return bucket.rows
+
+    def _launch_complete(self) -> None:
+        """Start every bucket that is complete, in order: a complete one waits for those before it."""
+        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+            self._launch(self._buckets[self._next])
+            self._next += 1
+
+    def _launch(self, bucket: _Bucket) -> None:
+        if not self._settings.contiguous:
+            for slot, param in enumerate(bucket.params):
+                if param not in bucket.absent:
+                    self._copy_in(bucket, slot, param)
+        rows = self._rows(bucket)
+        for param in bucket.absent:
+            slot = bucket.params.index(param)
+            rows[:, bucket.offsets[slot] : bucket.offsets[slot] + param.cut.chunk] = 0
+            rows[:, bucket.width + slot] = 0
+        if self._scatters:
+            bucket.ticket = self._comm.reduce_scatter(rows, self._reduced(bucket), "gradient", bucket.holds)
+        else:
+            bucket.ticket = self._comm.all_reduce(rows, "gradient")
+        self._inflight.append(bucket)
+        self._drain(2 if self._settings.overlap else 0)
+
+    @property
+    def _scatters(self) -> bool:
+        return self._settings.stage >= 1 and self._settings.reduce_scatter
+
+    def _reduced(self, bucket: _Bucket) -> Tensor:
+        """Where the bucket's reduced gradients are, from the first micro-batch of a step to the step's end."""
+        if bucket.reduced is None:
+            whole = self._settings.stage == 0
+            own = bucket.params[0].master.dtype if bucket.params[0].master is not None else torch.float32
+            dtype = own if self._settings.accumulate_dtype is None or whole else self._settings.accumulate_dtype
+            device = bucket.params[0].param.device
+            bucket.reduced = torch.empty(bucket.width + len(bucket.params), dtype=dtype, device=device)
+        return bucket.reduced
+
+    def _drain(self, leave: int) -> None:
+        """Wait for the oldest buckets until `leave` are under way: each holds a buffer."""
+        while len(self._inflight) > leave:
+            bucket = self._inflight.pop(0)
+            assert bucket.ticket is not None
+            assert bucket.rows is not None
+            bucket.ticket.wait()
+            if self._settings.stage == 0 and self._shares(bucket):
+                bucket.reduced = bucket.rows[0]  # and is kept: the gradients of the step are in it
+            else:
+                if not self._scatters:
+                    row = bucket.rows[0 if self._settings.stage == 0 else self._comm.rank]
+                    if bucket.holds:
+                        self._reduced(bucket).add_(row)
+                    else:
+                        self._reduced(bucket).copy_(row)
+                self._free.append(bucket.rows.view(-1))
+                bucket.rows = None
+            bucket.holds = True
+            for param in bucket.absent:
+                assert bucket.reduced is not None
+                if bucket.reduced[bucket.width + bucket.params.index(param)] != 0:
+                    self._used.add(param)
+            bucket.absent.clear()
+            bucket.ticket = None
+
+    def _shares(self, bucket: _Bucket) -> bool:
+        master = bucket.params[0].master
+        return master is not None and master.dtype == bucket.dtype
+
+    def _reduce_again(self, late: list[ShardedParam]) -> None:
+        """Add the parts that came after their bucket had been sent."""
+        for param in dict.fromkeys(late):
+            part = self._take(param)
+            bucket, slot = self._slots[param]
+            again = _Bucket([param], bucket.dtype)
+            again.seal()
+            again.waiting.clear()
+            rows = self._rows(again)
+            param.cut.into_rows(part, rows[:, : param.cut.chunk], self.before)
+            rows[:, param.cut.chunk] = 1
+            start = bucket.offsets[slot]
+            assert bucket.reduced is not None
+            mine = bucket.reduced[start : start + param.cut.chunk]
+            if self._scatters:
+                into = torch.empty_like(bucket.reduced[: param.cut.chunk + 1])
+                self._comm.reduce_scatter(rows, into, "gradient", False).wait()
+                mine.add_(into[:-1])
+            else:
+                self._comm.all_reduce(rows, "gradient").wait()
+                mine.add_(rows[0 if self._settings.stage == 0 else self._comm.rank, :-1])
+
+    def _collect_local(self, param: ShardedParam) -> None:
+        master, grad = param.master, param.param.grad
+        kept = self._kept.pop(param, None)
+        if kept is not None:
+            grad = kept if grad is None else kept.add_(grad)
+        if master is None or grad is None:
+            return
+        param.param.grad = None
+        master.grad = grad.to(master.dtype).view(master.shape)

@@ -1,0 +1,142 @@
+"""How a parameter is cut: into equal pieces of its flattened elements, one a data-parallel rank.
+
+The cut depends on the parameter and the number of ranks alone. Bucket, prefetch and persistence sizes only decide what
+is communicated together, so they can change at any time and no checkpoint depends on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """`numel` elements in `pieces` equal pieces of `chunk`; the last ones are shorter, or empty.
+
+    Row r of a communication buffer, that of rank r, holds piece (r + turn) modulo `pieces`.
+    """
+
+    numel: int
+    pieces: int
+    turn: int = 0
+
+    @property
+    def chunk(self) -> int:
+        return -(-self.numel // self.pieces)
+
+    def bounds(self, row: int) -> tuple[int, int]:
+        """First element of the piece in `row`, and the one after its last."""
+        piece = (row + self.turn) % self.pieces
+        return min(piece * self.chunk, self.numel), min((piece + 1) * self.chunk, self.numel)
+
+    def into_rows(self, flat: Tensor, rows: Tensor, scale: float = 1.0) -> None:
+        """Write a flattened tensor [numel], times `scale`, to `rows` [pieces, chunk]. What pads them stays as it is."""
+        for source, target in self._pairs(flat, rows):
+            if scale == 1.0:
+                target.copy_(source)
+            elif source.dtype == target.dtype:
+                torch.mul(source, scale, out=target)
+            else:
+                target.copy_(source).mul_(scale)
+
+    def from_rows(self, rows: Tensor, flat: Tensor) -> None:
+        """Write `rows` [pieces, chunk] to a flattened tensor [numel]."""
+        for target, source in self._pairs(flat, rows):
+            target.copy_(source)
+
+    def _pairs(self, flat: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Parts of `flat` with the parts of `rows` that correspond to them."""
+        if self.turn == 0 and self.numel == self.pieces * self.chunk:
+            return [(flat.view(self.pieces, self.chunk), rows)]
+        pairs = []
+        for row in range(self.pieces):
+            start, stop = self.bounds(row)
+            if stop > start:
+                pairs.append((flat[start:stop], rows[row, : stop - start]))
+        return pairs
+
+
+class ShardedParam:
+    """One parameter of the model, this rank's piece of it, and the master that the optimizer steps.
+
+    `shard` [n] is the piece in the model's precision. While the whole parameter is always there (stages 1 and 2) it is a
+    view of it; in stage 3 it has storage of its own, and the parameter's is emptied between uses. `master` [n] is what
+    the optimizer sees, in fp32 where the model is in a half precision, and otherwise the shard itself. In stage 0 all
+    three are the whole parameter. A frozen parameter has no master.
+    """
+
+    def __init__(self, name: str, param: nn.Parameter, cut: Cut, rank: int, *, persistent: bool, index: int) -> None:
+        self.name = name
+        self.param = param
+        self.index = index
+        self.shape = param.shape
+        self.numel = param.numel()
+        self.cut = cut
+        self.start, self.stop = cut.bounds(rank)
+        self.persistent = persistent
+        self.resident = True
+        self.users = 0
+        """Modules that need the whole of it at this moment."""
+        self.secondary: Tensor | None = None
+        """This rank's piece in the hierarchical partition, as long as it is of the present weights."""
+        whole = param.data.reshape(-1)
+        self.shard = whole[self.start : self.stop]
+        if not persistent:
+            self.shard = self.shard.clone()
+        self.master: nn.Parameter | None = None
+
+    @property
+    def flat(self) -> Tensor:
+        """The whole parameter [numel], in its own storage."""
+        return self.param.data.view(-1)
+
+    @property
+    def trainable(self) -> bool:
+        return self.master is not None
+
+    def make_master(self, device: torch.device | None = None) -> nn.Parameter:
+        """The parameter that the optimizer steps, on `device` (the shard's own by default)."""
+        half = self.shard.dtype in (torch.float16, torch.bfloat16)
+        place = device or self.shard.device
+        if not half and place == self.shard.device:
+            master = self.param if self.cut.pieces == 1 and self.persistent else nn.Parameter(self.shard)
+        else:
+            master = nn.Parameter(self.shard.to(place, torch.float32 if half else self.shard.dtype, copy=True).view(
+                self.shape if self.cut.pieces == 1 else (-1,)))  # fmt: skip
+        self.master = master
+        return master
+
+    @property
+    def master_is_shard(self) -> bool:
+        """Whether a step of the optimizer already changed the shard."""
+        return self.master is not None and self.master.data_ptr() == self.shard.data_ptr()
+
+    def publish(self) -> None:
+        """After the optimizer's step: bring the master into the model's precision."""
+        if self.master is not None and not self.master_is_shard:
+            self.shard.copy_(self.master.data.view(-1), non_blocking=True)
+        self.secondary = None
+
+    def fill(self, rows: Tensor, cut: Cut | None = None) -> None:
+        """Write the gathered `rows` [pieces, chunk], cut as `cut` has it, to the parameter's own storage."""
+        self.allocate()
+        (cut or self.cut).from_rows(rows, self.flat)
+        self.resident = True
+
+    def allocate(self) -> None:
+        """Give the parameter its storage back. Views of it that autograd saved come alive with it."""
+        storage = self.param.untyped_storage()
+        if storage.size() == 0:
+            storage.resize_(self.numel * self.param.element_size())
+
+    def release(self) -> None:
+        """Free the parameter's storage; the shard stays."""
+        if not self.persistent:
+            self.param.untyped_storage().resize_(0)
+            self.resident = False
+
+    def __repr__(self) -> str:
+        return f"ShardedParam({self.name}, {tuple(self.shape)}, {self.start}:{self.stop})"

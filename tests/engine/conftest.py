@@ -1,0 +1,16 @@
+"""What the engine's tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Processes to run jobs of several ranks in, shared by all tests."""
+    pool = Ranks()
+    yield pool
+    pool.close()

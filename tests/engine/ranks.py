@@ -1,0 +1,95 @@
+"""Rank processes for engine tests: started once, then given one job after the other.
+
+Starting a process with torch takes more than a second; a job takes a few hundredths. Jobs are functions of a test
+module, called as `function(rank, *args)` in a gloo group of as many ranks as asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+class RankFailed(AssertionError):
+    """A rank raised; the text is its traceback."""
+
+
+class Ranks:
+    """Processes that are ranks of small jobs. `close` ends them."""
+
+    def __init__(self) -> None:
+        self._started: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory()
+        self._jobs = 0
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What `function(rank, *args)` returns, of each rank."""
+        self._start(world_size)
+        self._jobs += 1
+        store = str(Path(self._folder.name) / f"store{self._jobs}")
+        module = Path(sys.modules[function.__module__].__file__ or "").stem
+        for rank, (_, pipe) in enumerate(self._started[:world_size]):
+            pipe.send((module, function.__qualname__, rank, world_size, store, args))
+        results, failures = [], []
+        for rank, (_, pipe) in enumerate(self._started[:world_size]):
+            if not pipe.poll(120):
+                failures.append(f"rank {rank}: nothing for two minutes")
+                continue
+            good, value = pipe.recv()
+            (results if good else failures).append(value)
+        if failures:
+            self.close()  # a rank that failed may have left others waiting
+            raise RankFailed("\n".join(failures))
+        return results
+
+    def close(self) -> None:
+        for process, _ in self._started:
+            process.kill()
+        for process, pipe in self._started:
+            process.join()
+            pipe.close()
+        self._started.clear()
+
+    def _start(self, world_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        while len(self._started) < world_size:
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, str(Path(__file__).parent)), daemon=True)
+            process.start()
+            there.close()
+            self._started.append((process, here))
+
+
+def _serve(pipe: Connection, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    sys.path.insert(0, folder)
+    while True:
+        try:
+            module, name, rank, world_size, store, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            function = getattr(importlib.import_module(module), name)
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size,
+                timeout=timedelta(seconds=60),
+            )  # fmt: skip
+            try:
+                pipe.send((True, function(rank, *args)))
+            finally:
+                dist.destroy_process_group()
+        except BaseException:
+            with contextlib.suppress(OSError):
+                pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
