@@ -120,4 +120,3 @@ def open_comm(ranks: list[int], make_lane: Callable[[], Lane]) -> Comm:
     if dist.get_rank() not in ranks or len(ranks) == 1:
         return Comm(None, None)
     return Comm(group, make_lane())
-

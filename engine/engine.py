@@ -7,7 +7,6 @@ end of `gradient_accumulation_steps` of them the step is taken.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .comm import Comm
 from .config import Config
 from .hooks import Hooks
 from .norm import global_norm, unscale_and_clip_
+from .onebit import OneBitAdam
 from .precision import LossScaler, cast_floating, overflowed
 from .zero import Zero
 from .zero.shard import ShardedParam
@@ -35,8 +36,8 @@ class Engine(nn.Module):
         lr_scheduler: Any,
         scaler: LossScaler,
         hooks: Hooks,
+        comm: Comm,
         *,
-        groups: Sequence[dist.ProcessGroup] = (),
         training_dataloader: Any = None,
     ) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class Engine(nn.Module):
         self.zero = zero
         self.hooks = hooks
         self._scaler = scaler
-        self._norm_groups = list(groups)
+        self._comm = comm
         self._norm: float | None = None
         self._tiles = _tiles(zero.trainable, config.zero_optimization.sub_group_size)
         self._in_no_sync = False
@@ -247,6 +248,11 @@ class Engine(nn.Module):
 
     # --- inside
 
+    @property
+    def _skips(self) -> bool:
+        """Whether a step is skipped that would write infinities or NaN."""
+        return self.config.fp16.enabled or (self.config.bf16.enabled and self.config.bf16.check_grad_overflow)
+
     def _loss_of(self, data_iter: Iterator[Any] | None) -> Tensor:
         if data_iter is None:
             if self.training_dataloader is None:
@@ -272,21 +278,24 @@ class Engine(nn.Module):
         reducer.collect()
         grads = [p.master.grad for p in self.zero.trainable if p.master is not None and p.master.grad is not None]
         scale = self._scaler.scale / reducer.after
-        norm = global_norm(grads, self._norm_groups, self.hooks)
-        value = norm.item()
+        apart = self.zero.settings.stage > 0 or (reducer.local and self._comm.group is not None)
+        groups = [self._comm.group] if apart and self._comm.group is not None else []
+        value = global_norm(grads, groups, self.hooks).item()
         self._norm = value / scale
-        overflow = self._scaler.scale != 1.0 and overflowed(value)
+        overflow = self._skips and overflowed(value)
         if overflow:
             self.skipped_steps += 1
             self.hooks.mark("overflow", value=self._scaler.scale)
         else:
-            if math.isfinite(value):
-                unscale_and_clip_(grads, value, loss_scale=scale, max_norm=self.config.gradient_clipping)
+            unscale_and_clip_(grads, value, loss_scale=scale, max_norm=self.config.gradient_clipping)
             self._step_optimizer()
             self._stepped = True
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         reducer.clear()
+        reducer.local = self.zero.size == 1 or (
+            isinstance(self.optimizer, OneBitAdam) and self.optimizer.wants_local_gradients
+        )
         self._scaler.update(overflow)
         self.global_steps += 1
         self.hooks.step = self.global_steps
@@ -303,7 +312,10 @@ class Engine(nn.Module):
                 assert param.master is not None
                 param.master.grad = hidden[param]
             with self.hooks.span("phase", "optimizer", purpose="optimizer", value=float(number)):
-                self.optimizer.step()
+                if isinstance(self.optimizer, OneBitAdam):
+                    self.optimizer.step(last_tile=number + 1 == len(self._tiles))
+                else:
+                    self.optimizer.step()
             for param in tile if hidden else ():
                 assert param.master is not None
                 param.master.grad = None

@@ -43,7 +43,8 @@ class Span:
     purpose: Purpose | None = None
     group: str | None = None
     seq: int | None = None
-    """Number of a collective in its group: the same on every rank of the group."""
+    """Number of a collective in its group: the same on every rank of the group. The engine's groups are its own; in
+    those without a lane, whose calls are made one after the other, spans are numbered as they are opened."""
     bytes: int | None = None
     """As nccl-tests' S: the larger of the total input and output of one rank."""
     dtype: str | None = None
@@ -91,6 +92,7 @@ class Hooks:
         self.microbatch = 0
         self.stage = stage
         self._clock = clock
+        self._seqs: dict[str, int] = {}
 
     @property
     def listening(self) -> bool:
@@ -116,6 +118,8 @@ class Hooks:
         """Open a span; None, for `end` to pass over, if nobody listens. `microbatch` is the current one by default."""
         if not _listeners:
             return None
+        if kind == "comm" and group is not None and seq is None:
+            seq = self._seqs[group] = self._seqs.get(group, -1) + 1
         span = Span(
             kind, name, lane, self.step, self.microbatch if microbatch is None else microbatch, self.stage,
             self._clock(), None, issue_ns, module, purpose, group, seq, bytes, dtype, value,

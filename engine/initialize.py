@@ -3,39 +3,272 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from . import lr, optim
-from .comm import open_comm
+from . import checkpointing, lr, optim, remat
+from .comm import Comm, open_comm
 from .config import Config, load
-from .dataloader import make_dataloader
+from .dataloader import ShardedLoader
 from .engine import Engine
 from .hooks import Hooks
-from .lane import Lane, open_lane
+from .lane import Inline, open_lane
 from .precision import loss_scaler, model_dtype
 from .zero import Comms, Zero, ZeroSettings
 from .zero.fetch import FetchSettings
+from .zero.shard import ShardedParam
 
-ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def init_distributed(dist_backend: str | None = None, *, timeout: Any = None, init_method: str | None = None,
-                     rank: int = -1, world_size: int = -1, **_: Any) -> None:  # fmt: skip
-    """Join the job's process group, if that has not been done: NCCL with GPUs, else gloo. Alone without a launcher."""
-    if dist.is_initialized():
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | Path | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Path | dict[str, Any] | None = None,
+    *,
+    train_dataloader: Any = None,
+) -> tuple[Engine, torch.optim.Optimizer | None, Any, Any]:
+    """(engine, optimizer, dataloader, lr_scheduler), with the arguments of `deepspeed.initialize`.
+
+    `config` is a dict or the path of a JSON file; `config_params` and `args.deepspeed_config` are older names of it.
+    `optimizer` may be made already, or a function of the parameters; so may `lr_scheduler`, of the optimizer.
+    `train_dataloader` is returned as it is, which some tutorials rely on. Raises ConfigError for a configuration that
+    cannot be, ValueError for arguments that contradict each other.
+    """
+    if model is None:
+        raise ValueError("initialize: no model; pass model=")
+    for name, given in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if given is not None:
+            raise ValueError(f"initialize: {name} is not supported yet: every rank is a data-parallel one; leave it out")
+    source = _config_of(args, config, config_params)
+    if dist_init_required is not False:
+        init_distributed(distributed_port=distributed_port)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    settings = load(source, world_size=world_size)
+    if rank == 0:
+        for warning in settings.warnings:
+            warnings.warn(warning, stacklevel=2)
+        if settings.dump_state:
+            print(settings.model_dump_json(indent=2))
+
+    hooks = Hooks()
+    device = _device()
+    model.to(device=device)
+    dtype = model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled)
+    if dtype is not None:
+        model.to(dtype=dtype)
+    main = open_comm(list(range(world_size)), lambda: Inline(hooks))
+    _broadcast(model, main)
+    checkpointing.attach(hooks, settings.activation_checkpointing)
+    remat.from_config(settings.activation_checkpointing).apply(model, hooks)
+    zero = Zero(model, _zero_settings(settings), _open_comms(settings, world_size, device, hooks), hooks)
+    made = _optimizer(optimizer, model_parameters, settings, zero, main, hooks)
+    scheduler = _scheduler(lr_scheduler, settings, made)
+    loader = train_dataloader
+    if training_data is not None:
+        if train_dataloader is not None:
+            raise ValueError("initialize: training_data and train_dataloader: pass one of them")
+        loader = _loader(training_data, settings, rank, world_size, collate_fn)
+    engine = Engine(
+        model, settings, zero, made, scheduler, loss_scaler(settings.fp16), hooks, main, training_dataloader=loader
+    )
+    return engine, made, loader, scheduler
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join the job's process group, unless that has been done: NCCL with GPUs, else gloo. Arguments as DeepSpeed's.
+
+    Without a launcher (no RANK in the environment, nor under SLURM or MPI) the process is a job of its own.
+    """
+    if dist.is_initialized() or dist_init_required is False:
         return
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    if "RANK" not in os.environ and init_method is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if auto_mpi_discovery and "RANK" not in os.environ:
+        _learn_rank(distributed_port)
+    if init_method is None and "RANK" not in os.environ and rank < 0:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **more)
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(
-        backend, init_method=init_method, rank=rank, world_size=world_size, **({"timeout": timeout} if timeout else {})
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, **more)
+
+
+LAUNCHERS = (
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
+"""Variables by which other launchers than torchrun tell a process its rank, the number of ranks, and its local rank."""
+
+
+def _learn_rank(port: int | None) -> None:
+    for rank, size, local in LAUNCHERS:
+        if rank in os.environ and size in os.environ:
+            os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ[rank], os.environ[size]
+            os.environ.setdefault("LOCAL_RANK", os.environ.get(local, "0"))
+            os.environ.setdefault("MASTER_PORT", str(port or 29500))
+            if os.environ["WORLD_SIZE"] == "1":
+                os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+            return
+
+
+def _config_of(args: Any, config: Any, config_params: Any) -> Any:
+    by_args = getattr(args, "deepspeed_config", None)
+    given = [name for name, value in
+             (("config", config), ("config_params", config_params), ("args.deepspeed_config", by_args))
+             if value is not None]  # fmt: skip
+    if not given:
+        raise ValueError("initialize: no configuration; pass config= (a dict or the path of a JSON file)")
+    if len(given) > 1:
+        raise ValueError(f"initialize: {' and '.join(given)}: pass one of them")
+    return next(value for value in (config, config_params, by_args) if value is not None)
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+@torch.no_grad()
+def _broadcast(model: nn.Module, comm: Comm) -> None:
+    """Have every rank begin with the weights and buffers of the first."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        comm.broadcast(tensor.data, 0, "parameter").wait()
+
+
+def _zero_settings(config: Config) -> ZeroSettings:
+    zero = config.zero_optimization
+    dtype, accumulate = config.communication_data_type, config.data_types.grad_accum_dtype
+    return ZeroSettings(
+        stage=zero.stage,
+        reduce_bucket_size=zero.reduce_bucket_size,
+        allgather_bucket_size=zero.allgather_bucket_size,
+        overlap_comm=zero.overlap_comm,
+        reduce_scatter=zero.reduce_scatter,
+        contiguous_gradients=zero.contiguous_gradients,
+        allgather_partitions=zero.allgather_partitions,
+        round_robin_gradients=zero.round_robin_gradients,
+        ignore_unused_parameters=zero.ignore_unused_parameters,
+        param_persistence_threshold=zero.stage3_param_persistence_threshold,
+        model_persistence_threshold=zero.stage3_model_persistence_threshold,
+        communication_dtype=None if dtype is None else DTYPES[dtype],
+        accumulate_dtype=None if accumulate is None else DTYPES[accumulate],
+        prescale_gradients=config.prescale_gradients,
+        gradient_predivide_factor=config.gradient_predivide_factor,
+        fetch=FetchSettings(
+            zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance
+        ),
     )
+
+
+def _open_comms(config: Config, world_size: int, device: torch.device, hooks: Hooks) -> Comms:
+    everyone = list(range(world_size))
+    near = None
+    size = config.zero_optimization.zero_hpz_partition_size
+    if config.zero_optimization.stage == 3 and size > 1:
+        # Every rank takes part in making every group; it is in one of them.
+        made = [
+            open_comm(list(range(first, first + size)), lambda: open_lane("near", device, hooks))
+            for first in range(0, world_size, size)
+        ]
+        near = next((comm for comm in made if comm.group is not None), None)
+    return Comms(
+        open_comm(everyone, lambda: open_lane("gradients", device, hooks)),
+        open_comm(everyone, lambda: open_lane("parameters", device, hooks)),
+        near,
+    )
+
+
+def _optimizer(
+    given: Any, model_parameters: Iterable[Any] | None, config: Config, zero: Zero, main: Comm, hooks: Hooks
+) -> torch.optim.Optimizer | None:
+    """The script's optimizer or the configuration's, over the masters."""
+    masters = {p.param: p.master for p in zero.trainable if p.master is not None}
+    shards = {p.master: _shard(p, zero, main) for p in zero.trainable if p.master is not None}
+    if given is not None:
+        client = given if isinstance(given, torch.optim.Optimizer) else given(_listed(model_parameters, masters))
+        optim.adopt(client, masters, shards=shards, allow_untested=config.zero_allow_untested_optimizer)
+        return client
+    if config.optimizer is None:
+        return None
+    groups = [
+        {**group, "params": [masters[p] for p in group["params"] if p in masters]}
+        for group in _groups(_listed(model_parameters, masters))
+    ]
+    return optim.build(
+        config.optimizer.type, config.optimizer.params.arguments(), groups, shards=shards, group=main.group, hooks=hooks
+    )
+
+
+def _listed(model_parameters: Iterable[Any] | None, masters: dict[nn.Parameter, nn.Parameter]) -> list[Any]:
+    return list(masters) if model_parameters is None else list(model_parameters)
+
+
+def _groups(parameters: Sequence[Any]) -> list[dict[str, Any]]:
+    """Parameters, or (name, parameter) pairs, or parameter groups, as parameter groups."""
+    if parameters and isinstance(parameters[0], dict):
+        return [{**group, "params": _plain(group["params"])} for group in parameters]
+    return [{"params": _plain(parameters)}]
+
+
+def _plain(parameters: Any) -> list[nn.Parameter]:
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return [item[1] if isinstance(item, tuple) else item for item in listed]
+
+
+def _shard(param: ShardedParam, zero: Zero, main: Comm) -> optim.Shard:
+    """What the optimizer is to know of a master."""
+    pieces = param.cut.pieces
+    bounds = tuple(param.cut.bounds(row) for row in range(pieces))
+    group = main.group if pieces > 1 else None
+    return optim.Shard(param.shape, bounds, group, optim.wants_muon(param.name, param.param))
+
+
+def _scheduler(given: Any, config: Config, optimizer: torch.optim.Optimizer | None) -> Any:
+    if given is not None:
+        made = given(optimizer) if callable(given) and not hasattr(given, "step") else given
+        return made
+    if config.scheduler is None or optimizer is None:
+        return None
+    return lr.build(config.scheduler.type, config.scheduler.params.arguments(), optimizer)
+
+
+def _loader(data: Any, config: Config, rank: int, world_size: int, collate_fn: Any) -> Any:
+    if isinstance(data, DataLoader):
+        return data  # made by the script, which is then responsible for the split over the ranks
+    return ShardedLoader(
+        data, batch_size=config.train_micro_batch_size_per_gpu, rank=rank, world_size=world_size,
+        collate_fn=collate_fn, drop_last=config.dataloader_drop_last,
+    )  # fmt: skip

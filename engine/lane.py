@@ -229,6 +229,26 @@ class Done:
         return
 
 
+class Inline:
+    """No lane: a communication runs when it is submitted, in a group whose other collectives run so too."""
+
+    name = "main"
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+
+    def submit(self, work: Work, label: Label) -> Ticket:
+        with self._hooks.span(
+            "comm", label.name, purpose=label.purpose, group=label.group, bytes=label.bytes, dtype=label.dtype,
+            module=label.module,
+        ):  # fmt: skip
+            work()
+        return Done()
+
+    def close(self) -> None:
+        return
+
+
 def open_lane(name: str, device: torch.device, hooks: Hooks, link: float | None = None) -> CpuLane | CudaLane:
     """The lane for tensors on `device`. `link` (bytes/s) is for CPU only."""
     if device.type == "cuda":

@@ -1,7 +1,7 @@
 """Learning-rate schedules with the parameters, defaults and values of DeepSpeed 0.19 (`runtime/lr_schedules.py`).
 
-A schedule is stepped after every optimizer step. It counts in `last_batch_iteration`, here i, which is -1 until its first
-step: step k of the training (from 0) runs at the rate of i = k - 1, so a warm-up from zero spends two steps at zero.
+A schedule is stepped after every optimizer step. It counts in `last_batch_iteration`, here i, which is -1 until its
+first step: step k of the training (from 0) runs at the rate of i = k - 1, so a warm-up from zero has two steps at zero.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class OneCycle(Schedule):
 
     With n = i + 1, position x in the cycle from 0 to 1, and r the share of its first half: s = x / r while x <= r, then
     (1 - x) / (1 - r); with a stair count, s is rounded down to a multiple of 1 / count. In the cycle
-    lr = min_lr + (max_lr - min_lr) * s and momentum = max_mom - (max_mom - min_mom) * s. After it, d steps on,
-    lr = min_lr / (1 + decay_lr_rate * d / decay_step_size), momentum = max_mom * (1 + decay_mom_rate * d / decay_step_size).
+    lr = min_lr + (max_lr - min_lr) * s and momentum = max_mom - (max_mom - min_mom) * s. After it, with d steps of it
+    over decay_step_size, lr = min_lr / (1 + decay_lr_rate * d) and momentum = max_mom * (1 + decay_mom_rate * d).
 
     As in DeepSpeed, cycling the momentum sets beta2 to 0.99, and the very first step runs at `cycle_min_mom`. An
     optimizer without betas keeps its momentum, with a warning. Source: Smith 2018, arXiv 1803.09820.
@@ -289,7 +289,8 @@ class WarmupCosineLR(Schedule):
     """Raises the rate to the optimizer's own over `warmup_num_steps` n (at least 2), then lowers it along a cosine.
 
     lr = own rate * q. While i < n, q = a + (1 - a) * g with a = `warmup_min_ratio` and g as in WarmupLR; then
-    q = c + (1 - c) * (1 + cos(pi * min(1, (i - n + 1) / (T - n)))) / 2 with c = `cos_min_ratio` and T = `total_num_steps`.
+    q = c + (1 - c) * (1 + cos(pi * min(1, (i - n + 1) / (T - n)))) / 2 with c = `cos_min_ratio` and
+    T = `total_num_steps`.
     As in DeepSpeed, the very first step runs at a rate of 0 whatever `warmup_min_ratio` is.
     """
 
@@ -345,7 +346,8 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Schedul
         found = getattr(lr_scheduler, type, None)
         if not inspect.isclass(found) or not issubclass(found, lr_scheduler.LRScheduler):
             raise ValueError(
-                f"scheduler.type is {type!r}; write one of {', '.join(SCHEDULES)}, or a class of torch.optim.lr_scheduler"
+                f"scheduler.type is {type!r}; write one of {', '.join(SCHEDULES)}, "
+                "or a class of torch.optim.lr_scheduler"
             )
         if issubclass(found, lr_scheduler.ReduceLROnPlateau):
             raise ValueError(

@@ -25,10 +25,10 @@ def global_norm(
 ) -> Tensor:
     """Norm of all gradients of all ranks: a float64 scalar, the same on every rank.
 
-    `grads` are this rank's, to be counted once each; they may be none. Their squares are summed over each of `groups` in
-    turn (data parallel, then model parallel); without a group, this rank has them all. The sum is made on `device`, by
-    default the gradients', or the CPU without any. Infinite or NaN if and only if an element is: finite gradients of
-    any dtype but float64 do not overflow.
+    `grads` are this rank's, to be counted once each; they may be none. Their squares are summed over each of `groups`
+    in turn (data parallel, then model parallel); without a group, this rank has them all. The sum is made on `device`,
+    by default the gradients', or the CPU without any. Infinite or NaN if and only if an element is: finite gradients
+    of any dtype but float64 do not overflow.
     """
     if device is None:
         device = grads[0].device if grads else torch.device("cpu")
@@ -42,7 +42,7 @@ def global_norm(
 
 
 def clip_coefficient(norm: Tensor | float, max_norm: float) -> Tensor | float:
-    """What gradients of that norm are multiplied by to have at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does."""
+    """What gradients of that norm are multiplied by to have at most `max_norm`: torch.nn.utils.clip_grad_norm_'s."""
     if isinstance(norm, Tensor):
         return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     return min(1.0, max_norm / (norm + 1e-6))
@@ -68,7 +68,7 @@ def unscale_and_clip_(
 
 
 def _sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """In float64. A norm is taken in fp32 first, which is several times as fast on a CPU, and again where that fails."""
+    """In float64. On a CPU norms are taken in fp32, which is several times as fast, and again where that fails."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for grad in grads:

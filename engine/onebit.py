@@ -1,8 +1,8 @@
 """1-bit Adam: after a warm-up the variance is frozen, and ranks exchange the signs of their momenta.
 
-The exchange has two legs. Each rank cuts its momenta into one chunk a rank and sends rank r the signs of chunk r and their
-scales; rank r, their server, averages what it gets and sends signs and scales of that to all. Both keep what the signs
-lost, the error, and add it the next time, so that over the steps nothing is lost. A value costs one bit each way.
+The exchange has two legs. Each rank cuts its momenta into one chunk a rank and sends rank r the signs of chunk r and
+their scales; rank r, their server, averages what it gets and sends signs and scales of that to all. Both keep what the
+signs lost, the error, and add it the next time, so that over the steps nothing is lost. A value costs one bit each way.
 
 Source: Tang et al. 2021, arXiv 2102.02888.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .hooks import Hooks
@@ -28,11 +28,11 @@ _SCALE_BYTES = 4
 
 
 class OneBitAdam(TiledOptimizer):
-    """AdamW for `freeze_step` training steps; then Adam with the variance of that moment, and momenta of one bit a value.
+    """AdamW for `freeze_step` training steps; then with the variance of that moment, and momenta of one bit a value.
 
     In the warm-up it steps gradients that were reduced over `group`, afterwards those of this rank alone
-    (`wants_local_gradients`); the weights stay the same bit for bit on all ranks. Masters must be whole parameters. In a
-    group of one nothing is compressed. Without `bias_correction`, moments are used as they are; DeepSpeed takes the
+    (`wants_local_gradients`); the weights stay the same bit for bit on all ranks. Masters must be whole parameters. In
+    a group of one nothing is compressed. Without `bias_correction`, moments are used as they are; DeepSpeed takes the
     option, and never corrects.
 
     An element that had no gradient in the whole warm-up has no variance to be scaled by, and is not stepped afterwards.
@@ -68,7 +68,7 @@ class OneBitAdam(TiledOptimizer):
         return bool(group["training_steps"] >= group["freeze_step"])
 
     def step(self, closure: Callable[[], float] | None = None, *, last_tile: bool = True) -> Any:
-        """Step every parameter that has a gradient. `last_tile` is false for all but the last call of a training step."""
+        """Step every parameter that has a gradient. All calls but the last of a training step are not `last_tile`."""
         loss = super().step(closure)
         if last_tile:
             for group in self.param_groups:
@@ -117,8 +117,8 @@ class OneBitAdam(TiledOptimizer):
             self._hooks,
         )
 
-    def _freeze(self, group: dict[str, Any], params: list[nn.Parameter]) -> None:
-        """Give the parameters that are exchanged for the first time their errors, and their variance its final value."""
+    def _freeze(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        """Give parameters that are exchanged for the first time their errors, and their variance its final value."""
         ranks = 1 if self._group is None else dist.get_world_size(self._group)
         for param in params:
             state = self.state[param]
@@ -126,8 +126,8 @@ class OneBitAdam(TiledOptimizer):
                 continue
             if not state:
                 warnings.warn(
-                    f"1-bit Adam: a parameter of shape {tuple(param.shape)} has its first gradient after the warm-up of "
-                    f"{group['freeze_step']} steps (freeze_step), and will not be trained",
+                    f"1-bit Adam: a parameter of shape {tuple(param.shape)} has its first gradient after the warm-up "
+                    f"of {group['freeze_step']} steps (freeze_step), and will not be trained",
                     stacklevel=2,
                 )
             elif group["bias_correction"]:
@@ -150,10 +150,11 @@ def compressed_mean_(
 ) -> None:
     """Replace `values` by their compressed mean over the ranks of `group`, the same on each, and update the errors.
 
-    For a tensor of n elements in a group of w ranks, `worker_errors` has n elements and `server_errors` n / w, rounded up.
-    `live` is boolean, like `values`, and the same on all ranks: elements where it is false become 0. Each tensor has a
-    scale of its own in each chunk, the mean of its live magnitudes there, for which the error is smallest (DeepSpeed's is
-    their root mean square). Sent are two messages of n / 8 bytes and 4 bytes a tensor and rank.
+    For a tensor of n elements in a group of w ranks, `worker_errors` has n elements and `server_errors` n / w, rounded
+    up. `live` is boolean, like `values`, and the same on all ranks: elements where it is false become 0. Each tensor
+    has a scale of its own in each chunk, the root mean square of what lives there: the message is as long a vector as
+    what it stands for. (The mean magnitude has the smaller error, and learns slower.) Both messages have n / 8 bytes,
+    and 4 bytes a tensor and rank.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     widths = [-(-value.numel() // ranks) for value in values]
@@ -174,30 +175,30 @@ def compressed_mean_(
     mean.mul_(alive[rank])
     answer = encode(mean, alive[rank : rank + 1], widths)
     mean.sub_(decode(answer, widths, mean.dtype)).mul_(alive[rank])
-    for error, lost in zip(server_errors, mean[0, : sum(widths)].split(widths), strict=True):
+    for error, lost in zip(server_errors, torch.split(mean[0, : sum(widths)], widths), strict=True):
         error.copy_(lost)
 
     with hooks.span("comm", "all_gather", **about):
-        dist.all_gather(list(received.split(1)), answer, group=group)
+        dist.all_gather(list(received.unbind()), answer[0], group=group)
     _from_rows(decode(received, widths, wanted.dtype).mul_(alive), widths, values)
 
 
 def encode(rows: Tensor, alive: Tensor, widths: Sequence[int]) -> Tensor:
-    """Messages [n, bytes] for `rows` [n, width]: the signs of each row, and the scales of its parts of `widths` in fp32."""
+    """Messages [n, bytes] for `rows` [n, width]: the signs of each row, and the scales of its parts of `widths` (fp32)."""
     count = sum(widths)
-    sums = [part.sum(1) for part in rows[:, :count].abs().split(list(widths), 1)]
-    counts = [part.sum(1) for part in alive[:, :count].split(list(widths), 1)]
-    scales = torch.stack(sums, 1).float() / torch.stack(counts, 1).clamp(min=1)
+    lengths = [torch.linalg.vector_norm(part, dim=1) for part in torch.split(rows[:, :count], list(widths), 1)]
+    counts = [part.sum(1) for part in torch.split(alive[:, :count], list(widths), 1)]
+    scales = torch.stack(lengths, 1).float() / torch.stack(counts, 1).clamp(min=1).sqrt()
     return torch.cat([pack_signs(rows), scales.view(torch.uint8)], 1)
 
 
 def decode(messages: Tensor, widths: Sequence[int], dtype: torch.dtype) -> Tensor:
     """What `encode` made messages [n, bytes] of, but for what signs and scales cannot tell: [n, width]."""
     scale_bytes = _SCALE_BYTES * len(widths)
-    signs, scales = messages.split([messages.shape[1] - scale_bytes, scale_bytes], 1)
+    signs, scales = torch.split(messages, [messages.shape[1] - scale_bytes, scale_bytes], 1)
     rows = unpack_signs(signs, dtype)
     factors = scales.clone(memory_format=torch.contiguous_format).view(torch.float32).to(dtype)
-    for part, factor in zip(rows[:, : sum(widths)].split(list(widths), 1), factors.unbind(1), strict=True):
+    for part, factor in zip(torch.split(rows[:, : sum(widths)], list(widths), 1), factors.unbind(1), strict=True):
         part.mul_(factor[:, None])
     return rows
 
@@ -231,5 +232,5 @@ def _rows(tensors: Sequence[Tensor], ranks: int) -> Tensor:
 
 def _from_rows(rows: Tensor, widths: Sequence[int], tensors: Sequence[Tensor]) -> None:
     """Write what `_rows` made of `tensors` back to them."""
-    for chunks, tensor in zip(rows[:, : sum(widths)].split(list(widths), 1), tensors, strict=True):
+    for chunks, tensor in zip(torch.split(rows[:, : sum(widths)], list(widths), 1), tensors, strict=True):
         tensor.copy_(chunks.reshape(-1)[: tensor.numel()].view(tensor.shape))

@@ -40,7 +40,7 @@ def model_dtype(*, fp16: bool, bf16: bool) -> torch.dtype | None:
 
 
 def overflowed(norm: float) -> bool:
-    """Whether a step must be skipped, by the norm of the reduced gradients: infinite or NaN on every rank, or on none."""
+    """Whether a step must be skipped, by the norm of the reduced gradients, which is the same on all ranks."""
     return not math.isfinite(norm)
 
 

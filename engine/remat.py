@@ -79,7 +79,7 @@ class Full:
         """Wrap the blocks of `model`. Raises ValueError if there is no telling which modules they are."""
         found = find_blocks(model) if self.blocks is None else named_blocks(model, self.blocks)
         undos = [
-            _wrap(found[name], Region(hooks, name, self.on_host, self.preserve_rng_state, self.contexts))
+            _wrap(found[name], Region(hooks, name, self.on_host, self.preserve_rng_state, self.contexts()))
             for name in self.choose(list(found))
         ]
 
@@ -93,9 +93,9 @@ class Full:
         """Those of the blocks, given in order, that are recomputed."""
         return names
 
-    def contexts(self) -> Contexts:
-        """Fresh contexts for one forward of a block, and for its recomputation."""
-        return noop_context_fn()
+    def contexts(self) -> Callable[[], Contexts]:
+        """What makes the contexts for one forward of a block, and for its recomputation."""
+        return noop_context_fn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +122,12 @@ class Selective(Full):
     changes in place (`nn.ReLU(inplace=True)`) is an error in backward, and backward can run but once.
     """
 
-    def contexts(self) -> Contexts:
-        keep, reuse = create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
-        return _ExpensiveOnly(keep), _ExpensiveOnly(reuse)
+    def contexts(self) -> Callable[[], Contexts]:
+        def fresh() -> Contexts:
+            keep, reuse = create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+            return _ExpensiveOnly(keep), _ExpensiveOnly(reuse)
+
+        return fresh
 
 
 def from_config(section: ActivationCheckpointingConfig) -> Policy:
@@ -148,7 +151,7 @@ class _ExpensiveOnly(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, mode: TorchDispatchMode) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
 
     def __torch_dispatch__(

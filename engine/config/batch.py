@@ -36,10 +36,7 @@ def solve(train: int | None, micro: int | None, accumulation: int | None, ranks:
     if train is None and micro is None:
         raise BatchError(f'{TRAIN}: missing; write "{MICRO}", the samples that a GPU takes in one forward pass')
     found = _fill(train, micro, accumulation, ranks)
-    if (
-        found.train == found.micro * found.accumulation * ranks
-        and min(found.train, found.micro, found.accumulation) > 0
-    ):
+    if found.train == found.micro * found.accumulation * ranks:
         return found
     remedy = remedies(found, {TRAIN: train, MICRO: micro, ACCUMULATION: accumulation})
     raise BatchError(

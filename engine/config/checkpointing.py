@@ -20,7 +20,7 @@ class ActivationCheckpointingConfig(Section):
     """dsprof's own. What the engine wraps by itself: `none`; `full`, every block; `every_k`, one block in `every`;
     `selective`, all but the results that cost most to compute, such as those of matrix products and attention."""
 
-    every: Whole = Field(2, ge=1)
+    every: Whole = Field(default=2, ge=1)
     """dsprof's own. With `every_k`: one block in so many is recomputed."""
 
 

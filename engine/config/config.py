@@ -19,16 +19,16 @@ class Config(Section):
     """Of the three batch sizes it is enough to give one or two: they satisfy `train_batch_size` =
     `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x data-parallel ranks."""
 
-    train_batch_size: Whole = Field(TO_BE_SOLVED, gt=0)
+    train_batch_size: Whole = Field(default=TO_BE_SOLVED, gt=0)
     """Samples in an optimizer step, over all ranks. Default: solved from the other two."""
 
-    train_micro_batch_size_per_gpu: Whole = Field(TO_BE_SOLVED, gt=0)
+    train_micro_batch_size_per_gpu: Whole = Field(default=TO_BE_SOLVED, gt=0)
     """Samples a rank takes in one forward pass. Default: solved from the other two."""
 
-    gradient_accumulation_steps: Whole = Field(TO_BE_SOLVED, gt=0)
+    gradient_accumulation_steps: Whole = Field(default=TO_BE_SOLVED, gt=0)
     """Forward and backward passes of a rank in an optimizer step. Default: solved from the other two, else 1."""
 
-    steps_per_print: Whole | None = Field(None, gt=0)
+    steps_per_print: Whole | None = Field(default=None, gt=0)
     """Optimizer steps between lines on rank 0 that tell of step, learning rate and throughput. Default: no lines."""
 
     optimizer: OptimizerConfig | None = None
@@ -37,14 +37,14 @@ class Config(Section):
     scheduler: SchedulerConfig | None = None
     """How the learning rate changes, unless the script passes its own schedule."""
 
-    gradient_clipping: Number = Field(1.0, ge=0)
+    gradient_clipping: Number = Field(default=1.0, ge=0)
     """Gradients are scaled down to this global norm; 0 leaves them as they are."""
 
     prescale_gradients: bool = False
     """Divide gradients by the number of ranks before they are summed up, which avoids overflow in fp16; false:
     afterwards."""
 
-    gradient_predivide_factor: Number = Field(1.0, gt=0)
+    gradient_predivide_factor: Number = Field(default=1.0, gt=0)
     """Divide gradients by this before they are summed up and by the rest afterwards, where they are not prescaled."""
 
     sparse_gradients: bool = False

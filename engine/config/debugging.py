@@ -29,16 +29,16 @@ class FlopsProfilerConfig(Section):
     enabled: bool = False
     """Profile a step and print the table."""
 
-    recompute_fwd_factor: Number = Field(0.0, ge=0)
+    recompute_fwd_factor: Number = Field(default=0.0, ge=0)
     """Forward passes that recomputation adds to a step: 1 where all of it is computed again."""
 
-    profile_step: Whole = Field(1, ge=1)
+    profile_step: Whole = Field(default=1, ge=1)
     """Which step, counted from 1."""
 
-    module_depth: Whole = Field(-1, ge=-1)
+    module_depth: Whole = Field(default=-1, ge=-1)
     """Depth of modules up to which the summary goes; -1: to the innermost."""
 
-    top_modules: Whole = Field(1, ge=1)
+    top_modules: Whole = Field(default=1, ge=1)
     """Modules named at each depth of the summary."""
 
     detailed: bool = True

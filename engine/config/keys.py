@@ -55,9 +55,7 @@ class _Look:
             today = RENAMED.get(where, {}).get(key)
             replacement = REPLACED.get(where, {}).get(key)
             if today is not None and today in raw:
-                self.notes.problems.append(
-                    f"{path}: is another name of {today}, which is given too; remove one of them"
-                )
+                self.notes.problems.append(f"{path}: is another name of {today}, which is given too; remove it")
             elif today is not None:
                 self.notes.warnings.append(f"{path}: is another name of {today}; write that")
                 values[today] = value

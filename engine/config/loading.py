@@ -78,7 +78,9 @@ def _with_batch_sizes(config: Config, ranks: int, notes: Notes) -> Config:
     if any(problem.startswith(f"{key}: ") for key in keys for problem in notes.problems):
         return config  # what is missing is said already
     try:
-        found = batch.solve(*(getattr(config, key) for key in keys), ranks)
+        found = batch.solve(
+            config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, ranks
+        )
     except batch.BatchError as error:
         notes.problems.append(str(error))
         return config

@@ -41,6 +41,10 @@ class Section(BaseModel):
         return () if section is None else (section,)
 
 
+SectionType = type[Section]
+"""For models with a key `type`, in which the name means that key."""
+
+
 class Params(Section):
     """Parameters of an optimizer or of a schedule."""
 
@@ -55,7 +59,7 @@ class TorchParams(Params):
 
 def torch_params(type: str, names: str) -> type[TorchParams]:
     """A model with these names, none of them needed, for a class of torch's."""
-    fields: dict[str, Any] = {name: (Any, None) for name in names.split()}
+    fields: dict[str, Any] = dict.fromkeys(names.split(), (Any, None))
     return create_model(f"{type}Params", __base__=TorchParams, __module__=__name__, **fields)
 
 

@@ -1,4 +1,4 @@
-"""`zero_optimization.offload_optimizer`, `.offload_param` and `aio`: states and parameters in host memory or on disk."""
+"""`zero_optimization.offload_optimizer`, `.offload_param` and `aio`: states and parameters in host memory or files."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class OffloadParamConfig(Section):
     nvme_path: Path | None = None
     """Folder for the files, on each machine's own disk. Needed with `nvme`."""
 
-    buffer_count: Whole = Field(5, ge=1)
+    buffer_count: Whole = Field(default=5, ge=1)
     """Buffers that reads from and writes to files pass through (nvme)."""
 
-    buffer_size: Whole = Field(100_000_000, ge=1)
+    buffer_size: Whole = Field(default=100_000_000, ge=1)
     """Elements in each of these buffers (nvme). A larger piece passes through in parts."""
 
-    max_in_cpu: Whole = Field(1_000_000_000, ge=0)
+    max_in_cpu: Whole = Field(default=1_000_000_000, ge=0)
     """Elements kept in host memory although they belong on disk, so that they need no reading (nvme)."""
 
     pin_memory: bool = True
@@ -43,7 +43,7 @@ class OffloadOptimizerConfig(Section):
     nvme_path: Path | None = None
     """Folder for the files, on each machine's own disk. Needed with `nvme`."""
 
-    buffer_count: Whole = Field(4, ge=1)
+    buffer_count: Whole = Field(default=4, ge=1)
     """Tiles of states held in host memory at once (nvme). Reading ahead and writing behind take one each."""
 
     pin_memory: bool = True
@@ -58,18 +58,18 @@ class OffloadOptimizerConfig(Section):
     fast_init: bool = False
     """Begin without writing zeros: a tile's files come into being when it is first updated (nvme)."""
 
-    ratio: Number = Field(1.0, ge=0, le=1)
+    ratio: Number = Field(default=1.0, ge=0, le=1)
     """Share of the elements whose states are offloaded; the rest is updated on the device (cpu)."""
 
 
 class AioConfig(Section):
     """How files of offloaded states are read and written."""
 
-    block_size: Whole = Field(1_048_576, ge=512, multiple_of=512)
+    block_size: Whole = Field(default=1_048_576, ge=512, multiple_of=512)
     """Bytes in one request."""
 
-    queue_depth: Whole = Field(8, ge=1)
+    queue_depth: Whole = Field(default=8, ge=1)
     """Requests under way at once for one file."""
 
-    intra_op_parallelism: Whole = Field(1, ge=1)
+    intra_op_parallelism: Whole = Field(default=1, ge=1)
     """Threads that share the requests."""

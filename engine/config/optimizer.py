@@ -7,22 +7,22 @@ from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
 
-from .model import Betas, Complaint, Number, Params, Section, Whole, shown, torch_params
+from .model import Betas, Complaint, Number, Params, Section, SectionType, Whole, shown, torch_params
 
 
 class AdamParams(Params):
     """Adam, by torch's fused implementation; as in DeepSpeed it is AdamW unless `adam_w_mode` is false."""
 
-    lr: Number = Field(1e-3, ge=0)
+    lr: Number = Field(default=1e-3, ge=0)
     """Learning rate."""
 
     betas: Betas = (0.9, 0.999)
     """How slowly the averages of the gradient and of its square change."""
 
-    eps: Number = Field(1e-8, ge=0)
+    eps: Number = Field(default=1e-8, ge=0)
     """Added to the denominator."""
 
-    weight_decay: Number = Field(0.0, ge=0)
+    weight_decay: Number = Field(default=0.0, ge=0)
     """Weight decay a step, as a share of the learning rate."""
 
     adam_w_mode: bool = True
@@ -38,16 +38,16 @@ class AdamParams(Params):
 class AdamWParams(Params):
     """Adam with weight decay apart from the gradient, by torch's fused implementation."""
 
-    lr: Number = Field(1e-3, ge=0)
+    lr: Number = Field(default=1e-3, ge=0)
     """Learning rate."""
 
     betas: Betas = (0.9, 0.999)
     """How slowly the averages of the gradient and of its square change."""
 
-    eps: Number = Field(1e-8, ge=0)
+    eps: Number = Field(default=1e-8, ge=0)
     """Added to the denominator."""
 
-    weight_decay: Number = Field(0.0, ge=0)
+    weight_decay: Number = Field(default=0.0, ge=0)
     """Weight decay a step, as a share of the learning rate. DeepSpeed's default, not torch's 0.01."""
 
     bias_correction: bool = True
@@ -60,16 +60,16 @@ class AdamWParams(Params):
 class SGDParams(Params):
     """Stochastic gradient descent, torch's own."""
 
-    lr: Number = Field(1e-3, ge=0)
+    lr: Number = Field(default=1e-3, ge=0)
     """Learning rate."""
 
-    momentum: Number = Field(0.0, ge=0)
+    momentum: Number = Field(default=0.0, ge=0)
     """Momentum."""
 
     dampening: Number = 0.0
     """How much of the gradient is kept out of the momentum."""
 
-    weight_decay: Number = Field(0.0, ge=0)
+    weight_decay: Number = Field(default=0.0, ge=0)
     """L2 penalty, added to the gradient."""
 
     nesterov: bool = False
@@ -79,29 +79,29 @@ class SGDParams(Params):
 class LionParams(Params):
     """Lion (Chen et al. 2023): the sign of an averaged gradient, one state a parameter."""
 
-    lr: Number = Field(1e-3, ge=0)
+    lr: Number = Field(default=1e-3, ge=0)
     """Learning rate; Lion takes about a tenth of Adam's."""
 
     betas: Betas = (0.9, 0.999)
     """How much of the average goes into the update, and how slowly it changes."""
 
-    weight_decay: Number = Field(0.0, ge=0)
+    weight_decay: Number = Field(default=0.0, ge=0)
     """Weight decay a step, as a share of the learning rate."""
 
 
 class LambParams(Params):
     """LAMB (You et al. 2019): Adam's update, scaled for each parameter by the norms of weight and update."""
 
-    lr: Number = Field(1e-3, ge=0)
+    lr: Number = Field(default=1e-3, ge=0)
     """Learning rate."""
 
     betas: Betas = (0.9, 0.999)
     """How slowly the averages of the gradient and of its square change."""
 
-    eps: Number = Field(1e-8, ge=0)
+    eps: Number = Field(default=1e-8, ge=0)
     """Added to the denominator."""
 
-    weight_decay: Number = Field(0.0, ge=0)
+    weight_decay: Number = Field(default=0.0, ge=0)
     """Weight decay a step, as a share of the learning rate."""
 
     bias_correction: bool = True
@@ -110,35 +110,35 @@ class LambParams(Params):
     eps_inside_sqrt: bool = False
     """Add `eps` below the root of the second average instead of to it."""
 
-    max_coeff: Number = Field(10.0, gt=0)
+    max_coeff: Number = Field(default=10.0, gt=0)
     """Largest factor by which an update is scaled."""
 
-    min_coeff: Number = Field(0.01, ge=0)
+    min_coeff: Number = Field(default=0.01, ge=0)
     """Smallest factor by which an update is scaled."""
 
 
 class MuonParams(Params):
     """Muon (Jordan 2024) for the matrices of hidden layers, AdamW for the rest: embeddings, heads, norms, biases."""
 
-    lr: Number | None = Field(None, ge=0)
+    lr: Number | None = Field(default=None, ge=0)
     """Learning rate of both halves where their own is not given. Default: 0.02 for Muon and 0.0003 for AdamW."""
 
-    momentum: Number = Field(0.95, ge=0, lt=1)
+    momentum: Number = Field(default=0.95, ge=0, lt=1)
     """Momentum of the Muon half."""
 
-    weight_decay: Number = Field(0.0, ge=0)
+    weight_decay: Number = Field(default=0.0, ge=0)
     """Weight decay a step, as a share of the learning rate."""
 
-    muon_lr: Number | None = Field(None, ge=0)
+    muon_lr: Number | None = Field(default=None, ge=0)
     """Learning rate of the Muon half. Default: `lr`."""
 
-    adam_lr: Number | None = Field(None, ge=0)
+    adam_lr: Number | None = Field(default=None, ge=0)
     """Learning rate of the AdamW half. Default: `lr`."""
 
     betas: Betas = (0.9, 0.95)
     """How slowly the averages of the AdamW half change."""
 
-    eps: Number = Field(1e-10, ge=0)
+    eps: Number = Field(default=1e-10, ge=0)
     """Added to the denominator in the AdamW half."""
 
     adam_w_mode: bool = True
@@ -149,19 +149,19 @@ class OneBitAdamParams(Params):
     """1-bit Adam (Tang et al. 2021): after a warm-up, signs travel instead of gradients, with error feedback.
     DeepSpeed has removed it."""
 
-    lr: Number = Field(1e-3, ge=0)
+    lr: Number = Field(default=1e-3, ge=0)
     """Learning rate."""
 
-    freeze_step: Whole = Field(100_000, ge=1)
+    freeze_step: Whole = Field(default=100_000, ge=1)
     """Steps of plain Adam before the second moment is frozen and the momentum is sent as one bit a value."""
 
     betas: Betas = (0.9, 0.999)
     """How slowly the averages of the gradient and of its square change."""
 
-    eps: Number = Field(1e-8, ge=0)
+    eps: Number = Field(default=1e-8, ge=0)
     """Added to the denominator."""
 
-    weight_decay: Number = Field(0.0, ge=0)
+    weight_decay: Number = Field(default=0.0, ge=0)
     """L2 penalty, added to the update."""
 
     bias_correction: bool = True
@@ -202,8 +202,8 @@ def optimizer_type(value: object) -> object:
 def _known(value: str) -> str:
     if value not in OPTIMIZERS:
         raise Complaint(
-            f"{shown(value)} is not an optimizer of this engine: they are {', '.join(OPTIMIZERS)}; write one of them, or"
-            " pass the optimizer itself to `initialize(optimizer=...)`"
+            f"{shown(value)} is not an optimizer of this engine: they are {', '.join(OPTIMIZERS)};"
+            " write one of them, or pass the optimizer itself to `initialize(optimizer=...)`"
         )
     return value
 
@@ -212,18 +212,18 @@ class OptimizerConfig(Section):
     """The optimizer, where the script passes none of its own to `initialize`."""
 
     type: Annotated[str, BeforeValidator(optimizer_type), AfterValidator(_known)] = Field(examples=["AdamW"])
-    """Which optimizer, in upper or lower case: those below, or `Adadelta`, `Adagrad`, `Adamax`, `ASGD`, `NAdam`, `RAdam`,
-    `RMSprop`, `Rprop` of torch."""
+    """Which optimizer, in upper or lower case: those below, or `Adadelta`, `Adagrad`, `Adamax`, `ASGD`, `NAdam`,
+    `RAdam`, `RMSprop`, `Rprop` of torch."""
 
-    params: SerializeAsAny[Params] = Field({}, validate_default=True)
+    params: SerializeAsAny[Params] = Field(default={}, validate_default=True)
     """Its parameters: the tables below; those of torch's optimizers are torch's."""
 
     @classmethod
-    def section_of(cls, key: str, neighbours: Mapping[Any, Any]) -> type[Section] | None:
+    def section_of(cls, key: str, neighbours: Mapping[Any, Any]) -> SectionType | None:
         return OPTIMIZERS.get(str(optimizer_type(neighbours.get("type")))) if key == "params" else None
 
     @classmethod
-    def sections_under(cls, key: str) -> tuple[type[Section], ...]:
+    def sections_under(cls, key: str) -> tuple[SectionType, ...]:
         return tuple(OPTIMIZERS.values()) if key == "params" else ()
 
     @field_validator("params", mode="before")

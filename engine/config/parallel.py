@@ -12,7 +12,7 @@ from .model import Section, Whole
 class TensorParallelConfig(Section):
     """Layers cut over several ranks. Not available yet: 0 or 1 rank."""
 
-    autotp_size: Whole = Field(0, ge=0)
+    autotp_size: Whole = Field(default=0, ge=0)
     """Ranks that share each layer; 0 and 1 mean none."""
 
     @property
@@ -24,18 +24,18 @@ class TensorParallelConfig(Section):
 class PipelineConfig(Section):
     """The model cut into stages, one after the other. Not available yet: 1 stage."""
 
-    stages: Whole = Field(1, ge=1)
+    stages: Whole = Field(default=1, ge=1)
     """Stages of the pipeline."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
     """dsprof's own. In what order stages work on micro-batches."""
 
-    virtual_stages: Whole = Field(1, ge=1)
+    virtual_stages: Whole = Field(default=1, ge=1)
     """dsprof's own. Parts of the model that each rank holds, with the schedule `interleaved`."""
 
     partition_method: str = "parameters"
     """How layers are divided among stages: `parameters`, `uniform`, or `type:REGEX`, counting layers whose class
     matches."""
 
-    activation_checkpoint_interval: Whole = Field(0, ge=0)
+    activation_checkpoint_interval: Whole = Field(default=0, ge=0)
     """Layers between two activation checkpoints; 0 keeps all activations."""

@@ -16,22 +16,22 @@ class Fp16Config(Section):
     auto_cast: bool = False
     """Cast floating-point inputs of the model to fp16."""
 
-    loss_scale: Number = Field(0.0, ge=0)
+    loss_scale: Number = Field(default=0.0, ge=0)
     """A fixed factor for the loss; 0 finds it as training goes, by the keys below."""
 
-    initial_scale_power: Whole = Field(16, ge=0, le=127)
+    initial_scale_power: Whole = Field(default=16, ge=0, le=127)
     """The dynamic scale begins at 2 to this power."""
 
-    loss_scale_window: Whole = Field(1000, ge=1)
+    loss_scale_window: Whole = Field(default=1000, ge=1)
     """Steps without overflow after which the dynamic scale doubles."""
 
-    hysteresis: Whole = Field(2, ge=1)
+    hysteresis: Whole = Field(default=2, ge=1)
     """The dynamic scale is halved at the overflow with this number; each overflow skips its step."""
 
     consecutive_hysteresis: bool = False
     """A step without overflow restores the hysteresis; false: only the doubling of the scale does."""
 
-    min_loss_scale: Number = Field(1.0, gt=0)
+    min_loss_scale: Number = Field(default=1.0, gt=0)
     """The dynamic scale never falls below this; an overflow there is an error."""
 
 

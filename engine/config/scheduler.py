@@ -14,7 +14,7 @@ from pydantic import (
     field_validator,
 )
 
-from .model import Complaint, Number, Params, Rates, Section, Whole, shown, torch_params
+from .model import Complaint, Number, Params, Rates, Section, SectionType, Whole, shown, torch_params
 
 WarmupType = Literal["log", "linear"]
 
@@ -28,7 +28,7 @@ class WarmupLRParams(Params):
     warmup_max_lr: Rates | None = None
     """Learning rate after the warm-up. Default: the optimizer's own."""
 
-    warmup_num_steps: Whole = Field(1000, ge=1)
+    warmup_num_steps: Whole = Field(default=1000, ge=1)
     """Optimizer steps of warm-up; 1 counts as 2."""
 
     warmup_type: WarmupType = "log"
@@ -47,7 +47,7 @@ class WarmupDecayLRParams(Params):
     warmup_max_lr: Rates = 0.001
     """Learning rate after the warm-up."""
 
-    warmup_num_steps: Whole = Field(1000, ge=1)
+    warmup_num_steps: Whole = Field(default=1000, ge=1)
     """Optimizer steps of warm-up; 1 counts as 2."""
 
     warmup_type: WarmupType = "log"
@@ -60,13 +60,13 @@ class WarmupCosineLRParams(Params):
     total_num_steps: Whole = Field(ge=1)
     """Optimizer steps of the whole training."""
 
-    warmup_min_ratio: Number = Field(0.0, ge=0)
+    warmup_min_ratio: Number = Field(default=0.0, ge=0)
     """Where the warm-up begins."""
 
-    warmup_num_steps: Whole = Field(1000, ge=1)
+    warmup_num_steps: Whole = Field(default=1000, ge=1)
     """Optimizer steps of warm-up; 1 counts as 2."""
 
-    cos_min_ratio: Number = Field(0.0001, ge=0)
+    cos_min_ratio: Number = Field(default=0.0001, ge=0)
     """Where the cosine ends."""
 
     warmup_type: WarmupType = "log"
@@ -82,22 +82,22 @@ class OneCycleParams(Params):
     cycle_max_lr: Rates
     """Learning rate in the middle of the cycle."""
 
-    decay_lr_rate: Number = Field(0.0, ge=0)
+    decay_lr_rate: Number = Field(default=0.0, ge=0)
     """After the cycle, the rate is divided by 1 plus this for each `decay_step_size`."""
 
-    cycle_first_step_size: Whole = Field(2000, ge=1)
+    cycle_first_step_size: Whole = Field(default=2000, ge=1)
     """Optimizer steps up."""
 
-    cycle_second_step_size: Whole | None = Field(None, ge=0)
+    cycle_second_step_size: Whole | None = Field(default=None, ge=0)
     """Optimizer steps down. Default: as many as up."""
 
-    cycle_first_stair_count: Whole = Field(0, ge=0)
+    cycle_first_stair_count: Whole = Field(default=0, ge=0)
     """Stairs on the way up; 0 is a straight line."""
 
-    cycle_second_stair_count: Whole | None = Field(None, ge=0)
+    cycle_second_stair_count: Whole | None = Field(default=None, ge=0)
     """Stairs on the way down. Default: as many as up."""
 
-    decay_step_size: Whole = Field(0, ge=0)
+    decay_step_size: Whole = Field(default=0, ge=0)
     """Optimizer steps between decays after the cycle; 0 means no decay."""
 
     cycle_momentum: bool = True
@@ -109,7 +109,7 @@ class OneCycleParams(Params):
     cycle_max_mom: Rates = 0.9
     """Momentum at the beginning and at the end of the cycle."""
 
-    decay_mom_rate: Number = Field(0.0, ge=0)
+    decay_mom_rate: Number = Field(default=0.0, ge=0)
     """After the cycle, the momentum is multiplied by 1 plus this for each `decay_step_size`."""
 
 
@@ -119,7 +119,7 @@ class LRRangeTestParams(Params):
     lr_range_test_min_lr: Rates = 0.001
     """Learning rate at the beginning."""
 
-    lr_range_test_step_size: Whole = Field(2000, ge=1)
+    lr_range_test_step_size: Whole = Field(default=2000, ge=1)
     """Optimizer steps between increases."""
 
     lr_range_test_step_rate: Number = 1.0
@@ -164,8 +164,8 @@ def scheduler_type(value: object) -> object:
 def _known(value: str) -> str:
     if value not in SCHEDULERS:
         raise Complaint(
-            f"{shown(value)} is not a schedule that a configuration can describe: they are {', '.join(SCHEDULERS)}; write"
-            " one of them, or pass the schedule itself to `initialize(lr_scheduler=...)`"
+            f"{shown(value)} is not a schedule that a configuration can describe: they are {', '.join(SCHEDULERS)};"
+            " write one of them, or pass the schedule itself to `initialize(lr_scheduler=...)`"
         )
     return value
 
@@ -178,15 +178,15 @@ class SchedulerConfig(Section):
     `CosineAnnealingWarmRestarts`, `CyclicLR`, `ExponentialLR`, `LinearLR`, `MultiStepLR`, `OneCycleLR`, `PolynomialLR`,
     `StepLR` of torch."""
 
-    params: SerializeAsAny[Params] = Field({}, validate_default=True)
+    params: SerializeAsAny[Params] = Field(default={}, validate_default=True)
     """Its parameters: the tables below; those of torch's schedules are torch's."""
 
     @classmethod
-    def section_of(cls, key: str, neighbours: Mapping[Any, Any]) -> type[Section] | None:
+    def section_of(cls, key: str, neighbours: Mapping[Any, Any]) -> SectionType | None:
         return SCHEDULERS.get(str(scheduler_type(neighbours.get("type")))) if key == "params" else None
 
     @classmethod
-    def sections_under(cls, key: str) -> tuple[type[Section], ...]:
+    def sections_under(cls, key: str) -> tuple[SectionType, ...]:
         return tuple(SCHEDULERS.values()) if key == "params" else ()
 
     @field_validator("params", mode="before")

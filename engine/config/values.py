@@ -41,12 +41,14 @@ class Wrong:
 def complaints(error: ValidationError, model: type[Section], raw: Mapping[str, Any]) -> Iterator[Wrong]:
     """What pydantic complains of, a value at a time."""
     for detail in error.errors(include_url=False):
-        keys, field = _locate(detail["loc"], model, raw)
-        yield Wrong(tuple(keys), _complaint(detail, field), missing=detail["type"] == "missing")
+        keys, field, value = _locate(detail["loc"], model, raw)
+        yield Wrong(keys, _says(detail, field, value), missing=detail["type"] == "missing")
 
 
-def _locate(loc: tuple[int | str, ...], model: type[Section], raw: Any) -> tuple[list[str], FieldInfo | None]:
-    """The keys that lead to the value, and its field; places inside a list are left out."""
+def _locate(
+    loc: tuple[int | str, ...], model: type[Section], raw: Any
+) -> tuple[tuple[str, ...], FieldInfo | None, Any]:
+    """The keys that lead to the value, its field, and the value as it was written; places in a list are left out."""
     keys: list[str] = []
     field: FieldInfo | None = None
     section: type[Section] | None = model
@@ -58,11 +60,11 @@ def _locate(loc: tuple[int | str, ...], model: type[Section], raw: Any) -> tuple
         field = section.model_fields[part]
         section = section.section_of(part, neighbours)
         raw = neighbours.get(part)
-    return keys, field
+    return tuple(keys), field, raw
 
 
-def _complaint(detail: Mapping[str, Any], field: FieldInfo | None) -> str:
-    value, cause = detail["input"], detail.get("ctx", {}).get("error")
+def _says(detail: Mapping[str, Any], field: FieldInfo | None, value: Any) -> str:
+    cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, Complaint):
         return str(cause)
     if detail["type"] == "missing":

@@ -29,16 +29,16 @@ class ZeroConfig(Section):
     reduce_scatter: bool = True
     """Reduce gradients by reduce-scatter, so that a rank receives its own pieces only; false: all-reduce."""
 
-    reduce_bucket_size: Whole = Field(500_000_000, gt=0)
+    reduce_bucket_size: Whole = Field(default=500_000_000, gt=0)
     """Elements of gradient reduced in one communication. Smaller buckets start earlier, larger ones cost less each."""
 
     allgather_partitions: bool = True
     """After a step, collect updated parameters by all-gather; false: by a broadcast from each rank."""
 
-    allgather_bucket_size: Whole = Field(500_000_000, ge=0)
+    allgather_bucket_size: Whole = Field(default=500_000_000, ge=0)
     """Elements collected in one communication after a step; 0 takes each parameter by itself."""
 
-    overlap_comm: bool = Field(TO_BE_SOLVED, validate_default=True)
+    overlap_comm: bool = Field(default=TO_BE_SOLVED, validate_default=True)
     """Reduce gradients beside the backward pass that goes on, instead of stopping it. Default: true in stage 3, else
     false."""
 
@@ -48,23 +48,23 @@ class ZeroConfig(Section):
     offload_optimizer: OffloadOptimizerConfig | None = None
     """Where the optimizer's states live and its step is computed (stages 1 to 3)."""
 
-    sub_group_size: Whole = Field(1_000_000_000, ge=0)
+    sub_group_size: Whole = Field(default=1_000_000_000, ge=0)
     """Elements that the optimizer updates at a time; 0 takes each parameter by itself. With offloading it bounds the
     memory of a step, and the tiles are what reading and writing overlap with."""
 
-    stage3_prefetch_bucket_size: Whole = Field(50_000_000, ge=0)
+    stage3_prefetch_bucket_size: Whole = Field(default=50_000_000, ge=0)
     """Elements of parameters fetched ahead of their use; 0 fetches each module when it begins."""
 
-    stage3_param_persistence_threshold: Whole = Field(100_000, ge=0)
+    stage3_param_persistence_threshold: Whole = Field(default=100_000, ge=0)
     """Parameters with at most so many elements stay whole on every rank, which saves many small communications."""
 
-    stage3_model_persistence_threshold: Whole = Field(LARGEST, ge=0)
+    stage3_model_persistence_threshold: Whole = Field(default=LARGEST, ge=0)
     """At most so many elements stay whole because of the threshold above."""
 
-    stage3_max_live_parameters: Whole = Field(1_000_000_000, ge=0)
+    stage3_max_live_parameters: Whole = Field(default=1_000_000_000, ge=0)
     """At most so many fetched elements are held at once; prefetching waits rather than exceed it."""
 
-    stage3_max_reuse_distance: Whole = Field(1_000_000_000, ge=0)
+    stage3_max_reuse_distance: Whole = Field(default=1_000_000_000, ge=0)
     """A parameter that is used again within so many elements is kept instead of released and fetched again."""
 
     stage3_gather_16bit_weights_on_model_save: bool = False
@@ -76,7 +76,7 @@ class ZeroConfig(Section):
     round_robin_gradients: bool = False
     """Rotate which rank owns which piece from parameter to parameter, so that remainders and work spread evenly."""
 
-    zero_hpz_partition_size: Whole = Field(1, ge=1)
+    zero_hpz_partition_size: Whole = Field(default=1, ge=1)
     """Ranks in the group within which a second copy of the parameters is sharded, so that backward fetches stay
     inside it: usually the GPUs of a machine. 1 keeps no second copy (stage 3)."""
 

@@ -69,10 +69,11 @@ def start(
         )
         listeners.append(comms)
     if rank == 0:
+        every = config.steps_per_print or 1
         if config.wall_clock_breakdown:
-            listeners.append(WallClock(config.steps_per_print, show))
+            listeners.append(WallClock(every, show))
         if config.memory_breakdown:
-            listeners.append(MemoryBreakdown(meter_for(device), config.steps_per_print, show))
+            listeners.append(MemoryBreakdown(meter_for(device), every, show))
         if config.flops_profiler.enabled:
             listeners.append(FlopsProfiler(model, config.flops_profiler, timer_for(device), show))
         if config.tensorboard.enabled:

@@ -58,7 +58,7 @@ class CudaTimer:
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return float(start.elapsed_time(end)) / 1e3
 
 
 def timer_for(device: torch.device) -> Timer:
@@ -283,13 +283,13 @@ def _aggregated(modules: tuple[ModuleCost, ...], module_depth: int, top: int) ->
 
 def _detailed(modules: tuple[ModuleCost, ...]) -> Iterator[str]:
     model = modules[0]
-    yield f"{'module':<44}{'params':>10}{'':>7}{'fwd flops':>11}{'':>7}{'latency':>11}{'':>7}{'FLOPS':>11}"
+    yield f"{'module':<44}{'params':>10}{'':>8}{'fwd flops':>11}{'':>8}{'latency':>11}{'':>8}{'FLOPS':>11}"
     for module in modules:
         label = "  " * module.depth + f"{module.name.rpartition('.')[2]} ({module.kind})".lstrip()
         yield (
-            f"{label:<44}{_scaled(module.params):>10}{_share(module.params, model.params):>7}"
-            f"{_scaled(module.flops):>11}{_share(module.flops, model.flops):>7}"
-            f"{_duration(module.seconds):>11}{_share(module.seconds, model.seconds):>7}"
+            f"{label:<44}{_scaled(module.params):>10}{_share(module.params, model.params):>8}"
+            f"{_scaled(module.flops):>11}{_share(module.flops, model.flops):>8}"
+            f"{_duration(module.seconds):>11}{_share(module.seconds, model.seconds):>8}"
             f"{_rate(module.flops, module.seconds):>11}"
         )
 

@@ -8,8 +8,8 @@ lion      Lion
 lamb      LAMB, with norms of whole parameters
 muon      Muon, which gathers whole matrices, and AdamW for the rest
 
-Every optimizer may be stepped in tiles: several calls of `step` a training step, each with the gradients of some masters
-only. So nothing is counted per call; a master without a gradient is left alone.
+Every optimizer may be stepped in tiles: several calls of `step` a training step, each with the gradients of some
+masters only. So nothing is counted per call; a master without a gradient is left alone.
 """
 
 from .adopt import adopt

@@ -23,7 +23,7 @@ _NEVER: Final[Mapping[type[Optimizer], str]] = {
 
 _WHOLE_ONLY: Final[Mapping[type[Optimizer], str]] = {
     torch.optim.Adafactor: "it works with rows and columns of whole matrices",
-    torch.optim.Muon: 'it works with whole matrices. Write "optimizer": {"type": "Muon"} in the config for one that does',
+    torch.optim.Muon: 'it works with whole matrices; "optimizer": {"type": "Muon"} in the config gathers them',
     Lamb: "it must know how they are partitioned, so it has to be made from the config's optimizer section",
     Muon: "it must know how they are partitioned, so it has to be made from the config's optimizer section",
 }
@@ -42,16 +42,16 @@ def adopt(
 ) -> None:
     """Put masters where the optimizer's parameter groups have parameters of the model, in place.
 
-    `replace` maps the latter to the former; frozen parameters are dropped. The groups keep their options, and state that
-    the optimizer already has is cut as its master is. `shards` tells which masters are pieces; `allow_untested` is
+    `replace` maps the latter to the former; frozen parameters are dropped. The groups keep their options, and state
+    that the optimizer already has is cut as its master is. `shards` tells which masters are pieces; `allow_untested` is
     `zero_allow_untested_optimizer`.
 
-    Raises ValueError for an optimizer that cannot work on masters, or on pieces, or of which that is not known, and for a
-    parameter that the model does not have.
+    Raises ValueError for an optimizer that cannot work on masters, or on pieces, or of which that is not known, and for
+    a parameter that the model does not have.
     """
     pieces = shards or {}
     _check(optimizer, any(not shard.whole for shard in pieces.values()), allow_untested)
-    states: dict[nn.Parameter, dict[str, Any]] = {}
+    states: dict[Tensor, dict[str, Any]] = {}
     chosen: list[list[int]] = []
     for number, group in enumerate(optimizer.param_groups):
         kept = [at for at, param in enumerate(group["params"]) if param in replace or param.requires_grad]

@@ -48,7 +48,7 @@ def build(
     """The optimizer `type` with the options `params` of a config, over masters or parameter groups of masters.
 
     Options of a group win over `params`. `shards` tells LAMB and Muon of masters that are pieces; `group` is the
-    data-parallel one, for OneBitAdam. Raises ValueError for a type or option that does not exist, or has no effect here.
+    data-parallel one, for OneBitAdam. Raises ValueError for a type or option that does not exist.
     """
     name = NAMES.get(type.lower())
     if name is None:
@@ -108,7 +108,7 @@ def _muon(options: dict[str, Any], groups: Groups, shards: Shards | None, hooks:
     _check(options, [*MUON_DEFAULTS, *ADAM_DEFAULTS, "muon_lr", "adam_lr", "adam_w_mode"], "Muon")
     pieces = shards or {}
     if any(param not in pieces for group in groups for param in group["params"]):
-        raise ValueError("Muon must be told of every master whether it is a hidden matrix: give `shards` for all of them")
+        raise ValueError("Muon must know of every master whether it is a hidden matrix: give `shards` for all of them")
     halves: Groups = []
     for group in groups:
         for use_muon, defaults, own_rate in ((True, MUON_DEFAULTS, "muon_lr"), (False, ADAM_DEFAULTS, "adam_lr")):
@@ -131,8 +131,10 @@ def _make(
 def _check(options: Mapping[str, Any], known: Sequence[str], name: str) -> None:
     for key in options:
         if key not in known:
-            takes = ", ".join(dict.fromkeys(known))
-            raise ValueError(f"optimizer.params.{key}: {name} has no such option{_nearest(key, known)}; it takes {takes}")
+            raise ValueError(
+                f"optimizer.params.{key}: {name} has no such option{_nearest(key, known)}; "
+                f"it takes {', '.join(dict.fromkeys(known))}"
+            )
 
 
 def _fuse(options: dict[str, Any], groups: Groups) -> None:

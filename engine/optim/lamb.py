@@ -6,7 +6,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ..hooks import Hooks
@@ -19,7 +19,7 @@ class Lamb(TiledOptimizer):
 
     m and v are Adam's moments. c is kept between `min_coeff` and `max_coeff`, and is 1 where a norm is 0. The norms are
     those of whole parameters: the squares of the pieces are summed over the ranks, in one all-reduce for all of them.
-    With `eps_inside_sqrt` the denominator is sqrt(v + eps); without `bias_correction` the square root and its divisor go.
+    With `eps_inside_sqrt` the denominator is sqrt(v + eps); without `bias_correction` the factor after lr is left out.
     Source: You et al. 2019, arXiv 1904.00962, as in DeepSpeed (`csrc/lamb/fused_lamb_cuda_kernel.cu`).
     """
 
@@ -51,14 +51,15 @@ class Lamb(TiledOptimizer):
         updates = [self._updates(tile) for tile in tiles]
         norms = self._norms(
             [param for tile in tiles for param in tile.params], [update for each in updates for update in each]
-        ).split([len(tile.params) for tile in tiles], dim=1)
-        for tile, update, (weight, length) in zip(tiles, updates, norms, strict=True):
+        )
+        of_tiles = torch.split(norms, [len(tile.params) for tile in tiles], dim=1)
+        for tile, update, (weight, length) in zip(tiles, updates, of_tiles, strict=True):
             group = tile.group
             ratio = (weight / length).clamp(group["min_coeff"], group["max_coeff"])
             ratio = torch.where((weight > 0) & (length > 0), ratio, 1.0)
             factors = ratio * torch.tensor(self._step_sizes(tile), dtype=ratio.dtype).to(ratio.device)
             torch._foreach_mul_(update, list(factors.to(tile.params[0].dtype).unbind()))
-            torch._foreach_sub_(tile.params, update)
+            torch._foreach_add_(tile.params, update, alpha=-1)
 
     def _updates(self, tile: Tile) -> list[Tensor]:
         group, params, grads = tile
@@ -85,7 +86,7 @@ class Lamb(TiledOptimizer):
             return [lr] * len(steps)
         return [lr * math.sqrt(1 - beta2**step) / (1 - beta1**step) for step in steps]
 
-    def _norms(self, params: list[nn.Parameter], updates: list[Tensor]) -> Tensor:
+    def _norms(self, params: list[Tensor], updates: list[Tensor]) -> Tensor:
         """Norms [2, n] of whole parameters and whole updates, in float64."""
         own = torch._foreach_norm([*params, *updates], 2.0)
         squares = torch.stack([norm.double() for norm in own]).square_().view(2, -1)

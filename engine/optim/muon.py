@@ -2,8 +2,8 @@
 
 Muon's update is the momentum of a whole matrix, orthogonalized. Where matrices lie in pieces, the momenta stay so, and
 each matrix of a tile has one owner: the pieces of the updates travel to their owners, which orthogonalize, and back, in
-two all-to-alls for all matrices. Both ways in bf16, the precision of the orthogonalization, so nothing is lost; each rank
-sends and receives two pieces in all, where gathering every matrix everywhere would be a whole one and repeat the work.
+two all-to-alls for all matrices. Both ways in bf16, the precision of the orthogonalization, so nothing is lost. Each
+rank receives two pieces of each matrix, where gathering would bring it the whole of it, and every rank the same work.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ ADAM_DEFAULTS: Final = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_
 
 
 class Muon(TiledOptimizer):
-    """B = mu * B + (1 - mu) * g; p = (1 - lr * decay) * p - lr * sqrt(max(1, rows / columns)) * orthogonal(g + mu * (B - g)).
+    """B = mu * B + (1 - mu) * g, then p = (1 - lr * decay) * p - lr * s * orthogonal((1 - mu) * g + mu * B).
 
+    s = sqrt(max(1, rows / columns)).
     Parameter groups have a key `use_muon`; those with it true are stepped so, the others by `adam`, torch's AdamW or
     Adam, which gets them as they are. Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon. The
     orthogonalization is that of torch.optim.Muon, five Newton-Schulz iterations in bf16.
@@ -75,7 +76,7 @@ class Muon(TiledOptimizer):
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         return [update.flatten().bfloat16() for update in torch._foreach_lerp(grads, momenta, group["momentum"])]
 
-    def _shard(self, param: nn.Parameter) -> Shard:
+    def _shard(self, param: Tensor) -> Shard:
         shard = self._shards.get(param) or whole(param)
         if len(shard.shape) < 2:
             raise ValueError(
@@ -137,7 +138,7 @@ class Muon(TiledOptimizer):
                 got.view(torch.uint8), sent.view(torch.uint8),
                 [2 * size for size in incoming], [2 * sum(parts) for parts in sizes], group=group,
             )  # fmt: skip
-        parts = iter(got.split([size for rank in expected for size in rank]))
+        parts = iter(torch.split(got, [size for rank in expected for size in rank]))
         return [list(itertools.islice(parts, len(rank))) for rank in expected]
 
 
@@ -154,10 +155,10 @@ def owners(matrices: Sequence[tuple[int, int]], ranks: int) -> list[list[int]]:
 
 
 def orthogonalize(matrices: Sequence[Tensor], shards: Sequence[Shard]) -> list[Tensor]:
-    """The nearest orthogonal matrix of each flattened one, nearly: its singular values become about 1. In bf16, flattened.
+    """Flattened matrices in bf16 with the singular vectors of these, and all singular values about 1.
 
-    torch has it inside its optimizer only, so that takes a step: from zero, at rate 1 and without momentum and decay, it
-    is minus the orthogonalized gradient. Of wide matrices, which it does not scale.
+    torch has it inside its optimizer only, so that takes a step: from zero, at rate 1 and without momentum and decay,
+    it is minus the orthogonalized gradient. Of wide matrices, which it does not scale.
     """
     if not matrices:
         return []
@@ -169,7 +170,8 @@ def orthogonalize(matrices: Sequence[Tensor], shards: Sequence[Shard]) -> list[T
     steps = [nn.Parameter(torch.zeros_like(matrix)) for matrix in wide]
     for step, matrix in zip(steps, wide, strict=True):
         step.grad = matrix
-    torch.optim.Muon(steps, lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    optimizer = torch.optim.Muon(steps, lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False)
+    optimizer.step()  # type: ignore[no-untyped-call]
     return [
         (step.detach().T if flip else step.detach()).neg().flatten() for step, flip in zip(steps, tall, strict=True)
     ]

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Which elements of a parameter each rank's master holds.
 
-    The ranks of `group` take their steps together, on the main thread: no lane may use it meanwhile. Without a group the
-    master is the whole parameter, flattened or in its own shape.
+    The ranks of `group` take their steps together, on the main thread: no lane may use it meanwhile. Without a group
+    the master is the whole parameter, flattened or in its own shape.
     """
 
     shape: torch.Size
     """Of the whole parameter."""
     bounds: tuple[tuple[int, int], ...]
-    """First element, and the one after the last, of each rank's piece of the flattened parameter; a piece may be empty."""
+    """First element, and the one after the last, of each rank's piece of the flattened parameter; it may be empty."""
     group: dist.ProcessGroup | None = None
     muon: bool = False
     """Whether Muon is to step it (`wants_muon`)."""
@@ -46,7 +46,7 @@ class Shard:
         return tensor.reshape(-1)[start:stop]
 
 
-Shards = Mapping[nn.Parameter, Shard]
+Shards = Mapping[Tensor, Shard]
 """Master -> its shard. A master that is missing is whole."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -15,7 +15,7 @@ class Tile(NamedTuple):
     """The masters of one parameter group that have gradients, and these."""
 
     group: dict[str, Any]
-    params: list[nn.Parameter]
+    params: list[Tensor]
     grads: list[Tensor]
 
 
@@ -44,14 +44,14 @@ class TiledOptimizer(Optimizer, abc.ABC):
     def _step(self, tiles: list[Tile]) -> None:
         """Step the masters of the tiles."""
 
-    def _moments(self, params: list[nn.Parameter], name: str) -> list[Tensor]:
+    def _moments(self, params: list[Tensor], name: str) -> list[Tensor]:
         """The state `name` of each parameter, zeros at first."""
         for param in params:
             if name not in self.state[param]:
                 self.state[param][name] = torch.zeros_like(param)
         return [self.state[param][name] for param in params]
 
-    def _count(self, params: list[nn.Parameter]) -> list[float]:
+    def _count(self, params: list[Tensor]) -> list[float]:
         """How many steps each parameter has taken, with this one. Kept as torch does: a scalar on the CPU."""
         for param in params:
             self.state[param].setdefault("step", torch.zeros(()))

@@ -75,16 +75,24 @@ class Reducer:
         self._inflight: list[_Bucket] = []
         self._used: set[ShardedParam] = set()
         self._late: list[ShardedParam] = []
+        self.local = comm.size == 1
+        """Leave gradients as this rank has them: it is alone, or the optimizer communicates (stage 0 only)."""
         self._order: list[ShardedParam] | None = []
         """In which gradients become ready, until it is settled."""
-        self.before, self.after = self._scales()
+        self.before, self._after = self._scales()
         self._plan(list(reversed(self._params)))
+
+    @property
+    def after(self) -> float:
+        """What the collected gradients remain to be multiplied by, for the mean over the ranks."""
+        return 1.0 if self.local else self._after
 
     # --- during backward
 
     def ready(self, param: ShardedParam, last: bool) -> None:
         """`param.param.grad` is complete for this backward. `last` says that it is of the step's last micro-batch."""
-        if self._comm.size == 1:
+        if self.local:
+            self._keep(param)
             return
         whole = self._settings.stage <= 1
         if whole and not last:
@@ -108,7 +116,7 @@ class Reducer:
 
         Raises RuntimeError if parameters got no gradient and the configuration says that this is an error.
         """
-        if self._comm.size == 1 or (self._settings.stage <= 1 and not last):
+        if self.local or (self._settings.stage <= 1 and not last):
             return
         for bucket in self._buckets[self._next :]:
             for param in [p for p in bucket.params if p in bucket.waiting]:
@@ -136,7 +144,7 @@ class Reducer:
 
     def collect(self) -> None:
         """Put what has been reduced on the masters' `grad`: None for a parameter that no rank used."""
-        if self._comm.size == 1:
+        if self.local:
             for param in self._params:
                 self._collect_local(param)
             return
@@ -160,7 +168,7 @@ class Reducer:
         self._used.clear()
         for bucket in self._buckets:
             bucket.holds = False
-        if self._order is not None and self._comm.size > 1:
+        if self._order is not None and not self.local:
             self._settle()
 
     def resize(self, bucket_size: int) -> None:
