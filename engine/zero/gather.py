@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -11,6 +12,10 @@ from torch import Tensor
 from ..comm import Comm
 from ..lane import Ticket
 from .shard import Cut, ShardedParam
+
+
+KEPT_BUFFERS: Final = 2
+"""Of those that have been read: one is being filled while the other is."""
 
 
 @dataclass(eq=False, slots=True)
@@ -48,6 +53,7 @@ class Gatherer:
         self._near = near
         self._with_broadcasts = with_broadcasts
         self._inflight: dict[ShardedParam, _Batch] = {}
+        self._free: list[Tensor] = []
 
     def under_way(self, param: ShardedParam) -> bool:
         return param in self._inflight
@@ -86,7 +92,7 @@ class Gatherer:
         widths = [near_cut(p, comm).chunk if near else p.cut.chunk for p in params]
         first = params[0].param
         # One buffer: this rank's row is what it sends.
-        rows = torch.empty(comm.size, sum(widths), dtype=first.dtype, device=first.device)
+        rows = self._buffer(comm.size * sum(widths), first).view(comm.size, -1)
         columns = rows[comm.rank].split(widths)
         for param, column in zip(params, columns, strict=True):
             piece = param.secondary if near else param.shard
@@ -97,9 +103,22 @@ class Gatherer:
             for source in range(comm.size):
                 ticket = comm.broadcast(rows[source], source, "parameter")
         else:
-            ticket = comm.all_gather(rows[comm.rank], rows, "parameter", module)
+            ticket = comm.all_gather(rows, "parameter", module)
         batch = _Batch(params, rows, ticket, comm)
         self._inflight.update(dict.fromkeys(params, batch))
+
+    def _buffer(self, size: int, like: Tensor) -> Tensor:
+        """A buffer [size], one that is free if it is large enough: on a CPU, fresh pages cost as much as the gather."""
+        for at, free in enumerate(self._free):
+            if free.numel() >= size and free.dtype == like.dtype and free.device == like.device:
+                return self._free.pop(at)[:size]
+        return torch.empty(size, dtype=like.dtype, device=like.device)
+
+    def _keep(self, rows: Tensor) -> None:
+        """Keep the buffer of `rows` for the next gather: the largest few."""
+        flat = rows.view(-1)
+        whole = torch.as_strided(flat, (flat.untyped_storage().nbytes() // flat.element_size(),), (1,), 0)
+        self._free = sorted([*self._free, whole], key=Tensor.numel, reverse=True)[:KEPT_BUFFERS]
 
     def _write(self, batch: _Batch) -> None:
         near = batch.comm is self._near
@@ -112,6 +131,7 @@ class Gatherer:
             if self._near is not None and param.secondary is None and not param.persistent:
                 start, stop = near_cut(param, self._near).bounds(self._near.rank)
                 param.secondary = param.flat[start:stop].clone()
+        self._keep(batch.rows)
 
 
 def near_cut(param: ShardedParam, near: Comm) -> Cut:

@@ -7,6 +7,7 @@ is communicated together, so they can change at any time and no checkpoint depen
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ class Cut:
 
     def into_rows(self, flat: Tensor, rows: Tensor, scale: float = 1.0) -> None:
         """Write a flattened tensor [numel], times `scale`, to `rows` [pieces, chunk]. What pads them stays as it is."""
-        for source, target in self._pairs(flat, rows):
+        for source, target in self._pairs(flat, rows, None):
             if scale == 1.0:
                 target.copy_(source)
             elif source.dtype == target.dtype:
@@ -42,21 +43,34 @@ class Cut:
             else:
                 target.copy_(source).mul_(scale)
 
-    def from_rows(self, rows: Tensor, flat: Tensor) -> None:
-        """Write `rows` [pieces, chunk] to a flattened tensor [numel]."""
-        for target, source in self._pairs(flat, rows):
+    def from_rows(self, rows: Tensor, flat: Tensor, but: int | None = None) -> None:
+        """Write `rows` [pieces, chunk], `but` one perhaps, to a flattened tensor [numel]."""
+        for target, source in self._pairs(flat, rows, but):
             target.copy_(source)
 
-    def _pairs(self, flat: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(self, flat: Tensor, rows: Tensor, but: int | None) -> list[tuple[Tensor, Tensor]]:
         """Parts of `flat` with the parts of `rows` that correspond to them."""
-        if self.turn == 0 and self.numel == self.pieces * self.chunk:
+        if but is None and self.turn == 0 and self.numel == self.pieces * self.chunk:
             return [(flat.view(self.pieces, self.chunk), rows)]
         pairs = []
         for row in range(self.pieces):
             start, stop = self.bounds(row)
-            if stop > start:
+            if stop > start and row != but:
                 pairs.append((flat[start:stop], rows[row, : stop - start]))
         return pairs
+
+
+class Home(Protocol):
+    """Where pieces of parameters are that are not in this process' memory."""
+
+    def read(self, param: ShardedParam, into: Tensor) -> None:
+        """Copy this rank's piece to `into` [n], of any floating dtype, on any device."""
+
+    def write(self, param: ShardedParam, piece: Tensor) -> None:
+        """Take `piece` [n], of any floating dtype, in the place of the present one."""
+
+    def expect(self, param: ShardedParam) -> bool:
+        """Have the piece at hand soon, because it is going to be read; False if there is no room for more of that."""
 
 
 class ShardedParam:
@@ -66,6 +80,9 @@ class ShardedParam:
     view of it; in stage 3 it has storage of its own, and the parameter's is emptied between uses. `master` [n] is what
     the optimizer sees, in fp32 where the model is in a half precision, and otherwise the shard itself. In stage 0 all
     three are the whole parameter. A frozen parameter has no master.
+
+    Offloaded parameters have their piece in host memory, where `shard` is then, or at a `home`, and `shard` is an empty
+    shape: `read_piece` works in either case.
     """
 
     def __init__(self, name: str, param: nn.Parameter, cut: Cut, rank: int, *, persistent: bool, index: int) -> None:
@@ -75,6 +92,7 @@ class ShardedParam:
         self.shape = param.shape
         self.numel = param.numel()
         self.cut = cut
+        self.rank = rank
         self.start, self.stop = cut.bounds(rank)
         self.persistent = persistent
         self.resident = True
@@ -86,6 +104,7 @@ class ShardedParam:
         self.shard = whole[self.start : self.stop]
         if not persistent:
             self.shard = self.shard.clone()
+        self.home: Home | None = None
         self.master: nn.Parameter | None = None
 
     @property
@@ -97,17 +116,45 @@ class ShardedParam:
     def trainable(self) -> bool:
         return self.master is not None
 
-    def make_master(self, device: torch.device | None = None) -> nn.Parameter:
-        """The parameter that the optimizer steps, on `device` (the shard's own by default)."""
-        half = self.shard.dtype in (torch.float16, torch.bfloat16)
-        place = device or self.shard.device
-        if not half and place == self.shard.device:
-            master = self.param if self.cut.pieces == 1 and self.persistent else nn.Parameter(self.shard)
+    @property
+    def master_shape(self) -> torch.Size:
+        """The parameter's, if one rank has the whole of it, else one dimension."""
+        return self.shape if self.cut.pieces == 1 else torch.Size((self.stop - self.start,))
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """The parameter's, but fp32 for half precisions."""
+        return torch.float32 if self.shard.dtype in (torch.float16, torch.bfloat16) else self.shard.dtype
+
+    def can_share_master(self, device: torch.device) -> bool:
+        """Whether a master on `device` can be the shard itself."""
+        return self.home is None and self.shard.dtype == self.master_dtype and self.shard.device == device
+
+    def make_master(self, device: torch.device | None = None, *, pin: bool = False) -> nn.Parameter:
+        """The parameter that the optimizer steps, on `device` (the parameter's own by default), page-locked with `pin`."""
+        place = device or self.param.device
+        if self.can_share_master(place):
+            self.master = self.param if self.cut.pieces == 1 and self.persistent else nn.Parameter(self.shard)
         else:
-            master = nn.Parameter(self.shard.to(place, torch.float32 if half else self.shard.dtype, copy=True).view(
-                self.shape if self.cut.pieces == 1 else (-1,)))  # fmt: skip
-        self.master = master
-        return master
+            value = torch.empty(self.master_shape, dtype=self.master_dtype, device=place, pin_memory=pin)
+            self.read_piece(value.view(-1))
+            self.master = nn.Parameter(value)
+        return self.master
+
+    def read_piece(self, into: Tensor) -> None:
+        """Copy this rank's piece to `into` [n], of any floating dtype, on any device."""
+        if self.home is not None:
+            self.home.read(self, into)
+        else:
+            into.copy_(self.shard, non_blocking=into.is_cuda)
+
+    def write_piece(self, piece: Tensor) -> None:
+        """Take `piece` [n], of any floating dtype and from any device, in the place of this rank's piece."""
+        if self.home is not None:
+            self.home.write(self, piece)
+        else:
+            self.shard.copy_(piece, non_blocking=True)
+        self.secondary = None
 
     @property
     def master_is_shard(self) -> bool:
@@ -117,13 +164,14 @@ class ShardedParam:
     def publish(self) -> None:
         """After the optimizer's step: bring the master into the model's precision."""
         if self.master is not None and not self.master_is_shard:
-            self.shard.copy_(self.master.data.view(-1), non_blocking=True)
+            self.write_piece(self.master.data.view(-1))
         self.secondary = None
 
     def fill(self, rows: Tensor, cut: Cut | None = None) -> None:
         """Write the gathered `rows` [pieces, chunk], cut as `cut` has it, to the parameter's own storage."""
         self.allocate()
-        (cut or self.cut).from_rows(rows, self.flat)
+        # A persistent parameter's own piece is already there: the shard is a view of it.
+        (cut or self.cut).from_rows(rows, self.flat, self.rank if self.persistent else None)
         self.resident = True
 
     def allocate(self) -> None:

@@ -1,0 +1,262 @@
+"""The engine against DDP, FSDP2 and DeepSpeed: CPU and wall time a step on the same model, ranks and optimizer.
+
+    python benchmarks/engine.py                   # about ten minutes; writes benchmarks/results/engine.json
+
+Two ranks (gloo) train a GPT of 10 million parameters with AdamW (torch's fused) and gradients clipped to 1.0. All arms
+live in the same two processes and take turns, in a random order each round, a few steps at a time, so the host's drift
+falls on all alike. An arm's figure is the median over rounds of its time to DDP's in the same round; the interval is
+that of a bootstrap over rounds. DeepSpeed arms are there where DeepSpeed is installed (0.19.8, DS_ACCELERATOR=cpu).
+
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HERE = Path(__file__).parent
+VOCABULARY, WIDTH, LAYERS, HEADS, LENGTH = 2048, 256, 10, 4, 64
+BATCH, CLIP, LR = 4, 1.0, 3e-4
+Step = Callable[[Tensor], Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (
+            part.view(batch, length, HEADS, WIDTH // HEADS).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).split(WIDTH, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + self.out(mixed.reshape(batch, length, WIDTH))
+        result: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return result
+
+
+class GPT(nn.Module):
+    """About 10 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(4 * VOCABULARY, WIDTH)
+        self.positions = nn.Parameter(torch.zeros(1, LENGTH, WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten() % VOCABULARY)
+
+
+def model() -> GPT:
+    torch.manual_seed(0)
+    return GPT()
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=LR, fused=True)
+
+
+def plain(wrap: Callable[[nn.Module], nn.Module]) -> Step:
+    wrapped = wrap(model())
+    optimizer = adamw(wrapped.parameters())
+
+    def step(ids: Tensor) -> Tensor:
+        loss: Tensor = wrapped(ids)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(wrapped.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def ddp() -> Step:
+    return plain(nn.parallel.DistributedDataParallel)
+
+
+def fsdp2() -> Step:
+    from torch.distributed.fsdp import fully_shard
+
+    def wrap(module: nn.Module) -> nn.Module:
+        assert isinstance(module, GPT)
+        for block in module.blocks:
+            fully_shard(block)
+        return fully_shard(module)
+
+    return plain(wrap)
+
+
+def configuration(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": stage},
+    }
+
+
+def engine_step(engine: Any) -> Step:
+    def step(ids: Tensor) -> Tensor:
+        loss: Tensor = engine(ids)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
+def dsprof(stage: int) -> Callable[[], Step]:
+    def make() -> Step:
+        import dsprof.engine
+
+        module = model()
+        engine, *_ = dsprof.engine.initialize(
+            model=module, optimizer=adamw(module.parameters()), config=configuration(stage)
+        )
+        return engine_step(engine)
+
+    return make
+
+
+def deepspeed(stage: int) -> Callable[[], Step]:
+    def make() -> Step:
+        import deepspeed
+
+        module = model()
+        config = {**configuration(stage), "zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
+        engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(module.parameters()), config=config)
+        return engine_step(engine)
+
+    return make
+
+
+ARMS: dict[str, Callable[[], Step]] = {
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    **{f"dsprof_z{stage}": dsprof(stage) for stage in range(4)},
+    **{f"deepspeed_z{stage}": deepspeed(stage) for stage in range(4)},
+}
+
+
+def measure(rank: int, world_size: int, args: argparse.Namespace, store: str) -> dict[str, Any] | None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    steps = {arm: ARMS[arm]() for arm in args.arms}
+    batches = torch.Generator().manual_seed(rank)
+    losses: dict[str, list[float]] = {arm: [] for arm in args.arms}
+    cpu: dict[str, list[float]] = {arm: [] for arm in args.arms}
+    wall: dict[str, list[float]] = {arm: [] for arm in args.arms}
+    order = random.Random(0)
+    gc.collect()
+    gc.freeze()  # the arms' models are one heap here: collecting it would charge one arm for all the others
+    for number in range(args.rounds + 1):
+        data = [torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=batches) for _ in range(args.block + 1)]
+        for arm in order.sample(args.arms, len(args.arms)):
+            step = steps[arm]
+            losses[arm].append(step(data[0]).item())  # caches are the last arm's
+            dist.barrier()
+            began = time.process_time(), time.perf_counter()
+            for batch in data[1:]:
+                step(batch).item()
+            if number:  # the first round records orders and allocates
+                cpu[arm].append((time.process_time() - began[0]) / args.block)
+                wall[arm].append((time.perf_counter() - began[1]) / args.block)
+        if rank == 0 and sys.stderr.isatty():
+            print(f"\rround {number}/{args.rounds}", end="", file=sys.stderr)
+    both: list[Any] = [None] * world_size
+    dist.all_gather_object(both, (cpu, wall, losses))
+    dist.destroy_process_group()
+    return summarize(both, args) if rank == 0 else None
+
+
+def summarize(ranks: list[Any], args: argparse.Namespace) -> dict[str, Any]:
+    cpu = {arm: np.mean([rank[0][arm] for rank in ranks], axis=0) for arm in args.arms}
+    wall = {arm: np.mean([rank[1][arm] for rank in ranks], axis=0) for arm in args.arms}
+    return {
+        "what": "time a step, mean of both ranks, and its ratio to DDP",
+        "model_parameters": sum(p.numel() for p in model().parameters()),
+        "cpu_ms": {arm: round(1e3 * statistics.median(values), 1) for arm, values in cpu.items()},
+        "wall_ms": {arm: round(1e3 * statistics.median(values), 1) for arm, values in wall.items()},
+        "cpu_to_ddp": {arm: ratio(cpu[arm], cpu["ddp"]) for arm in args.arms if arm != "ddp"},
+        "wall_to_ddp": {arm: ratio(wall[arm], wall["ddp"]) for arm in args.arms if arm != "ddp"},
+        "last_loss": {arm: round(statistics.fmean(rank[2][arm][-1] for rank in ranks), 5) for arm in args.arms},
+        "rounds": args.rounds,
+        "steps_a_block": args.block,
+        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def ratio(values: Any, base: Any) -> dict[str, float]:
+    """Median over rounds, with the 95 % interval of a bootstrap over them."""
+    paired = values / base
+    draw = np.random.default_rng(0).integers(0, len(paired), (10_000, len(paired)))
+    low, high = np.percentile(np.median(paired[draw], axis=1), [2.5, 97.5])
+    return {"ratio": round(float(np.median(paired)), 3), "low": round(float(low), 3), "high": round(float(high), 3)}
+
+
+def worker(rank: int, args: argparse.Namespace, store: str) -> None:
+    result = measure(rank, 2, args, store)
+    if result is None:
+        return
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    for arm, found in result["cpu_to_ddp"].items():
+        wall = result["wall_to_ddp"][arm]["ratio"]
+        print(f"{arm:14s} CPU {found['ratio']:.3f} [{found['low']:.3f}, {found['high']:.3f}]   wall {wall:.3f}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--block", type=int, default=4, help="steps counted a block")
+    parser.add_argument("--arms", help=f"a list out of {','.join(ARMS)}; by default all that are installed")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "engine.json")
+    args = parser.parse_args()
+    if args.arms:
+        args.arms = args.arms.split(",")
+    else:
+        from importlib.util import find_spec
+
+        args.arms = [arm for arm in ARMS if not arm.startswith("deepspeed") or find_spec("deepspeed")]
+    if "ddp" not in args.arms or set(args.arms) - set(ARMS):
+        parser.error(f"--arms: a list out of {','.join(ARMS)}, ddp among them")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29577")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(worker, (args, f"{folder}/store"), nprocs=2)  # type: ignore[no-untyped-call]
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
