@@ -158,7 +158,7 @@ class Engine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients there are."""
-        self.zero.reducer.clear()
+        self.zero.clear()
 
     # --- what a script asks
 
@@ -275,8 +275,7 @@ class Engine(nn.Module):
     def _take_step(self) -> None:
         """Norm, overflow, clipping, optimizer, and the new weights to where they are needed."""
         reducer = self.zero.reducer
-        reducer.collect()
-        grads = [p.master.grad for p in self.zero.trainable if p.master is not None and p.master.grad is not None]
+        grads = self.zero.collect()
         scale = self._scaler.scale / reducer.after
         apart = self.zero.settings.stage > 0 or (reducer.local and self._comm.group is not None)
         groups = [self._comm.group] if apart and self._comm.group is not None else []
@@ -292,7 +291,7 @@ class Engine(nn.Module):
             self._stepped = True
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
-        reducer.clear()
+        self.zero.clear()
         reducer.local = self.zero.size == 1 or (
             isinstance(self.optimizer, OneBitAdam) and self.optimizer.wants_local_gradients
         )

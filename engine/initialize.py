@@ -24,6 +24,7 @@ from .lane import Inline, open_lane
 from .precision import loss_scaler, model_dtype
 from .zero import Comms, Zero, ZeroSettings
 from .zero.fetch import FetchSettings
+from .zero.init import holder
 from .zero.shard import ShardedParam
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -72,10 +73,7 @@ def initialize(
 
     hooks = Hooks()
     device = _device()
-    model.to(device=device)
-    dtype = model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled)
-    if dtype is not None:
-        model.to(dtype=dtype)
+    _place(model, device, model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled))
     main = open_comm(list(range(world_size)), lambda: Inline(hooks))
     _broadcast(model, main)
     checkpointing.attach(hooks, settings.activation_checkpointing)
@@ -161,10 +159,26 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
+def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Bring the model to `device` and its floating-point tensors to `dtype`; what zero.Init has cut, it has placed."""
+    early = [param for param in model.parameters() if holder(param) is not None]
+    if not early:
+        model.to(device=device, dtype=dtype)
+        return
+    for param in early:
+        if dtype is not None and param.is_floating_point() and param.dtype != dtype:
+            raise ValueError(
+                f"initialize: zero.Init made parameters of {param.dtype}, and the configuration asks for {dtype}: "
+                "give zero.Init the same configuration (config_dict_or_path=)"
+            )
+    for tensor in (*(p for p in model.parameters() if holder(p) is None), *model.buffers()):
+        tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
+
+
 @torch.no_grad()
 def _broadcast(model: nn.Module, comm: Comm) -> None:
     """Have every rank begin with the weights and buffers of the first."""
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*(p for p in model.parameters() if holder(p) is None), *model.buffers()):
         comm.broadcast(tensor.data, 0, "parameter").wait()
 
 
@@ -183,6 +197,7 @@ def _zero_settings(config: Config) -> ZeroSettings:
         ignore_unused_parameters=zero.ignore_unused_parameters,
         param_persistence_threshold=zero.stage3_param_persistence_threshold,
         model_persistence_threshold=zero.stage3_model_persistence_threshold,
+        sparse_gradients=config.sparse_gradients,
         communication_dtype=None if dtype is None else DTYPES[dtype],
         accumulate_dtype=None if accumulate is None else DTYPES[accumulate],
         prescale_gradients=config.prescale_gradients,

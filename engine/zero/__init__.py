@@ -4,9 +4,12 @@
     reduce.py     gradients, in buckets, from backward to the masters
     gather.py     parameters, in batches, back to full size
     fetch.py      stage 3: when a module's parameters come and go
+    sparse.py     gradients of embeddings, as rows
+    init.py       zero.Init and zero.GatheredParameters
     partition.py  the stages, put together
 """
 
+from .init import GatheredParameters, Init
 from .partition import Comms, Zero, ZeroSettings
 
-__all__ = ["Comms", "Zero", "ZeroSettings"]
+__all__ = ["Comms", "GatheredParameters", "Init", "Zero", "ZeroSettings"]

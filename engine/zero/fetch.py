@@ -61,6 +61,7 @@ class Fetcher:
         self._sharded = sharded
         self._gatherer = gatherer
         self._hooks = hooks
+        self._on_disk = any(param.home is not None for param in sharded.values())
         self._handles: list[RemovableHandle] = []
         self._replaced: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
         self._stack: list[_Owner] = []
@@ -252,6 +253,8 @@ class Fetcher:
         if batch:
             self._count(batch)
             self._gatherer.start(batch, self._pass.uses[self._place].name)
+        if self._on_disk:
+            self._gatherer.expect(param for owner in self._pass.uses[self._place :] for param in owner.params)
 
     def _follow(self, owner: _Owner) -> None:
         """Move on in the recorded sequence; give it up for this pass if the pass goes another way."""

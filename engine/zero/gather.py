@@ -72,6 +72,14 @@ class Gatherer:
         for (_, near), batch in kinds.items():
             self._start(batch, self._near if near and self._near is not None else self._comm, module)
 
+    def expect(self, params: Iterable[ShardedParam]) -> None:
+        """Have those of `params` that are on a disk read ahead, as far as there is room for them."""
+        for param in params:
+            if param.home is None or param.resident or param in self._inflight:
+                continue
+            if not param.home.expect(param):
+                return
+
     def finish(self, params: Iterable[ShardedParam]) -> None:
         """Wait for `params`, and write them, with what came along, to their own storage."""
         for param in params:
@@ -95,9 +103,11 @@ class Gatherer:
         rows = self._buffer(comm.size * sum(widths), first).view(comm.size, -1)
         columns = rows[comm.rank].split(widths)
         for param, column in zip(params, columns, strict=True):
-            piece = param.secondary if near else param.shard
-            assert piece is not None
-            column[: piece.numel()].copy_(piece, non_blocking=True)
+            if near:
+                assert param.secondary is not None
+                column[: param.secondary.numel()].copy_(param.secondary, non_blocking=True)
+            else:
+                param.read_piece(column[: param.stop - param.start])
         ticket: Ticket
         if self._with_broadcasts:
             for source in range(comm.size):

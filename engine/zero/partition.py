@@ -17,8 +17,10 @@ from ..comm import Comm
 from ..hooks import Hooks
 from .fetch import Fetcher, FetchSettings
 from .gather import Gatherer, batches
+from .init import ATTRIBUTE, Holder, holder
 from .reduce import Reducer, ReduceSettings
 from .shard import Cut, ShardedParam
+from .sparse import SparseReducer, sparse_params
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class ZeroSettings:
     ignore_unused_parameters: bool = True
     param_persistence_threshold: int = 100_000
     model_persistence_threshold: int = 2**63 - 1
+    sparse_gradients: bool = False
     communication_dtype: torch.dtype | None = None
     accumulate_dtype: torch.dtype | None = None
     prescale_gradients: bool = False
@@ -63,33 +66,44 @@ class Zero:
         comms: Comms,
         hooks: Hooks,
         *,
-        master_device: Callable[[nn.Parameter], torch.device | None] = lambda param: None,
+        make_master: Callable[[ShardedParam], nn.Parameter] = ShardedParam.make_master,
+        take_piece: Callable[[ShardedParam], None] | None = None,
     ) -> None:
+        """`make_master` decides where masters are. `take_piece` moves pieces of stage 3 away, of a single rank too."""
         self.settings = settings
         self._hooks = hooks
         self._comm = comms.gradients
         self.last_microbatch = True
         """Whether the backward under way is of the step's last micro-batch."""
-        self._seen_backward = False
         size, rank = self._comm.size, self._comm.rank
         self.params: list[ShardedParam] = []
         sharded_size = 0
         for index, (name, param) in enumerate(model.named_parameters()):
+            early = holder(param)  # cut by zero.Init already
+            if early is not None and not early.sharded.resident:
+                early.gatherer.bring([early.sharded], param.numel())
             param.data = param.data.contiguous()
-            sharded = settings.stage == 3 and size > 1 and param.numel() > settings.param_persistence_threshold
+            may = settings.stage == 3 and (size > 1 or take_piece is not None)
+            sharded = may and param.numel() > settings.param_persistence_threshold
             sharded_size += 0 if sharded else param.numel()
-            if settings.stage == 3 and size > 1 and sharded_size > settings.model_persistence_threshold:
+            if may and sharded_size > settings.model_persistence_threshold:
                 sharded = True
-            if sharded:
+            if sharded and early is None:
                 param.data = param.data.clone()  # storage of its own, which can be emptied
             cut = Cut(param.numel(), size if settings.stage else 1, index % size if settings.round_robin_gradients else 0)
             self.params.append(ShardedParam(name, param, cut, rank, persistent=not sharded, index=index))
+            if sharded:
+                self.params[-1].release()  # one at a time: the model need not fit whole
+            if sharded and take_piece is not None:
+                take_piece(self.params[-1])
         self.by_param = {p.param: p for p in self.params}
         self.trainable = [p for p in self.params if p.param.requires_grad]
+        rows = sparse_params(model, dense_too=settings.sparse_gradients) if settings.stage <= 1 else set()
+        self.sparse = SparseReducer([p for p in self.trainable if p.param in rows], comms.gradients)
         for sharded_param in self.trainable:
-            sharded_param.make_master(master_device(sharded_param.param))
+            make_master(sharded_param)
         self.reducer = Reducer(
-            self.trainable,
+            [p for p in self.trainable if p.param not in rows],
             comms.gradients,
             ReduceSettings(
                 settings.stage, settings.reduce_bucket_size, settings.overlap_comm, settings.reduce_scatter,
@@ -99,14 +113,17 @@ class Zero:
         )  # fmt: skip
         self.gatherer = Gatherer(comms.parameters, comms.near, with_broadcasts=not settings.allgather_partitions)
         self.fetcher: Fetcher | None = None
+        for sharded_param in self.params:
+            setattr(sharded_param.param, ATTRIBUTE, Holder(sharded_param, self.gatherer, comms.parameters))
         for sharded_param in self.trainable:
+            if sharded_param.param in rows:
+                continue
             sharded_param.param.register_post_accumulate_grad_hook(self._gradient_hook(sharded_param))
         if any(not p.persistent for p in self.params):
             self.fetcher = Fetcher(model, self.by_param, self.gatherer, settings.fetch, hooks)
 
     def _gradient_hook(self, param: ShardedParam) -> Callable[[torch.Tensor], None]:
         def ready(_: torch.Tensor) -> None:
-            self._seen_backward = True
             self.reducer.ready(param, self.last_microbatch)
             if self.fetcher is not None:
                 self.fetcher.gradient_taken(param)
@@ -116,8 +133,20 @@ class Zero:
     def finish_backward(self) -> None:
         """After each backward: gradients reduced as far as the stage has it, parameters released."""
         self.reducer.finish(self.last_microbatch)
+        self.sparse.finish(self.last_microbatch)
         if self.fetcher is not None:
             self.fetcher.finish_backward()
+
+    def collect(self) -> list[torch.Tensor]:
+        """The step's reduced gradients, now on the masters that have one. They remain to be multiplied by `after`."""
+        self.reducer.collect()
+        self.sparse.collect(1.0 / self.reducer.after)
+        return [p.master.grad for p in self.trainable if p.master is not None and p.master.grad is not None]
+
+    def clear(self) -> None:
+        """After the step: forget the gradients."""
+        self.reducer.clear()
+        self.sparse.clear()
 
     def publish(self, params: Sequence[ShardedParam] | None = None) -> None:
         """After the optimizer stepped `params` (all, by default): start bringing what stays whole back to every rank."""

@@ -53,6 +53,8 @@ class _Bucket:
     absent: list[ShardedParam] = field(default_factory=list)
     rows: Tensor | None = None
     reduced: Tensor | None = None
+    landing: Tensor | None = None
+    """Where a reduce-scatter writes what is on its way to host memory."""
     holds: bool = False
     """Whether `reduced` has the sum of earlier micro-batches, to be added to."""
     ticket: Ticket | None = None
@@ -148,6 +150,8 @@ class Reducer:
             for param in self._params:
                 self._collect_local(param)
             return
+        if any(_apart(bucket) and bucket.params[0].param.is_cuda for bucket in self._buckets):
+            torch.cuda.current_stream().synchronize()  # copies to host memory are over
         for bucket in self._buckets:
             if not bucket.holds or bucket.reduced is None:
                 continue
@@ -190,10 +194,11 @@ class Reducer:
         return (1.0 / size, 1.0) if self._settings.prescale or exact else (1.0 / factor, factor / size)
 
     def _plan(self, order: Iterable[ShardedParam]) -> None:
-        open_buckets: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
+        open_buckets: dict[tuple[torch.dtype, torch.device, torch.device | None], _Bucket] = {}
         self._buckets: list[_Bucket] = []
         for param in order:
-            key = (self._settings.dtype or param.param.dtype, param.param.device)
+            owner = None if param.master is None else param.master.device
+            key = (self._settings.dtype or param.param.dtype, param.param.device, owner)
             bucket = open_buckets.setdefault(key, _Bucket([], key[0]))
             bucket.params.append(param)
             if sum(p.numel for p in bucket.params) >= self._settings.bucket_size:
@@ -271,7 +276,10 @@ class Reducer:
             slot = bucket.params.index(param)
             rows[:, bucket.offsets[slot] : bucket.offsets[slot] + param.cut.chunk] = 0
             rows[:, bucket.width + slot] = 0
-        if self._scatters:
+        if self._scatters and _apart(bucket):
+            bucket.landing = torch.empty_like(self._reduced(bucket), device=rows.device)
+            bucket.ticket = self._comm.reduce_scatter(rows, bucket.landing, "gradient", False)
+        elif self._scatters:
             bucket.ticket = self._comm.reduce_scatter(rows, self._reduced(bucket), "gradient", bucket.holds)
         else:
             bucket.ticket = self._comm.all_reduce(rows, "gradient")
@@ -283,13 +291,18 @@ class Reducer:
         return self._settings.stage >= 1 and self._settings.reduce_scatter
 
     def _reduced(self, bucket: _Bucket) -> Tensor:
-        """Where the bucket's reduced gradients are, from the first micro-batch of a step to the step's end."""
+        """Where the bucket's reduced gradients are, from the first micro-batch of a step to the step's end: with their
+        masters, which may be in host memory.
+        """
         if bucket.reduced is None:
             whole = self._settings.stage == 0
             own = bucket.params[0].master.dtype if bucket.params[0].master is not None else torch.float32
             dtype = own if self._settings.accumulate_dtype is None or whole else self._settings.accumulate_dtype
-            device = bucket.params[0].param.device
-            bucket.reduced = torch.empty(bucket.width + len(bucket.params), dtype=dtype, device=device)
+            param, master = bucket.params[0].param, bucket.params[0].master
+            device = param.device if master is None else master.device
+            size = bucket.width + len(bucket.params)
+            pin = param.is_cuda and device.type == "cpu"
+            bucket.reduced = torch.empty(size, dtype=dtype, device=device, pin_memory=pin)
         return bucket.reduced
 
     def _drain(self, leave: int) -> None:
@@ -299,24 +312,40 @@ class Reducer:
             assert bucket.ticket is not None
             assert bucket.rows is not None
             bucket.ticket.wait()
+            arrived = self._arrived(bucket)
+            for param in bucket.absent:
+                if arrived[bucket.width + bucket.params.index(param)] != 0:
+                    self._used.add(param)
             if self._settings.stage == 0 and self._shares(bucket):
-                bucket.reduced = bucket.rows[0]  # and is kept: the gradients of the step are in it
+                bucket.reduced = arrived  # and its buffer is kept: the gradients of the step are in it
             else:
-                if not self._scatters:
-                    row = bucket.rows[0 if self._settings.stage == 0 else self._comm.rank]
-                    if bucket.holds:
-                        self._reduced(bucket).add_(row)
-                    else:
-                        self._reduced(bucket).copy_(row)
+                if arrived is not bucket.reduced:
+                    self._add(bucket, arrived)
                 self._free.append(bucket.rows.view(-1))
                 bucket.rows = None
+            bucket.landing = None
             bucket.holds = True
-            for param in bucket.absent:
-                assert bucket.reduced is not None
-                if bucket.reduced[bucket.width + bucket.params.index(param)] != 0:
-                    self._used.add(param)
             bucket.absent.clear()
             bucket.ticket = None
+
+    def _arrived(self, bucket: _Bucket) -> Tensor:
+        """What this rank got, on the device; earlier micro-batches included if it is where these are."""
+        assert bucket.rows is not None
+        if self._scatters:
+            return self._reduced(bucket) if bucket.landing is None else bucket.landing
+        return bucket.rows[0 if self._settings.stage == 0 else self._comm.rank]
+
+    def _add(self, bucket: _Bucket, arrived: Tensor) -> None:
+        """Write what arrived to where the reduced gradients are, or add it. The device does the adding."""
+        reduced = self._reduced(bucket)
+        if _apart(bucket):
+            if bucket.holds:
+                arrived = reduced.to(arrived.device, non_blocking=True) + arrived
+            reduced.copy_(arrived.to(reduced.dtype), non_blocking=True)
+        elif bucket.holds:
+            reduced.add_(arrived)
+        else:
+            reduced.copy_(arrived)
 
     def _shares(self, bucket: _Bucket) -> bool:
         master = bucket.params[0].master
@@ -337,12 +366,12 @@ class Reducer:
             assert bucket.reduced is not None
             mine = bucket.reduced[start : start + param.cut.chunk]
             if self._scatters:
-                into = torch.empty_like(bucket.reduced[: param.cut.chunk + 1])
+                into = torch.empty_like(bucket.reduced[: param.cut.chunk + 1], device=rows.device)
                 self._comm.reduce_scatter(rows, into, "gradient", False).wait()
-                mine.add_(into[:-1])
+                mine.add_(into[:-1].to(mine.device))
             else:
                 self._comm.all_reduce(rows, "gradient").wait()
-                mine.add_(rows[0 if self._settings.stage == 0 else self._comm.rank, :-1])
+                mine.add_(rows[0 if self._settings.stage == 0 else self._comm.rank, :-1].to(mine.device))
 
     def _collect_local(self, param: ShardedParam) -> None:
         master, grad = param.master, param.param.grad
@@ -352,4 +381,10 @@ class Reducer:
         if master is None or grad is None:
             return
         param.param.grad = None
-        master.grad = grad.to(master.dtype).view(master.shape)
+        master.grad = grad.to(master.device).to(master.dtype).view(master.shape)
+
+
+def _apart(bucket: _Bucket) -> bool:
+    """Whether the masters, and with them the reduced gradients, are on another device than the parameters."""
+    owner = bucket.params[0]
+    return owner.master is not None and owner.master.device != owner.param.device

@@ -131,7 +131,7 @@ class ShardedParam:
         return self.home is None and self.shard.dtype == self.master_dtype and self.shard.device == device
 
     def make_master(self, device: torch.device | None = None, *, pin: bool = False) -> nn.Parameter:
-        """The parameter that the optimizer steps, on `device` (the parameter's own by default), page-locked with `pin`."""
+        """The parameter that the optimizer steps, on `device` (the parameter's own by default); `pin` locks its pages."""
         place = device or self.param.device
         if self.can_share_master(place):
             self.master = self.param if self.cut.pieces == 1 and self.persistent else nn.Parameter(self.shard)
@@ -165,6 +165,15 @@ class ShardedParam:
         """After the optimizer's step: bring the master into the model's precision."""
         if self.master is not None and not self.master_is_shard:
             self.write_piece(self.master.data.view(-1))
+        self.secondary = None
+
+    def take_from_whole(self) -> None:
+        """The whole parameter was written to: cut the shard from it anew, and the master from that."""
+        piece = self.flat[self.start : self.stop]
+        if piece.data_ptr() != self.shard.data_ptr():
+            self.shard.copy_(piece)
+        if self.master is not None and not self.master_is_shard:
+            self.master.data.view(-1).copy_(self.shard)
         self.secondary = None
 
     def fill(self, rows: Tensor, cut: Cut | None = None) -> None:

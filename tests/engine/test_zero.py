@@ -48,13 +48,11 @@ def train(model: Small, zero: Zero, optimizer: torch.optim.Optimizer, data: torc
             zero.last_microbatch = number + 1 == len(step)
             (model(microbatch[rank]) / len(step)).backward()
             zero.finish_backward()
-        zero.reducer.collect()
-        grads = [m.grad for m in masters(zero) if m.grad is not None]
-        torch._foreach_mul_(grads, zero.reducer.after)
+        torch._foreach_mul_(zero.collect(), zero.reducer.after)
         optimizer.step()
         zero.publish()
         zero.finish_publish()
-        zero.reducer.clear()
+        zero.clear()
 
 
 def masters(zero: Zero) -> list[torch.nn.Parameter]:

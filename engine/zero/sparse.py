@@ -1,0 +1,115 @@
+"""Gradients of embeddings as the rows that were used: indices and rows travel, not the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Comm
+from .shard import ShardedParam
+
+
+def sparse_params(model: nn.Module, *, dense_too: bool) -> set[nn.Parameter]:
+    """Weights of embeddings whose gradients are sparse, and with `dense_too` (`sparse_gradients`) of all others.
+
+    A weight that is tied to another module has a gradient in every row; it is not among the latter.
+    """
+    users: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                users[param] = users.get(param, 0) + 1
+    return {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and module.weight.requires_grad
+        and (module.sparse or (dense_too and users[module.weight] == 1))
+    }
+
+
+class SparseReducer:
+    """The counterpart of `Reducer` for gradients of few rows (stages 0 and 1). Micro-batches add up on this rank, and
+    the rows of all ranks are gathered when the last one's backward is over."""
+
+    def __init__(self, params: Sequence[ShardedParam], comm: Comm) -> None:
+        self._params = list(params)
+        self._comm = comm
+        self._gathered: dict[ShardedParam, tuple[Tensor, Tensor]] = {}
+        self.local = comm.size == 1
+
+    def finish(self, last: bool) -> None:
+        """Backward is over; after the `last` micro-batch's, gather."""
+        if not last or not self._params:
+            return
+        rows = [_rows(param.param.grad) for param in self._params]
+        for param in self._params:
+            param.param.grad = None
+        if self.local:
+            counts = [[-1 if row is None else len(row[0]) for row in rows]]
+        else:
+            device = self._params[0].param.device
+            table = torch.empty(self._comm.size, len(rows), dtype=torch.int64, device=device)
+            mine = [-1 if row is None else len(row[0]) for row in rows]
+            table[self._comm.rank] = torch.tensor(mine, device=device)
+            self._comm.all_gather(table, "gradient").wait()
+            counts = table.tolist()
+        for number, (param, row) in enumerate(zip(self._params, rows, strict=True)):
+            of_ranks = [count[number] for count in counts]
+            if max(of_ranks) >= 0:
+                self._gathered[param] = self._gather(param, row, of_ranks)
+
+    def collect(self, scale: float) -> None:
+        """Put the means, dense and times `scale`, on the masters' `grad`: optimizers with momentum step every row."""
+        for param, (indices, values) in self._gathered.items():
+            master = param.master
+            if master is None:
+                continue
+            whole = torch.zeros(param.shape, dtype=master.dtype, device=values.device)
+            whole.index_add_(0, indices, values.to(master.dtype), alpha=scale)
+            master.grad = whole.view(-1)[param.start : param.stop].view(master.shape)
+
+    def clear(self) -> None:
+        """After the step: forget the gradients."""
+        self._gathered.clear()
+        for param in self._params:
+            param.param.grad = None
+
+    def _gather(
+        self, param: ShardedParam, mine: tuple[Tensor, Tensor] | None, counts: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Indices [n] and rows [n, width] of all ranks, the latter divided by the number of ranks for the mean."""
+        width = param.shape[1:].numel()
+        if mine is None:
+            empty = param.param.new_empty((0, width))
+            mine = torch.empty(0, dtype=torch.int64, device=empty.device), empty
+        if self.local:
+            return mine
+        most = max(counts)
+        if most == 0:
+            return mine
+        indices = torch.zeros(self._comm.size, most, dtype=torch.int64, device=mine[0].device)
+        values = torch.zeros(self._comm.size, most, width, dtype=mine[1].dtype, device=mine[1].device)
+        indices[self._comm.rank, : len(mine[0])] = mine[0]
+        torch.div(mine[1], self._comm.size, out=values[self._comm.rank, : len(mine[0])])
+        for rows in (indices, values.view(self._comm.size, -1)):
+            self._comm.all_gather(rows, "gradient").wait()
+        kept = [slice(0, max(0, count)) for count in counts]
+        return (
+            torch.cat([row[keep] for row, keep in zip(indices, kept, strict=True)]),
+            torch.cat([row[keep] for row, keep in zip(values, kept, strict=True)]),
+        )
+
+
+def _rows(grad: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Indices [n] and rows [n, width] of what is not zero in a gradient of two dimensions; None for none."""
+    if grad is None:
+        return None
+    if grad.is_sparse:
+        grad = grad.coalesce()
+        return grad.indices()[0], grad.values().reshape(grad.indices().shape[1], -1)
+    flat = grad.reshape(grad.shape[0], -1)
+    indices = flat.ne(0).any(dim=1).nonzero().view(-1)
+    return indices, flat[indices]
