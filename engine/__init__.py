@@ -27,8 +27,15 @@ _HOME = {
 }
 
 __all__ = [
-    "Config", "ConfigError", "Engine", "add_config_arguments", "checkpointing", "init_distributed", "initialize", "zero",
-]  # fmt: skip
+    "Config",
+    "ConfigError",
+    "Engine",
+    "add_config_arguments",
+    "checkpointing",
+    "init_distributed",
+    "initialize",
+    "zero",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -77,9 +77,12 @@ class Comm:
         origin = dist.get_global_rank(self.group, source)
         return self._submit(lambda: dist.broadcast(tensor, origin, group=self.group), "broadcast", tensor, purpose)
 
-    def _submit(
-        self, work: Work, name: str, payload: Tensor, purpose: Purpose, module: str | None = None
-    ) -> Ticket:
+    def close(self) -> None:
+        """Finish what is under way, and end the lane. The group stays: destroying one needs every rank at once."""
+        if self._lane is not None:
+            self._lane.close()
+
+    def _submit(self, work: Work, name: str, payload: Tensor, purpose: Purpose, module: str | None = None) -> Ticket:
         if self.group is None or self._lane is None:
             return Done()
         label = Label(
@@ -102,7 +105,7 @@ class Comm:
             work.wait()
 
     def _scratch_like(self, rows: Tensor) -> Tensor:
-        """A buffer that is kept: fresh pages cost as much as the exchange. Used by the lane alone, one job at a time."""
+        """A buffer that is kept: fresh pages cost as much as the exchange. For the lane alone, one job at a time."""
         size = rows.numel() * rows.element_size()
         if self._scratch is None or self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8, device=rows.device)

@@ -1,23 +1,26 @@
 """The engine: one model, its optimizer, and how a step of training goes.
 
-Its surface is DeepSpeed's: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()` for every micro-batch; at the
-end of `gradient_accumulation_steps` of them the step is taken.
+Its surface is DeepSpeed's: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()` for every micro-batch; at
+the end of `gradient_accumulation_steps` of them the step is taken.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import checkpoint, monitors
 from .comm import Comm
 from .config import Config
 from .hooks import Hooks
 from .norm import global_norm, unscale_and_clip_
+from .offload import Offload
 from .onebit import OneBitAdam
 from .precision import LossScaler, cast_floating, overflowed
 from .zero import Zero
@@ -37,6 +40,7 @@ class Engine(nn.Module):
         scaler: LossScaler,
         hooks: Hooks,
         comm: Comm,
+        offload: Offload,
         *,
         training_dataloader: Any = None,
     ) -> None:
@@ -48,10 +52,17 @@ class Engine(nn.Module):
         self.training_dataloader = training_dataloader
         self.zero = zero
         self.hooks = hooks
-        self._scaler = scaler
+        self.scaler = scaler
         self._comm = comm
+        self._offload = offload
+        self.states = offload.states
+        """Masters and the optimizer's states, wherever they are between steps."""
         self._norm: float | None = None
         self._tiles = _tiles(zero.trainable, config.zero_optimization.sub_group_size)
+        if optimizer is not None:
+            self.states.attach(optimizer, self._tiles)
+        self._monitors = self._start_monitors()
+        self._losses: list[Tensor] = []
         self._in_no_sync = False
         self._boundary_override: bool | None = None
         self._backward_done = False
@@ -67,7 +78,7 @@ class Engine(nn.Module):
         """The model's forward. In fp16 with `auto_cast` its floating-point inputs are cast."""
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
-        with self.hooks.span("phase", "forward"):
+        with self.hooks.span("phase", "forward" if torch.is_grad_enabled() else "eval"):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -81,11 +92,11 @@ class Engine(nn.Module):
             loss = loss / self.gradient_accumulation_steps()
         self.zero.last_microbatch = self.is_gradient_accumulation_boundary() and not self._in_no_sync
         with self.hooks.span("phase", "backward"):
-            (loss.float() * self._scaler.scale if self._scaler.scale != 1.0 else loss).backward(
-                retain_graph=retain_graph
-            )
+            (loss.float() * self.scaler.scale if self.scaler.scale != 1.0 else loss).backward(retain_graph=retain_graph)
             self.zero.finish_backward()
         self._backward_done = True
+        if self._tells_losses:
+            self._losses.append(loss.detach().float() * (self.gradient_accumulation_steps() if scale_wrt_gas else 1))
         return loss
 
     def step(self) -> None:
@@ -160,6 +171,48 @@ class Engine(nn.Module):
         """Forget the gradients there are."""
         self.zero.clear()
 
+    # --- checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the training to `save_dir`/`tag`, on all ranks: see `checkpoint.save`."""
+        return checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint, on all ranks: its path and the client's state. See `checkpoint.load`."""
+        return checkpoint.load(
+            self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+        )
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the model alone, in the precision it runs in, to one file: see `checkpoint.save_16bit_model`."""
+        return checkpoint.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    def destroy(self) -> None:
+        """Stop the engine's threads, close its files and take its hooks out of the model."""
+        self._monitors.stop()
+        self.zero.close()
+        self._offload.close()
+
     # --- what a script asks
 
     def train_batch_size(self) -> int:
@@ -197,7 +250,7 @@ class Engine(nn.Module):
     @property
     def loss_scale(self) -> float:
         """What the loss is multiplied by before backward."""
-        return self._scaler.scale
+        return self.scaler.scale
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before clipping; None before the first."""
@@ -228,8 +281,6 @@ class Engine(nn.Module):
     @property
     def local_rank(self) -> int:
         """This process among those of its host."""
-        import os
-
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     @property
@@ -241,6 +292,12 @@ class Engine(nn.Module):
     def dp_world_size(self) -> int:
         """Ranks that train on different data."""
         return self.zero.size
+
+    def log_summary(self, show_straggler: bool = False) -> None:
+        """Print the table of communications so far (`comms_logger`); with `show_straggler` on all ranks at once."""
+        if self._monitors.comms is None:
+            raise RuntimeError('engine.log_summary: write "comms_logger": {"enabled": true} in the configuration')
+        self._monitors.comms.log_summary(show_straggler)
 
     def steps_per_print(self) -> int | None:
         """Every how many steps progress is told."""
@@ -276,7 +333,7 @@ class Engine(nn.Module):
         """Norm, overflow, clipping, optimizer, and the new weights to where they are needed."""
         reducer = self.zero.reducer
         grads = self.zero.collect()
-        scale = self._scaler.scale / reducer.after
+        scale = self.scaler.scale / reducer.after
         apart = self.zero.settings.stage > 0 or (reducer.local and self._comm.group is not None)
         groups = [self._comm.group] if apart and self._comm.group is not None else []
         value = global_norm(grads, groups, self.hooks).item()
@@ -284,7 +341,7 @@ class Engine(nn.Module):
         overflow = self._skips and overflowed(value)
         if overflow:
             self.skipped_steps += 1
-            self.hooks.mark("overflow", value=self._scaler.scale)
+            self.hooks.mark("overflow", value=self.scaler.scale)
         else:
             unscale_and_clip_(grads, value, loss_scale=scale, max_norm=self.config.gradient_clipping)
             self._step_optimizer()
@@ -295,31 +352,72 @@ class Engine(nn.Module):
         reducer.local = self.zero.size == 1 or (
             isinstance(self.optimizer, OneBitAdam) and self.optimizer.wants_local_gradients
         )
-        self._scaler.update(overflow)
+        self.scaler.update(overflow)
+        self._tell()
         self.global_steps += 1
         self.hooks.step = self.global_steps
 
     def _step_optimizer(self) -> None:
         """Tile by tile: the weights of one travel while the next is computed."""
-        assert self.optimizer is not None
-        hidden = {p: p.master.grad for p in self.zero.trainable if p.master is not None} if len(self._tiles) > 1 else {}
-        for param in hidden:
-            assert param.master is not None
-            param.master.grad = None
-        for number, tile in enumerate(self._tiles):
-            for param in tile if hidden else ():
-                assert param.master is not None
-                param.master.grad = hidden[param]
+        several = len(self._tiles) > 1
+        grads = {p: p.master.grad for p in self.zero.trainable if p.master is not None} if several else {}
+        self._set_gradients(dict.fromkeys(grads))
+        for number, tile in enumerate(self.states.through()):
+            if several:
+                self._set_gradients({param: grads[param] for param in tile})
             with self.hooks.span("phase", "optimizer", purpose="optimizer", value=float(number)):
                 if isinstance(self.optimizer, OneBitAdam):
                     self.optimizer.step(last_tile=number + 1 == len(self._tiles))
-                else:
+                elif self.optimizer is not None:
                     self.optimizer.step()
-            for param in tile if hidden else ():
-                assert param.master is not None
-                param.master.grad = None
+            if several:
+                self._set_gradients(dict.fromkeys(tile))
             self.zero.publish(tile)
         self.zero.finish_publish()
+
+    @staticmethod
+    def _set_gradients(grads: Mapping[ShardedParam, Tensor | None]) -> None:
+        for param, grad in grads.items():
+            if param.master is not None:
+                param.master.grad = grad
+
+    # --- telling
+
+    def _start_monitors(self) -> monitors.Monitors:
+        sizes: dict[str, int] = {
+            comm.group.group_name: comm.size for comm in (self._comm, *self.zero.comms) if comm.group is not None
+        }
+
+        def gather(samples: list[Any]) -> list[list[Any]] | None:
+            if self._comm.group is None:
+                return [samples]
+            everybody: list[Any] = [None] * self._comm.size
+            dist.all_gather_object(everybody, samples, group=self._comm.group)
+            return everybody if self.global_rank == 0 else None
+
+        return monitors.start(
+            self.config, model=self.module, device=self.device, rank=self.global_rank,
+            group_size=lambda name: sizes.get(name or "", self.world_size), gather=gather,
+        )  # fmt: skip
+
+    @property
+    def _tells_losses(self) -> bool:
+        """Whether anybody reads the losses: on a GPU that is a synchronization."""
+        return self.global_rank == 0 and (self.config.tensorboard.enabled or self.config.csv_monitor.enabled)
+
+    def _tell(self) -> None:
+        """At the end of a step: gauges for those who write curves, and a line every `steps_per_print` steps."""
+        rates = self.get_lr()
+        if self._losses:
+            self.hooks.mark("train_loss", kind="gauge", value=torch.stack(self._losses).mean().item())
+            self._losses.clear()
+        if rates:
+            self.hooks.mark("lr", kind="gauge", value=rates[0])
+        if self.config.fp16.enabled:
+            self.hooks.mark("loss_scale", kind="gauge", value=self.scaler.scale)
+        every = self.config.steps_per_print
+        if every and self.global_rank == 0 and (self.global_steps + 1) % every == 0:
+            print(f"step={self.global_steps + 1}, skipped={self.skipped_steps}, lr={rates}, mom={self.get_mom()}")
 
     def _groups(self) -> Iterable[dict[str, Any]]:
         return self.optimizer.param_groups if self.optimizer is not None else ()

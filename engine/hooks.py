@@ -1,7 +1,8 @@
 """What the engine tells whoever listens: one span for each thing it does.
 
 The engine knows nothing of its listeners. The collectors subscribe when a run is profiled, the engine's own debugging
-sections (wall_clock_breakdown, comms_logger, ...) when they are switched on. With nobody listening a span costs one `if`.
+sections (wall_clock_breakdown, comms_logger, ...) when they are switched on. With nobody listening a span costs one
+`if`.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from .dataloader import ShardedLoader
 from .engine import Engine
 from .hooks import Hooks
 from .lane import Inline, open_lane
+from .offload import open_offload
 from .precision import loss_scaler, model_dtype
 from .zero import Comms, Zero, ZeroSettings
 from .zero.fetch import FetchSettings
@@ -58,7 +59,9 @@ def initialize(
         raise ValueError("initialize: no model; pass model=")
     for name, given in (("mpu", mpu), ("mesh_param", mesh_param)):
         if given is not None:
-            raise ValueError(f"initialize: {name} is not supported yet: every rank is a data-parallel one; leave it out")
+            raise ValueError(
+                f"initialize: {name} is not supported yet: every rank is a data-parallel one; leave it out"
+            )
     source = _config_of(args, config, config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
@@ -78,7 +81,13 @@ def initialize(
     _broadcast(model, main)
     checkpointing.attach(hooks, settings.activation_checkpointing)
     remat.from_config(settings.activation_checkpointing).apply(model, hooks)
-    zero = Zero(model, _zero_settings(settings), _open_comms(settings, world_size, device, hooks), hooks)
+    offload = open_offload(settings, device, hooks, rank)
+    for note in offload.notes if rank == 0 else ():
+        warnings.warn(note, stacklevel=2)
+    zero = Zero(
+        model, _zero_settings(settings), _open_comms(settings, world_size, device, hooks), hooks,
+        make_master=offload.states.make_master, take_piece=offload.take_piece,
+    )  # fmt: skip
     made = _optimizer(optimizer, model_parameters, settings, zero, main, hooks)
     scheduler = _scheduler(lr_scheduler, settings, made)
     loader = train_dataloader
@@ -87,8 +96,9 @@ def initialize(
             raise ValueError("initialize: training_data and train_dataloader: pass one of them")
         loader = _loader(training_data, settings, rank, world_size, collate_fn)
     engine = Engine(
-        model, settings, zero, made, scheduler, loss_scaler(settings.fp16), hooks, main, training_dataloader=loader
-    )
+        model, settings, zero, made, scheduler, loss_scaler(settings.fp16), hooks, main, offload,
+        training_dataloader=loader,
+    )  # fmt: skip
     return engine, made, loader, scheduler
 
 
@@ -115,7 +125,7 @@ def init_distributed(
     if auto_mpi_discovery and "RANK" not in os.environ:
         _learn_rank(distributed_port)
     if init_method is None and "RANK" not in os.environ and rank < 0:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **more)
+        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, **more)
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -258,7 +268,7 @@ def _groups(parameters: Sequence[Any]) -> list[dict[str, Any]]:
     return [{"params": _plain(parameters)}]
 
 
-def _plain(parameters: Any) -> list[nn.Parameter]:
+def _plain(parameters: Any) -> list[Any]:
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     return [item[1] if isinstance(item, tuple) else item for item in listed]
 
@@ -273,8 +283,7 @@ def _shard(param: ShardedParam, zero: Zero, main: Comm) -> optim.Shard:
 
 def _scheduler(given: Any, config: Config, optimizer: torch.optim.Optimizer | None) -> Any:
     if given is not None:
-        made = given(optimizer) if callable(given) and not hasattr(given, "step") else given
-        return made
+        return given(optimizer) if callable(given) and not hasattr(given, "step") else given
     if config.scheduler is None or optimizer is None:
         return None
     return lr.build(config.scheduler.type, config.scheduler.params.arguments(), optimizer)

@@ -159,7 +159,7 @@ class _CudaTicket:
 
     @property
     def done(self) -> bool:
-        return self._end.query()
+        return bool(self._end.query())
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._end)

@@ -7,12 +7,15 @@ pipeline stages, replicated over tensor-parallel ranks) exactly one of them pass
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .hooks import Hooks
+
+_STRETCH: Final = 1 << 16
 
 
 @torch.no_grad()
@@ -63,27 +66,30 @@ def unscale_and_clip_(
     if not grads or (not isinstance(factor, Tensor) and factor == 1.0):
         return
     if isinstance(factor, Tensor):
-        factor = factor.float()  # a tensor of a wider dtype would not go into fp32 gradients in place
+        factor = factor.to(grads[0].dtype)
     torch._foreach_mul_(list(grads), factor)
 
 
 def _sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     """In float64. On a CPU norms are taken in fp32, which is several times as fast, and again where that fails."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    by_kind: dict[tuple[torch.dtype, str], list[Tensor]] = {}
     for grad in grads:
-        by_dtype.setdefault(grad.dtype, []).append(grad)
-    for dtype, same in by_dtype.items():
-        squares = _squares(same, torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)
-        # Squares of bf16 or fp32 beyond 1.8e19 do not fit into fp32. Looking costs nothing on a CPU, and would stop
-        # a GPU, where float64 costs nothing instead.
-        if device.type == "cpu" and dtype != torch.float64 and not torch.isfinite(squares):
-            squares = _squares(same, torch.float64)
-        total += squares.to(device)
+        by_kind.setdefault((grad.dtype, grad.device.type), []).append(grad)
+    for (dtype, place), same in by_kind.items():
+        if place != "cpu" or dtype == torch.float64:
+            total += _squares(same, torch.float64).to(device)
+            continue
+        squares = _squares([piece for grad in same for piece in _pieces(grad)], torch.float32)
+        # The squares of bf16 or fp32 beyond 1.8e19 do not fit into fp32.
+        total += (squares if torch.isfinite(squares) else _squares(same, torch.float64)).to(device)
     return total
 
 
 def _squares(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
-    if grads[0].device.type == "cuda":
-        dtype = torch.float64
     return torch.stack(torch._foreach_norm(grads, 2.0, dtype=dtype)).double().square_().sum()
+
+
+def _pieces(grad: Tensor) -> Sequence[Tensor]:
+    """A long gradient in stretches: a running sum in fp32 over millions of squares loses the fourth digit."""
+    return torch.split(grad.reshape(-1), _STRETCH) if grad.numel() > _STRETCH else (grad,)

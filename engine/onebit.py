@@ -31,9 +31,10 @@ class OneBitAdam(TiledOptimizer):
     """AdamW for `freeze_step` training steps; then with the variance of that moment, and momenta of one bit a value.
 
     In the warm-up it steps gradients that were reduced over `group`, afterwards those of this rank alone
-    (`wants_local_gradients`); the weights stay the same bit for bit on all ranks. Masters must be whole parameters. In
-    a group of one nothing is compressed. Without `bias_correction`, moments are used as they are; DeepSpeed takes the
-    option, and never corrects.
+    (`wants_local_gradients`): then every rank must give the same parameters a gradient, of zeros where its batch used
+    none. The weights stay the same bit for bit on all ranks. Masters must be whole parameters. In a group of one
+    nothing is compressed. Without `bias_correction`, moments are used as they are; DeepSpeed takes the option, and
+    never corrects.
 
     An element that had no gradient in the whole warm-up has no variance to be scaled by, and is not stepped afterwards.
     """
@@ -82,16 +83,14 @@ class OneBitAdam(TiledOptimizer):
             lr, (beta1, beta2) = float(group["lr"]), group["betas"]
             first, second = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
             steps = self._count(params)
-            lengths: Sequence[Tensor]
-            if self.wants_local_gradients:
-                lengths = torch._foreach_sqrt(second)
-            else:
+            warming_up = not self.wants_local_gradients
+            if warming_up:
                 torch._foreach_lerp_(first, grads, 1 - beta1)
                 torch._foreach_mul_(second, beta2)
                 torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
-                lengths = torch._foreach_sqrt(second)
-                if group["bias_correction"]:
-                    torch._foreach_div_(lengths, [math.sqrt(1 - beta2**step) for step in steps])
+            lengths = torch._foreach_sqrt(second)
+            if warming_up and group["bias_correction"]:
+                torch._foreach_div_(lengths, [math.sqrt(1 - beta2**step) for step in steps])
             torch._foreach_add_(lengths, group["eps"])
             rates = [-lr / (1 - beta1**step) if group["bias_correction"] else -lr for step in steps]
             torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
@@ -184,7 +183,7 @@ def compressed_mean_(
 
 
 def encode(rows: Tensor, alive: Tensor, widths: Sequence[int]) -> Tensor:
-    """Messages [n, bytes] for `rows` [n, width]: the signs of each row, and the scales of its parts of `widths` (fp32)."""
+    """Messages [n, bytes] for `rows` [n, width]: each row's signs, and the scales of its parts of `widths` in fp32."""
     count = sum(widths)
     lengths = [torch.linalg.vector_norm(part, dim=1) for part in torch.split(rows[:, :count], list(widths), 1)]
     counts = [part.sum(1) for part in torch.split(alive[:, :count], list(widths), 1)]

@@ -151,7 +151,7 @@ class _ExpensiveOnly(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, mode: TorchDispatchMode) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._mode = mode
 
     def __torch_dispatch__(
@@ -172,7 +172,8 @@ _is_expensive: Final = functools.cache(has_formula)
 class Region:
     """A part of the computation that keeps its arguments and is run again in backward.
 
-    Told of as a `phase` span `recompute` on lane `autograd`, and, with `on_host`, a `copy` span each way.
+    Told of as a `phase` span `recompute` on lane `autograd`; with `on_host` as `copy` spans `to_host`, and `to_device`
+    where the activation comes from a GPU.
     """
 
     hooks: Hooks
@@ -183,8 +184,6 @@ class Region:
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `function` returns."""
-        if not torch.is_grad_enabled():
-            return function(*args, **kwargs)
         # Only what torch.utils.checkpoint gets as positional tensors does it save as autograd does.
         leaves, structure = pytree.tree_flatten((args, kwargs))
         given = [(args, kwargs)]  # the forward gets these: it may write to a list or a dictionary among them
@@ -204,7 +203,7 @@ class Region:
             )
 
     def _to_host(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
-        if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.numel():
             return tensor.device, tensor
         with self.hooks.span("copy", "to_host", module=self.name, purpose="activation", bytes=tensor.nbytes):
             host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
@@ -282,7 +281,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def named_blocks(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     """The modules with these names, in the model's order; ValueError for a name that fits none, or no computation."""
-    modules = dict(model.named_modules())
+    modules = {name: module for name, module in model.named_modules() if name}
     wanted: set[str] = set()
     for pattern in patterns:
         fitting = [name for name in modules if _fits(name, pattern)]

@@ -141,9 +141,8 @@ class FlopsProfiler:
             self._counts, self._times = [], []
 
     def _is_looked_at(self, span: Span) -> bool:
-        if span.kind != "phase" or not 0 <= self._section.profile_step - span.step <= 1:
-            return False
-        return span.name == "step" or (span.name in ("forward", "backward") and span.microbatch == 0)
+        is_phase = span.kind == "phase" and span.name in ("forward", "backward", "step")
+        return is_phase and 0 <= self._section.profile_step - span.step <= 1
 
     @contextmanager
     def _counting(self, phase: str) -> Iterator[None]:

@@ -2,8 +2,8 @@
 
 Muon's update is the momentum of a whole matrix, orthogonalized. Where matrices lie in pieces, the momenta stay so, and
 each matrix of a tile has one owner: the pieces of the updates travel to their owners, which orthogonalize, and back, in
-two all-to-alls for all matrices. Both ways in bf16, the precision of the orthogonalization, so nothing is lost. Each
-rank receives two pieces of each matrix, where gathering would bring it the whole of it, and every rank the same work.
+two all-to-alls for all matrices. Both ways in bf16, the precision of the orthogonalization, so nothing is lost. On
+average a rank receives two pieces of each matrix; gathering would bring it the whole, and every rank the same work.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ ADAM_DEFAULTS: Final = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_
 class Muon(TiledOptimizer):
     """B = mu * B + (1 - mu) * g, then p = (1 - lr * decay) * p - lr * s * orthogonal((1 - mu) * g + mu * B).
 
-    s = sqrt(max(1, rows / columns)).
-    Parameter groups have a key `use_muon`; those with it true are stepped so, the others by `adam`, torch's AdamW or
-    Adam, which gets them as they are. Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon. The
-    orthogonalization is that of torch.optim.Muon, five Newton-Schulz iterations in bf16.
+    s = sqrt(max(1, rows / columns)). Parameter groups have a key `use_muon`; those with it true are stepped so, the
+    others by `adam`, torch's AdamW or Adam, which gets them as they are. The orthogonalization is that of
+    torch.optim.Muon, five Newton-Schulz iterations in bf16.
+
+    Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ def orthogonalize(matrices: Sequence[Tensor], shards: Sequence[Shard]) -> list[T
     for step, matrix in zip(steps, wide, strict=True):
         step.grad = matrix
     optimizer = torch.optim.Muon(steps, lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False)
-    optimizer.step()  # type: ignore[no-untyped-call]
+    optimizer.step()
     return [
         (step.detach().T if flip else step.detach()).neg().flatten() for step, flip in zip(steps, tall, strict=True)
     ]

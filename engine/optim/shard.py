@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,8 +47,9 @@ class Shard:
         return tensor.reshape(-1)[start:stop]
 
 
-Shards = Mapping[Tensor, Shard]
-"""Master -> its shard. A master that is missing is whole."""
+Shards = Mapping[Any, Shard]
+"""Master -> its shard. A master that is missing is whole. (Keys are Any because they are invariant: a mapping from
+parameters is none from tensors.)"""
 
 
 def whole(master: Tensor, muon: bool = False) -> Shard:

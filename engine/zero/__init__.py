@@ -1,12 +1,12 @@
 """ZeRO: how parameters, gradients and optimizer state are cut over the data-parallel ranks.
 
-    shard.py      how one parameter is cut
-    reduce.py     gradients, in buckets, from backward to the masters
-    gather.py     parameters, in batches, back to full size
-    fetch.py      stage 3: when a module's parameters come and go
-    sparse.py     gradients of embeddings, as rows
-    init.py       zero.Init and zero.GatheredParameters
-    partition.py  the stages, put together
+shard.py      how one parameter is cut
+reduce.py     gradients, in buckets, from backward to the masters
+gather.py     parameters, in batches, back to full size
+fetch.py      stage 3: when a module's parameters come and go
+sparse.py     gradients of embeddings, as rows
+init.py       zero.Init and zero.GatheredParameters
+partition.py  the stages, put together
 """
 
 from .init import GatheredParameters, Init

@@ -1,8 +1,8 @@
 """Stage 3: parameters come before a module needs them and go when it is done.
 
-The first pass through the model records which modules need parameters, in forward and backward, recomputation included.
-Later passes read that sequence ahead to prefetch, and to keep what is needed again soon. Nothing depends on the sequence
-being right: a pass that goes another way fetches when it needs to, and is recorded anew.
+The first pass through the model records which modules need parameters, in forward and backward, with recomputation.
+Later passes read that sequence ahead to prefetch, and to keep what is needed again soon. Nothing depends on the
+sequence being right: a pass that goes another way fetches when it needs to, and is recorded anew.
 """
 
 from __future__ import annotations
@@ -234,7 +234,8 @@ class Fetcher:
         """Start gathering what comes next in the recorded sequence, up to the bucket and the limit of live elements."""
         if not self._follows:
             return
-        ahead, batch = 0, []
+        ahead = 0
+        batch: list[ShardedParam] = []
         for place in range(self._place, len(self._pass.uses)):
             for param in self._pass.uses[place].params:
                 if param.resident or param in batch:

@@ -13,7 +13,6 @@ from ..comm import Comm
 from ..lane import Ticket
 from .shard import Cut, ShardedParam
 
-
 KEPT_BUFFERS: Final = 2
 """Of those that have been read: one is being filled while the other is."""
 
@@ -44,8 +43,8 @@ def batches(params: Iterable[ShardedParam], limit: int) -> Iterator[list[Sharded
 class Gatherer:
     """Starts gathers and finishes them. Every rank must start the same ones in the same order.
 
-    `near`, if there is one, is a smaller group (the ranks of a node) that holds a second, complete partition of what has
-    been gathered since the last step (ZeRO++, Wang et al. 2023, arXiv 2306.10209: hpZ).
+    `near`, if there is one, is a smaller group (the ranks of a node) that holds a second, complete partition of what
+    has been gathered since the last step (ZeRO++, Wang et al. 2023, arXiv 2306.10209: hpZ).
     """
 
     def __init__(self, comm: Comm, near: Comm | None = None, *, with_broadcasts: bool = False) -> None:
@@ -101,7 +100,7 @@ class Gatherer:
         first = params[0].param
         # One buffer: this rank's row is what it sends.
         rows = self._buffer(comm.size * sum(widths), first).view(comm.size, -1)
-        columns = rows[comm.rank].split(widths)
+        columns = torch.split(rows[comm.rank], widths)
         for param, column in zip(params, columns, strict=True):
             if near:
                 assert param.secondary is not None

@@ -19,6 +19,7 @@ from ..comm import Comm, open_comm
 from ..config import load
 from ..hooks import Hooks
 from ..lane import Inline
+from ..precision import model_dtype
 from .gather import Gatherer
 from .shard import Cut, ShardedParam
 
@@ -62,7 +63,7 @@ class Init:
         source = config_dict_or_path if config_dict_or_path is not None else config
         if remote_device not in (None, "none"):
             raise ValueError(
-                f"zero.Init: remote_device={remote_device!r} is not supported: configure zero_optimization.offload_param"
+                f"zero.Init: remote_device={remote_device!r} is not supported: write zero_optimization.offload_param"
             )
         if data_parallel_group is not None and data_parallel_group is not dist.group.WORLD:
             raise ValueError("zero.Init: data_parallel_group: every rank is a data-parallel one; leave it out")
@@ -73,8 +74,7 @@ class Init:
             init_distributed()
             settings = load(source, world_size=dist.get_world_size())
             enabled = enabled and settings.zero_optimization.stage == 3
-            if self._dtype is None:
-                self._dtype = torch.float16 if settings.fp16.enabled else torch.bfloat16 if settings.bf16.enabled else None
+            self._dtype = dtype or model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled)
         self._enabled = enabled
         self._restore: list[Callable[[], None]] = []
         self._depth = 0
@@ -98,7 +98,7 @@ class Init:
                 watch(cls)
 
         # Classes defined inside the block.
-        nn.Module.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment]
+        nn.Module.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment, arg-type]
         self._restore.append(lambda: delattr(nn.Module, "__init_subclass__"))
         return self
 
@@ -129,7 +129,7 @@ class Init:
             if type(module) is kind:
                 self._cut(module)
 
-        kind.__init__ = __init__  # type: ignore[method-assign]
+        kind.__init__ = __init__  # type: ignore[method-assign, assignment]
 
         def restore() -> None:
             kind.__init__ = original  # type: ignore[method-assign]
@@ -154,7 +154,7 @@ class Init:
 
 
 @contextlib.contextmanager
-def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
+def GatheredParameters(
     params: nn.Parameter | nn.Module | Iterable[nn.Parameter],
     modifier_rank: int | None = None,
     fwd_module: nn.Module | None = None,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..comm import Comm
 from ..hooks import Hooks
@@ -72,6 +73,7 @@ class Zero:
         """`make_master` decides where masters are. `take_piece` moves pieces of stage 3 away, of a single rank too."""
         self.settings = settings
         self._hooks = hooks
+        self.comms = [comm for comm in (comms.gradients, comms.parameters, comms.near) if comm is not None]
         self._comm = comms.gradients
         self.last_microbatch = True
         """Whether the backward under way is of the step's last micro-batch."""
@@ -90,7 +92,9 @@ class Zero:
                 sharded = True
             if sharded and early is None:
                 param.data = param.data.clone()  # storage of its own, which can be emptied
-            cut = Cut(param.numel(), size if settings.stage else 1, index % size if settings.round_robin_gradients else 0)
+            cut = Cut(
+                param.numel(), size if settings.stage else 1, index % size if settings.round_robin_gradients else 0
+            )
             self.params.append(ShardedParam(name, param, cut, rank, persistent=not sharded, index=index))
             if sharded:
                 self.params[-1].release()  # one at a time: the model need not fit whole
@@ -113,12 +117,14 @@ class Zero:
         )  # fmt: skip
         self.gatherer = Gatherer(comms.parameters, comms.near, with_broadcasts=not settings.allgather_partitions)
         self.fetcher: Fetcher | None = None
+        self._handles: list[RemovableHandle] = []
         for sharded_param in self.params:
             setattr(sharded_param.param, ATTRIBUTE, Holder(sharded_param, self.gatherer, comms.parameters))
         for sharded_param in self.trainable:
             if sharded_param.param in rows:
                 continue
-            sharded_param.param.register_post_accumulate_grad_hook(self._gradient_hook(sharded_param))
+            param, hook = sharded_param.param, self._gradient_hook(sharded_param)
+            self._handles.append(param.register_post_accumulate_grad_hook(hook))
         if any(not p.persistent for p in self.params):
             self.fetcher = Fetcher(model, self.by_param, self.gatherer, settings.fetch, hooks)
 
@@ -149,7 +155,7 @@ class Zero:
         self.sparse.clear()
 
     def publish(self, params: Sequence[ShardedParam] | None = None) -> None:
-        """After the optimizer stepped `params` (all, by default): start bringing what stays whole back to every rank."""
+        """After the optimizer stepped `params` (all, by default): start bringing what stays whole to every rank."""
         todo = self.trainable if params is None else params
         for param in todo:
             param.publish()
@@ -162,6 +168,15 @@ class Zero:
     def finish_publish(self) -> None:
         """Wait for what `publish` started."""
         self.gatherer.finish(self.gatherer.pending)
+
+    def close(self) -> None:
+        """Take the hooks out of the model, and end the lanes."""
+        for handle in self._handles:
+            handle.remove()
+        if self.fetcher is not None:
+            self.fetcher.remove()
+        for comm in self.comms:
+            comm.close()
 
     @property
     def size(self) -> int:

@@ -79,6 +79,8 @@ class Reducer:
         self._late: list[ShardedParam] = []
         self.local = comm.size == 1
         """Leave gradients as this rank has them: it is alone, or the optimizer communicates (stage 0 only)."""
+        self._ever_used: set[ShardedParam] = set()
+        self._next = 0
         self._order: list[ShardedParam] | None = []
         """In which gradients become ready, until it is settled."""
         self.before, self._after = self._scales()
@@ -169,6 +171,7 @@ class Reducer:
             if param.master is not None:
                 param.master.grad = None
         self._kept.clear()
+        self._ever_used |= self._used
         self._used.clear()
         for bucket in self._buckets:
             bucket.holds = False
@@ -185,7 +188,7 @@ class Reducer:
     def _scales(self) -> tuple[float, float]:
         """What gradients are multiplied by before the sum over ranks, and what remains after it for the mean.
 
-        The first costs nothing, while copying into the bucket; the second is left to the step, with the rest of scaling.
+        The first costs nothing, while copying into the bucket; the second is left to the step, with the other scaling.
         Dividing by a power of two commutes with a sum in fp32, so it is done before.
         """
         size, factor = self._comm.size, self._settings.predivide_factor
@@ -208,6 +211,7 @@ class Reducer:
             bucket.seal()
         self._slots = {p: (bucket, slot) for bucket in self._buckets for slot, p in enumerate(bucket.params)}
         self._next = 0
+        """The first bucket that has not been sent in this backward."""
         self._kept: dict[ShardedParam, Tensor] = {}
         self._free.clear()
 
@@ -378,7 +382,12 @@ class Reducer:
         kept = self._kept.pop(param, None)
         if kept is not None:
             grad = kept if grad is None else kept.add_(grad)
-        if master is None or grad is None:
+        if master is None:
+            return
+        if grad is None:
+            # Ranks that compress momenta together must all bring one, if any has ever had a gradient.
+            if self._comm.size > 1 and param in self._ever_used:
+                master.grad = torch.zeros_like(master)
             return
         param.param.grad = None
         master.grad = grad.to(master.device).to(master.dtype).view(master.shape)

@@ -6,6 +6,7 @@ is communicated together, so they can change at any time and no checkpoint depen
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,10 +77,10 @@ class Home(Protocol):
 class ShardedParam:
     """One parameter of the model, this rank's piece of it, and the master that the optimizer steps.
 
-    `shard` [n] is the piece in the model's precision. While the whole parameter is always there (stages 1 and 2) it is a
-    view of it; in stage 3 it has storage of its own, and the parameter's is emptied between uses. `master` [n] is what
-    the optimizer sees, in fp32 where the model is in a half precision, and otherwise the shard itself. In stage 0 all
-    three are the whole parameter. A frozen parameter has no master.
+    `shard` [n] is the piece in the model's precision. While the whole parameter is always there (stages 1 and 2) it is
+    a view of it; in stage 3 it has storage of its own, and the parameter's is emptied between uses. `master` [n] is
+    what the optimizer sees, in fp32 where the model is in a half precision, and otherwise the shard itself. In stage 0
+    all three are the whole parameter. A frozen parameter has no master.
 
     Offloaded parameters have their piece in host memory, where `shard` is then, or at a `home`, and `shard` is an empty
     shape: `read_piece` works in either case.
@@ -106,6 +107,8 @@ class ShardedParam:
             self.shard = self.shard.clone()
         self.home: Home | None = None
         self.master: nn.Parameter | None = None
+        self.reload_master: Callable[[ShardedParam], None] | None = None
+        """Takes the master from the piece anew, where the master is not in this process' memory."""
 
     @property
     def flat(self) -> Tensor:
@@ -131,7 +134,7 @@ class ShardedParam:
         return self.home is None and self.shard.dtype == self.master_dtype and self.shard.device == device
 
     def make_master(self, device: torch.device | None = None, *, pin: bool = False) -> nn.Parameter:
-        """The parameter that the optimizer steps, on `device` (the parameter's own by default); `pin` locks its pages."""
+        """What the optimizer steps, on `device` (the parameter's own by default); `pin` locks its pages."""
         place = device or self.param.device
         if self.can_share_master(place):
             self.master = self.param if self.cut.pieces == 1 and self.persistent else nn.Parameter(self.shard)
@@ -170,10 +173,12 @@ class ShardedParam:
     def take_from_whole(self) -> None:
         """The whole parameter was written to: cut the shard from it anew, and the master from that."""
         piece = self.flat[self.start : self.stop]
-        if piece.data_ptr() != self.shard.data_ptr():
-            self.shard.copy_(piece)
-        if self.master is not None and not self.master_is_shard:
-            self.master.data.view(-1).copy_(self.shard)
+        if not self.persistent:
+            self.write_piece(piece)
+        if self.reload_master is not None:
+            self.reload_master(self)
+        elif self.master is not None and not self.master_is_shard:
+            self.master.data.view(-1).copy_(piece)
         self.secondary = None
 
     def fill(self, rows: Tensor, cut: Cut | None = None) -> None:

@@ -11,12 +11,12 @@ from ..comm import Comm
 from .shard import ShardedParam
 
 
-def sparse_params(model: nn.Module, *, dense_too: bool) -> set[nn.Parameter]:
+def sparse_params(model: nn.Module, *, dense_too: bool) -> set[Tensor]:
     """Weights of embeddings whose gradients are sparse, and with `dense_too` (`sparse_gradients`) of all others.
 
     A weight that is tied to another module has a gradient in every row; it is not among the latter.
     """
-    users: dict[nn.Parameter, int] = {}
+    users: dict[torch.Tensor, int] = {}
     for module in model.modules():
         for param in module._parameters.values():
             if param is not None:
