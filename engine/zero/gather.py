@@ -88,6 +88,12 @@ class Gatherer:
             batch.ticket.wait()
             self._write(batch)
 
+    def finish_all_but(self, leave: int) -> None:
+        """Wait for the oldest gathers until `leave` are under way: each holds a buffer."""
+        under_way = dict.fromkeys(self._inflight.values())
+        for batch in list(under_way)[: max(0, len(under_way) - leave)]:
+            self.finish(batch.params)
+
     def bring(self, params: Sequence[ShardedParam], limit: int) -> None:
         """Gather all of `params` now, at most `limit` elements at a time."""
         for batch in batches(params, limit):

@@ -162,8 +162,7 @@ class Zero:
         if self.settings.stage:
             for batch in batches((p for p in todo if p.persistent), self.settings.allgather_bucket_size):
                 self.gatherer.start(batch)
-                if not self.settings.overlap_comm:
-                    self.gatherer.finish(batch)
+                self.gatherer.finish_all_but(2 if self.settings.overlap_comm else 0)
 
     def finish_publish(self) -> None:
         """Wait for what `publish` started."""
