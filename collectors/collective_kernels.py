@@ -12,13 +12,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from dsprof.schema import COLLECTIVE_NAMES, DTYPES, Flag, Kind
 
 from . import dynamo
-from .record import PyRecorder
+from .groups import Group
+from .record import NOTHING, PyRecorder
 
 SEND, RECV_ANY, UNKNOWN = 12, 14, 100
 """c10d::OpType (Work.hpp): the first and the last of the p2p operations, and that of a composite work."""
@@ -35,10 +35,8 @@ class PythonHooks:
     def __init__(self, recorder: PyRecorder) -> None:
         self._recorder = recorder
         self._names: dict[str, int] = {}
-        self._groups: dict[str, _Group] = {}
+        self._groups = recorder.groups
         self._p2p: dict[tuple[int, int, int, bool], int] = {}
-        self._generation = 1
-        self._lock = threading.Lock()
         self._pending: OrderedDict[int, tuple[Any, int]] = OrderedDict()
         """id of a work -> the work, kept so that the id stays its own, and its record's handle."""
         self._reaper = Reaper(self.waited, self._failed)
@@ -68,10 +66,7 @@ class PythonHooks:
         return uninstall
 
     def renew_groups(self) -> None:
-        """The default group was destroyed: torch numbers its groups from 0 again; keep the next ones apart (`0#2`)."""
-        with self._lock:
-            self._generation += 1
-            self._groups = {}
+        self._groups.renew()
 
     def waited(self, work: Any) -> None:
         """Somebody's wait for this work has returned: it is over."""
@@ -86,11 +81,11 @@ class PythonHooks:
     def _kernel(self, call: _Call, after: Any) -> Callable[..., Any]:
         from torch._C import DispatchKey
 
-        redispatch, meta = call.op.redispatch, DispatchKey.Meta
+        redispatch, meta, passed_over = call.op.redispatch, DispatchKey.Meta, self._recorder.passed_over
 
         def kernel(keys: Any, *args: Any) -> Any:
             issued = None
-            if not keys.has(meta):  # a compiler tracing
+            if not keys.has(meta) and passed_over.what == NOTHING:  # meta: a compiler tracing
                 try:
                     issued = self._begin(call, args)
                 except Exception:
@@ -106,7 +101,7 @@ class PythonHooks:
                 self._recorder.count_error()
             return result
 
-        dynamo.skip(kernel, self._begin, self._watch, self._new_group)
+        dynamo.skip(kernel, self._begin, self._watch)
         return kernel
 
     def _begin(self, call: _Call, args: tuple[Any, ...]) -> _Issued | None:
@@ -118,10 +113,10 @@ class PythonHooks:
         pg = ProcessGroup.unbox(args[call.group])
         peer, tag = call.argument(args, call.peer, -1), call.argument(args, call.tag, -1)
         flags = Flag.ASYNC if call.argument(args, call.async_op, False) else 0
-        with self._lock:
-            group = self._groups.get(pg.group_name)
-            if group is None:
-                group = self._groups[pg.group_name] = self._new_group(pg)
+        with self._groups.lock:
+            group = self._groups.named(pg.group_name)
+            if group.gloo is None:
+                group.gloo = _on_gloo(pg)
             if call.p2p:
                 flags |= Flag.P2P
                 stream = group.id, peer, tag, call.send
@@ -133,16 +128,6 @@ class PythonHooks:
                 name = self._names[call.name] = self._recorder.intern(call.name)
         handle = self._recorder.comm_begin(name, group.id, seq, peer, tag, nbytes, dtype, int(flags))
         return _Issued(handle, group, cpu) if handle else None
-
-    def _new_group(self, pg: Any) -> _Group:
-        import torch
-
-        name = pg.group_name if self._generation == 1 else f"{pg.group_name}#{self._generation}"
-        try:
-            gloo = pg._get_backend(torch.device("cpu")).name() == "gloo"
-        except RuntimeError:
-            gloo = False  # no CPU backend in this group
-        return _Group(self._recorder.intern(name), gloo)
 
     def _watch(self, issued: _Issued, result: Any) -> None:
         from torch.distributed import Work
@@ -179,16 +164,9 @@ class PythonHooks:
         return kernel
 
 
-@dataclass
-class _Group:
-    id: int
-    gloo: bool
-    next: int = 0
-
-
 class _Issued(NamedTuple):
     handle: int
-    group: _Group
+    group: Group
     cpu: bool
 
 
@@ -259,6 +237,15 @@ class Reaper:
                     self._over(work)
                     break
             del work
+
+
+def _on_gloo(pg: Any) -> bool:
+    import torch
+
+    try:
+        return bool(pg._get_backend(torch.device("cpu")).name() == "gloo")
+    except RuntimeError:
+        return False  # no CPU backend in this group
 
 
 def payload(args: tuple[Any, ...]) -> tuple[int, int, bool]:

@@ -23,11 +23,15 @@ WRAPPER_FILE: Final = "torch/optim/optimizer.py"
 
 
 class _UnderWay(threading.local):
-    """This thread's nested optimizers (ZeroRedundancyOptimizer steps another one inside), by id, and their record."""
+    """This thread's nested optimizers (ZeroRedundancyOptimizer steps another one inside), by id, and their record.
+
+    `engine`: it is in a step of dsprof's engine, which is recorded whole.
+    """
 
     def __init__(self) -> None:
         self.optimizers: list[int] = []
         self.handle = 0
+        self.engine = False
 
 
 class _Steps:
@@ -49,6 +53,8 @@ class _Steps:
         if self.recorder is None:
             return
         local = self.local
+        if local.engine:
+            return
         if local.optimizers and _active_steps() < 2:  # an earlier step raised, so `after` never ran
             local.optimizers.clear()
         if not local.optimizers:
@@ -59,7 +65,7 @@ class _Steps:
         if dynamo.compiling():
             return
         local = self.local
-        if self.recorder is None or not local.optimizers:
+        if self.recorder is None or local.engine or not local.optimizers:
             return
         if local.optimizers.pop() == id(optimizer) and not local.optimizers:
             self.recorder.end(local.handle)
@@ -93,6 +99,21 @@ def watch(on_first: Callable[[], None] | None = None) -> None:
         register_optimizer_step_pre_hook(_steps.before)
         register_optimizer_step_post_hook(_steps.after)
         _watching = True
+
+
+def enter_engine_step() -> None:
+    """This thread begins a step of dsprof's engine, which is recorded as one: the optimizers in it are passed over."""
+    _steps.local.engine = True
+
+
+def leave_engine_step() -> None:
+    """It ended."""
+    _steps.local.engine = False
+
+
+def in_engine_step() -> bool:
+    """Whether this thread is in one."""
+    return _steps.local.engine
 
 
 def install(recorder: Recorder, on_step: Callable[[], None]) -> Callable[[], None]:

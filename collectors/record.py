@@ -16,6 +16,8 @@ from typing import Final, Protocol
 
 from dsprof import schema
 
+from .groups import Groups
+
 LIMIT_BYTES: Final = 2 << 30
 """Default size limit of one rank's capture."""
 
@@ -27,7 +29,8 @@ CHUNK_BYTES: Final = schema.CHUNK_HEADER_BYTES + schema.CHUNK_RECORDS * schema.R
 
 MAX_HOST_NS: Final = 2**32 - 1
 
-_BEGUN, _DONE, _COMM = int(schema.State.BEGUN), int(schema.State.DONE), int(schema.Kind.COMM)
+_BEGUN, _DONE = int(schema.State.BEGUN), int(schema.State.DONE)
+_COMM, _WAIT = int(schema.Kind.COMM), int(schema.Kind.WAIT)
 _INT64, _DOUBLE, _UINT32, _UINT8 = (struct.Struct("<" + code) for code in "qdIB")
 
 
@@ -37,7 +40,11 @@ def _offset(field: str) -> int:
     return struct.calcsize("<" + before)
 
 
-_END_NS, _AUX, _BYTES, _HOST_NS, _STATE = map(_offset, ("end_ns", "aux", "bytes", "host_ns", "state"))
+_END_NS, _AUX, _BYTES, _SEQ, _HOST_NS, _STATE = map(_offset, ("end_ns", "aux", "bytes", "seq", "host_ns", "state"))
+_START_NS: Final = 0
+
+NOTHING, CALLS, CALLS_AND_WAITS = 0, 1, 2
+"""What of c10d is passed over on a thread, because the engine tells of it."""
 
 
 class Recorder(Protocol):
@@ -62,7 +69,7 @@ class Recorder(Protocol):
         """The id of a name, from 1. Its line is in names.txt when this returns."""
 
     def begin(self, kind: int, name: int, bytes: int = -1, value: float | None = None, /) -> int:
-        """Record that something begins now; a handle for `end`, 0 if it was not recorded."""
+        """Record that something begins now; a handle for `end`, 0 if it was not recorded. A wait may be passed over."""
 
     def end(self, handle: int, value: float | None = None, bytes: int = -1, /) -> None:
         """It ended now. `value` and `bytes` replace what the record has, where given. Handle 0: nothing to do."""
@@ -74,6 +81,28 @@ class Recorder(Protocol):
 
     def mark(self, kind: int, name: int, value: float | None = None, bytes: int = -1, /) -> None:
         """Record an instant or a sample: it begins and ends now."""
+
+    def group(self, name: str, /) -> int:
+        """The id of the process group that has this name now."""
+
+    def number(self, group: str, /) -> int:
+        """Take the next number of a process group's collectives, whoever makes them."""
+
+    def span(
+        self, kind: int, name: int, start_ns: int, end_ns: int, issue_ns: int, value: float | None, bytes: int,
+        group: int, seq: int, dtype: int, flags: int, place: int, module: int, purpose: int, /,
+    ) -> int:  # fmt: skip
+        """Record what the engine tells (schema.Flag.ENGINE); a handle for `span_end`, 0 if it was not recorded.
+
+        `end_ns` 0: it is under way. `issue_ns` is of a comm, `value` of anything else; `seq` -1: no number; `place` is
+        stage << 16 | micro-batch; `module` and `purpose` are ids, 0: none.
+        """
+
+    def span_end(self, handle: int, start_ns: int, end_ns: int, seq: int, /) -> None:
+        """It ended, and began when it turned out to have begun. `seq` -1: as it was. Handle 0: nothing to do."""
+
+    def pass_over(self, what: int, /) -> None:
+        """On this thread, from now on: NOTHING, CALLS of c10d, or CALLS_AND_WAITS are not recorded, nor numbered."""
 
     def count_error(self) -> None:
         """Count an error that a hook caught."""
@@ -105,6 +134,12 @@ class BackwardDepth:
         self._local.depth -= 1
 
 
+class PassedOver(threading.local):
+    """What of c10d is passed over on this thread."""
+
+    what: int = NOTHING
+
+
 class PyRecorder(BackwardDepth):
     """A `Recorder` in Python: 1 to 2 us a record."""
 
@@ -129,6 +164,8 @@ class PyRecorder(BackwardDepth):
         self._errors = 0
         self._lock = threading.Lock()
         self._ids: dict[str, int] = {}
+        self.groups = Groups(self.intern)
+        self.passed_over = PassedOver()
 
     @property
     def records(self) -> int:
@@ -167,6 +204,8 @@ class PyRecorder(BackwardDepth):
             return number
 
     def begin(self, kind: int, name: int, bytes: int = -1, value: float | None = None, /) -> int:
+        if kind == _WAIT and self.passed_over.what == CALLS_AND_WAITS:
+            return 0
         bits = 0 if value is None else _bits(value)
         return self._write(time.perf_counter_ns(), 0, bits, bytes, name, 0, 0, -1, -1, kind, _BEGUN, 0, 0)
 
@@ -204,6 +243,36 @@ class PyRecorder(BackwardDepth):
         self._store(handle, _END_NS, _INT64, end_ns)
         self._store(handle, _STATE, _UINT8, _DONE)
 
+    def group(self, name: str, /) -> int:
+        with self.groups.lock:
+            return self.groups.named(name).id
+
+    def number(self, group: str, /) -> int:
+        with self.groups.lock:
+            found = self.groups.named(group)
+            number, found.next = found.next, found.next + 1
+            return number
+
+    def span(
+        self, kind: int, name: int, start_ns: int, end_ns: int, issue_ns: int, value: float | None, bytes: int,
+        group: int, seq: int, dtype: int, flags: int, place: int, module: int, purpose: int, /,
+    ) -> int:  # fmt: skip
+        aux = issue_ns if kind == _COMM else 0 if value is None else _bits(value)
+        state = _DONE if end_ns else _BEGUN
+        return self._write(
+            start_ns, end_ns, aux, bytes, name, group, seq & schema.NO_SEQ, place, module, kind, state, dtype, flags,
+            purpose,
+        )  # fmt: skip
+
+    def span_end(self, handle: int, start_ns: int, end_ns: int, seq: int, /) -> None:
+        self._store(handle, _START_NS, _INT64, start_ns)
+        if seq != -1:
+            self._store(handle, _SEQ, _UINT32, seq)
+        self.comm_end(handle, end_ns)
+
+    def pass_over(self, what: int, /) -> None:
+        self.passed_over.what = what
+
     def disarm_after_fork(self) -> None:
         self._full = self._closed = True
         self._chunks = {}
@@ -232,6 +301,7 @@ class PyRecorder(BackwardDepth):
         state: int,
         dtype: int,
         flags: int,
+        host_ns: int = 0,
     ) -> int:
         if self._full:
             if not self._closed:
@@ -246,8 +316,9 @@ class PyRecorder(BackwardDepth):
         thread = threading.get_native_id()
         try:
             schema.RECORD.pack_into(
-                chunk, at, start_ns, end_ns, aux, bytes, name, thread, group, seq, peer, tag, 0, kind, 0, dtype, flags
-            )
+                chunk, at, start_ns, end_ns, aux, bytes, name, thread, group, seq, peer, tag, host_ns, kind, 0, dtype,
+                flags,
+            )  # fmt: skip
         except struct.error:  # a number out of range: the slot stays empty
             self._errors += 1
             return 0

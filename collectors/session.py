@@ -68,7 +68,7 @@ class Session:
 
     def install(self) -> None:
         """Install every hook; one that fails is counted and the others still go in."""
-        from . import collectives, modules, optimizers, phases
+        from . import collectives, engine_events, modules, optimizers, phases
 
         facts.watch_ddp()
         facts.send_to(self.write_fact)
@@ -79,6 +79,7 @@ class Session:
             ("phases", lambda: phases.install(self.recorder)),
             ("optimizers", lambda: [optimizers.install(self.recorder, self.on_step)]),
             ("host", lambda: [host.install(self.recorder)]),
+            ("engine events", lambda: [engine_events.install(self.recorder, self.on_step)]),
         )
         for name, hook in hooks:
             try:
@@ -118,7 +119,7 @@ class Session:
         """By the first step the script has chosen its device. Asking the driver earlier could spoil a fork."""
         import torch
 
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized():
             self.write_fact({"fact": "device", "type": "cuda"})
 
     # --- what the user's spans need

@@ -17,8 +17,10 @@ from .schema import (
     CHUNK_MAGIC,
     DTYPES,
     FORMAT_VERSION,
+    READABLE_FORMATS,
     RECORD_BYTES,
     RECORD_FIELDS,
+    Flag,
     Kind,
     State,
     chunk_name,
@@ -110,7 +112,7 @@ def _read_chunk(path: Path, problems: list[str]) -> bytes | None:
     if magic != CHUNK_MAGIC:
         problems.append(f"{path.name}: not a dsprof capture")
         return None
-    if version != FORMAT_VERSION or record_bytes != RECORD_BYTES:
+    if version not in READABLE_FORMATS or record_bytes != RECORD_BYTES:
         problems.append(f"{path.name}: format {version}, this dsprof reads {FORMAT_VERSION}")
         return None
     return content
@@ -132,6 +134,8 @@ def _read_records(
 def _plausible(records: npt.NDArray[np.void], names: dict[int, str]) -> npt.NDArray[np.bool_]:
     """Which records can have been written by a collector: a torn or overwritten one is told by its fields."""
     known = np.fromiter(names, np.int64, len(names))
+    known_or_none = np.append(known, 0)
+    engine = (records["flags"] & Flag.ENGINE) != 0
     start, end = records["start_ns"], records["end_ns"]
     kind, state = records["kind"], records["state"]
     plausible: npt.NDArray[np.bool_] = (
@@ -139,7 +143,10 @@ def _plausible(records: npt.NDArray[np.void], names: dict[int, str]) -> npt.NDAr
         & (kind >= min(Kind)) & (kind <= max(Kind))
         & (start > 0) & ((end == 0) | (end >= start))
         & np.isin(records["name"].astype(np.int64), known)
-        & ((records["group"] == 0) | np.isin(records["group"].astype(np.int64), known))
+        & np.isin(records["group"].astype(np.int64), known_or_none)
+        & (~engine | np.isin(records["tag"].astype(np.int64), known_or_none))
+        & (~engine | np.isin(records["host_ns"].astype(np.int64), known_or_none))
+        & (~engine | (records["peer"] >= 0))
         & (records["dtype"] < len(DTYPES))
     )  # fmt: skip
     return plausible

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from .capture import Capture
-from .schema import COLUMNS, DTYPES, Flag, Kind, State
+from .schema import COLUMNS, DTYPES, NO_SEQ, Flag, Kind, State
 
 Int = npt.NDArray[np.int64]
 
@@ -40,10 +40,18 @@ def trace_rows(capture: Capture, rank: int, restart: int) -> pd.DataFrame:
 
 
 def _measured(capture: Capture) -> pd.DataFrame:
-    """Records as rows: ids turned to names, and the fields that do not apply to null."""
+    """Records as rows: ids turned to names, and the fields that do not apply to null.
+
+    Beside the columns of the table: `engine`, whether dsprof's engine told of it, and the `told_lane`.
+    """
     records = capture.records
-    kind = records["kind"]
+    kind, flags = records["kind"], records["flags"]
     comm = kind == Kind.COMM
+    engine = (flags & Flag.ENGINE) != 0
+    p2p = ((flags & Flag.P2P) != 0) & ~engine
+    of_group = comm | ~engine | (kind == Kind.WAIT)
+    numbered = np.where(engine, of_group & (records["seq"] != NO_SEQ), comm)
+    place = np.where(engine, records["peer"], 0)
     ended = records["end_ns"] > 0
     value = records["aux"].copy().view(np.float64)
     names = np.array([None] * (max(capture.names, default=0) + 1), dtype=object)
@@ -60,7 +68,13 @@ def _measured(capture: Capture) -> pd.DataFrame:
             "dur_ns": pd.array(np.where(ended, records["end_ns"] - records["start_ns"], 0), "Int64").copy(),
             "issue_ns": pd.array(np.where(comm, records["aux"], 0), "Int64"),
             "host_ns": pd.array(records["host_ns"].astype(np.int64), "Int64"),
-            "group": names[records["group"]],
+            "group": names[np.where(of_group, records["group"], 0)],
+            "told_lane": names[np.where(of_group, 0, records["group"])],
+            "engine": engine,
+            "stage": pd.array(place >> 16, "Int64"),
+            "microbatch": pd.array(place & 0xFFFF, "Int64"),
+            "module": names[np.where(engine, records["tag"], 0)],
+            "purpose": names[np.where(engine, records["host_ns"], 0)],
             "seq": pd.array(records["seq"].astype(np.int64), "Int64"),
             "peer": pd.array(records["peer"].astype(np.int64), "Int64"),
             "tag": pd.array(records["tag"].astype(np.int64), "Int64"),
@@ -73,10 +87,12 @@ def _measured(capture: Capture) -> pd.DataFrame:
     ).assign(
         dur_ns=lambda t: t["dur_ns"].where(ended),
         issue_ns=lambda t: t["issue_ns"].where(comm),
-        host_ns=lambda t: t["host_ns"].where(comm),
-        seq=lambda t: t["seq"].where(comm),
-        peer=lambda t: t["peer"].where((records["flags"] & Flag.P2P) != 0),
-        tag=lambda t: t["tag"].where((records["flags"] & Flag.P2P) != 0),
+        host_ns=lambda t: t["host_ns"].where(comm & ~engine),
+        stage=lambda t: t["stage"].where(engine),
+        microbatch=lambda t: t["microbatch"].where(engine),
+        seq=lambda t: t["seq"].where(numbered),
+        peer=lambda t: t["peer"].where(p2p),
+        tag=lambda t: t["tag"].where(p2p),
         bytes=lambda t: t["bytes"].where(records["bytes"] >= 0),
         dtype=lambda t: t["dtype"].where(t["dtype"] != "", None),
     )  # fmt: skip
@@ -97,6 +113,8 @@ def _lanes(rows: pd.DataFrame, main: int) -> pd.Series[str]:
     lane[other] = "thread." + rows.loc[other, "thread"].astype(str)
     comm = rows["kind"] == "comm"
     lane[comm] = "comm." + rows.loc[comm, "group"].astype(str)
+    told = rows["told_lane"].notna()
+    lane[told] = rows.loc[told, "told_lane"]
     return lane
 
 
@@ -164,10 +182,11 @@ def _between_phases(rows: pd.DataFrame, main: int, on_gpu: bool) -> list[pd.Data
 def _backward_waits(rows: pd.DataFrame) -> pd.DataFrame:
     """Waits that DDP's C++ reducer does inside backward: from the last issue to the last completion.
 
-    Only where none was measured there: a wait in Python is told by `Work.wait` itself.
+    Only where none was measured there: a wait in Python is told by `Work.wait` itself, and the engine's by the engine.
     """
     backward = rows[(rows["kind"] == "phase") & (rows["name"] == "backward") & rows["dur_ns"].notna()]
-    comm = rows[(rows["kind"] == "comm") & rows["dur_ns"].notna()].sort_values("issue_ns")
+    others = ~rows["engine"].eq(True)
+    comm = rows[(rows["kind"] == "comm") & others & rows["dur_ns"].notna()].sort_values("issue_ns")
     waits = rows[rows["kind"] == "wait"].sort_values("start_ns")
     issue = comm["issue_ns"].to_numpy(np.int64)
     back_on = issue + comm["host_ns"].fillna(0).to_numpy(np.int64)
@@ -217,7 +236,10 @@ def _step_of(rows: pd.DataFrame, steps: pd.DataFrame) -> Int:
 
 
 def _purpose(rows: pd.DataFrame) -> pd.Series[str]:
-    """What a collective is for, as far as its place tells: reductions issued inside backward carry gradients."""
+    """What a row is for: as the engine told, else, of a collective, as far as its place tells.
+
+    Reductions issued inside backward carry gradients.
+    """
     purpose = pd.Series(None, index=rows.index, dtype=object)
     comm = rows["kind"] == "comm"
     purpose[comm] = "other"
@@ -231,7 +253,7 @@ def _purpose(rows: pd.DataFrame) -> pd.Series[str]:
         inside = (at >= 0) & (when <= end[np.maximum(at, 0)])
         reduces = rows["name"].isin(["all_reduce", "reduce_scatter", "reduce"])
         purpose[comm & inside & reduces] = "gradient"
-    return purpose
+    return rows["purpose"].fillna(purpose)
 
 
 def _depth(rows: pd.DataFrame) -> Int:

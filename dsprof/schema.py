@@ -23,8 +23,10 @@ import socket
 import struct
 from typing import Final
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 """Version of the record layout. The native helper is built against it and refuses another one."""
+READABLE_FORMATS: Final = (1, 2)
+"""What can be read: format 1 had no records of the engine, and is otherwise the same."""
 
 # --- the record -------------------------------------------------------------------------------
 
@@ -36,11 +38,11 @@ RECORD_FIELDS: Final = (
     ("bytes", "q", "<i8", "payload; -1: not applicable"),
     ("name", "I", "<u4", "id in names.txt"),
     ("thread", "I", "<u4", "OS thread id"),
-    ("group", "I", "<u4", "id in names.txt of the process group's name; 0: none"),
-    ("seq", "I", "<u4", "number in the group (collectives) or in (group, src, dst, tag) (p2p), from 0"),
-    ("peer", "i", "<i4", "rank in the group of the other side; -1: none"),
-    ("tag", "i", "<i4", "p2p tag; -1: none"),
-    ("host_ns", "I", "<u4", "comm: time the issuing thread spent in the call (saturates at 4.29 s)"),
+    ("group", "I", "<u4", "id in names.txt of the process group's name, 0: none. ENGINE, no comm or wait: the lane's"),
+    ("seq", "I", "<u4", "number in the group (collectives) or in (group, src, dst, tag) (p2p), from 0; or NO_SEQ"),
+    ("peer", "i", "<i4", "rank in the group of the other side; -1: none. ENGINE: stage << 16 | micro-batch"),
+    ("tag", "i", "<i4", "p2p tag; -1: none. ENGINE: id in names.txt of the module's name, 0: none"),
+    ("host_ns", "I", "<u4", "comm: time the issuing thread spent in the call (to 4.29 s). ENGINE: id of the purpose"),
     ("kind", "B", "u1", "a `Kind`"),
     ("state", "B", "u1", "a `State`; stored last"),
     ("dtype", "B", "u1", "index into DTYPES; 0: none"),
@@ -50,6 +52,9 @@ RECORD_FIELDS: Final = (
 RECORD: Final = struct.Struct("<" + "".join(code for _, code, _, _ in RECORD_FIELDS))
 RECORD_BYTES: Final = 64
 assert RECORD.size == RECORD_BYTES
+
+NO_SEQ: Final = 2**32 - 1
+"""`seq` of an engine's record that has no number."""
 
 
 class Kind(enum.IntEnum):
@@ -85,6 +90,8 @@ class Flag(enum.IntFlag):
     """The caller did not wait inside the call."""
     P2P = 4
     """A send or a receive: it has a peer, and its `seq` counts within (group, src, dst, tag)."""
+    ENGINE = 8
+    """Told by dsprof's engine (`collectors/engine_events.py`): some fields mean something else, see RECORD_FIELDS."""
 
 
 DTYPES: Final = (
@@ -182,7 +189,8 @@ SYNCHRONIZING: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", 
 """Collectives no rank can leave before the last one has arrived."""
 
 PHASES: Final = ("data", "forward", "loss", "backward", "clip", "optimizer")
-"""`loss` (last module to backward) and `clip` (backward to optimizer) are derived on merge."""
+"""`loss` (last module to backward) and `clip` (backward to optimizer) are derived on merge. Where the engine trains,
+`backward` and `optimizer` are its own `backward` and `step`, with what it waits for in them."""
 
 BUDGET_PARTS: Final = (
     "compute", "comm_exposed", "peer_wait", "bubble", "data", "optimizer", "offload", "pause", "other",

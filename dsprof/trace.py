@@ -24,7 +24,7 @@ from .derive import trace_rows
 from .run import RankInfo, RunError, RunFolder, RunInfo, from_known
 from .schema import COLUMNS
 
-MERGE_VERSION = 2
+MERGE_VERSION = 3
 """Part of the signature that tells whether a Parquet file is up to date: raise it when merging changes."""
 SIGNATURE = b"dsprof.signature"
 RANK_INFO = b"dsprof.rank"

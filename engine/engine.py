@@ -424,15 +424,15 @@ class Engine(nn.Module):
 
 
 def _tiles(params: Sequence[ShardedParam], size: int) -> list[list[ShardedParam]]:
-    """Cut `params` into tiles of at most `size` elements of masters, one parameter at least."""
+    """Cut `params` into tiles of at most `size` elements of masters, one parameter at least; the same on every rank."""
     tiles: list[list[ShardedParam]] = [[]]
     filled = 0
     for param in params:
-        if tiles[-1] and filled + param.stop - param.start > size:
+        if tiles[-1] and filled + param.cut.chunk > size:
             tiles.append([])
             filled = 0
         tiles[-1].append(param)
-        filled += param.stop - param.start
+        filled += param.cut.chunk
     return tiles
 
 

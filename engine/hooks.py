@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
-Kind = Literal["phase", "comm", "wait", "module", "pipe", "copy", "mem", "mark", "gauge"]
+Kind = Literal["phase", "comm", "launch", "wait", "module", "pipe", "copy", "mem", "mark", "gauge"]
 """Of the trace's kinds (docs/trace.md), those that an engine can tell of."""
 
 Purpose = Literal[

@@ -168,7 +168,8 @@ class _CudaTicket:
 class CudaLane:
     """A stream beside the computation's. A wait is a wait of the stream, not of the host.
 
-    When somebody listens each communication is bracketed by timing events; `poll` tells of those that are over.
+    When somebody listens each communication is bracketed by timing events, and its call told as a `launch`; `poll` tells
+    of the communications that are over.
     """
 
     def __init__(self, name: str, hooks: Hooks) -> None:
@@ -189,7 +190,8 @@ class CudaLane:
             begin = torch.cuda.Event(enable_timing=True) if listening else None
             if begin is not None:
                 begin.record()
-            work()
+            with self._hooks.span("launch", label.name, module=label.module, purpose=label.purpose):
+                work()
             end.record()
         if begin is not None:
             self._timed.append((begin, end, label, issue_ns, self._hooks.microbatch))

@@ -133,11 +133,11 @@ class Selective(Full):
 def from_config(section: ActivationCheckpointingConfig) -> Policy:
     """The policy that `activation_checkpointing` names."""
     if section.policy == "full":
-        return Full(on_host=section.cpu_checkpointing)
+        return Full(blocks=section.blocks, on_host=section.cpu_checkpointing)
     if section.policy == "every_k":
-        return EveryK(k=section.every, on_host=section.cpu_checkpointing)
+        return EveryK(k=section.every, blocks=section.blocks, on_host=section.cpu_checkpointing)
     if section.policy == "selective":
-        return Selective(on_host=section.cpu_checkpointing)
+        return Selective(blocks=section.blocks, on_host=section.cpu_checkpointing)
     return Nothing()
 
 
@@ -151,7 +151,7 @@ class _ExpensiveOnly(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, mode: TorchDispatchMode) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
 
     def __torch_dispatch__(

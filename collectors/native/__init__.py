@@ -39,6 +39,11 @@ class NativeRecorder(BackwardDepth):
         self.end = module.end
         self.put = module.put
         self.mark = module.mark
+        self.group = module.group
+        self.number = module.number
+        self.span = module.span
+        self.span_end = module.span_end
+        self.pass_over = module.pass_over
         self.count_error = module.count_error
         self.disarm_after_fork = module.disarm_after_fork
         self.close = module.close

@@ -20,7 +20,7 @@ namespace dsprof {
 
 struct Group {
   uint32_t id = 0;
-  bool gloo = false;  // its CPU backend reports its own beginnings and ends
+  std::atomic<int8_t> gloo{-1};  // whether its CPU backend reports its own beginnings and ends; -1: nobody asked yet
   std::atomic<uint32_t> next{0};
 };
 
@@ -29,19 +29,17 @@ struct Group {
 class Groups {
  public:
   Group& of(c10d::ProcessGroup& pg, Recorder& recorder) {
-    const std::string name = pg.getGroupName();  // may take the GIL (a group in Python), so not under our lock
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      const auto found = current_.find(name);
-      if (found != current_.end()) return *found->second;
-    }
-    const bool gloo = on_gloo(pg);
+    Group& group = named(pg.getGroupName(), recorder);  // the name may take the GIL (a group in Python)
+    if (group.gloo < 0) group.gloo = on_gloo(pg);
+    return group;
+  }
+
+  Group& named(const std::string& name, Recorder& recorder) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = current_.find(name);
     if (found != current_.end()) return *found->second;
     Group& group = all_.emplace_back();
     group.id = recorder.intern(name + suffix_);
-    group.gloo = gloo;
     current_.emplace(name, &group);
     return group;
   }
@@ -198,7 +196,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
  private:
   Record* begin(const torch::jit::Stack& stack, Payload& payload, Group*& group) try {
     Recorder* recorder = active.load(std::memory_order_acquire);
-    if (!recorder) return nullptr;
+    if (!recorder || passed_over != kNothing) return nullptr;
     const c10::IValue* arguments = &stack[stack.size() - count_];
     for (size_t i = 0; i < count_; i++) {
       payload.bytes = std::max(payload.bytes, payload.add(arguments[i]));
@@ -258,7 +256,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
             }
           },
           /*uses_future=*/false);
-    } else if (!group.gloo) {
+    } else if (group.gloo != 1) {
       publish(record, kDone);  // nothing will tell its end
     }
   }
@@ -277,7 +275,8 @@ class WaitKernel final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     static const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
     Recorder* recorder = active.load(std::memory_order_acquire);
-    Record* r = recorder && !keys.has_backend(c10::BackendComponent::MetaBit) ? recorder->claim() : nullptr;
+    const bool wanted = recorder && passed_over != kCallsAndWaits && !keys.has_backend(c10::BackendComponent::MetaBit);
+    Record* r = wanted ? recorder->claim() : nullptr;
     if (r) {
       fill(r, kWait, recorder->intern("wait_tensor"), now_ns(), 0, 0, -1);
       publish(r, kBegun);

@@ -36,6 +36,13 @@ PyObject* handle_of(const Recorder& recorder, uint64_t index) {
   return PyLong_FromUnsignedLongLong(recorder.generation << 40 | (index + 1));
 }
 
+// The record of a handle; null if it is none, or an earlier recorder's.
+Record* record_of(int64_t handle) {
+  Recorder* recorder = active.load(std::memory_order_acquire);
+  if (!recorder || !handle || static_cast<uint64_t>(handle) >> 40 != recorder->generation) return nullptr;
+  return recorder->at((static_cast<uint64_t>(handle) & ((1ull << 40) - 1)) - 1);
+}
+
 PyObject* py_open(PyObject*, PyObject* args) {
   const char* path;
   unsigned long long limit;
@@ -54,6 +61,7 @@ PyObject* py_open(PyObject*, PyObject* args) {
   }
   return guarded([&] {
     errors = 0;
+    groups().clear();  // their ids are the last recorder's
     active = new Recorder(folder, names, limit, ++generations);
     Py_RETURN_NONE;
   });
@@ -97,7 +105,7 @@ bool misread() {
 PyObject* py_begin(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const int64_t kind = integer(args, count, 0, 0), name = integer(args, count, 1, 0);
   const int64_t bytes = integer(args, count, 2, -1), value = value_bits(args, count, 3);
-  if (misread()) return PyLong_FromLong(0);
+  if (misread() || (kind == kWait && passed_over == kCallsAndWaits)) return PyLong_FromLong(0);
   Recorder* recorder = active.load(std::memory_order_acquire);
   uint64_t index = 0;
   Record* r = recorder ? recorder->claim(&index) : nullptr;
@@ -112,10 +120,7 @@ PyObject* py_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const int64_t now = now_ns(), handle = integer(args, count, 0, 0), value = value_bits(args, count, 1);
   const int64_t bytes = integer(args, count, 2, -1);
   if (misread()) Py_RETURN_NONE;
-  Recorder* recorder = active.load(std::memory_order_acquire);
-  const uint64_t index = (static_cast<uint64_t>(handle) & ((1ull << 40) - 1)) - 1;
-  if (!recorder || !handle || static_cast<uint64_t>(handle) >> 40 != recorder->generation) Py_RETURN_NONE;
-  if (Record* r = recorder->at(index)) {
+  if (Record* r = record_of(handle)) {
     if (count > 1 && args[1] != Py_None) r->aux = value;
     if (bytes != -1) r->bytes = bytes;
     complete(r, now);
@@ -147,6 +152,71 @@ PyObject* py_mark(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const int64_t value = value_bits(args, count, 2), bytes = integer(args, count, 3, -1), now = now_ns();
   if (misread()) Py_RETURN_NONE;
   put(kind, name, now, now, value, bytes);
+  Py_RETURN_NONE;
+}
+
+// What a group named by Python gives; 0 without a recorder.
+template <class Body>
+PyObject* of_group(PyObject* name, Body body) {
+  Recorder* recorder = active.load(std::memory_order_acquire);
+  Py_ssize_t size = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(name, &size);
+  if (misread() || !recorder) return PyLong_FromLong(0);
+  return guarded([&] { return PyLong_FromUnsignedLong(body(groups().named({text, static_cast<size_t>(size)}, *recorder))); });
+}
+
+PyObject* py_group(PyObject*, PyObject* name) {
+  return of_group(name, [](Group& group) { return group.id; });
+}
+
+PyObject* py_number(PyObject*, PyObject* name) {
+  return of_group(name, [](Group& group) { return group.next++; });
+}
+
+// span(kind, name, start_ns, end_ns, issue_ns, value, bytes, group, seq, dtype, flags, place, module, purpose) -> handle
+PyObject* py_span(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 14) {
+    PyErr_SetString(PyExc_TypeError, "span takes 14 arguments");
+    return nullptr;
+  }
+  int64_t number[14];
+  for (Py_ssize_t i = 0; i < count; i++) number[i] = i == 5 ? 0 : PyLong_AsLongLong(args[i]);
+  const int64_t value = value_bits(args, count, 5);
+  if (misread()) return PyLong_FromLong(0);
+  const auto [kind, name, start, end, issue, unused, bytes, group, seq, dtype, flags, place, module, purpose] = number;
+  Recorder* recorder = active.load(std::memory_order_acquire);
+  uint64_t index = 0;
+  Record* r = recorder ? recorder->claim(&index) : nullptr;
+  if (!r) return PyLong_FromLong(0);
+  const int64_t aux = kind == kComm ? issue : value;
+  fill(r, static_cast<uint8_t>(kind), static_cast<uint32_t>(name), start, end, aux, bytes);
+  r->group = static_cast<uint32_t>(group);
+  r->seq = static_cast<uint32_t>(seq);
+  r->peer = static_cast<int32_t>(place);
+  r->tag = static_cast<int32_t>(module);
+  r->host_ns = static_cast<uint32_t>(purpose);
+  r->dtype = static_cast<uint8_t>(dtype);
+  r->flags = static_cast<uint8_t>(flags);
+  publish(r, end ? kDone : kBegun);
+  return handle_of(*recorder, index);
+}
+
+// span_end(handle, start_ns, end_ns, seq)
+PyObject* py_span_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  const int64_t handle = integer(args, count, 0, 0), start = integer(args, count, 1, 0);
+  const int64_t end = integer(args, count, 2, 0), seq = integer(args, count, 3, -1);
+  if (misread()) Py_RETURN_NONE;
+  if (Record* r = record_of(handle)) {
+    r->start_ns = start;
+    if (seq != -1) r->seq = static_cast<uint32_t>(seq);
+    complete(r, end);
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* py_pass_over(PyObject*, PyObject* what) {
+  const long value = PyLong_AsLong(what);
+  if (!misread()) passed_over = static_cast<uint8_t>(value);
   Py_RETURN_NONE;
 }
 
@@ -209,6 +279,11 @@ PyMethodDef methods[] = {
     {"end", FAST(py_end), "end(handle, value=None, bytes=-1)"},
     {"put", FAST(py_put), "put(kind, name, start_ns, end_ns, value=None, bytes=-1)"},
     {"mark", FAST(py_mark), "mark(kind, name, value=None, bytes=-1)"},
+    {"group", py_group, METH_O, "group(name) -> id of the process group that has this name now"},
+    {"number", py_number, METH_O, "number(group name) -> the number of its next collective, which this takes"},
+    {"span", FAST(py_span), "What the engine tells; see record.py -> handle; 0: not recorded"},
+    {"span_end", FAST(py_span_end), "span_end(handle, start_ns, end_ns, seq)"},
+    {"pass_over", py_pass_over, METH_O, "pass_over(0 nothing, 1 calls of c10d, 2 and waits), on this thread"},
     {"counters", py_counters, METH_NOARGS, "() -> (records, dropped, errors)"},
     {"install_collectives", py_install_collectives, METH_O, "install_collectives({operator: name})"},
     {"renew_groups", py_renew_groups, METH_NOARGS, "The default group was destroyed: group names begin anew"},

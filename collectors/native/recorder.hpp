@@ -48,6 +48,10 @@ inline uint32_t thread_id() {
   return id;
 }
 
+// What of c10d this thread does not record, because the engine tells of it (record.py: NOTHING, CALLS, ...).
+enum PassedOver : uint8_t { kNothing = 0, kCalls = 1, kCallsAndWaits = 2 };
+inline thread_local uint8_t passed_over = kNothing;
+
 inline std::atomic<uint64_t> errors{0};  // of the hooks: caught, and of no consequence to the job
 
 class Recorder {

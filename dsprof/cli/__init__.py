@@ -16,7 +16,7 @@ from dsprof.settings import SettingsError
 
 from .split import split_at_job
 
-VERBS: Final = ("run", "report", "tensorboard", "analyze")
+VERBS: Final = ("run", "report", "tensorboard", "analyze", "doctor")
 USAGE: Final = 2
 
 # Typer's own Click is private, and not always Click; the class above all usage errors is reached through a public one.

@@ -34,7 +34,7 @@ class Batch:
 def solve(train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> Batch:
     """The batch sizes, of which None are still to be found, as DeepSpeed finds them. Raises BatchError."""
     if train is None and micro is None:
-        raise BatchError(f'{TRAIN}: missing; write "{MICRO}", the samples that a GPU takes in one forward pass')
+        raise BatchError(f'{TRAIN}: missing; write "{MICRO}", the samples of a GPU in one forward pass')
     found = _fill(train, micro, accumulation, ranks)
     if found.train == found.micro * found.accumulation * ranks:
         return found

@@ -23,6 +23,10 @@ class ActivationCheckpointingConfig(Section):
     every: Whole = Field(default=2, ge=1)
     """dsprof's own. With `every_k`: one block in so many is recomputed."""
 
+    blocks: tuple[str, ...] | None = None
+    """dsprof's own. Names of the blocks that `policy` is about, with `*` for any text, as `layers.*`. Default: the
+    largest list of modules of one kind in the model."""
+
 
 class CheckpointConfig(Section):
     """How `save_checkpoint` and `load_checkpoint` behave."""

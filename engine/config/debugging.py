@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from .model import Number, Section, Whole
+from .model import Section, Whole
 
 
 class CommsLoggerConfig(Section):
@@ -29,11 +29,8 @@ class FlopsProfilerConfig(Section):
     enabled: bool = False
     """Profile a step and print the table."""
 
-    recompute_fwd_factor: Number = Field(default=0.0, ge=0)
-    """Forward passes that recomputation adds to a step: 1 where all of it is computed again."""
-
     profile_step: Whole = Field(default=1, ge=1)
-    """Which step, counted from 1."""
+    """The step that is timed, by the number of steps before it. Operations are counted in the one before it."""
 
     module_depth: Whole = Field(default=-1, ge=-1)
     """Depth of modules up to which the summary goes; -1: to the innermost."""

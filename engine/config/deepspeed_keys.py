@@ -23,8 +23,8 @@ class Foreign:
 
     def is_off(self, value: object) -> bool:
         """Whether the value asks for nothing."""
-        if isinstance(value, Mapping):
-            return not value or value.get("enabled") is False
+        if isinstance(value, Mapping) and (not value or value.get("enabled") is False):
+            return True
         return value is None or value is False or value in self.off
 
 
@@ -44,9 +44,7 @@ TOP: Final[dict[str, Foreign]] = {
     "amp": _refused('write "bf16": {"enabled": true}, or "fp16"; DeepSpeed has removed it too'),
     "autotuning": _refused("try values one by one under `dsprof run`, which says what each of them changed"),
     "comet": _refused('write "tensorboard" or "csv_monitor", which any tracker can read'),
-    "compile": _refused(
-        "call `torch.compile` on the model and pass the result to `initialize`", {"deepcompile": False}
-    ),
+    "compile": _refused("pass `torch.compile(model)` to `initialize`", {"deepcompile": False}),
     "compression_training": _refused("quantize or prune the model itself; DeepSpeed has removed it too"),
     "curriculum_learning": _refused("let the data set or its sampler choose; DeepSpeed has removed it too"),
     "data_efficiency": _refused("let the data set or its sampler choose, and pass it as `training_data=`"),
@@ -59,9 +57,7 @@ TOP: Final[dict[str, Foreign]] = {
     "elasticity": _refused(
         "a checkpoint loads at any number of ranks; write the batch sizes themselves. DeepSpeed has removed it too"
     ),
-    "expert_parallel": _refused(
-        "experts are not spread over ranks here; remove it to train them like other parameters"
-    ),
+    "expert_parallel": _refused("experts are trained like all parameters, not spread over ranks; remove it"),
     "gradient_allreduce_op": _refused("gradients are averaged; multiply the loss to sum them up", "mean"),
     "graph_harvesting": _refused("capture CUDA graphs in the model itself; DeepSpeed has removed it too"),
     "hybrid_engine": _refused("this engine trains; generate text with the module inside it, `engine.module`"),
@@ -79,9 +75,7 @@ TOP: Final[dict[str, Foreign]] = {
     "torch_autocast": _refused('write "bf16": {"enabled": true}, or use `torch.autocast` in the model\'s own forward'),
     "use_data_before_expert_parallelism": _refused("experts are not spread over ranks here"),
     "vocabulary_size": _no_effect("DeepSpeed only warns of one that is no multiple of 8"),
-    "wandb": _refused(
-        'write "tensorboard" and start the run with `wandb.init(sync_tensorboard=True)`, or "csv_monitor"'
-    ),
+    "wandb": _refused('write "tensorboard", which `wandb.init(sync_tensorboard=True)` passes on, or "csv_monitor"'),
     "weight_quantization": _refused("it is for inference"),
     "zero_force_ds_cpu_optimizer": _no_effect("any optimizer may be offloaded"),
 }
@@ -89,7 +83,7 @@ TOP: Final[dict[str, Foreign]] = {
 ZERO: Final[dict[str, Foreign]] = {
     "allgather_size": _refused('write "allgather_bucket_size"'),
     "compute_grad_norm": _no_effect(_CHEAP_NORM),
-    "cpu_offload_use_pin_memory": _refused('write "pin_memory" in "offload_optimizer" and "offload_param"'),
+    "cpu_offload_use_pin_memory": _no_effect('write "pin_memory" in "offload_optimizer" and "offload_param"'),
     "elastic_checkpoint": _no_effect("every checkpoint loads at any number of ranks"),
     "enable_sanity_checks": _no_effect("what can be checked cheaply always is"),
     "leaf_module": _refused('where ranks run different modules, as experts do, write "stage": 2'),
@@ -115,7 +109,7 @@ ZERO: Final[dict[str, Foreign]] = {
     "zero_quantized_gradients": _refused('write "communication_data_type": "bf16", or the optimizer "OneBitAdam"'),
     "zero_quantized_nontrainable_weights": _refused("quantize frozen weights in the model itself"),
     "zero_quantized_weights": _refused(
-        'write "bf16": {"enabled": true}, and "zero_hpz_partition_size" across machines'
+        'write "bf16": {"enabled": true}, and across machines "zero_hpz_partition_size"'
     ),
     "zeropp_loco_param": _refused("gradients are not quantized; DeepSpeed has removed it too"),
 }
@@ -196,6 +190,10 @@ COMMS_LOGGER: Final[dict[str, Foreign]] = {
     "debug": _no_effect("module and purpose of a communication are always told"),
 }
 
+FLOPS_PROFILER: Final[dict[str, Foreign]] = {
+    "recompute_fwd_factor": _no_effect("what is computed again is counted as it happens"),
+}
+
 TENSOR_PARALLEL: Final[dict[str, Foreign]] = {
     name: _refused("only the number of ranks is read, and more than one is not available yet")
     for name in (
@@ -227,6 +225,7 @@ FOREIGN: Final[dict[str, dict[str, Foreign]]] = {
     "activation_checkpointing": ACTIVATION_CHECKPOINTING,
     "checkpoint": CHECKPOINT,
     "comms_logger": COMMS_LOGGER,
+    "flops_profiler": FLOPS_PROFILER,
     "tensor_parallel": TENSOR_PARALLEL,
     "pipeline": PIPELINE,
 }

@@ -26,8 +26,14 @@ class ConfigError(ValueError):
         """Each begins with the key it is about."""
         self.warnings = warnings or []
         """What else there is to say."""
+        self.source = source
+        """The file."""
         prefix = "" if source is None else f"{source}: "
         super().__init__("\n".join(f"{prefix}{problem}" for problem in problems))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For the way from one process to another."""
+        return ConfigError, (self.problems, self.warnings, self.source)
 
 
 def load(source: Mapping[str, Any] | str | Path | None, *, world_size: int = 1) -> Config:
@@ -56,20 +62,25 @@ def load(source: Mapping[str, Any] | str | Path | None, *, world_size: int = 1) 
 
 def _validated(values: dict[str, Any], notes: Notes) -> Config:
     """The configuration without what cannot be taken, so that the rest is still looked at."""
+    left_out: set[tuple[str, ...]] = set()
     while True:
         try:
             return Config.model_validate(values)
         except ValidationError as error:
-            for complaint in complaints(error, Config, values):
-                notes.problems.append(str(complaint))
-                _remove(values, complaint.keys[:-1] if complaint.missing else complaint.keys)
+            for wrong in list(complaints(error, Config, values)):  # before any is left out
+                if wrong.keys not in left_out:  # else it is missing because it was wrong
+                    notes.problems.append(str(wrong))
+                left_out.add(wrong.keys)
+                _leave_out(values, wrong.keys[:1] if wrong.missing else wrong.keys)
 
 
-def _remove(values: dict[str, Any], keys: Sequence[str]) -> None:
-    *sections, last = keys
-    for key in sections:
-        values = values.get(key, {})
-    values.pop(last, None)
+def _leave_out(values: dict[str, Any], keys: Sequence[str]) -> None:
+    """Take away what is under `keys`, or as far along them as there is anything."""
+    key, *rest = keys
+    if rest and isinstance(values.get(key), dict) and rest[0] in values[key]:
+        _leave_out(values[key], rest)
+    else:
+        values.pop(key, None)
 
 
 def _with_batch_sizes(config: Config, ranks: int, notes: Notes) -> Config:
@@ -120,7 +131,7 @@ def _syntax(error: json.JSONDecodeError, text: str) -> str:
     if not text.strip():
         return "the file is empty; write an object of keys and values"
     if rest[:1] in ("/", "#"):
-        return "JSON has no comments, although DeepSpeed lets them pass; remove it"
+        return "JSON has no comments; remove it"
     if rest[:1] == "'":
         return "strings take double quotes"
     if rest[:1] == "," or (rest[:1] in ("}", "]") and before.endswith(",")):

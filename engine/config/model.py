@@ -56,6 +56,8 @@ class Params(Section):
 class TorchParams(Params):
     """Parameters of one of torch's own: names are checked here, values by torch."""
 
+    model_config = ConfigDict(use_attribute_docstrings=False)
+
 
 def torch_params(type: str, names: str) -> type[TorchParams]:
     """A model with these names, none of them needed, for a class of torch's."""
@@ -98,7 +100,7 @@ def whole(value: object) -> int:
         number = Decimal(int(value) if isinstance(value, Integral) else value)  # type: ignore[arg-type]
     except (ValueError, InvalidOperation):
         raise ValueError("not a whole number") from None
-    if number.is_finite() and abs(number) > LARGEST:  # before the digits of 1e999999999 are written out
+    if number.is_finite() and not -LARGEST <= number <= LARGEST:  # before 1e999999999 is written out
         raise Complaint(f"{shown(value)} is too large; the largest number that can be written is {LARGEST}")
     if not number.is_finite() or number != number.to_integral_value():
         raise ValueError("not a whole number")

@@ -239,6 +239,8 @@ def recomputation(config: Config, world_size: int) -> Iterator[Remark]:
     section = config.activation_checkpointing
     if section.policy != "every_k":
         yield from without_effect(section, "activation_checkpointing", ["every"], 'it takes "policy": "every_k"')
+    if section.policy == "none":
+        yield from without_effect(section, "activation_checkpointing", ["blocks"], 'it takes a "policy" but "none"')
 
 
 def logged_communications(config: Config, world_size: int) -> Iterator[Remark]:

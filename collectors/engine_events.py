@@ -1,0 +1,157 @@
+"""What dsprof's own engine tells: its communications, waits, copies and marks, and where a step's work really ends.
+
+Each fact is recorded once. While a communication of the engine is under way on a thread, the c10d calls that it makes
+there are passed over. Forward is seen by `modules`; backward and step of the engine hold more than the autograd engine
+and the optimizer do (buckets that are still under way, the norm, weights sent back), so its spans take their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from dsprof.engine.hooks import Span, subscribe
+from dsprof.schema import DTYPES, Flag, Kind
+
+from . import optimizers
+from .record import CALLS, CALLS_AND_WAITS, NOTHING
+
+if TYPE_CHECKING:
+    from .record import Recorder
+
+KINDS: Final = {kind.name.lower(): int(kind) for kind in Kind}
+DTYPE_NUMBERS: Final[dict[str | None, int]] = {name: number for number, name in enumerate(DTYPES)}
+INSTANTS: Final = ("mark", "gauge", "mem")
+"""Kinds that are told at their end alone."""
+TOLD: Final = int(Flag.ENGINE)
+TOLD_BESIDE: Final = int(Flag.ENGINE | Flag.START_MEASURED | Flag.ASYNC)
+"""A communication's that runs beside the computation."""
+LARGEST_PLACE: Final = 2**15 - 1
+"""Of stages and micro-batches that a record and the table have room for."""
+
+
+def install(recorder: Recorder, on_step: Callable[[], None]) -> Callable[[], None]:
+    """Record what the engine tells from now on, and call `on_step` after each of its steps."""
+    return subscribe(EngineEvents(recorder, on_step))
+
+
+class EngineEvents:
+    """A listener of `dsprof.engine.hooks`. Spans that began before it listened are left to the other collectors."""
+
+    def __init__(self, recorder: Recorder, on_step: Callable[[], None]) -> None:
+        self._recorder = recorder
+        self._on_step = on_step
+        self._ids: dict[str | None, int] = {None: 0}
+        self._open: dict[int, int] = {}
+        """id of a span under way -> its record's handle."""
+        self._ahead: dict[str, int] = {}
+        """Process group -> how far its numbering is ahead of the engine's, which counts its own calls only."""
+
+    def begin(self, span: Span) -> None:
+        try:
+            self._begin(span)
+        except Exception:
+            self._recorder.count_error()
+
+    def end(self, span: Span) -> None:
+        try:
+            self._end(span)
+        except Exception:
+            self._recorder.count_error()
+
+    def _begin(self, span: Span) -> None:
+        if span.kind == "comm":
+            beside = span.lane.startswith("comm.")
+            # Beside the computation nobody stands still for it; on its thread, c10d's own wait is where it does.
+            self._recorder.pass_over(CALLS_AND_WAITS if beside else CALLS)
+            self._open[id(span)] = self._record_comm(span, TOLD_BESIDE if beside else TOLD)
+        elif span.kind == "launch":  # the communication itself is told when the device has ended it
+            self._recorder.pass_over(CALLS_AND_WAITS)
+            self._open[id(span)] = self._record(span, span.name)
+        elif span.kind == "phase":
+            name = self._enter(span.name)
+            if name is not None:
+                self._open[id(span)] = self._record(span, name)
+        else:
+            self._open[id(span)] = self._record(span, span.name)
+
+    def _end(self, span: Span) -> None:
+        if span.kind in ("comm", "launch"):
+            self._recorder.pass_over(NOTHING)
+        handle = self._open.pop(id(span), None)
+        if handle is None:
+            if span.kind in INSTANTS:
+                self._record(span, span.name)
+            return
+        seq = -1
+        if span.kind == "wait" and span.group is not None and span.seq is not None:
+            # What it waited for has begun by now, and is the last of its group: a lane keeps its order.
+            seq = span.seq + self._ahead.get(span.group, 0)
+        self._recorder.span_end(handle, span.start_ns, span.end_ns or 0, seq)
+        if span.kind == "phase":
+            self._leave(span.name)
+
+    # --- phases that other collectors see too
+
+    def _enter(self, phase: str) -> str | None:
+        """The name under which a phase is recorded; None if somebody else records it."""
+        if phase == "backward":
+            self._recorder.enter_backward()  # the autograd engine's own is now part of this one
+            return "backward"
+        if phase == "step":
+            optimizers.enter_engine_step()
+            return "optimizer"
+        if phase == "optimizer":  # of a step it is one of several tiles, each with an optimizer's step of its own
+            return "tile" if optimizers.in_engine_step() else None
+        return None if phase == "forward" else phase
+
+    def _leave(self, phase: str) -> None:
+        if phase == "backward":
+            self._recorder.leave_backward()
+        elif phase == "step":
+            optimizers.leave_engine_step()
+            self._on_step()
+
+    # --- records
+
+    def _record_comm(self, span: Span, flags: int) -> int:
+        group = span.group or span.lane
+        seq = self._recorder.number(group)
+        if span.seq is not None:
+            self._ahead[group] = seq - span.seq
+        return self._write(span, span.name, self._recorder.group(group), seq, flags)
+
+    def _record(self, span: Span, name: str) -> int:
+        if span.kind == "wait":
+            group = 0 if span.group is None else self._recorder.group(span.group)
+        else:
+            group = 0 if span.lane == "main" else self._id(span.lane)
+        return self._write(span, name, group, -1, TOLD)
+
+    def _write(self, span: Span, name: str, group: int, seq: int, flags: int) -> int:
+        ids, start_ns, issue_ns, size = self._ids, span.start_ns, span.issue_ns, span.bytes
+        stage, microbatch = span.stage, span.microbatch
+        if stage > LARGEST_PLACE or microbatch > LARGEST_PLACE:
+            stage, microbatch = min(stage, LARGEST_PLACE), min(microbatch, LARGEST_PLACE)
+        return self._recorder.span(
+            KINDS[span.kind],
+            ids.get(name) or self._id(name),
+            start_ns,
+            span.end_ns or 0,
+            start_ns if issue_ns is None else issue_ns,
+            span.value,
+            -1 if size is None else size,
+            group,
+            seq,
+            DTYPE_NUMBERS.get(span.dtype, 0),
+            flags,
+            stage << 16 | microbatch,
+            ids.get(span.module) or self._id(span.module),
+            ids.get(span.purpose) or self._id(span.purpose),
+        )
+
+    def _id(self, name: str | None) -> int:
+        number = self._ids.get(name)
+        if number is None:
+            number = self._ids[name] = self._recorder.intern(str(name))
+        return number

@@ -1,0 +1,41 @@
+"""Process groups as `PyRecorder` knows them. The native helper's are in `native/collectives.hpp`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass
+class Group:
+    id: int
+    """Of its name."""
+    gloo: bool | None = None
+    """Whether its CPU backend is gloo; None until somebody asked."""
+    next: int = 0
+    """Number of its next collective."""
+
+
+class Groups:
+    """Groups by name, as a new one may have a destroyed one's address. Use them, and what they return, under `lock`."""
+
+    def __init__(self, intern: Callable[[str], int]) -> None:
+        self.lock = threading.Lock()
+        self._intern = intern
+        self._groups: dict[str, Group] = {}
+        self._generation = 1
+
+    def named(self, name: str) -> Group:
+        """The group that has this name now."""
+        group = self._groups.get(name)
+        if group is None:
+            known_as = name if self._generation == 1 else f"{name}#{self._generation}"
+            group = self._groups[name] = Group(self._intern(known_as))
+        return group
+
+    def renew(self) -> None:
+        """The default group was destroyed: torch numbers its groups from 0 again; keep the next ones apart (`0#2`)."""
+        with self.lock:
+            self._generation += 1
+            self._groups = {}

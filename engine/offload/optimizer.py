@@ -1,0 +1,394 @@
+"""Where masters and the optimizer's states are between steps, and how they come to the step, tile by tile."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..optim.build import ELEMENTWISE
+from ..optim.lamb import Lamb
+from ..optim.lion import Lion
+from ..zero.shard import ShardedParam
+from .buffers import Buffer, Pool, hollow, round_up
+from .files import About, Disk, File, OffloadError, Ticket
+
+if TYPE_CHECKING:
+    from ..config.offload import OffloadOptimizerConfig
+
+Tiles = Sequence[Sequence[ShardedParam]]
+
+MASTER: Final = ""
+"""The master's place among the names of its states."""
+
+
+class States(Protocol):
+    """Masters and states between steps. Made before the masters, and told of the optimizer when it is there."""
+
+    def make_master(self, param: ShardedParam) -> nn.Parameter:
+        """The parameter that the optimizer steps; see `ShardedParam.make_master`."""
+
+    def attach(self, optimizer: Optimizer, tiles: Tiles) -> None:
+        """Of whom the states are, and what is stepped together. Once, before the first `through`."""
+
+    def through(self, *, changed: bool = True) -> Iterator[Sequence[ShardedParam]]:
+        """Each tile, its masters and states in memory until the next is asked for: the only way to see or set them.
+
+        What is done to them is kept if `changed`, states that were added or replaced included.
+        """
+
+    def at_once(self, *, changed: bool = True) -> contextlib.AbstractContextManager[None]:
+        """As `through`, all of them at once, for a checkpoint. Those in a file are mapped, and take no memory."""
+
+
+class InMemory:
+    """Masters and states in memory: the host's for a share `ratio` of the model's elements, else the device's.
+
+    The share is spread evenly over the model, whole parameters each. Without a GPU the two memories are one, and
+    nothing is copied.
+    """
+
+    def __init__(self, device: torch.device, ratio: float = 0.0, pin: bool = True) -> None:
+        self._device = device
+        self._ratio = ratio
+        self._pin = pin and device.type == "cuda"
+        self._seen = 0
+        self._tiles: Tiles = ()
+        self.hosted: list[str] = []
+        """Names of the parameters whose states are in host memory on purpose."""
+        self.hosted_elements = 0
+
+    def make_master(self, param: ShardedParam) -> nn.Parameter:
+        if not self._choose(param):
+            return param.make_master()
+        return param.make_master(torch.device("cpu"), pin=self._pin)
+
+    def attach(self, optimizer: Optimizer, tiles: Tiles) -> None:
+        self._tiles = tiles
+
+    def through(self, *, changed: bool = True) -> Iterator[Sequence[ShardedParam]]:
+        yield from self._tiles
+
+    def at_once(self, *, changed: bool = True) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def _choose(self, param: ShardedParam) -> bool:
+        """Whether the share comes nearest to `ratio` with this one on the host too."""
+        self._seen += param.numel
+        if not self.hosted_elements + param.numel / 2 < self._ratio * self._seen:
+            return False
+        self.hosted.append(param.name)
+        self.hosted_elements += param.numel
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor is in its tile's image: the same in the file and in a buffer."""
+
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def view(self, buffer: Buffer) -> Tensor:
+        return buffer.view(self.start, self.dtype, self.shape)
+
+
+@dataclass(eq=False, slots=True)
+class _Tile:
+    """Parameters that are stepped together, and the image of their masters and states. Sizes and offsets in bytes."""
+
+    number: int
+    params: Sequence[ShardedParam]
+    places: dict[tuple[ShardedParam, str], _Place] = field(default_factory=dict)
+    size: int = 0
+    room: int = 0
+    """What the image is expected to grow to."""
+    offset: int = 0
+    allocated: int = 0
+    """In the file, from `offset`."""
+    written: bool = False
+    """Whether the file has it, or a buffer that is being written: if not, masters are as the parameters have them."""
+    buffer: Buffer | None = None
+    reading: Ticket | None = None
+    writing: Ticket | None = None
+
+    def add(self, param: ShardedParam, key: str, tensor: Tensor) -> _Place:
+        place = self.places[param, key] = _Place(self.size, tensor.dtype, tensor.shape)
+        self.size += _spaced(tensor.nbytes)
+        self.room = max(self.room, self.size)
+        return place
+
+    @property
+    def about(self) -> About:
+        return About("optimizer", value=float(self.number))
+
+
+class OnDisk:
+    """Masters and states in a file; only the tiles in flight are in memory, at most `buffer_count`.
+
+    States are what an optimizer keeps in tensors of the master's shape; the rest (step counts) stays in memory. So does
+    a master that is the parameter's own piece: fp32 on a CPU.
+    """
+
+    def __init__(self, disk: Disk, device: torch.device, section: OffloadOptimizerConfig) -> None:
+        self._file: File = disk.open("what the optimizer keeps")
+        self._pool = Pool(section.buffer_count, device, section.pin_memory)
+        self._section = section
+        self._tiles: list[_Tile] = []
+        self._optimizer: Optimizer | None = None
+
+    def make_master(self, param: ShardedParam) -> nn.Parameter:
+        host = torch.device("cpu")
+        if param.can_share_master(host):
+            return param.make_master(host)
+        param.master = nn.Parameter(hollow(param.master_shape, param.master_dtype))
+        param.reload_master = self._reload
+        return param.master
+
+    def attach(self, optimizer: Optimizer, tiles: Tiles) -> None:
+        """Raises OffloadError if the disk has no room for everything, unless `fast_init` leaves that to the steps."""
+        self._optimizer = optimizer
+        per_element = _bytes_per_element(optimizer)
+        for number, params in enumerate(tiles):
+            tile = _Tile(number, params)
+            states = 0
+            for param in params:
+                master = _master(param)
+                if not param.master_is_shard:
+                    tile.add(param, MASTER, master)
+                states += _spaced(per_element.get(master, 0) * master.numel())
+            tile.room = tile.size + states
+            self._tiles.append(tile)
+        if self._section.fast_init:
+            return
+        offset = self._file.allocate(sum(round_up(tile.room) for tile in self._tiles))
+        for tile in self._tiles:
+            tile.offset, tile.allocated = offset, round_up(tile.room)
+            offset += tile.allocated
+        for tile in self._tiles:
+            if tile.size:
+                self._ready(tile)
+                self._write(tile)
+        self._settle()
+
+    def through(self, *, changed: bool = True) -> Iterator[Sequence[ShardedParam]]:
+        """Raises OffloadError if a disk fails or is full."""
+        try:
+            for tile in self._tiles:
+                self._ready(tile)
+                if self._section.pipeline_read:
+                    self._read_ahead(self._tiles[tile.number + 1 :])
+                if tile.buffer is not None:
+                    self._install(tile, tile.buffer)
+                yield tile.params
+                if changed:
+                    for param, key, tensor in self._tensors(tile):
+                        self._keep(tile, param, key, tensor)
+                self._hollow_out(tile)
+                if changed and tile.size:
+                    self._write(tile)
+                    if not self._section.pipeline_write:
+                        self._settle(tile)
+                self._drop(tile)
+        finally:
+            for tile in self._tiles:  # none has a buffer, unless a step failed
+                if tile.buffer is not None:
+                    self._hollow_out(tile)
+                    self._drop(tile)
+
+    @contextlib.contextmanager
+    def at_once(self, *, changed: bool = True) -> Iterator[None]:
+        self._settle()
+        for tile in self._tiles:
+            if tile.size and not tile.written:
+                self._ready(tile)
+                self._write(tile)
+        self._settle()
+        memory = self._file.mapped()
+        for tile in self._tiles:
+            self._install(tile, Buffer(memory[tile.offset : tile.offset + round_up(tile.size)]))
+        try:
+            yield
+            if changed:
+                self._file.sync()
+                for tile in self._tiles:
+                    self._replace(tile, memory)
+                self._settle()
+        finally:
+            for tile in self._tiles:
+                self._hollow_out(tile)
+
+    # --- into memory
+
+    def _start_reading(self, tile: _Tile, wait: bool) -> bool:
+        """Whether the tile is in a buffer, or on its way to one."""
+        if tile.buffer is None:
+            if tile.writing is not None:
+                if not wait and not tile.writing.done:
+                    return False
+                tile.writing.wait()
+                tile.writing = None
+            tile.buffer = self._pool.take(round_up(tile.room), wait)
+            if tile.buffer is not None and tile.written:
+                memory = tile.buffer.memory[: round_up(tile.size)]
+                tile.reading = self._file.read(tile.offset, memory, tile.about)
+        return tile.buffer is not None
+
+    def _read_ahead(self, tiles: Sequence[_Tile]) -> None:
+        for tile in tiles:
+            if tile.room and not self._start_reading(tile, wait=False):
+                return
+
+    def _ready(self, tile: _Tile) -> None:
+        """Have the tile in a buffer."""
+        if not tile.room:
+            return
+        if not self._start_reading(tile, wait=True):
+            raise AssertionError("one tile at a time is in use, so a buffer is free, or is going to be")
+        assert tile.buffer is not None
+        if tile.reading is not None:
+            tile.reading.wait()
+            tile.reading = None
+        if not tile.written:
+            for (param, key), place in tile.places.items():
+                if key == MASTER:
+                    param.read_piece(place.view(tile.buffer).view(-1))
+
+    def _install(self, tile: _Tile, buffer: Buffer) -> None:
+        """Give masters and states the memory of a buffer that has the tile's image."""
+        for (param, key), place in tile.places.items():
+            self._put(param, key, place.view(buffer))
+
+    # --- out of memory
+
+    def _drop(self, tile: _Tile) -> None:
+        """Give back the tile's buffer, if it has one, with what is in it."""
+        if tile.buffer is None:
+            return
+        if tile.reading is not None:
+            with contextlib.suppress(OffloadError):
+                tile.reading.wait()
+            tile.reading = None
+        self._pool.give(tile.buffer)
+        tile.buffer = None
+
+    def _reload(self, param: ShardedParam) -> None:
+        """Take a master from the parameter's piece anew."""
+        for tile in self._tiles:
+            place = tile.places.get((param, MASTER))
+            if place is not None and tile.written:
+                self._ready(tile)
+                assert tile.buffer is not None
+                param.read_piece(place.view(tile.buffer).view(-1))
+                self._write(tile)
+
+    def _replace(self, tile: _Tile, memory: Tensor) -> None:
+        """Write a tile whose image is not any more what is mapped: states were added or replaced."""
+        tensors = self._tensors(tile)
+        first = memory.data_ptr() + tile.offset
+        if all(
+            (place := tile.places.get((param, key))) is not None and tensor.data_ptr() == first + place.start
+            for param, key, tensor in tensors
+        ):
+            return
+        for param, key, tensor in tensors:
+            self._keep(tile, param, key, tensor)
+        self._write(tile)
+
+    def _hollow_out(self, tile: _Tile) -> None:
+        """Leave shapes in the place of masters and states."""
+        for (param, key), place in tile.places.items():
+            self._put(param, key, hollow(place.shape, place.dtype))
+
+    def _tensors(self, tile: _Tile) -> list[tuple[ShardedParam, str, Tensor]]:
+        """What the tile's image is to have."""
+        assert self._optimizer is not None
+        found = []
+        for param in tile.params:
+            master = _master(param)
+            if not master.numel():
+                continue
+            if (param, MASTER) in tile.places:
+                found.append((param, MASTER, master.detach()))
+            for key, value in self._optimizer.state.get(master, {}).items():
+                if isinstance(value, Tensor) and value.ndim and value.shape == master.shape and value.is_cpu:
+                    found.append((param, key, value))
+        return found
+
+    def _keep(self, tile: _Tile, param: ShardedParam, key: str, tensor: Tensor) -> None:
+        """Have `tensor` in the tile's buffer, where it is already if it was there before and was changed in place."""
+        place = tile.places.get((param, key))
+        if place is None or place.dtype != tensor.dtype:
+            place = tile.add(param, key, tensor)
+        if tile.buffer is None:
+            tile.buffer = self._pool.take(round_up(tile.room))
+            assert tile.buffer is not None
+        self._pool.enlarge(tile.buffer, round_up(tile.size))
+        view = place.view(tile.buffer)
+        if view.data_ptr() != tensor.data_ptr():
+            view.copy_(tensor)
+
+    def _write(self, tile: _Tile) -> None:
+        assert tile.buffer is not None
+        if tile.size > tile.allocated:
+            tile.offset, tile.allocated = self._file.allocate(tile.room), round_up(tile.room)
+        tile.writing = self._file.write(tile.offset, tile.buffer.memory[: round_up(tile.size)], tile.about)
+        tile.written = True
+        self._pool.give(tile.buffer, after=tile.writing)
+        tile.buffer = None
+
+    def _settle(self, *tiles: _Tile) -> None:
+        """Wait until these tiles, or all, are in the file."""
+        for tile in tiles or self._tiles:
+            if tile.writing is not None:
+                tile.writing.wait()
+                tile.writing = None
+
+    def _put(self, param: ShardedParam, key: str, tensor: Tensor) -> None:
+        assert self._optimizer is not None
+        if key == MASTER:
+            _master(param).data = tensor
+        else:
+            self._optimizer.state[_master(param)][key] = tensor
+
+
+def _master(param: ShardedParam) -> nn.Parameter:
+    assert param.master is not None
+    return param.master
+
+
+def _spaced(nbytes: int) -> int:
+    """Tensors begin on cache lines."""
+    return round_up(nbytes, 64)
+
+
+@torch.no_grad()
+def _bytes_per_element(optimizer: Optimizer) -> dict[nn.Parameter, int]:
+    """Bytes of state for each element of each master, as one step of a master of two elements shows.
+
+    Empty for an optimizer that is not known to step any tensor by itself: its needs are seen at its first step.
+    """
+    if type(optimizer) not in (*ELEMENTWISE, Lion, Lamb):
+        return {}
+    found = {}
+    for group in optimizer.param_groups:
+        if not group["params"]:
+            continue
+        trial = nn.Parameter(torch.zeros(2, dtype=group["params"][0].dtype))
+        trial.grad = torch.zeros_like(trial)
+        twin = object.__new__(type(optimizer))
+        vars(twin).update(vars(optimizer))
+        vars(twin).pop("step", None)  # a scheduler's, which counts steps of the real one
+        twin.param_groups = [{**group, "params": [trial]}]
+        twin.state = type(optimizer.state)(dict)
+        inspect.unwrap(type(twin).step)(twin)  # without the hooks, which would take it for a step of the training
+        states = [value for value in twin.state[trial].values() if isinstance(value, Tensor) and value.shape == (2,)]
+        found.update(dict.fromkeys(group["params"], sum(value.element_size() for value in states)))
+    return found

@@ -1,0 +1,168 @@
+"""Stage 3: this rank's pieces of the parameters, out of the device's memory between their uses."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..zero.shard import ShardedParam
+from .buffers import Buffer, Pool, hollow, round_up
+from .files import About, Disk, Ticket
+
+if TYPE_CHECKING:
+    from ..config.offload import OffloadParamConfig
+
+
+def to_host(param: ShardedParam, pin: bool = True) -> None:
+    """Move this rank's piece to host memory, page-locked for a parameter on a GPU. Nothing to do on a CPU."""
+    if param.shard.is_cuda:
+        host = torch.empty(param.shard.shape, dtype=param.shard.dtype, pin_memory=pin)
+        param.shard = host.copy_(param.shard)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """As much of a piece as a buffer takes: its elements, and where they are in the file."""
+
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(slots=True)
+class _Record:
+    """A piece in the file."""
+
+    parts: list[_Part]
+    writing: list[Ticket] = field(default_factory=list)
+
+    @property
+    def settled(self) -> bool:
+        return all(ticket.done for ticket in self.writing)
+
+
+class PieceFile:
+    """Pieces in a file, but for the first `max_in_cpu` elements, which stay in host memory.
+
+    A piece is read when it is gathered, or before that where it is expected, and passes through `buffer_count` buffers
+    of `buffer_size` elements; new weights are written behind.
+    """
+
+    def __init__(self, disk: Disk, device: torch.device, section: OffloadParamConfig) -> None:
+        self._file = disk.open("what this rank has of the parameters")
+        self._pool = Pool(section.buffer_count, device, section.pin_memory)
+        self._section = section
+        self._records: dict[ShardedParam, _Record] = {}
+        self._ahead: dict[ShardedParam, deque[tuple[_Part, Buffer, Ticket]]] = {}
+        """Parts that are being read, or have been, for pieces that nobody has asked for yet; oldest first."""
+        self.in_memory = 0
+        """Elements that stay in host memory."""
+
+    def take(self, param: ShardedParam) -> None:
+        """Move this rank's piece of `param` to the file, or, if `max_in_cpu` allows, to host memory.
+
+        Raises OffloadError if the disk has no room for it.
+        """
+        piece = param.shard
+        if self.in_memory + piece.numel() <= self._section.max_in_cpu:
+            self.in_memory += piece.numel()
+            to_host(param, self._section.pin_memory)
+            return
+        each = round_up(self._section.buffer_size * piece.element_size()) // piece.element_size()
+        offset = self._file.allocate(piece.nbytes)
+        self._records[param] = _Record([
+            _Part(start, min(start + each, piece.numel()), offset + start * piece.element_size())
+            for start in range(0, piece.numel(), each)
+        ])  # fmt: skip
+        param.home = self
+        param.shard = hollow(piece.shape, piece.dtype)
+        self.write(param, piece)
+
+    def write(self, param: ShardedParam, piece: Tensor) -> None:
+        """Begin to write `piece` [n]. Raises what an earlier write raised."""
+        self._forget(param)
+        record = self._records[param]
+        tickets = []
+        for part in record.parts:
+            buffer = self._buffer(param, part)
+            view = _view(buffer, param, part)
+            view.copy_(piece[part.start : part.stop])
+            ticket = self._file.write(part.offset, buffer.memory[: round_up(view.nbytes)], _about(param))
+            self._pool.give(buffer, after=ticket)
+            tickets.append(ticket)
+        record.writing = tickets
+
+    def expect(self, param: ShardedParam) -> bool:
+        """Begin to read a piece; False if there is no buffer for all of it."""
+        if param in self._ahead:
+            return True
+        record = self._records[param]
+        if not record.settled:
+            return True  # soon
+        for part in record.parts:
+            buffer = self._pool.take(_room(param, part), wait=False)
+            if buffer is None:
+                return False
+            self._ahead.setdefault(param, deque()).append(self._start(param, part, buffer))
+        return True
+
+    def read(self, param: ShardedParam, into: Tensor) -> None:
+        """Copy the piece to `into` [n], and wait for the disk where it was not expected."""
+        record = self._records[param]
+        for ticket in record.writing:
+            ticket.wait()
+        record.writing = []
+        ahead = self._ahead.pop(param, deque())
+        missing = iter(record.parts[len(ahead) :])
+        while self._top_up(param, ahead, missing):
+            part, buffer, ticket = ahead.popleft()
+            ticket.wait()
+            into[part.start : part.stop].copy_(_view(buffer, param, part), non_blocking=into.is_cuda)
+            self._pool.give(buffer)
+
+    def _top_up(
+        self, param: ShardedParam, ahead: deque[tuple[_Part, Buffer, Ticket]], missing: Iterator[_Part]
+    ) -> bool:
+        """Have one part on its way to a buffer, and one more behind it; whether there is one."""
+        while len(ahead) < min(2, self._section.buffer_count):
+            part = next(missing, None)
+            if part is None:
+                break
+            ahead.append(self._start(param, part, self._buffer(param, part)))
+        return bool(ahead)
+
+    def _start(self, param: ShardedParam, part: _Part, buffer: Buffer) -> tuple[_Part, Buffer, Ticket]:
+        memory = buffer.memory[: _room(param, part)]
+        return part, buffer, self._file.read(part.offset, memory, _about(param))
+
+    def _buffer(self, param: ShardedParam, part: _Part) -> Buffer:
+        """A buffer, if need be one that had been read to ahead of time."""
+        buffer = self._pool.take(_room(param, part), wait=not self._ahead)
+        while buffer is None:
+            self._forget(next(iter(self._ahead)))
+            buffer = self._pool.take(_room(param, part), wait=not self._ahead)
+        return buffer
+
+    def _forget(self, param: ShardedParam) -> None:
+        """Give back the buffers that were read to for `param`."""
+        for _, buffer, ticket in self._ahead.pop(param, ()):
+            ticket.wait()
+            self._pool.give(buffer)
+
+
+def _room(param: ShardedParam, part: _Part) -> int:
+    """Bytes of a part in a buffer and in the file."""
+    return round_up((part.stop - part.start) * param.shard.element_size())
+
+
+def _view(buffer: Buffer, param: ShardedParam, part: _Part) -> Tensor:
+    return buffer.view(0, param.shard.dtype, (part.stop - part.start,))
+
+
+def _about(param: ShardedParam) -> About:
+    return About("parameter", module=param.name)
