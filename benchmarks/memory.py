@@ -2,9 +2,9 @@
 
     python benchmarks/memory.py                   # about a minute; writes benchmarks/results/memory.json
 
-Two ranks (gloo) train 40 million parameters in bf16 with AdamW: bytes a parameter are 16 in stage 0, 4 + 12/N in stage 1,
-2 + 14/N in stage 2, 16/N in stage 3. Each stage runs in fresh processes; what is measured is the peak of the resident
-set from before the model is made to after some steps. Named buffers, a few layers' worth by configuration (buckets of
+Two ranks (gloo) train 40 million parameters in bf16 with AdamW: bytes a parameter are 16 in stage 0, 4 + 12/N in stage
+1, 2 + 14/N in stage 2, 16/N in stage 3. Each stage runs in fresh processes; what is measured is the peak of the
+resident set from before the model is made to after some steps. Named buffers, a few layers' worth by configuration (buckets of
 one layer), are shown beside the formula, which knows none: gradients on their way, parameters on their way, and what
 stage 3 holds whole at a time.
 """
@@ -98,8 +98,10 @@ def main() -> int:
             children = [
                 subprocess.Popen(
                     [sys.executable, __file__, "--child", str(stage), str(rank), f"{folder}/store"],
-                    stdout=subprocess.PIPE, text=True, env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"},
-                )  # fmt: skip
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"},
+                )
                 for rank in range(RANKS)
             ]
             outputs = [child.communicate()[0] for child in children]

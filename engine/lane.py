@@ -168,8 +168,8 @@ class _CudaTicket:
 class CudaLane:
     """A stream beside the computation's. A wait is a wait of the stream, not of the host.
 
-    When somebody listens each communication is bracketed by timing events, and its call told as a `launch`; `poll` tells
-    of the communications that are over.
+    When somebody listens each communication is bracketed by timing events, and its call told as a `launch`; `poll`
+    tells of the communications that are over.
     """
 
     def __init__(self, name: str, hooks: Hooks) -> None:
