@@ -4,9 +4,9 @@
 
 Two ranks (gloo) train 40 million parameters in bf16 with AdamW: bytes a parameter are 16 in stage 0, 4 + 12/N in stage
 1, 2 + 14/N in stage 2, 16/N in stage 3. Each stage runs in fresh processes; what is measured is the peak of the
-resident set from before the model is made to after some steps. Named buffers, a few layers' worth by configuration (buckets of
-one layer), are shown beside the formula, which knows none: gradients on their way, parameters on their way, and what
-stage 3 holds whole at a time.
+resident set, from before the model is made to after some steps. Named buffers, a few layers' worth by configuration
+(buckets of one layer), are shown beside the formula, which knows none: gradients on their way, parameters on their way,
+and what stage 3 holds whole at a time.
 """
 
 from __future__ import annotations

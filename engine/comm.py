@@ -77,6 +77,11 @@ class Comm:
         origin = dist.get_global_rank(self.group, source)
         return self._submit(lambda: dist.broadcast(tensor, origin, group=self.group), "broadcast", tensor, purpose)
 
+    def poll(self) -> None:
+        """Tell of the collectives that have ended on a device since."""
+        if self._lane is not None:
+            self._lane.poll()
+
     def close(self) -> None:
         """Finish what is under way, and end the lane. The group stays: destroying one needs every rank at once."""
         if self._lane is not None:

@@ -407,6 +407,8 @@ class Engine(nn.Module):
 
     def _tell(self) -> None:
         """At the end of a step: gauges for those who write curves, and a line every `steps_per_print` steps."""
+        for comm in self.zero.comms:
+            comm.poll()
         rates = self.get_lr()
         if self._losses:
             self.hooks.mark("train_loss", kind="gauge", value=torch.stack(self._losses).mean().item())

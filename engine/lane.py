@@ -54,6 +54,9 @@ class Lane(Protocol):
     def submit(self, work: Work, label: Label) -> Ticket:
         """Run `work` after what was submitted before. It must not touch what the caller still writes."""
 
+    def poll(self) -> None:
+        """Tell of what has ended since, where nobody waits for that."""
+
     def close(self) -> None:
         """Finish what was submitted, and stop."""
 
@@ -121,6 +124,9 @@ class CpuLane:
         ticket = _CpuTicket(self._hooks, label)
         self._jobs.put(_Job(work, label, time.monotonic_ns(), self._hooks.microbatch, ticket))
         return ticket
+
+    def poll(self) -> None:
+        return
 
     def close(self) -> None:
         self._jobs.put(None)
@@ -246,6 +252,9 @@ class Inline:
         ):  # fmt: skip
             work()
         return Done()
+
+    def poll(self) -> None:
+        return
 
     def close(self) -> None:
         return
