@@ -336,7 +336,7 @@ class Engine(nn.Module):
         scale = self.scaler.scale / reducer.after
         apart = self.zero.settings.stage > 0 or (reducer.local and self._comm.group is not None)
         groups = [self._comm.group] if apart and self._comm.group is not None else []
-        value = global_norm(grads, groups, self.hooks).item()
+        value = global_norm(grads, groups, self.hooks, device=self.device).item()
         self._norm = value / scale
         overflow = self._skips and overflowed(value)
         if overflow:
@@ -348,10 +348,10 @@ class Engine(nn.Module):
             self._stepped = True
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
+        reducer.settle()
         self.zero.clear()
-        reducer.local = self.zero.size == 1 or (
-            isinstance(self.optimizer, OneBitAdam) and self.optimizer.wants_local_gradients
-        )
+        if isinstance(self.optimizer, OneBitAdam):
+            reducer.keep_local(self.optimizer.wants_local_gradients)
         self.scaler.update(overflow)
         self._tell()
         self.global_steps += 1

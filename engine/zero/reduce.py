@@ -165,7 +165,7 @@ class Reducer:
                 master.grad = grad.view(master.shape).to(master.dtype)
 
     def clear(self) -> None:
-        """After the step: forget the gradients. The order of the first step settles the buckets of all others."""
+        """Forget the gradients there are."""
         for param in self._params:
             param.param.grad = None
             if param.master is not None:
@@ -175,8 +175,44 @@ class Reducer:
         self._used.clear()
         for bucket in self._buckets:
             bucket.holds = False
-        if self._order is not None and not self.local:
-            self._settle()
+        if self._order is not None:
+            self._order = []
+
+    def settle(self) -> None:
+        """A step's gradients have all come: the order in which they did is that of all later buckets, as rank 0 saw it.
+
+        Once; what was not used comes last. On all ranks, before `clear`.
+        """
+        if self._order is None or self.local or not self._params:
+            return
+        seen = dict.fromkeys(self._order)
+        order = [*seen, *(p for bucket in self._buckets for p in bucket.params if p not in seen)]
+        places = {param: place for place, param in enumerate(self._params)}
+        agreed = torch.tensor([places[p] for p in order], dtype=torch.int64, device=self._params[0].param.device)
+        self._comm.broadcast(agreed, 0, "other").wait()
+        self._order = None
+        self._plan(self._params[place] for place in agreed.tolist())
+
+    @property
+    def order(self) -> list[str] | None:
+        """Names of the parameters as their gradients are bucketed; None while that is not settled.
+
+        From three ranks on, the rounding of a sum may depend on where in a bucket an element lies.
+        """
+        if self._order is not None:
+            return None
+        return [param.name for bucket in self._buckets for param in bucket.params]
+
+    def restart(self, order: Sequence[str]) -> None:
+        """Go on with buckets in this `order`, if it is one of the same parameters. Between steps; every rank alike."""
+        params = {param.name: param for param in self._params}
+        if set(order) == set(params):
+            self._order = None
+            self._plan(params[name] for name in order)
+
+    def keep_local(self, local: bool) -> None:
+        """From now on leave gradients as this rank has them, for an optimizer that communicates (stage 0)."""
+        self.local = local or self._comm.size == 1
 
     def resize(self, bucket_size: int) -> None:
         """Cut the buckets anew, `bucket_size` elements each. Between steps only; every rank alike."""
@@ -214,16 +250,6 @@ class Reducer:
         """The first bucket that has not been sent in this backward."""
         self._kept: dict[ShardedParam, Tensor] = {}
         self._free.clear()
-
-    def _settle(self) -> None:
-        """Agree on the order that rank 0 saw in the first step; what it did not use comes last."""
-        seen = dict.fromkeys(self._order or [])
-        order = [*seen, *(p for bucket in self._buckets for p in bucket.params if p not in seen)]
-        places = {param: place for place, param in enumerate(self._params)}
-        agreed = torch.tensor([places[p] for p in order], dtype=torch.int64, device=self._params[0].param.device)
-        self._comm.broadcast(agreed, 0, "other").wait()
-        self._order = None
-        self._plan(self._params[place] for place in agreed.tolist())
 
     def _keep(self, param: ShardedParam) -> None:
         """Sum micro-batches in another precision than the gradients', where that is asked for."""

@@ -51,6 +51,7 @@ def train(model: Small, zero: Zero, optimizer: torch.optim.Optimizer, data: torc
         optimizer.step()
         zero.publish()
         zero.finish_publish()
+        zero.reducer.settle()
         zero.clear()
 
 

@@ -1,0 +1,28 @@
+"""Checkpoints: a training saved so that it goes on from there, on the same ranks or on others.
+
+    folder/latest                   the tag of the last one
+    folder/TAG/.metadata            what is in it, and in which file (torch.distributed.checkpoint's format)
+    folder/TAG/__RANK_0.distcp      what one rank wrote
+    folder/TAG/config.json          the configuration it was trained with
+
+Every tensor is kept flattened, cut as the ranks that wrote it had it, so any number of ranks, any ZeRO stage and any
+precision can read it. Nothing that is read can run code.
+
+    saving.py      a checkpoint from beginning to end, written
+    loading.py     and read
+    state.py       what is saved under which name, and what of the weights a rank holds
+    optimizer.py   the optimizer's state, likewise
+    pieces.py      flat pieces of tensors, through torch.distributed.checkpoint
+    values.py      everything that is no tensor, and random number generators
+    folder.py      tags, `latest`, and how a new checkpoint takes its place at once or not at all
+    team.py        ranks that succeed together or fail together
+    whole.py       the model alone, in one file
+"""
+
+from .loading import load
+from .saving import save
+from .state import Trainee
+from .team import CheckpointError
+from .whole import save_16bit_model
+
+__all__ = ["CheckpointError", "Trainee", "load", "save", "save_16bit_model"]
