@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from .arguments import add_config_arguments
     from .config import Config, ConfigError
     from .engine import Engine
-    from .initialize import init_distributed, initialize
+    from .setup import init_distributed, initialize
 
 _HOME = {
-    "initialize": "initialize",
-    "init_distributed": "initialize",
+    "initialize": "setup",
+    "init_distributed": "setup",
     "add_config_arguments": "arguments",
     "Engine": "engine",
     "Config": "config",

@@ -6,6 +6,7 @@ Buffers are given as rows, one a rank: [size, n]. A group of one communicates no
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Final
 
 import torch
@@ -133,11 +134,18 @@ def _put(value: Tensor, into: Tensor, accumulate: bool) -> None:
         into.copy_(value)
 
 
+def _timeout() -> timedelta | None:
+    """That of the job's own group: `new_group` would take the backend's default."""
+    world = dist.distributed_c10d._get_default_group()
+    timeouts = [world._get_backend(device).options._timeout for device in world._device_types]
+    return max(timeouts, default=None)
+
+
 def open_comm(ranks: list[int], make_lane: Callable[[], Lane]) -> Comm:
     """A communicator over the global `ranks`, with a group of its own. Every rank of the job must call this."""
     if not dist.is_initialized():
         return Comm(None, None)
-    group = dist.new_group(ranks)
+    group = dist.new_group(ranks, timeout=_timeout())
     if dist.get_rank() not in ranks or len(ranks) == 1:
         return Comm(None, None)
     return Comm(group, make_lane())

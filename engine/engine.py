@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class Engine(nn.Module):
         offload: Offload,
         *,
         training_dataloader: Any = None,
+        undo: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self.module = model
@@ -50,6 +51,7 @@ class Engine(nn.Module):
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = training_dataloader
+        self._undo = undo
         self.zero = zero
         self.hooks = hooks
         self.scaler = scaler
@@ -63,6 +65,10 @@ class Engine(nn.Module):
             self.states.attach(optimizer, self._tiles)
         self._monitors = self._start_monitors()
         self._losses: list[Tensor] = []
+        self._own_data: Iterator[Any] | None = None
+        self._frozen = [param for param in zero.params if param.master is None]
+        self._stepped_masters = {id(master) for group in self._groups() for master in group["params"]}
+        """A parameter that no group of the optimizer has does not count into the norm."""
         self._in_no_sync = False
         self._boundary_override: bool | None = None
         self._backward_done = False
@@ -99,10 +105,12 @@ class Engine(nn.Module):
             self._losses.append(loss.detach().float() * (self.gradient_accumulation_steps() if scale_wrt_gas else 1))
         return loss
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """After each micro-batch's backward; at a gradient accumulation boundary the optimizer steps.
 
-        Raises RuntimeError without an optimizer, inside `no_sync`, or if gradients did not come by `engine.backward`.
+        `lr_kwargs` go to the learning rate schedule's `step`, as ReduceLROnPlateau's needs. Raises RuntimeError without
+        an optimizer, inside `no_sync`, if gradients did not come by `engine.backward`, and for a parameter that was
+        frozen when the engine was made and now has a gradient.
         """
         if self.optimizer is None:
             raise RuntimeError("engine.step: there is no optimizer: pass one to initialize, or configure `optimizer`")
@@ -110,11 +118,17 @@ class Engine(nn.Module):
             raise RuntimeError("engine.step inside engine.no_sync(): leave the block before you step")
         if not self._backward_done:
             raise RuntimeError("engine.step without engine.backward(loss): do not call loss.backward() yourself")
+        for param in self._frozen:
+            if param.param.grad is not None:
+                raise RuntimeError(
+                    f"engine.step: {param.name} was frozen when the engine was made, and has a gradient now, which "
+                    "nothing would use: unfreeze it before initialize, or make the engine anew"
+                )
         self._backward_done = False
         self._stepped = False
         if self.is_gradient_accumulation_boundary():
             with self.hooks.span("phase", "step"):
-                self._take_step()
+                self._take_step(lr_kwargs or {})
         self.micro_steps += 1
         self.global_samples += self.train_micro_batch_size_per_gpu() * self.dp_world_size
         self.hooks.microbatch = self.micro_steps % self.gradient_accumulation_steps()
@@ -171,6 +185,15 @@ class Engine(nn.Module):
         """Forget the gradients there are."""
         self.zero.clear()
 
+    def __getattr__(self, name: str) -> Any:
+        """What the engine does not have, such as `generate`, is the model's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
     # --- checkpoints
 
     def save_checkpoint(
@@ -208,10 +231,12 @@ class Engine(nn.Module):
         return checkpoint.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
     def destroy(self) -> None:
-        """Stop the engine's threads, close its files and take its hooks out of the model."""
+        """Take the engine off the model, which is whole again and in its present weights; end its threads, close its
+        files. On all ranks."""
         self._monitors.stop()
         self.zero.close()
         self._offload.close()
+        self._undo()
 
     # --- what a script asks
 
@@ -316,7 +341,7 @@ class Engine(nn.Module):
                 raise ValueError("train_batch: pass an iterator of batches, or training_data to initialize")
             from .dataloader import RepeatingLoader
 
-            self._own_data = getattr(self, "_own_data", None) or iter(RepeatingLoader(self.training_dataloader))
+            self._own_data = self._own_data or iter(RepeatingLoader(self.training_dataloader))
             data_iter = self._own_data
         batch = _to_device(next(data_iter), self.device)
         if isinstance(batch, dict):
@@ -325,14 +350,19 @@ class Engine(nn.Module):
             output = self(*batch)
         else:
             output = self(batch)
-        loss = getattr(output, "loss", output[0] if isinstance(output, tuple) else output)
-        assert isinstance(loss, Tensor)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"train_batch: the model returned a {type(output).__name__}; it must return its loss, or something that "
+                "begins with it or has it as `loss`"
+            )
         return loss
 
-    def _take_step(self) -> None:
+    def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         """Norm, overflow, clipping, optimizer, and the new weights to where they are needed."""
         reducer = self.zero.reducer
-        grads = self.zero.collect()
+        grads = [grad for master, grad in self.zero.collect() if id(master) in self._stepped_masters]
         scale = self.scaler.scale / reducer.after
         apart = self.zero.settings.stage > 0 or (reducer.local and self._comm.group is not None)
         groups = [self._comm.group] if apart and self._comm.group is not None else []
@@ -347,7 +377,7 @@ class Engine(nn.Module):
             self._step_optimizer()
             self._stepped = True
             if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
+                self.lr_scheduler.step(**lr_kwargs)
         reducer.settle()
         self.zero.clear()
         if isinstance(self.optimizer, OneBitAdam):
@@ -444,5 +474,6 @@ def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {key: _to_device(item, device) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(_to_device(item, device) for item in value)
+        make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields one by one
+        return make(_to_device(item, device) for item in value)
     return value

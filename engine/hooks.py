@@ -22,6 +22,10 @@ Purpose = Literal[
 ]  # fmt: skip
 
 
+Place = tuple[int, int]
+"""Step and micro-batch."""
+
+
 @dataclass(slots=True)
 class Span:
     """One thing that happened, or is under way as long as `end_ns` is None. Times are CLOCK_MONOTONIC nanoseconds."""
@@ -100,6 +104,11 @@ class Hooks:
         """Whether anybody is."""
         return bool(_listeners)
 
+    @property
+    def place(self) -> Place:
+        """Where training stands: step and micro-batch."""
+        return self.step, self.microbatch
+
     def begin(
         self,
         kind: Kind,
@@ -114,16 +123,16 @@ class Hooks:
         bytes: int | None = None,
         dtype: str | None = None,
         value: float | None = None,
-        microbatch: int | None = None,
+        at: Place | None = None,
     ) -> Span | None:
-        """Open a span; None, for `end` to pass over, if nobody listens. `microbatch` is the current one by default."""
+        """Open a span; None, for `end` to pass over, if nobody listens. What was handed to another thread happens `at` the
+        place where it was handed over; by default it is the present one."""
         if not _listeners:
             return None
         if kind == "comm" and group is not None and seq is None:
             seq = self._seqs[group] = self._seqs.get(group, -1) + 1
         span = Span(
-            kind, name, lane, self.step, self.microbatch if microbatch is None else microbatch, self.stage,
-            self._clock(), None, issue_ns, module, purpose, group, seq, bytes, dtype, value,
+            kind, name, lane, *(at or self.place), self.stage, self._clock(), None, issue_ns, module, purpose, group, seq, bytes, dtype, value,
         )  # fmt: skip
         for listener in _listeners:
             try:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from .hooks import Hooks, Purpose, Span
+from .hooks import Hooks, Place, Purpose, Span
 
 Work = Callable[[], object]
 """A blocking communication; what it returns is dropped."""
@@ -69,7 +69,7 @@ class _Job:
     work: Work
     label: Label
     issue_ns: int
-    microbatch: int
+    place: Place
     ticket: _CpuTicket
 
 
@@ -121,8 +121,10 @@ class CpuLane:
         weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, work: Work, label: Label) -> Ticket:
+        if not self._thread.is_alive():
+            raise RuntimeError(f"the lane {self.name!r} is closed: the engine was destroyed")
         ticket = _CpuTicket(self._hooks, label)
-        self._jobs.put(_Job(work, label, time.monotonic_ns(), self._hooks.microbatch, ticket))
+        self._jobs.put(_Job(work, label, time.monotonic_ns(), self._hooks.place, ticket))
         return ticket
 
     def poll(self) -> None:
@@ -137,7 +139,7 @@ def _run_jobs(jobs: queue.SimpleQueue[_Job | None], lane: str, hooks: Hooks, lin
     with torch.no_grad():
         while (job := jobs.get()) is not None:
             begin = time.monotonic_ns()
-            span = _open(hooks, lane, job.label, job.issue_ns, job.microbatch)
+            span = _open(hooks, lane, job.label, job.issue_ns, job.place)
             try:
                 job.work()
                 if link is not None:
@@ -149,9 +151,9 @@ def _run_jobs(jobs: queue.SimpleQueue[_Job | None], lane: str, hooks: Hooks, lin
             del job, span  # until the next job comes: their tensors would stay alive
 
 
-def _open(hooks: Hooks, lane: str, label: Label, issue_ns: int, microbatch: int) -> Span | None:
+def _open(hooks: Hooks, lane: str, label: Label, issue_ns: int, place: Place) -> Span | None:
     return hooks.begin(
-        "comm", label.name, lane=lane, issue_ns=issue_ns, microbatch=microbatch, module=label.module,
+        "comm", label.name, lane=lane, issue_ns=issue_ns, at=place, module=label.module,
         purpose=label.purpose, group=label.group, seq=label.seq, bytes=label.bytes, dtype=label.dtype,
     )  # fmt: skip
 
@@ -182,7 +184,7 @@ class CudaLane:
         self.name = name
         self._hooks = hooks
         self._stream = torch.cuda.Stream()
-        self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event, Label, int, int]] = []
+        self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event, Label, int, Place]] = []
         self._origin: tuple[torch.cuda.Event, int] | None = None
 
     def submit(self, work: Work, label: Label) -> Ticket:
@@ -200,7 +202,7 @@ class CudaLane:
                 work()
             end.record()
         if begin is not None:
-            self._timed.append((begin, end, label, issue_ns, self._hooks.microbatch))
+            self._timed.append((begin, end, label, issue_ns, self._hooks.place))
         return _CudaTicket(end)
 
     def poll(self) -> None:
@@ -209,8 +211,8 @@ class CudaLane:
             return
         origin, origin_ns = self._origin
         while self._timed and self._timed[0][1].query():
-            begin, end, label, issue_ns, microbatch = self._timed.pop(0)
-            span = _open(self._hooks, f"comm.{self.name}", label, issue_ns, microbatch)
+            begin, end, label, issue_ns, place = self._timed.pop(0)
+            span = _open(self._hooks, f"comm.{self.name}", label, issue_ns, place)
             if span is not None:
                 span.start_ns = origin_ns + round(1e6 * origin.elapsed_time(begin))
             self._hooks.end(span, at_ns=origin_ns + round(1e6 * origin.elapsed_time(end)))

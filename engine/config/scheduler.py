@@ -141,7 +141,7 @@ SCHEDULERS: Final[dict[str, type[Params]]] = {
             "ConstantLR": "factor total_iters",
             "CosineAnnealingLR": "T_max eta_min",
             "CosineAnnealingWarmRestarts": "T_0 T_mult eta_min",
-            "CyclicLR": "base_lr max_lr step_size_up step_size_down mode gamma scale_mode cycle_momentum"
+            "CyclicLR": "base_lr max_lr step_size_up step_size_down mode gamma cycle_momentum"
             " base_momentum max_momentum",
             "ExponentialLR": "gamma",
             "LinearLR": "start_factor end_factor total_iters",

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from ..hooks import Hooks, Purpose
+from ..hooks import Hooks, Place, Purpose
 from .buffers import PAGE, aligned, as_bytes, round_up
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class _Job:
     memory: Tensor
     about: About
     issue_ns: int
-    microbatch: int
+    place: Place
     ticket: Ticket
 
 
@@ -121,7 +121,7 @@ class Disk:
     def submit(self, direction: Direction, file: File, offset: int, memory: Tensor, about: About) -> Ticket:
         """Begin a transfer: see `File.read` and `File.write`."""
         ticket = Ticket(self._hooks, direction, about)
-        job = _Job(file, offset, memory, about, time.monotonic_ns(), self._hooks.microbatch, ticket)
+        job = _Job(file, offset, memory, about, time.monotonic_ns(), self._hooks.place, ticket)
         self._queues[direction].put(job)
         return ticket
 
@@ -253,7 +253,7 @@ def _serve(jobs: queue.SimpleQueue[_Job | None], direction: Direction, aio: AioC
         while (job := jobs.get()) is not None:
             about, memory = job.about, job.memory
             span = hooks.begin(
-                "copy", direction, lane=f"io.nvme.{direction}", issue_ns=job.issue_ns, microbatch=job.microbatch,
+                "copy", direction, lane=f"io.nvme.{direction}", issue_ns=job.issue_ns, at=job.place,
                 module=about.module, purpose=about.purpose, bytes=memory.nbytes, value=about.value,
             )  # fmt: skip
             try:

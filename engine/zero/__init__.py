@@ -6,6 +6,7 @@ gather.py     parameters, in batches, back to full size
 fetch.py      stage 3: when a module's parameters come and go
 sparse.py     gradients of embeddings, as rows
 init.py       zero.Init and zero.GatheredParameters
+holder.py     who keeps which parameter in pieces
 partition.py  the stages, put together
 """
 

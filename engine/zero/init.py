@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..comm import Comm, open_comm
 from ..config import load
@@ -21,113 +23,169 @@ from ..hooks import Hooks
 from ..lane import Inline
 from ..precision import model_dtype
 from .gather import Gatherer
-from .shard import Cut, ShardedParam
+from .holder import EarlyParam, Holder, holder
 
-ATTRIBUTE: Final = "_dsprof_holder"
+__all__ = ["GatheredParameters", "Holder", "Init", "holder"]
+
+INSTEAD: Final = {
+    "remote_device": "write zero_optimization.offload_param",
+    "pin_memory": "write zero_optimization.offload_param.pin_memory",
+    "mpu": "every rank is a data-parallel one",
+    "data_parallel_group": "every rank is a data-parallel one",
+    "zero_param_parallel_group": "write zero_optimization.zero_hpz_partition_size",
+    "zero_quantized_weights": "weights travel as they are",
+    "zero_quantized_nontrainable_weights": "weights travel as they are",
+    "sequence_data_parallel_group": "every rank is a data-parallel one",
+    "param_swapper": "write zero_optimization.offload_param",
+}
+"""DeepSpeed's arguments that `Init` does not have, and what there is for them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """Who keeps a parameter in pieces, and can bring it back."""
+@dataclass(eq=False, slots=True)
+class _Call:
+    """An `__init__` or `apply` under way in the block, and the parameters it gathered or replaced in cut modules."""
 
-    sharded: ShardedParam
-    gatherer: Gatherer
-    comm: Comm
-
-
-def holder(param: nn.Parameter) -> Holder | None:
-    """What keeps `param` in pieces; None for one that never was under ZeRO."""
-    return getattr(param, ATTRIBUTE, None)
+    module: nn.Module | None
+    touched: dict[nn.Parameter, None] = field(default_factory=dict)
 
 
 class Init:
     """Within this block every module that is made has its parameters cut over the ranks, and freed, as soon as its
-    `__init__` is over (stage 3). Arguments as DeepSpeed's; those without a meaning here are errors.
+    `__init__` is over (stage 3).
 
         with dsprof.engine.zero.Init(config_dict_or_path="ds.json"):
             model = Model()
 
-    Rank 0's values are everybody's. `module`: cut a module that exists already.
+    Rank 0's values are everybody's. Reading a parameter of such a module (`self.apply(init_weights)`, tied weights)
+    brings it back, until the `__init__` or `apply` that read it is over; every rank has to read the same ones.
+
+    `module`: cut one that exists already. `config_dict_or_path`, or `config`: another stage than 3 turns this off, as
+    `enabled=False` does. `dtype`: of the parameters; the configuration's by default. `mem_efficient_linear` changes
+    nothing: no linear layer keeps a copy of its weight here. DeepSpeed's other arguments raise ValueError.
     """
 
     def __init__(
         self,
         module: nn.Module | None = None,
         data_parallel_group: dist.ProcessGroup | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
         config_dict_or_path: dict[str, Any] | str | Path | None = None,
         config: dict[str, Any] | str | Path | None = None,
         enabled: bool = True,
         dtype: torch.dtype | None = None,
-        remote_device: str | None = None,
+        mpu: Any = None,
+        **others: Any,
     ) -> None:
+        if unknown := sorted(others.keys() - INSTEAD.keys()):
+            raise TypeError(f"zero.Init: no argument {', '.join(unknown)}")
+        if remote_device == "none":
+            remote_device = None
+        if data_parallel_group is dist.group.WORLD:
+            data_parallel_group = None
+        given = {
+            "data_parallel_group": data_parallel_group, "remote_device": remote_device, "pin_memory": pin_memory,
+            "mpu": mpu, **others,
+        }  # fmt: skip
+        for name, value in given.items():
+            if value is not None and value is not False:
+                raise ValueError(f"zero.Init: {name}={value!r} is not supported: {INSTEAD[name]}; leave it out")
+        if config is not None and config_dict_or_path is not None:
+            raise ValueError("zero.Init: config and config_dict_or_path: pass one of them")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"zero.Init: dtype={dtype} is not of floating-point numbers")
         source = config_dict_or_path if config_dict_or_path is not None else config
-        if remote_device not in (None, "none"):
-            raise ValueError(
-                f"zero.Init: remote_device={remote_device!r} is not supported: write zero_optimization.offload_param"
-            )
-        if data_parallel_group is not None and data_parallel_group is not dist.group.WORLD:
-            raise ValueError("zero.Init: data_parallel_group: every rank is a data-parallel one; leave it out")
         self._dtype = dtype
         if source is not None:
-            from ..initialize import init_distributed
+            from ..setup import init_distributed
 
             init_distributed()
             settings = load(source, world_size=dist.get_world_size())
             enabled = enabled and settings.zero_optimization.stage == 3
-            self._dtype = dtype or model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled)
+            asked = model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled)
+            if enabled and asked is not None and dtype not in (None, asked):
+                raise ValueError(f"zero.Init: dtype={dtype}, and the configuration asks for {asked}; leave dtype out")
+            self._dtype = dtype or asked
         self._enabled = enabled
+        self._comm: Comm | None = None
         self._restore: list[Callable[[], None]] = []
-        self._depth = 0
+        self._calls: list[_Call] = []
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         if module is not None and enabled:
             self._open()
             for inner in module.modules():
-                self._cut(inner)
+                for name, param in inner._parameters.items():
+                    if param is not None and holder(param) is None:
+                        self._cut(param, name)
 
     def __enter__(self) -> Init:
         if not self._enabled:
             return self
+        if "__init_subclass__" in vars(nn.Module):
+            raise ValueError("zero.Init: this block is inside another one, which cuts the same modules; leave it out")
         self._open()
+        self._calls = [_Call(None)]
         for kind in _subclasses(nn.Module):
             if "__init__" in vars(kind):
                 self._watch(kind)
-        watch = self._watch
-
-        def __init_subclass__(cls: type[nn.Module], **kwargs: Any) -> None:
-            super(nn.Module, cls).__init_subclass__(**kwargs)
-            if "__init__" in vars(cls):
-                watch(cls)
-
-        # Classes defined inside the block.
-        nn.Module.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment, arg-type]
-        self._restore.append(lambda: delattr(nn.Module, "__init_subclass__"))
+        self._watch_torch()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._enabled:
+            return
         while self._restore:
             self._restore.pop()()
+        touched = self._calls[0].touched
+        self._calls.clear()
+        try:
+            if kind is None:  # after an error the other ranks may be elsewhere
+                for param in touched:
+                    self._cut(param)
+        finally:
+            for module in self._modules:
+                if isinstance(module._parameters, _Gathering):
+                    module._parameters = module._parameters.plain()
+            self._modules.clear()
+
+    def bring(self, params: Iterable[nn.Parameter | None]) -> None:
+        """Have those of `params` that are in pieces whole, until the call under way is over."""
+        for param in params:
+            found = None if param is None else holder(param)
+            if self._calls and param is not None and found is not None and not found.sharded.resident:
+                found.gatherer.bring([found.sharded], found.sharded.numel)
+                self._calls[-1].touched[param] = None
+
+    def replace(self, param: nn.Parameter | None) -> None:
+        """`param` was put into a module that is cut already: cut it when the call under way is over."""
+        if self._calls and param is not None and holder(param) is None:
+            self._calls[-1].touched[param] = None
 
     def _open(self) -> None:
-        from ..initialize import init_distributed
+        from ..setup import _device, init_distributed
 
+        if self._comm is not None:
+            return
         init_distributed()
+        self._device = _device()
         self._comm = open_comm(list(range(dist.get_world_size())), lambda: Inline(Hooks()))
         self._gatherer = Gatherer(self._comm)
+
+    # --- when to cut
 
     def _watch(self, kind: type[nn.Module]) -> None:
         original = kind.__init__
 
         @functools.wraps(original)
         def __init__(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            self._depth += 1
-            try:
+            if any(call.module is module for call in self._calls):  # of a base class: the module is not finished
                 original(module, *args, **kwargs)
-            finally:
-                self._depth -= 1
-            # A base class's __init__ ends before the subclass has finished with the parameters.
-            if type(module) is kind:
-                self._cut(module)
+            else:
+                with self._call(module):
+                    original(module, *args, **kwargs)
 
         kind.__init__ = __init__  # type: ignore[method-assign, assignment]
 
@@ -136,21 +194,119 @@ class Init:
 
         self._restore.append(restore)
 
+    def _watch_torch(self) -> None:
+        """Watch classes that are defined in the block, `apply`, and copies, which are made without `__init__`."""
+        watch, call, finish = self._watch, self._call, self._finish
+        original_apply, original_setstate = nn.Module.apply, nn.Module.__setstate__
+
+        def __init_subclass__(cls: type[nn.Module], **kwargs: Any) -> None:
+            super(nn.Module, cls).__init_subclass__(**kwargs)
+            if "__init__" in vars(cls):
+                watch(cls)
+
+        def apply(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+            with call(None):
+                return original_apply(module, fn)
+
+        def __setstate__(module: nn.Module, state: Any) -> None:
+            original_setstate(module, state)  # type: ignore[no-untyped-call]
+            finish(module)
+
+        nn.Module.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment, arg-type]
+        nn.Module.apply = apply  # type: ignore[method-assign, assignment]
+        nn.Module.__setstate__ = __setstate__  # type: ignore[method-assign]
+
+        def restore() -> None:
+            del nn.Module.__init_subclass__
+            nn.Module.apply = original_apply  # type: ignore[method-assign]
+            nn.Module.__setstate__ = original_setstate  # type: ignore[method-assign]
+
+        self._restore.append(restore)
+
+    @contextlib.contextmanager
+    def _call(self, module: nn.Module | None) -> Iterator[None]:
+        if not self._calls:  # somebody kept a watched method until after the block
+            yield
+            return
+        call = _Call(module)
+        self._calls.append(call)
+        try:
+            yield
+        except BaseException:
+            self._calls.pop()
+            self._calls[-1].touched.update(call.touched)  # whoever handles the error ends with them
+            raise
+        self._calls.pop()
+        for param in call.touched:
+            self._cut(param)
+        if module is not None:
+            self._finish(module)
+
+    def _finish(self, module: nn.Module) -> None:
+        """`module` has all its parameters: cut them, and have them gathered when they are read."""
+        params = vars(module).get("_parameters")
+        if not isinstance(params, dict):
+            return
+        self._modules.add(module)
+        if isinstance(params, _Gathering):
+            return
+        for name, param in params.items():
+            if param is not None and holder(param) is None:
+                self._cut(param, name)
+        module._parameters = _Gathering(params, self)
+
     @torch.no_grad()
-    def _cut(self, module: nn.Module) -> None:
-        for name, param in module._parameters.items():
-            if param is None or holder(param) is not None or param.is_meta:
-                continue
-            data = param.data
-            if self._dtype is not None and data.is_floating_point():
-                data = data.to(self._dtype)
-            param.data = data.clone(memory_format=torch.contiguous_format)
-            self._comm.broadcast(param.data, 0, "parameter").wait()
-            sharded = ShardedParam(
-                name, param, Cut(param.numel(), self._comm.size), self._comm.rank, persistent=False, index=0
-            )
-            setattr(param, ATTRIBUTE, Holder(sharded, self._gatherer, self._comm))
-            sharded.release()
+    def _cut(self, param: nn.Parameter, name: str | None = None) -> None:
+        """Cut rank 0's value of `param`, which is whole, and free it."""
+        if is_lazy(param) or param.is_meta:
+            return
+        assert self._comm is not None
+        known = holder(param)
+        # In storage of its own: what it was made from, or what was made from it, may be in use.
+        dtype = self._dtype if self._dtype is not None and param.is_floating_point() else param.dtype
+        param.data = torch.empty(param.shape, dtype=dtype, device=self._device).copy_(param.data)
+        self._comm.broadcast(param.data, 0, "parameter").wait()
+        name = name or (known.sharded.name if known is not None else "parameter")
+        EarlyParam(name, param, self._gatherer, self._comm).release()
+
+
+class _Gathering(dict[str, "nn.Parameter | None"]):
+    """The parameters of a cut module, within the block: they are gathered when they are read."""
+
+    def __init__(self, params: Mapping[str, nn.Parameter | None], init: Init) -> None:
+        super().__init__(params)
+        self._init = init
+
+    def plain(self) -> dict[str, nn.Parameter | None]:
+        return dict(super().items())
+
+    def __reduce__(self) -> tuple[type[dict[str, nn.Parameter | None]], tuple[dict[str, nn.Parameter | None]]]:
+        return dict, (dict(self.items()),)  # a copied or saved module has plain parameters
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        param = super().__getitem__(name)
+        self._init.bring([param])
+        return param
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._init.bring([super().get(name)])
+        return super().get(name, default)
+
+    def items(self) -> Any:
+        self._init.bring(super().values())
+        return super().items()
+
+    def values(self) -> Any:
+        self._init.bring(super().values())
+        return super().values()
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self._init.bring([super().get(name)])
+        return super().pop(name, *default)
+
+    def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
+        super().__setitem__(name, param)
+        self._init.replace(param)
 
 
 @contextlib.contextmanager
@@ -160,29 +316,57 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Within this block `params` are whole. What rank `modifier_rank` writes to them is then every rank's; without one,
-    what is written is lost. Every rank must take part. Parameters that are not in pieces pass unchanged.
+    """Within this block `params` are whole. What rank `modifier_rank` writes to them is then every rank's.
+
+    Without one they are to be read only: what is written is lost where they are in pieces, and where they are not,
+    ranks come to differ. Every rank must take part. Parameters that are not under ZeRO pass unchanged. `fwd_module` is
+    an error: parameters that are used outside their module are found without it. Raises RuntimeError if a backward in
+    the block released what `modifier_rank` was to write to.
     """
+    if fwd_module is not None:
+        raise ValueError("GatheredParameters: fwd_module: a module's use of others' parameters is seen; leave it out")
     if not enabled:
         yield
         return
     if isinstance(params, nn.Module):
         params = params.parameters()
-    listed = [params] if isinstance(params, nn.Parameter) else list(params)
+    listed = [params] if isinstance(params, Tensor) else list(params)
+    for param in listed:
+        if not isinstance(param, Tensor):
+            raise TypeError(f"GatheredParameters: {type(param).__name__} is not a parameter, nor a module")
     held = [found for param in dict.fromkeys(listed) if (found := holder(param)) is not None]
-    absent = [found for found in held if not found.sharded.resident]
-    for found in absent:
-        found.gatherer.bring([found.sharded], found.sharded.numel)
+    for found in held:
+        if modifier_rank is not None and not 0 <= modifier_rank < found.comm.size:
+            raise ValueError(f"GatheredParameters: modifier_rank={modifier_rank}, of {found.comm.size} ranks")
+    # What is on its way already is somebody else's to release.
+    brought = [f for f in held if not f.sharded.resident and not f.gatherer.under_way(f.sharded)]
+    for found in held:
+        if not found.sharded.resident:
+            found.gatherer.bring([found.sharded], found.sharded.numel)
+        found.sharded.users += 1
     try:
         yield
-    finally:
-        with torch.no_grad():
+        if modifier_rank is not None:
             for found in held:
-                if modifier_rank is not None:
-                    found.comm.broadcast(found.sharded.param.data, modifier_rank, "parameter").wait()
-                    found.sharded.take_from_whole()
-            for found in absent:
+                _take_written(found, modifier_rank)
+    finally:
+        for found in held:
+            found.sharded.users = max(0, found.sharded.users - 1)
+        for found in brought:
+            if not found.sharded.users:
                 found.sharded.release()
+
+
+@torch.no_grad()
+def _take_written(found: Holder, source: int) -> None:
+    """Have what rank `source` wrote to a whole parameter everywhere."""
+    if not found.sharded.resident:
+        raise RuntimeError(
+            f"GatheredParameters: {found.sharded.name} was released inside the block, by a backward, and what was "
+            "written to it is lost; end the block before the backward"
+        )
+    found.comm.broadcast(found.sharded.param.data, source, "parameter").wait()
+    found.sharded.take_from_whole()
 
 
 def _subclasses(kind: type[nn.Module]) -> set[type[nn.Module]]:

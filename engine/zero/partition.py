@@ -7,6 +7,7 @@ piece; the stages differ in when gradients are reduced and in how long parameter
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from ..comm import Comm
 from ..hooks import Hooks
 from .fetch import Fetcher, FetchSettings
 from .gather import Gatherer, batches
-from .init import ATTRIBUTE, Holder, holder
+from .holder import Holder, forget, hold, holder
 from .reduce import Reducer, ReduceSettings
 from .shard import Cut, ShardedParam
 from .sparse import SparseReducer, sparse_params
@@ -119,7 +120,7 @@ class Zero:
         self.fetcher: Fetcher | None = None
         self._handles: list[RemovableHandle] = []
         for sharded_param in self.params:
-            setattr(sharded_param.param, ATTRIBUTE, Holder(sharded_param, self.gatherer, comms.parameters))
+            hold(sharded_param.param, Holder(sharded_param, self.gatherer, comms.parameters))
         for sharded_param in self.trainable:
             if sharded_param.param in rows:
                 continue
@@ -129,12 +130,20 @@ class Zero:
             self.fetcher = Fetcher(model, self.by_param, self.gatherer, settings.fetch, hooks)
 
     def _gradient_hook(self, param: ShardedParam) -> Callable[[torch.Tensor], None]:
+        # torch cannot collect a hook that leads back to its own parameter, so this one must not keep us alive.
+        alive, index = weakref.ref(self), param.index
+
         def ready(_: torch.Tensor) -> None:
-            self.reducer.ready(param, self.last_microbatch)
-            if self.fetcher is not None:
-                self.fetcher.gradient_taken(param)
+            zero = alive()
+            if zero is not None:
+                zero._gradient_ready(zero.params[index])
 
         return ready
+
+    def _gradient_ready(self, param: ShardedParam) -> None:
+        self.reducer.ready(param, self.last_microbatch)
+        if self.fetcher is not None:
+            self.fetcher.gradient_taken(param)
 
     def finish_backward(self) -> None:
         """After each backward: gradients reduced as far as the stage has it, parameters released."""
@@ -143,11 +152,15 @@ class Zero:
         if self.fetcher is not None:
             self.fetcher.finish_backward()
 
-    def collect(self) -> list[torch.Tensor]:
-        """The step's reduced gradients, now on the masters that have one. They remain to be multiplied by `after`."""
+    def collect(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Masters with the step's reduced gradient, of those that have one, which is their `grad` now too.
+
+        They remain to be multiplied by the reducer's `after`.
+        """
         self.reducer.collect()
         self.sparse.collect(1.0 / self.reducer.after)
-        return [p.master.grad for p in self.trainable if p.master is not None and p.master.grad is not None]
+        masters = [p.master for p in self.trainable if p.master is not None]
+        return [(master, master.grad) for master in masters if master.grad is not None]
 
     def clear(self) -> None:
         """After the step: forget the gradients."""
@@ -174,6 +187,9 @@ class Zero:
             handle.remove()
         if self.fetcher is not None:
             self.fetcher.remove()
+        for param in self.params:
+            if param.persistent:
+                forget(param.param)
         for comm in self.comms:
             comm.close()
 

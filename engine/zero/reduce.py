@@ -52,6 +52,10 @@ class _Bucket:
     waiting: set[ShardedParam] = field(default_factory=set)
     absent: list[ShardedParam] = field(default_factory=list)
     rows: Tensor | None = None
+    buffer: Tensor | None = None
+    """What `rows` is the beginning of."""
+    lent: Tensor | None = None
+    """A buffer that `reduced` is in, until the step's end."""
     reduced: Tensor | None = None
     landing: Tensor | None = None
     """Where a reduce-scatter writes what is on its way to host memory."""
@@ -175,6 +179,9 @@ class Reducer:
         self._used.clear()
         for bucket in self._buckets:
             bucket.holds = False
+            if bucket.lent is not None:
+                self._give_back(bucket.lent)
+                bucket.reduced = bucket.lent = None
         if self._order is not None:
             self._order = []
 
@@ -281,14 +288,22 @@ class Reducer:
     def _rows(self, bucket: _Bucket) -> Tensor:
         if bucket.rows is None:
             pieces, columns = bucket.params[0].cut.pieces, bucket.width + len(bucket.params)
-            for at, buffer in enumerate(self._free):
-                if buffer.numel() >= pieces * columns and buffer.dtype == bucket.dtype:
-                    flat = self._free.pop(at)
-                    break
-            else:
-                flat = torch.empty(pieces * columns, dtype=bucket.dtype, device=bucket.params[0].param.device)
-            bucket.rows = flat[: pieces * columns].view(pieces, columns)
+            bucket.buffer = self._buffer(pieces * columns, bucket)
+            bucket.rows = bucket.buffer[: pieces * columns].view(pieces, columns)
         return bucket.rows
+
+    def _buffer(self, size: int, bucket: _Bucket) -> Tensor:
+        """The smallest free buffer that holds `size` elements: on a CPU, fresh pages cost as much as the reduction."""
+        fitting = [b for b in self._free if b.numel() >= size and b.dtype == bucket.dtype]
+        if not fitting:
+            return torch.empty(size, dtype=bucket.dtype, device=bucket.params[0].param.device)
+        best = min(fitting, key=Tensor.numel)
+        self._free = [buffer for buffer in self._free if buffer is not best]
+        return best
+
+    def _give_back(self, buffer: Tensor | None) -> None:
+        if buffer is not None:
+            self._free.append(buffer)
 
     def _launch_complete(self) -> None:
         """Start every bucket that is complete, in order: a complete one waits for those before it."""
@@ -346,13 +361,13 @@ class Reducer:
             for param in bucket.absent:
                 if arrived[bucket.width + bucket.params.index(param)] != 0:
                     self._used.add(param)
-            if self._settings.stage == 0 and self._shares(bucket):
-                bucket.reduced = arrived  # and its buffer is kept: the gradients of the step are in it
+            if self._settings.stage == 0 and self._shares(bucket) and not bucket.holds:
+                bucket.reduced, bucket.lent = arrived, bucket.buffer
             else:
                 if arrived is not bucket.reduced:
                     self._add(bucket, arrived)
-                self._free.append(bucket.rows.view(-1))
-                bucket.rows = None
+                self._give_back(bucket.buffer)
+            bucket.rows = bucket.buffer = None
             bucket.landing = None
             bucket.holds = True
             bucket.absent.clear()

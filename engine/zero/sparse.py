@@ -59,7 +59,11 @@ class SparseReducer:
         for number, (param, row) in enumerate(zip(self._params, rows, strict=True)):
             of_ranks = [count[number] for count in counts]
             if max(of_ranks) >= 0:
-                self._gathered[param] = self._gather(param, row, of_ranks)
+                more = self._gather(param, row, of_ranks)
+                before = self._gathered.get(param)
+                self._gathered[param] = (
+                    more if before is None else (torch.cat([before[0], more[0]]), torch.cat([before[1], more[1]]))
+                )
 
     def collect(self, scale: float) -> None:
         """Put the means, dense and times `scale`, on the masters' `grad`: optimizers with momentum step every row."""

@@ -77,8 +77,9 @@ def reference(
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     data: Tensor,
     clip: float = 0.0,
+    scale: float = 1.0,
 ) -> list[float]:
-    """Train `model` in one process as all ranks together would; the loss of each step."""
+    """Train `model` in one process as all ranks together would, every loss times `scale`; the loss of each step."""
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = make_optimizer(params)
     losses = []
@@ -87,7 +88,7 @@ def reference(
         total = 0.0
         for microbatch in step:
             for batch in microbatch:
-                loss = model(batch) / (step.shape[0] * step.shape[1])
+                loss = scale * model(batch) / (step.shape[0] * step.shape[1])
                 loss.backward()
                 total += loss.item()
         if clip:

@@ -609,7 +609,7 @@ def train(rank: int, zero_section: dict[str, Any], dtype: torch.dtype, accumulat
             zero.last_microbatch = number + 1 == len(step)
             model(microbatch[rank]).backward()
             zero.finish_backward()
-        grads = {id(grad): grad for grad in zero.collect()}
+        grads = {id(grad): grad for _, grad in zero.collect()}
         torch._foreach_mul_(list(grads.values()), zero.reducer.after)
         hidden = {param: param.master.grad for param in zero.trainable if param.master is not None}
         for param in hidden:

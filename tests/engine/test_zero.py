@@ -47,7 +47,7 @@ def train(model: Small, zero: Zero, optimizer: torch.optim.Optimizer, data: torc
             zero.last_microbatch = number + 1 == len(step)
             (model(microbatch[rank]) / len(step)).backward()
             zero.finish_backward()
-        torch._foreach_mul_(zero.collect(), zero.reducer.after)
+        torch._foreach_mul_([grad for _, grad in zero.collect()], zero.reducer.after)
         optimizer.step()
         zero.publish()
         zero.finish_publish()
@@ -197,7 +197,7 @@ def on_a_link(rank: int, chosen: ZeroSettings) -> tuple[float, list[str], int]:
 
 
 def test_buckets_overlap_and_prefetch_move_time_on_a_link(ranks: Ranks) -> None:
-    """Sleeping: 5 x 20 forward, 5 x 20 backward; each layer's communication takes 20. Margins are 30 ms."""
+    """Sleeping: 5 x 20 forward, 5 x 20 backward; each layer's communication takes 20. Sleeps last longer on a busy host, all of them."""
 
     def ms(stage: int, bucket: int, overlap: bool, prefetch: int = 0) -> tuple[float, int]:
         fetch = FetchSettings(prefetch, LARGE, 0)
@@ -212,7 +212,7 @@ def test_buckets_overlap_and_prefetch_move_time_on_a_link(ranks: Ranks) -> None:
     late, buckets = ms(1, LARGE, overlap=True)
     assert buckets == 1
     assert blocking >= 300  # all five reductions stand in the way
-    assert overlapped < 220 + 30  # only the last one does
+    assert overlapped < blocking - 50  # only the last one does: 80 less, if sleeping were exact
     assert late >= 300  # one bucket, sent when backward is over
     fetching, _ = ms(3, 10_000, overlap=True)
     prefetching, _ = ms(3, 10_000, overlap=True, prefetch=30_000)

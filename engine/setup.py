@@ -80,10 +80,11 @@ def initialize(
     main = open_comm(list(range(world_size)), lambda: Inline(hooks))
     _broadcast(model, main)
     checkpointing.attach(hooks, settings.activation_checkpointing)
-    remat.from_config(settings.activation_checkpointing).apply(model, hooks)
+    undo = remat.from_config(settings.activation_checkpointing).apply(model, hooks)
     offload = open_offload(settings, device, hooks, rank)
     for note in offload.notes if rank == 0 else ():
         warnings.warn(note, stacklevel=2)
+    _check_parameters(model, settings)
     zero = Zero(
         model, _zero_settings(settings), _open_comms(settings, world_size, device, hooks), hooks,
         make_master=offload.states.make_master, take_piece=offload.take_piece,
@@ -97,7 +98,7 @@ def initialize(
         loader = _loader(training_data, settings, rank, world_size, collate_fn)
     engine = Engine(
         model, settings, zero, made, scheduler, loss_scaler(settings.fp16), hooks, main, offload,
-        training_dataloader=loader,
+        training_dataloader=loader, undo=undo,
     )  # fmt: skip
     return engine, made, loader, scheduler
 
@@ -167,6 +168,19 @@ def _device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
+
+
+def _check_parameters(model: nn.Module, config: Config) -> None:
+    """Raise ValueError for what no setting of the engine can train."""
+    for name, param in model.named_parameters():
+        if param.is_complex():
+            raise ValueError(f"initialize: {name} is complex, which the engine does not train; keep its real view")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and config.zero_optimization.stage >= 2:
+            raise ValueError(
+                f"initialize: {name or 'the model'} is an embedding with sparse=True, and its gradients travel as rows "
+                "in ZeRO stages 0 and 1 only: write one of these, or sparse=False"
+            )
 
 
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -242,23 +256,23 @@ def _optimizer(
     """The script's optimizer or the configuration's, over the masters."""
     masters = {p.param: p.master for p in zero.trainable if p.master is not None}
     shards = {p.master: _shard(p, zero, main) for p in zero.trainable if p.master is not None}
+    listed = list(masters) if model_parameters is None else list(model_parameters)
+    for param in [p for group in _groups(listed) for p in group["params"]]:
+        if param not in zero.by_param:
+            raise ValueError(
+                f"initialize: model_parameters has a parameter of shape {tuple(param.shape)} that the model does not "
+                "have; pass those of the same model"
+            )
     if given is not None:
-        client = given if isinstance(given, torch.optim.Optimizer) else given(_listed(model_parameters, masters))
+        client = given if isinstance(given, torch.optim.Optimizer) else given(listed)
         optim.adopt(client, masters, shards=shards, allow_untested=config.zero_allow_untested_optimizer)
         return client
     if config.optimizer is None:
         return None
-    groups = [
-        {**group, "params": [masters[p] for p in group["params"] if p in masters]}
-        for group in _groups(_listed(model_parameters, masters))
-    ]
+    groups = [{**group, "params": [masters[p] for p in group["params"] if p in masters]} for group in _groups(listed)]
     return optim.build(
         config.optimizer.type, config.optimizer.params.arguments(), groups, shards=shards, group=main.group, hooks=hooks
     )
-
-
-def _listed(model_parameters: Iterable[Any] | None, masters: dict[nn.Parameter, nn.Parameter]) -> list[Any]:
-    return list(masters) if model_parameters is None else list(model_parameters)
 
 
 def _groups(parameters: Sequence[Any]) -> list[dict[str, Any]]:
@@ -283,7 +297,7 @@ def _shard(param: ShardedParam, zero: Zero, main: Comm) -> optim.Shard:
 
 def _scheduler(given: Any, config: Config, optimizer: torch.optim.Optimizer | None) -> Any:
     if given is not None:
-        return given(optimizer) if callable(given) and not hasattr(given, "step") else given
+        return given(optimizer) if callable(given) and not callable(getattr(given, "step", None)) else given
     if config.scheduler is None or optimizer is None:
         return None
     return lr.build(config.scheduler.type, config.scheduler.params.arguments(), optimizer)

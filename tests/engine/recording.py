@@ -1,0 +1,98 @@
+"""What an engine is seen to do: its spans, from a training on little data."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from dsprof.engine import Engine, initialize
+from dsprof.engine.hooks import Span, subscribe
+from dsprof.engine.lane import open_lane
+
+WIDTH = 8
+LAYER = WIDTH * WIDTH
+"""Elements of each layer of `Layers`."""
+
+
+@dataclass(eq=False)
+class Recording:
+    """A listener that keeps the spans that have ended."""
+
+    spans: list[Span] = field(default_factory=list)
+
+    def begin(self, span: Span) -> None: ...
+
+    def end(self, span: Span) -> None:
+        self.spans.append(span)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Span]]:
+    """The spans that end within this block."""
+    recording = Recording()
+    stop = subscribe(recording)
+    try:
+        yield recording.spans
+    finally:
+        stop()
+
+
+class Layers(nn.Sequential):
+    """Linear layers of LAYER elements each, and one number as output."""
+
+    def __init__(self, depth: int = 4) -> None:
+        torch.manual_seed(3)
+        super().__init__(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y.square().mean()
+
+
+def configuration(stage: int = 0, *, zero: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """SGD without clipping; in stage 3 all parameters are sharded."""
+    threshold = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, **threshold, **(zero or {})},
+        **more,
+    }
+
+
+@contextlib.contextmanager
+def engine_for(model: nn.Module, config: dict[str, Any], *, link: float | None = None, **more: Any) -> Iterator[Engine]:
+    """An engine, closed at the end. `link`: its lanes then take at least their bytes over `link` bytes/s."""
+    module = importlib.import_module("dsprof.engine.setup")
+    with mock.patch.object(module, "open_lane", partial(open_lane, link=link)) if link else contextlib.nullcontext():
+        engine, *_ = initialize(model=model, config=config, **{"model_parameters": model.parameters(), **more})
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def train(engine: Engine, steps: int, make_input: Callable[[], Tensor] | None = None) -> None:
+    """Take `steps` steps."""
+    for _ in range(steps * engine.gradient_accumulation_steps()):
+        engine.backward(engine(torch.ones(2, WIDTH) if make_input is None else make_input()))
+        engine.step()
+
+
+def comms(spans: list[Span], purpose: str, step: int | None = None) -> list[Span]:
+    """Communications for one purpose, in the order in which they were handed to their lanes."""
+    found = [s for s in spans if s.kind == "comm" and s.purpose == purpose and step in (None, s.step)]
+    return sorted(found, key=lambda span: (span.issue_ns or span.start_ns, span.seq or 0))
+
+
+def names(spans: list[Span]) -> list[str]:
+    return [span.name for span in spans]
