@@ -354,8 +354,8 @@ class Engine(nn.Module):
         loss = loss[0] if isinstance(loss, tuple) else loss
         if not isinstance(loss, Tensor):
             raise TypeError(
-                f"train_batch: the model returned a {type(output).__name__}; it must return its loss, or something that "
-                "begins with it or has it as `loss`"
+                f"train_batch: the model returned a {type(output).__name__}; it must return its loss, or something "
+                "that begins with it or has it as `loss`"
             )
         return loss
 

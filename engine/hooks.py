@@ -125,14 +125,15 @@ class Hooks:
         value: float | None = None,
         at: Place | None = None,
     ) -> Span | None:
-        """Open a span; None, for `end` to pass over, if nobody listens. What was handed to another thread happens `at` the
-        place where it was handed over; by default it is the present one."""
+        """Open a span; None, for `end` to pass over, if nobody listens. `at` is the present place unless it is work that
+        was handed over at another."""
         if not _listeners:
             return None
         if kind == "comm" and group is not None and seq is None:
             seq = self._seqs[group] = self._seqs.get(group, -1) + 1
         span = Span(
-            kind, name, lane, *(at or self.place), self.stage, self._clock(), None, issue_ns, module, purpose, group, seq, bytes, dtype, value,
+            kind, name, lane, *(at or self.place), self.stage, self._clock(), None, issue_ns, module, purpose, group,
+            seq, bytes, dtype, value,
         )  # fmt: skip
         for listener in _listeners:
             try:

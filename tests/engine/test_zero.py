@@ -197,7 +197,7 @@ def on_a_link(rank: int, chosen: ZeroSettings) -> tuple[float, list[str], int]:
 
 
 def test_buckets_overlap_and_prefetch_move_time_on_a_link(ranks: Ranks) -> None:
-    """Sleeping: 5 x 20 forward, 5 x 20 backward; each layer's communication takes 20. Sleeps last longer on a busy host, all of them."""
+    """Sleeping: 5 x 20 forward, 5 x 20 backward; each layer's communication takes 20. On a busy host all last longer."""
 
     def ms(stage: int, bucket: int, overlap: bool, prefetch: int = 0) -> tuple[float, int]:
         fetch = FetchSettings(prefetch, LARGE, 0)
