@@ -125,8 +125,8 @@ class Hooks:
         value: float | None = None,
         at: Place | None = None,
     ) -> Span | None:
-        """Open a span; None, for `end` to pass over, if nobody listens. `at` is the present place unless it is work that
-        was handed over at another."""
+        """Open a span; None, for `end` to pass over, if nobody listens. `at` is the present place, unless it is work
+        that was handed over at another."""
         if not _listeners:
             return None
         if kind == "comm" and group is not None and seq is None:

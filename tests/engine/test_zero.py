@@ -118,10 +118,10 @@ def lives(rank: int, limit: int) -> tuple[int, int, int, int]:
     optimizer = torch.optim.SGD(masters(zero), lr=0.1)
     data = batches(STEPS, 1, 2)
     train(model, zero, optimizer, data, rank)
-    after_step = sum(p.untyped_storage().size() for p in model.parameters())
+    after_step = sum(p.stored_bytes for p in zero.params)
     with torch.no_grad():
         model(data[0, 0, rank])
-    after_eval = sum(p.untyped_storage().size() for p in model.parameters())
+    after_eval = sum(p.stored_bytes for p in zero.params)
     assert zero.fetcher is not None
     largest = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
     return zero.fetcher.peak_live, largest, after_step, after_eval
@@ -197,7 +197,7 @@ def on_a_link(rank: int, chosen: ZeroSettings) -> tuple[float, list[str], int]:
 
 
 def test_buckets_overlap_and_prefetch_move_time_on_a_link(ranks: Ranks) -> None:
-    """Sleeping: 5 x 20 forward, 5 x 20 backward; each layer's communication takes 20. On a busy host all last longer."""
+    """Sleeping: 5 x 20 forward, 5 x 20 backward; each layer's communication takes 20. On a busy host, longer."""
 
     def ms(stage: int, bucket: int, overlap: bool, prefetch: int = 0) -> tuple[float, int]:
         fetch = FetchSettings(prefetch, LARGE, 0)
