@@ -25,7 +25,7 @@ from .offload import open_offload
 from .precision import loss_scaler, model_dtype
 from .zero import Comms, Zero, ZeroSettings
 from .zero.fetch import FetchSettings
-from .zero.init import holder
+from .zero.holder import EarlyParam, holder
 from .zero.shard import ShardedParam
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -62,6 +62,10 @@ def initialize(
             raise ValueError(
                 f"initialize: {name} is not supported yet: every rank is a data-parallel one; leave it out"
             )
+    for param in model.parameters():
+        found = holder(param)
+        if found is not None and not isinstance(found.sharded, EarlyParam):
+            raise ValueError("initialize: the model has an engine already; call its destroy() first, on all ranks")
     source = _config_of(args, config, config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)

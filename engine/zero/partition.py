@@ -182,14 +182,14 @@ class Zero:
         self.gatherer.finish(self.gatherer.pending)
 
     def close(self) -> None:
-        """Take the hooks out of the model, and end the lanes."""
+        """Leave the model whole and without hooks, and end the lanes. On all ranks."""
+        self.gatherer.bring([p for p in self.params if not p.resident], self.settings.allgather_bucket_size)
         for handle in self._handles:
             handle.remove()
         if self.fetcher is not None:
             self.fetcher.remove()
         for param in self.params:
-            if param.persistent:
-                forget(param.param)
+            forget(param.param)
         for comm in self.comms:
             comm.close()
 

@@ -65,6 +65,38 @@ def test_groups_of_the_engine_have_the_jobs_timeout(ranks: Ranks) -> None:
     assert ranks.run(2, timeouts) == [(timedelta(seconds=60), timedelta(seconds=60))] * 2
 
 
+# --- one engine after the other
+
+
+def again(rank: int, stage: int) -> tuple[float, str]:
+    model = build(odd=False)
+    zero = SMALL if stage == 3 else {}
+    config = configuration(stage, gradient_accumulation_steps=1, gradient_clipping=0.0, zero=zero)
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    data = batches(2, 1, 2)
+    text = ""
+    for step in data:
+        engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine.backward(engine(step[0, rank]))
+        engine.step()
+        try:
+            ds.initialize(model=model, model_parameters=model.parameters(), config=config)
+        except ValueError as error:
+            text = str(error)
+        engine.destroy()
+    expected = build(odd=False)
+    reference(expected, lambda params: torch.optim.SGD(params, lr=0.1), data)
+    found = dict(model.named_parameters())
+    return max((found[n] - value).abs().max().item() for n, value in expected.named_parameters()), text
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_destroyed_engine_leaves_the_model_to_the_next(ranks: Ranks, stage: int) -> None:
+    for difference, text in ranks.run(2, again, stage):
+        assert difference < 1e-5
+        assert text == "initialize: the model has an engine already; call its destroy() first, on all ranks"
+
+
 # --- what is not trained, or in a way that cannot be
 
 
