@@ -3,22 +3,32 @@
 The first pass through the model records which modules need parameters, in forward and backward, with recomputation.
 Later passes read that sequence ahead to prefetch, and to keep what is needed again soon. Nothing depends on the
 sequence being right: a pass that goes another way fetches when it needs to, and is recorded anew.
+
+Who needs what is seen in three ways. Modules announce themselves, by hooks on their calls and on the gradients of their
+outputs. Reading a parameter by its name (`self.head.weight`) fetches it for the module that runs, and from then on it
+is fetched with that module. What autograd kept of a parameter is fetched when backward unpacks it, however it comes
+there: by a second backward, past an operation in place, through a loss that no module returned.
+
+A parameter that is read while no module runs, or through a reference that a module took earlier, is not fetched: it
+reads as NaN. `zero.GatheredParameters` makes it whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from ..hooks import Hooks
 from .gather import Gatherer
-from .shard import ShardedParam
+from .passes import Owner, Pass, Walk
+from .shard import Ledger, ShardedParam
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +41,18 @@ class FetchSettings:
 
 
 @dataclass(eq=False, slots=True)
-class _Owner:
-    """A module whose parameters are fetched for it: its own, and others' that it was seen to use."""
+class _Call:
+    """A module's forward under way."""
 
-    name: str
-    params: list[ShardedParam]
-
-
-@dataclass(slots=True)
-class _Pass:
-    """One way through the model: who needed parameters, in order."""
-
-    uses: list[_Owner] = field(default_factory=list)
-    complete: bool = False
+    owner: Owner
+    using: list[ShardedParam] = field(default_factory=list)
+    """What is whole for it, each counted as one user."""
+    net: saved_tensors_hooks | None = None
+    """For as long as the call takes, unless there is one around it."""
+    starts_pass: bool = False
+    with_grad: bool = True
+    interrupted: Walk | None = None
+    """The pass that goes on when this call, without gradients, is over."""
 
 
 class Fetcher:
@@ -64,23 +73,29 @@ class Fetcher:
         self._on_disk = any(param.home is not None for param in sharded.values())
         self._handles: list[RemovableHandle] = []
         self._replaced: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
-        self._stack: list[_Owner] = []
-        self._held: list[ShardedParam] = []
-        """In use until backward is over: nothing tells when they are no longer."""
-        self._root_active = 0
-        self._in_backward = False
-        self._passes = {True: _Pass(), False: _Pass()}
+        self._calls: list[_Call] = []
+        self._records: dict[bool, Pass | None] = {True: None, False: None}
         """The recorded ways: with gradients, and without."""
-        self._pass = self._passes[True]
-        self._place = 0
-        self._follows = False
-        self._recording: list[_Owner] = []
-        self.live = 0
-        """Elements of sharded parameters that are whole at this moment, or on their way."""
-        self.peak_live = 0
+        self._walk: Walk | None = None
+        self._walks_with_grad = True
+        self.ledger = Ledger()
         self._install(root)
+        self._by_storage: dict[int, ShardedParam] = {}
         for param in sharded.values():
-            param.release()
+            if not param.persistent:
+                param.ledger = self.ledger
+                param.release()
+                self._by_storage[param.storage_key] = param
+
+    @property
+    def live(self) -> int:
+        """Elements of sharded parameters that are whole at this moment, or on their way."""
+        return self.ledger.live
+
+    @property
+    def peak_live(self) -> int:
+        """The most that `live` has been."""
+        return self.ledger.peak
 
     def remove(self) -> None:
         """Take every hook out of the model."""
@@ -93,231 +108,272 @@ class Fetcher:
 
     def finish_backward(self) -> None:
         """Backward is over: nothing is needed until the next forward, and a prefetch would be of old weights."""
-        self._end_pass()
-        self._in_backward = False
-        stale = self._gatherer.pending
-        self._gatherer.finish(stale)
-        self._held.clear()
+        if self._walk is not None:
+            self._records[self._walks_with_grad] = self._walk.outcome()
+            self._walk = None
+        self._gatherer.finish(self._gatherer.pending)
         for param in self._sharded.values():
             param.users = 0
-            if param.resident:
-                self._release(param)
-
-    def gradient_taken(self, param: ShardedParam) -> None:
-        """The gradient of `param` is complete: in backward, its last use."""
-        param.users = 0
-        if param.resident and param not in self._held:
             self._release(param)
 
-    def _begin_pass(self) -> None:
-        grad = torch.is_grad_enabled()
-        self._pass = self._passes[grad]
-        self._place = 0
-        self._follows = self._pass.complete
-        self._recording = []
+    def gradient_taken(self, param: ShardedParam) -> None:
+        """The gradient of `param` is complete: in backward, its last use. If it was not, unpacking fetches it again."""
+        param.users = 0
+        self._release(param)
 
-    def _end_pass(self) -> None:
-        if self._recording and not (self._follows and self._place == len(self._pass.uses)):
-            self._pass.uses = self._recording
-            self._pass.complete = True
-        self._follows = False
-        self._recording = []
+    def _begin_pass(self, call: _Call) -> None:
+        if not call.with_grad:
+            call.interrupted = self._walk
+        self._walk = Walk(self._records[call.with_grad])
+        self._walks_with_grad = call.with_grad
+
+    def _end_pass_without_grad(self, call: _Call) -> None:
+        if self._walk is not None:
+            self._records[False] = self._walk.outcome()
+        self._gatherer.finish(self._gatherer.pending)
+        for param in list(self.ledger):
+            if not param.users:
+                self._release(param)
+        self._walk = call.interrupted
+        self._walks_with_grad = True
 
     # --- hooks on modules
 
     def _install(self, root: nn.Module) -> None:
+        """Every module is hooked that has sharded parameters, or has children that do: it may use theirs."""
         for name, module in root.named_modules():
-            own = [self._sharded[p] for p in module._parameters.values() if p is not None and p in self._sharded]
-            own = [param for param in own if not param.persistent]
-            if own:
+            if any(self._is_sharded(param) for param in module._parameters.values()):
                 self._replaced.append((module, module._parameters))
                 module._parameters = _Watched(module._parameters, self)
-            if not own and module is not root:
+            if module is not root and not any(self._is_sharded(param) for param in module.parameters()):
                 continue
-            owner = _Owner(name, own)
+            owner = Owner(name, [self._sharded[p] for p in dict.values(module._parameters) if self._is_sharded(p)])
             self._handles += [
                 module.register_forward_pre_hook(self._before_forward(owner, module is root), prepend=True),
-                module.register_forward_hook(self._after_forward(owner, module is root), always_call=True),
+                module.register_forward_hook(self._after_forward(owner), with_kwargs=True, always_call=True),
             ]
 
-    def _before_forward(self, owner: _Owner, is_root: bool) -> Callable[[nn.Module, Any], None]:
+    def _is_sharded(self, param: nn.Parameter | None) -> bool:
+        return param is not None and param in self._sharded and not self._sharded[param].persistent
+
+    def _before_forward(self, owner: Owner, is_root: bool) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
-            if is_root and not self._in_backward:
-                self._root_active += 1
-                if self._root_active == 1:
-                    self._begin_pass()
-            self._stack.append(owner)
-            self._need(owner)
+            call = _Call(owner, with_grad=torch.is_grad_enabled())
+            self._calls.append(call)
+            call.net = self._spread_net()
+            if call.net is not None:
+                call.net.__enter__()
+            if is_root and not _in_backward() and not any(other.starts_pass for other in self._calls):
+                call.starts_pass = True
+                self._begin_pass(call)
+            call.using = self._need(owner)
 
         return hook
 
-    def _after_forward(self, owner: _Owner, is_root: bool) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._stack and self._stack[-1] is owner:
-                self._stack.pop()
+    def _after_forward(self, owner: Owner) -> Callable[[nn.Module, Any, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not self._calls or self._calls[-1].owner is not owner:
+                return  # it failed before our hook ran
+            call = self._calls.pop()
+            if call.net is not None:
+                call.net.__exit__()
             if torch.is_grad_enabled() and owner.params:
                 self._watch_outputs(owner, output)
-                self._watch_inputs(owner, args)
-            if not self._in_backward:  # what a recomputed forward brought, backward needs next
-                self._done(owner)
-            if is_root and not self._in_backward:
-                self._root_active -= 1
-                if self._root_active == 0 and not torch.is_grad_enabled():
-                    self._end_pass()
-                    self._release_unused()
+                self._watch_inputs(owner, (args, kwargs))
+            if not _in_backward():  # what a recomputed forward brought, backward needs next
+                self._done(call)
+            if call.starts_pass and not call.with_grad:
+                self._end_pass_without_grad(call)
 
         return hook
 
-    def _watch_outputs(self, owner: _Owner, output: Any) -> None:
+    def _watch_outputs(self, owner: Owner, output: Any) -> None:
         """Fetch for the module's backward when the first gradient of an output arrives."""
-        tensors = [leaf for leaf in _tensors(output) if leaf.requires_grad]
-        if not tensors:
-            if not self._in_backward:
-                self._hold(owner.params)  # backward may come through what we cannot see
-            return
-        begun = False
+        begun = -1
 
         def before_backward(grad: Tensor) -> None:
             nonlocal begun
-            if not begun:
-                begun = True
-                self._in_backward = True
+            if begun != (begun := torch._C._current_graph_task_id()):
                 self._need(owner)
 
-        for tensor in tensors:
-            tensor.register_hook(before_backward)
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(before_backward)
 
-    def _watch_inputs(self, owner: _Owner, args: Any) -> None:
-        """Release frozen parameters when the gradient of the module's input is there: nothing else marks their end."""
+    def _watch_inputs(self, owner: Owner, inputs: Any) -> None:
+        """Release frozen parameters when a gradient of the module's inputs is there: nothing else marks their end."""
         frozen = [param for param in owner.params if not param.trainable]
         if not frozen:
             return
+        ended = -1
 
         def after_backward(grad: Tensor) -> None:
-            for param in frozen:
-                self.gradient_taken(param)
+            nonlocal ended
+            if ended != (ended := torch._C._current_graph_task_id()):
+                for param in frozen:
+                    self.gradient_taken(param)
 
-        for tensor in _tensors(args):
+        for tensor in _tensors(inputs):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(after_backward)
-                return
 
-    def used_elsewhere(self, param: ShardedParam) -> None:
-        """A parameter was read while a module ran that it does not belong to, or whose turn it is not."""
-        if not self._stack or param.resident:
+    # --- uses that no hook announces
+
+    def _spread_net(self) -> saved_tensors_hooks | None:
+        """Have `unpacked` called for the parameters that autograd saves from now on; None if it is already.
+
+        Hooks that are there, as those of a checkpoint, do their part within ours.
+        """
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        net = None if outer is None else getattr(outer[0], "__self__", None)
+        if isinstance(net, _Net) and net.fetcher is self:
+            return None
+        net = _Net(self, outer)
+        return saved_tensors_hooks(net.pack, net.unpack)
+
+    def param_of(self, tensor: Tensor) -> ShardedParam | None:
+        """The parameter whose storage `tensor` shares, if there is one."""
+        try:
+            return self._by_storage.get(tensor.untyped_storage()._cdata)
+        except NotImplementedError:  # a sparse one, or a wrapper of others
+            return None
+
+    def unpacked(self, param: ShardedParam) -> None:
+        """Backward needs `param`. It is in use until its gradient, or the backward, is complete."""
+        if not param.users:
+            param.users = 1
+            self._fetch([param], param.name.rpartition(".")[0])
+
+    def used_elsewhere(self, param: ShardedParam, *, remember: bool) -> None:
+        """A parameter was read while a module ran that it does not belong to, or whose turn it is not.
+
+        With `remember` it is fetched with that module from now on.
+        """
+        if param.users or not (self._calls or _in_backward()):
             return
-        owner = self._stack[-1]
-        if param not in owner.params:
-            owner.params = [*owner.params, param]
-        self._fetch([param], owner.name)
-        param.users += 1
+        param.users = 1
+        name = ""
+        if self._calls:
+            call = self._calls[-1]
+            call.using.append(param)
+            name = call.owner.name
+            if remember and param not in call.owner.params:
+                call.owner.params.append(param)
+        self._fetch([param], name)
 
     # --- fetching
 
-    def _need(self, owner: _Owner) -> None:
+    def _need(self, owner: Owner) -> list[ShardedParam]:
         """Have `owner`'s parameters whole, and start on those that are needed next."""
-        self._follow(owner)
-        for param in owner.params:
+        if self._walk is not None and (_in_backward() or any(call.starts_pass for call in self._calls)):
+            self._walk.step(owner)  # else a part of the model was called by itself
+        using = list(owner.params)
+        for param in using:
             param.users += 1
-        self._fetch([param for param in owner.params if not param.resident], owner.name)
+        self._fetch(using, owner.name)
+        return using
 
     def _fetch(self, needed: list[ShardedParam], module: str) -> None:
-        missing = [param for param in needed if not self._gatherer.under_way(param)]
+        missing = [param for param in needed if param not in self.ledger]
         self._make_room(sum(param.numel for param in missing))
-        if missing:
-            self._count(missing)
-            self._gatherer.start(missing, module)
-        self._prefetch()
-        self._gatherer.finish(needed)
+        self._start(missing, module)
+        awaited = [param for param in needed if not param.resident]
+        self._prefetch(sum(param.numel for param in awaited))
+        self._gatherer.finish(awaited)
 
-    def _prefetch(self) -> None:
-        """Start gathering what comes next in the recorded sequence, up to the bucket and the limit of live elements."""
-        if not self._follows:
+    def _start(self, params: list[ShardedParam], module: str) -> None:
+        for param in params:
+            self.ledger.expect(param)
+        if params:
+            self._gatherer.start(params, module)
+
+    def _prefetch(self, awaited: int) -> None:
+        """Start gathering what comes next in the recorded sequence, up to the bucket and the limit of live elements.
+
+        Of what is on its way, `awaited` elements are not ahead, but needed now.
+        """
+        if self._walk is None:
             return
-        ahead = 0
         batch: list[ShardedParam] = []
-        for place in range(self._place, len(self._pass.uses)):
-            for param in self._pass.uses[place].params:
-                if param.resident or param in batch:
-                    continue
-                ahead += param.numel
-                if ahead > self.settings.prefetch_bucket_size:
-                    break
-                if self._gatherer.under_way(param):
-                    continue
-                if self.live + sum(p.numel for p in batch) + param.numel > self.settings.max_live_parameters:
-                    ahead = self.settings.prefetch_bucket_size + 1
-                    break
-                batch.append(param)
-            if ahead > self.settings.prefetch_bucket_size:
+        size = 0
+        for param in self._walk.upcoming():
+            if param in self.ledger or param in batch:
+                continue
+            if self.ledger.coming - awaited + size + param.numel > self.settings.prefetch_bucket_size:
                 break
-        if batch:
-            self._count(batch)
-            self._gatherer.start(batch, self._pass.uses[self._place].name)
+            if self.ledger.live + size + param.numel > self.settings.max_live_parameters:
+                break
+            batch.append(param)
+            size += param.numel
+        self._start(batch, self._walk.next_owner())
         if self._on_disk:
-            self._gatherer.expect(param for owner in self._pass.uses[self._place :] for param in owner.params)
+            self._gatherer.expect(self._walk.ahead())
 
-    def _follow(self, owner: _Owner) -> None:
-        """Move on in the recorded sequence; give it up for this pass if the pass goes another way."""
-        if not (self._root_active or self._in_backward):
-            return  # a part of the model called by itself
-        self._recording.append(owner)
-        if self._follows:
-            self._follows = self._place < len(self._pass.uses) and self._pass.uses[self._place] is owner
-            self._place += 1
-
-    def _done(self, owner: _Owner) -> None:
+    def _done(self, call: _Call) -> None:
         """A module's forward is over: release what is not needed again soon."""
-        for param in owner.params:
+        for param in call.using:
             param.users = max(0, param.users - 1)
-            if param.resident and not param.users and not self._needed_soon(param):
+            if param.users or not param.resident:
+                continue
+            if self._walk is None or not self._walk.needed_within(param, self.settings.max_reuse_distance):
                 self._release(param)
-
-    def _needed_soon(self, param: ShardedParam) -> bool:
-        """Whether the next use is at most `max_reuse_distance` elements of other parameters away."""
-        if not self._follows:
-            return False
-        distance = 0
-        for place in range(self._place, len(self._pass.uses)):
-            owner = self._pass.uses[place]
-            if param in owner.params:
-                return True
-            distance += sum(other.numel for other in owner.params)
-            if distance > self.settings.max_reuse_distance:
-                return False
-        return False
 
     def _make_room(self, size: int) -> None:
-        """Release what was kept for later until `size` more elements fit; those in use stay."""
-        if self.live + size <= self.settings.max_live_parameters:
-            return
-        kept = [p for p in self._sharded.values() if p.resident and not p.persistent and not p.users]
-        for param in reversed(kept):
-            if self.live + size <= self.settings.max_live_parameters:
-                return
+        """Release what was kept for later until `size` more elements fit; those in use stay.
+
+        First what came first: of what forward keeps for backward that is needed last.
+        """
+        excess = self.ledger.live + size - self.settings.max_live_parameters
+        idle = []
+        for param in self.ledger if excess > 0 else ():
+            if not param.users:
+                idle.append(param)
+                excess -= param.numel
+                if excess <= 0:
+                    break
+        for param in idle:
             self._release(param)
 
-    def _hold(self, params: Iterable[ShardedParam]) -> None:
-        for param in params:
-            param.users += 1
-            self._held.append(param)
-
-    def _count(self, params: Iterable[ShardedParam]) -> None:
-        self.live += sum(param.numel for param in params)
-        self.peak_live = max(self.peak_live, self.live)
-
     def _release(self, param: ShardedParam) -> None:
-        if param.persistent:
+        if param.persistent or not param.resident:
             return
         param.release()
-        self.live -= param.numel
+        if self._walk is not None:
+            self._walk.released(param)
         self._hooks.mark("release", module=param.name, purpose="parameter", value=float(self.live))
 
-    def _release_unused(self) -> None:
-        self._gatherer.finish(self._gatherer.pending)
-        for param in self._sharded.values():
-            if param.resident and not param.users:
-                self._release(param)
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What autograd keeps in the place of a parameter, or a view of it."""
+
+    param: ShardedParam
+    kept: Any
+
+
+@dataclass(eq=False, slots=True)
+class _Net:
+    """Hooks on what autograd saves, around those that were there."""
+
+    fetcher: Fetcher
+    outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
+
+    def pack(self, tensor: Tensor) -> Any:
+        param = self.fetcher.param_of(tensor)
+        kept = tensor if self.outer is None else self.outer[0](tensor)
+        return kept if param is None else _Saved(param, kept)
+
+    def unpack(self, packed: Any) -> Tensor:
+        kept = packed.kept if isinstance(packed, _Saved) else packed
+        tensor: Tensor = kept if self.outer is None else self.outer[1](kept)
+        if isinstance(packed, _Saved):
+            self.fetcher.unpacked(packed.param)
+        return tensor
+
+
+def _in_backward() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -343,21 +399,22 @@ class _Watched(dict[str, "nn.Parameter | None"]):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
-        self._look(param)
+        self._look(param, remember=True)
         return param
+
+    # Listing them is no sign that the module uses them each time.
 
     def items(self) -> Any:
         for param in super().values():
-            self._look(param)
+            self._look(param, remember=False)
         return super().items()
 
     def values(self) -> Any:
         for param in super().values():
-            self._look(param)
+            self._look(param, remember=False)
         return super().values()
 
-    def _look(self, param: nn.Parameter | None) -> None:
-        if param is not None and self._fetcher._stack:
-            sharded = self._fetcher._sharded.get(param)
-            if sharded is not None and not sharded.resident:
-                self._fetcher.used_elsewhere(sharded)
+    def _look(self, param: nn.Parameter | None, *, remember: bool) -> None:
+        sharded = None if param is None else self._fetcher._sharded.get(param)
+        if sharded is not None and not sharded.persistent:
+            self._fetcher.used_elsewhere(sharded, remember=remember)

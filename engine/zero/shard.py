@@ -6,7 +6,7 @@ is communicated together, so they can change at any time and no checkpoint depen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,12 +74,54 @@ class Home(Protocol):
         """Have the piece at hand soon, because it is going to be read; False if there is no room for more of that."""
 
 
+class Ledger:
+    """Which parameters are whole at this moment, or on their way to be. Sizes in elements."""
+
+    def __init__(self) -> None:
+        self._whole: dict[ShardedParam, bool] = {}
+        """Those that count, the one that came first before the others, and whether they have come."""
+        self.coming = 0
+        self.live = 0
+        """Whole and coming."""
+        self.peak = 0
+
+    def __contains__(self, param: ShardedParam) -> bool:
+        return param in self._whole
+
+    def __iter__(self) -> Iterator[ShardedParam]:
+        """Those that are whole, first come first."""
+        return (param for param, whole in self._whole.items() if whole)
+
+    def expect(self, param: ShardedParam) -> None:
+        """`param` is on its way."""
+        if param not in self._whole:
+            self._whole[param] = False
+            self.coming += param.numel
+            self.live += param.numel
+            self.peak = max(self.peak, self.live)
+
+    def arrive(self, param: ShardedParam) -> None:
+        """`param` has its storage."""
+        self.expect(param)
+        if not self._whole[param]:
+            self._whole[param] = True
+            self.coming -= param.numel
+
+    def leave(self, param: ShardedParam) -> None:
+        """The storage of `param` is free."""
+        whole = self._whole.pop(param, None)
+        if whole is not None:
+            self.live -= param.numel
+            self.coming -= 0 if whole else param.numel
+
+
 class ShardedParam:
     """One parameter of the model, this rank's piece of it, and the master that the optimizer steps.
 
     `shard` [n] is the piece in the model's precision. While the whole parameter is always there (stages 1 and 2) it is
-    a view of it; in stage 3 it has storage of its own, and the parameter's is emptied between uses. `master` [n] is
-    what the optimizer sees, in fp32 where the model is in a half precision, and otherwise the shard itself. In stage 0
+    a view of it; in stage 3 it has storage of its own, and the parameter's is emptied between uses. Meanwhile the
+    parameter's data are a stand-in of the same shape: it reads as NaN and cannot be written to. `master` [n] is what
+    the optimizer sees, in fp32 where the model is in a half precision, and otherwise the shard itself. In stage 0
     all three are the whole parameter. A frozen parameter has no master.
 
     Offloaded parameters have their piece in host memory, where `shard` is then, or at a `home`, and `shard` is an empty
@@ -101,6 +143,11 @@ class ShardedParam:
         """Modules that need the whole of it at this moment."""
         self.secondary: Tensor | None = None
         """This rank's piece in the hierarchical partition, as long as it is of the present weights."""
+        self.ledger = Ledger()
+        """Where this is counted while it is whole; shared by those of a model that are fetched."""
+        self._whole = param.data
+        """What has the storage, full or emptied, and with it all views that autograd saved."""
+        self._stand_in: Tensor | None = None
         whole = param.data.reshape(-1)
         self.shard = whole[self.start : self.stop]
         if not persistent:
@@ -190,15 +237,36 @@ class ShardedParam:
 
     def allocate(self) -> None:
         """Give the parameter its storage back. Views of it that autograd saved come alive with it."""
-        storage = self.param.untyped_storage()
+        if self.persistent:
+            return
+        self.ledger.arrive(self)
+        storage = self._whole.untyped_storage()
         if storage.size() == 0:
-            storage.resize_(self.numel * self.param.element_size())
+            storage.resize_(self.numel * self._whole.element_size())
+        self.param.data = self._whole
 
     def release(self) -> None:
         """Free the parameter's storage; the shard stays."""
-        if not self.persistent:
-            self.param.untyped_storage().resize_(0)
-            self.resident = False
+        if self.persistent:
+            return
+        if self._stand_in is None:
+            # Not the emptied storage: to read that is to read anything, or the end of the process.
+            nothing = float("nan") if self._whole.is_floating_point() or self._whole.is_complex() else 0
+            self._stand_in = torch.full((), nothing, dtype=self._whole.dtype, device=self._whole.device)
+        self.param.data = self._stand_in.expand(self.shape)
+        self._whole.untyped_storage().resize_(0)
+        self.resident = False
+        self.ledger.leave(self)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the parameter's own storage at this moment."""
+        return self._whole.untyped_storage().size()
+
+    @property
+    def storage_key(self) -> int:
+        """What tells the parameter's own storage, full or emptied, from all others."""
+        return int(self._whole.untyped_storage()._cdata)
 
     def __repr__(self) -> str:
         return f"ShardedParam({self.name}, {tuple(self.shape)}, {self.start}:{self.stop})"

@@ -52,7 +52,7 @@ def job(rank: int, config: dict[str, Any], link: float | None = None, unused: bo
     with engine_for(model, config, link=link) as engine, recorded() as spans:
         for layer in model:
             layer.register_forward_pre_hook(
-                lambda *_: seen.in_forward.append(sum(p.untyped_storage().size() // 4 for p in params))
+                lambda *_: seen.in_forward.append(sum(p.stored_bytes // 4 for p in engine.zero.params))
             )
         model[0].register_full_backward_pre_hook(
             lambda *_: seen.with_grad.append(sum(p.grad is not None for p in params))
@@ -63,7 +63,7 @@ def job(rank: int, config: dict[str, Any], link: float | None = None, unused: bo
             seen.failure = str(error)
         seen.spans = list(spans)
         seen.masters = [(p.start, p.stop) for p in engine.zero.trainable]
-        seen.stored = [p.untyped_storage().size() for p in params]
+        seen.stored = [p.stored_bytes for p in engine.zero.params]
     return seen
 
 

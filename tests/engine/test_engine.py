@@ -11,6 +11,7 @@ from ranks import Ranks
 
 from dsprof import engine as ds
 from dsprof.engine import Engine
+from dsprof.engine.zero.init import holder
 
 STEPS, ACCUMULATE = 3, 2
 
@@ -143,7 +144,8 @@ def early(rank: int) -> tuple[int, int, float, bool]:
     config = configuration(3, zero=SMALL)
     with ds.zero.Init(config_dict_or_path=config):
         model = build(odd=False)
-    freed = sum(p.untyped_storage().size() for p in model.parameters())
+    held = [found.sharded for p in model.parameters() if (found := holder(p)) is not None]
+    freed = sum(p.stored_bytes for p in held)
     with ds.zero.GatheredParameters(model.head.weight, modifier_rank=0):
         whole_inside = model.head.weight.untyped_storage().size()
         if rank == 0:
