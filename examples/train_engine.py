@@ -1,6 +1,6 @@
 """Train the example's GPT with dsprof's engine, as a DeepSpeed script would: its configuration is a JSON file.
 
-    dsprof run --nproc-per-node 2 examples/train_engine.py --deepspeed_config examples/zero2.json
+dsprof run --nproc-per-node 2 examples/train_engine.py --deepspeed_config examples/zero2.json
 """
 
 import argparse
