@@ -80,7 +80,7 @@ COMM = ("name", "lane", "group", "seq", "bytes", "dtype", "purpose", "module", "
 def test_a_communication_keeps_all_that_was_told(told: Told) -> None:
     span = told.hooks.begin(
         "comm", "all_gather", lane="comm.parameters", issue_ns=400, module="blocks.3.mlp", purpose="parameter",
-        group="4", seq=0, bytes=4096, dtype="bfloat16", microbatch=5,
+        group="4", seq=0, bytes=4096, dtype="bfloat16", at=(0, 5),
     )  # fmt: skip
     (under_way,) = read_rows(told.folder)
     assert (under_way.state, under_way.start_ns, under_way.end_ns) == (State.BEGUN, 1000, 0)
@@ -481,6 +481,43 @@ def test_an_engine_run_needs_no_flag(tmp_path: Path) -> None:
     assert set(keys["rank"].agg(lambda ranks: tuple(sorted(ranks)))) == {(0, 1)}
     assert (keys["name"].nunique() == 1).all()
     assert (keys["bytes"].nunique() == 1).all()
+
+
+ONE_BIT = """
+import torch
+import dsprof.engine
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+engine, *_ = dsprof.engine.initialize(
+    model=torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1)),
+    config={
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 3}},
+    },
+)
+for step in range(8):
+    engine.backward(engine(torch.randn(4, 256)).square().mean())
+    engine.step()
+"""
+
+
+def test_one_bit_adam_sends_a_sixteenth_of_an_fp32_all_reduce(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ONE_BIT)
+    done = profile(tmp_path, script)
+    assert done.status == 0, done.stderr
+    rows = done.analysis().rows
+    comm = rows[(rows["kind"] == "comm") & (rows["purpose"] == "gradient") & (rows["rank"] == 0)]
+    # On the wire, of two ranks: an all-reduce sends all of its bytes, an all-to-all or all-gather half of what it holds.
+    sent = comm["bytes"].astype(float) * comm["name"].astype(str).map({"all_reduce": 1.0}).fillna(0.5)
+    of_step = sent.groupby(comm["step"]).sum()
+    parameters = 256 * 256 + 256 + 256 + 1
+    assert (of_step[of_step.index < 3] >= 4 * parameters).all()
+    frozen = of_step[of_step.index >= 3]
+    assert len(frozen) == 5
+    assert (frozen > 0).all()
+    assert (16 * frozen <= 4 * parameters).all()
 
 
 PLAIN = """

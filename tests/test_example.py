@@ -33,7 +33,12 @@ pytestmark = pytest.mark.timeout(300)
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     switch, native = request.param
     folder = tmp_path_factory.mktemp(f"{switch}-{native}")
-    return profile(folder, EXAMPLE, *PLANTED[switch], flags=("--native", native))
+    done = profile(folder, EXAMPLE, *PLANTED[switch], flags=("--native", native))
+    if switch == "healthy" and done.above_info:
+        # A host that slows one rank down for half of a run makes a true finding. Twice in a row is ours.
+        again = tmp_path_factory.mktemp(f"{switch}-{native}-again")
+        return profile(again, EXAMPLE, *PLANTED[switch], flags=("--native", native))
+    return done
 
 
 def every_job(*, native: tuple[str, ...] = ("on",)) -> pytest.MarkDecorator:

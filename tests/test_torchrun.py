@@ -96,7 +96,7 @@ try:
 except RuntimeError:
     os._exit(4)
 """
-    done = run(tmp_path, script)
+    done = run(tmp_path, script, "--monitor-interval", "2")  # else torchrun may stop rank 0 before it has failed
     assert done.returncode == 3
     zero, one = exits(tmp_path)
     assert (zero.code, one.code) == (4, 3)

@@ -305,7 +305,7 @@ class Fetcher:
                 break
             batch.append(param)
             size += param.numel
-        self._start(batch, self._walk.next_owner())
+        self._start(batch, batch[0].name.rpartition(".")[0] if batch else "")
         if self._on_disk:
             self._gatherer.expect(self._walk.ahead())
 

@@ -89,11 +89,6 @@ class Walk:
                 yield from self._record.params[place]
             heapq.heappop(self._open)
 
-    def next_owner(self) -> str:
-        """The name of the module that the record has next; empty if it has none."""
-        place = len(self._seen)
-        return self._record.owners[place].name if self._record is not None and place < len(self._record.owners) else ""
-
     def ahead(self) -> Iterator[ShardedParam]:
         """Everything that is needed from here on, in order."""
         if self._record is not None and self._follows:

@@ -8,9 +8,9 @@ import pytest
 from ranks import Ranks
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ranks() -> Iterator[Ranks]:
-    """Processes to run jobs of several ranks in, shared by all tests."""
+    """Processes to run jobs of several ranks in, shared by all tests of this folder and gone after them."""
     pool = Ranks()
     yield pool
     pool.close()

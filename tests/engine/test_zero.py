@@ -93,9 +93,9 @@ def check(ranks: Ranks, world_size: int, stage: int, overlap: bool, sizes: str, 
         assert difference < 1e-12
 
 
-@pytest.mark.parametrize("case", MATRIX[::5], ids=str)
+@pytest.mark.parametrize("case", MATRIX[::11], ids=str)
 def test_any_stage_trains_to_the_reference(ranks: Ranks, case: tuple[int, int, bool, str, bool]) -> None:
-    """A fifth of the combinations: each value of each setting meets most values of the others."""
+    """Some of the combinations, at a stride that meets every value of each setting (test_engine_matrix has all pairs)."""
     check(ranks, *case)
 
 
