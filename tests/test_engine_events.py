@@ -509,7 +509,7 @@ def test_one_bit_adam_sends_a_sixteenth_of_an_fp32_all_reduce(tmp_path: Path) ->
     assert done.status == 0, done.stderr
     rows = done.analysis().rows
     comm = rows[(rows["kind"] == "comm") & (rows["purpose"] == "gradient") & (rows["rank"] == 0)]
-    # On the wire, of two ranks: an all-reduce sends all of its bytes, an all-to-all or all-gather half of what it holds.
+    # On the wire, of two ranks: an all-reduce sends all of its bytes, the others half of what they hold.
     sent = comm["bytes"].astype(float) * comm["name"].astype(str).map({"all_reduce": 1.0}).fillna(0.5)
     of_step = sent.groupby(comm["step"]).sum()
     parameters = 256 * 256 + 256 + 256 + 1

@@ -87,9 +87,13 @@ def _serve(pipe: Connection, folder: str) -> None:
                 timeout=timedelta(seconds=60),
             )  # fmt: skip
             try:
-                pipe.send((True, function(rank, *args)))
+                result = function(rank, *args)
+                if dist.is_initialized():
+                    dist.barrier()  # a rank that leaves early would cut off one that is still connecting
+                pipe.send((True, result))
             finally:
-                dist.destroy_process_group()
+                if dist.is_initialized():
+                    dist.destroy_process_group()
         except BaseException:
             with contextlib.suppress(OSError):
                 pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))

@@ -95,7 +95,7 @@ def check(ranks: Ranks, world_size: int, stage: int, overlap: bool, sizes: str, 
 
 @pytest.mark.parametrize("case", MATRIX[::11], ids=str)
 def test_any_stage_trains_to_the_reference(ranks: Ranks, case: tuple[int, int, bool, str, bool]) -> None:
-    """Some of the combinations, at a stride that meets every value of each setting (test_engine_matrix has all pairs)."""
+    """Some of the combinations, at a stride that meets every value (test_engine_matrix has all pairs)."""
     check(ranks, *case)
 
 
