@@ -23,7 +23,6 @@ class _Batch:
     rows: Tensor
     ticket: Ticket
     comm: Comm
-    done: bool = False
 
 
 def batches(params: Iterable[ShardedParam], limit: int) -> Iterator[list[ShardedParam]]:

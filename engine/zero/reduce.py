@@ -7,7 +7,6 @@ gradients became ready in the first step, as rank 0 saw it (Li et al. 2020, arXi
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -47,6 +46,7 @@ class _Bucket:
 
     params: list[ShardedParam]
     dtype: torch.dtype
+    numel: int = 0
     offsets: list[int] = field(default_factory=list)
     width: int = 0
     waiting: set[ShardedParam] = field(default_factory=set)
@@ -221,11 +221,6 @@ class Reducer:
         """From now on leave gradients as this rank has them, for an optimizer that communicates (stage 0)."""
         self.local = local or self._comm.size == 1
 
-    def resize(self, bucket_size: int) -> None:
-        """Cut the buckets anew, `bucket_size` elements each. Between steps only; every rank alike."""
-        self._settings = dataclasses.replace(self._settings, bucket_size=bucket_size)
-        self._plan([param for bucket in self._buckets for param in bucket.params])
-
     # --- inside
 
     def _scales(self) -> tuple[float, float]:
@@ -247,7 +242,8 @@ class Reducer:
             key = (self._settings.dtype or param.param.dtype, param.param.device, owner)
             bucket = open_buckets.setdefault(key, _Bucket([], key[0]))
             bucket.params.append(param)
-            if sum(p.numel for p in bucket.params) >= self._settings.bucket_size:
+            bucket.numel += param.numel
+            if bucket.numel >= self._settings.bucket_size:
                 self._buckets.append(open_buckets.pop(key))
         self._buckets += open_buckets.values()
         for bucket in self._buckets:

@@ -57,15 +57,14 @@ def whole(engine: Engine) -> dict[str, torch.Tensor]:
 # --- other engines
 
 
-def against_ddp(rank: int, stage: int) -> float:
-    model = build()
+def beside(rank: int, stage: int, odd: bool, other: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Train the engine and `other`, a wrapped model of the same weights, alike; the engine's weights after it."""
+    model = build(odd=odd)
     engine, *_ = ds.initialize(
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=configuration(stage)
     )
     data = batches(STEPS, ACCUMULATE, 2)
     run(engine, data, rank)
-
-    other = torch.nn.parallel.DistributedDataParallel(build(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     for step in data:
         for microbatch in step:
@@ -73,32 +72,23 @@ def against_ddp(rank: int, stage: int) -> float:
         torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    found = whole(engine)
+    return whole(engine)
+
+
+def against_ddp(rank: int, stage: int) -> float:
+    other = torch.nn.parallel.DistributedDataParallel(build(), find_unused_parameters=True)
+    found = beside(rank, stage, True, other)
     return max((found[name] - value).abs().max().item() for name, value in other.module.named_parameters())
 
 
 def against_fsdp(rank: int, stage: int) -> float:
     from torch.distributed.fsdp import fully_shard
 
-    model = build(odd=False)
-    engine, *_ = ds.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=configuration(stage)
-    )
-    data = batches(STEPS, ACCUMULATE, 2)
-    run(engine, data, rank)
-
     other = build(odd=False)
     for block in other.blocks:
         fully_shard(block)
     fully_shard(other)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    for step in data:
-        for microbatch in step:
-            (other(microbatch[rank]) / ACCUMULATE).backward()
-        torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    found = whole(engine)
+    found = beside(rank, stage, False, other)
     return max((found[name] - value.full_tensor()).abs().max().item() for name, value in other.named_parameters())
 
 
