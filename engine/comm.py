@@ -5,7 +5,7 @@ Buffers are given as rows, one a rank: [size, n]. A group of one communicates no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -37,11 +37,21 @@ class Comm:
         # gloo's all-gather takes four times the CPU of plain sends, and its reduce-scatter is an all-reduce and a copy.
         self._direct = group is not None and dist.get_backend(group) == "gloo"
 
-    def all_reduce(self, tensor: Tensor, purpose: Purpose, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Ticket:
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        purpose: Purpose,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        module: str | None = None,
+    ) -> Ticket:
         """Sum `tensor` over the ranks, in place."""
-        return self._submit(lambda: dist.all_reduce(tensor, op, group=self.group), "all_reduce", tensor, purpose)
+        return self._submit(
+            lambda: dist.all_reduce(tensor, op, group=self.group), "all_reduce", tensor, purpose, module
+        )
 
-    def reduce_scatter(self, rows: Tensor, mine: Tensor, purpose: Purpose, accumulate: bool) -> Ticket:
+    def reduce_scatter(
+        self, rows: Tensor, mine: Tensor, purpose: Purpose, accumulate: bool, module: str | None = None
+    ) -> Ticket:
         """Sum `rows` [size, n] over the ranks, and write this rank's row to `mine` [n], or add it."""
         if self.size == 1:
             _put(rows[0], mine, accumulate)
@@ -58,7 +68,7 @@ class Comm:
             self._exchange(list(rows), list(got))
             _sum([got[peer] if peer != self.rank else rows[peer] for peer in range(self.size)], mine, accumulate)
 
-        return self._submit(exchange if self._direct else scatter, "reduce_scatter", rows, purpose)
+        return self._submit(exchange if self._direct else scatter, "reduce_scatter", rows, purpose, module)
 
     def all_gather(self, rows: Tensor, purpose: Purpose, module: str | None = None) -> Ticket:
         """Bring every rank's own row of `rows` [size, n] to all others."""
@@ -77,6 +87,13 @@ class Comm:
             return Done()
         origin = dist.get_global_rank(self.group, source)
         return self._submit(lambda: dist.broadcast(tensor, origin, group=self.group), "broadcast", tensor, purpose)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where buffers have to be; None if that is all the same."""
+        if self.group is None or dist.get_backend(self.group) != "nccl":
+            return None
+        return torch.device("cuda", torch.cuda.current_device())
 
     def poll(self) -> None:
         """Tell of the collectives that have ended on a device since."""
@@ -141,11 +158,32 @@ def _timeout() -> timedelta | None:
     return max(timeouts, default=None)
 
 
-def open_comm(ranks: list[int], make_lane: Callable[[], Lane]) -> Comm:
-    """A communicator over the global `ranks`, with a group of its own. Every rank of the job must call this."""
-    if not dist.is_initialized():
-        return Comm(None, None)
-    group = dist.new_group(ranks, timeout=_timeout())
-    if dist.get_rank() not in ranks or len(ranks) == 1:
-        return Comm(None, None)
-    return Comm(group, make_lane())
+def open_group(sets: Iterable[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
+    """The group of that of the disjoint `sets` of global ranks that this process is in; None if it is alone there.
+
+    Every rank of the job must call this with the same sets: each takes part in making all groups.
+    """
+    mine = None
+    for ranks in sets:
+        if len(ranks) > 1 and dist.is_initialized():
+            group = dist.new_group(list(ranks), timeout=_timeout(), backend=backend)
+            mine = group if dist.get_rank() in ranks else mine
+    return mine
+
+
+def open_host_group(sets: Iterable[Sequence[int]], like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group over the ranks of `like`, one of `sets`, that carries what is in host memory: itself, if it does."""
+    if dist.get_backend(like) == "gloo":
+        return like
+    group = open_group(sets, "gloo")
+    assert group is not None
+    return group
+
+
+def open_comm(sets: Iterable[Sequence[int]], make_lane: Callable[[], Lane]) -> Comm:
+    """A communicator over that of the disjoint `sets` of global ranks that this process is in, with a group of its own.
+
+    Every rank of the job must call this with the same sets.
+    """
+    group = open_group(sets)
+    return Comm(None, None) if group is None else Comm(group, make_lane())

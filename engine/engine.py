@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,14 @@ from .hooks import Hooks
 from .norm import global_norm, unscale_and_clip_
 from .offload import Offload
 from .onebit import OneBitAdam
+from .parallel import Parallel
 from .precision import LossScaler, cast_floating, overflowed
 from .zero import Zero
 from .zero.shard import ShardedParam
+
+
+CHECK_DATA_EVERY: Final = 50
+"""Steps after which tensor-parallel ranks are held to the same data again; they are in the first, too."""
 
 
 class Engine(nn.Module):
@@ -39,7 +44,7 @@ class Engine(nn.Module):
         lr_scheduler: Any,
         scaler: LossScaler,
         hooks: Hooks,
-        comm: Comm,
+        parallel: Parallel,
         offload: Offload,
         *,
         training_dataloader: Any = None,
@@ -55,7 +60,7 @@ class Engine(nn.Module):
         self.zero = zero
         self.hooks = hooks
         self.scaler = scaler
-        self._comm = comm
+        self.parallel = parallel
         self._offload = offload
         self.states = offload.states
         """Masters and the optimizer's states, wherever they are between steps."""
@@ -69,6 +74,8 @@ class Engine(nn.Module):
         self._frozen = [param for param in zero.params if param.master is None]
         self._stepped_masters = {id(master) for group in self._groups() for master in group["params"]}
         """A parameter that no group of the optimizer has does not count into the norm."""
+        self._counted = {id(p.master) for p in zero.trainable if parallel.shared.counts(p.param)}
+        """Nor does one that another rank of the same replica counts."""
         self._in_no_sync = False
         self._boundary_override: bool | None = None
         self._backward_done = False
@@ -84,6 +91,7 @@ class Engine(nn.Module):
         """The model's forward. In fp16 with `auto_cast` its floating-point inputs are cast."""
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
+        self._check_data((args, kwargs))
         with self.hooks.span("phase", "forward" if torch.is_grad_enabled() else "eval"):
             return self.module(*args, **kwargs)
 
@@ -235,6 +243,7 @@ class Engine(nn.Module):
         files. On all ranks."""
         self._monitors.stop()
         self.zero.close()
+        self.parallel.close()
         self._offload.close()
         self._undo()
 
@@ -335,15 +344,19 @@ class Engine(nn.Module):
         """Whether a step is skipped that would write infinities or NaN."""
         return self.config.fp16.enabled or (self.config.bf16.enabled and self.config.bf16.check_grad_overflow)
 
-    def _loss_of(self, data_iter: Iterator[Any] | None) -> Tensor:
-        if data_iter is None:
-            if self.training_dataloader is None:
-                raise ValueError("train_batch: pass an iterator of batches, or training_data to initialize")
-            from .dataloader import RepeatingLoader
+    def _batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        """Where the next micro-batch comes from: what was passed, else the engine's own data over and over."""
+        if data_iter is not None:
+            return data_iter
+        if self.training_dataloader is None:
+            raise ValueError("train_batch: pass an iterator of batches, or training_data to initialize")
+        from .dataloader import RepeatingLoader
 
-            self._own_data = self._own_data or iter(RepeatingLoader(self.training_dataloader))
-            data_iter = self._own_data
-        batch = _to_device(next(data_iter), self.device)
+        self._own_data = self._own_data or iter(RepeatingLoader(self.training_dataloader))
+        return self._own_data
+
+    def _loss_of(self, data_iter: Iterator[Any] | None) -> Tensor:
+        batch = to_device(next(self._batches(data_iter)), self.device)
         if isinstance(batch, dict):
             output = self(**batch)
         elif isinstance(batch, tuple | list):
@@ -362,11 +375,14 @@ class Engine(nn.Module):
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         """Norm, overflow, clipping, optimizer, and the new weights to where they are needed."""
         reducer = self.zero.reducer
-        grads = [grad for master, grad in self.zero.collect() if id(master) in self._stepped_masters]
+        self.zero.collect()
+        self.parallel.shared.sum_gradients(self.zero.by_param.get)
+        masters = [param.master for param in self.zero.trainable if id(param.master) in self._stepped_masters]
+        pairs = [(id(master), master.grad) for master in masters if master is not None and master.grad is not None]
         scale = self.scaler.scale / reducer.after
-        apart = self.zero.settings.stage > 0 or (reducer.local and self._comm.group is not None)
-        groups = [self._comm.group] if apart and self._comm.group is not None else []
-        value = global_norm(grads, groups, self.hooks, device=self.device).item()
+        counted = [grad for owner, grad in pairs if owner in self._counted]
+        value = global_norm(counted, self._norm_groups(), self.hooks, device=self.device).item()
+        grads = [grad for _, grad in pairs]
         self._norm = value / scale
         overflow = self._skips and overflowed(value)
         if overflow:
@@ -386,6 +402,19 @@ class Engine(nn.Module):
         self._tell()
         self.global_steps += 1
         self.hooks.step = self.global_steps
+
+    def _norm_groups(self) -> list[dist.ProcessGroup]:
+        """Groups over which the squares of the counted gradients are to be summed, one after the other."""
+        data, model = self.parallel.data.group, self.parallel.model.group
+        apart = self.zero.settings.stage > 0 or self.zero.reducer.local
+        return [group for group in (data if apart else None, model) if group is not None]
+
+    def _check_data(self, batch: Any) -> None:
+        """Raise ValueError on all tensor-parallel ranks if they are about to train on different data."""
+        if self.parallel.tensor.size > 1 and self.global_steps % CHECK_DATA_EVERY == 0:
+            from .tensor import check_same
+
+            check_same(batch, self.parallel.tensor)
 
     def _step_optimizer(self) -> None:
         """Tile by tile: the weights of one travel while the next is computed."""
@@ -415,20 +444,25 @@ class Engine(nn.Module):
 
     def _start_monitors(self) -> monitors.Monitors:
         sizes: dict[str, int] = {
-            comm.group.group_name: comm.size for comm in (self._comm, *self.zero.comms) if comm.group is not None
+            comm.group.group_name: comm.size for comm in self._comms() if comm.group is not None
         }
+        everyone = self.parallel.everyone
 
         def gather(samples: list[Any]) -> list[list[Any]] | None:
-            if self._comm.group is None:
+            if everyone.group is None:
                 return [samples]
-            everybody: list[Any] = [None] * self._comm.size
-            dist.all_gather_object(everybody, samples, group=self._comm.group)
+            everybody: list[Any] = [None] * everyone.size
+            dist.all_gather_object(everybody, samples, group=everyone.group)
             return everybody if self.global_rank == 0 else None
 
         return monitors.start(
             self.config, model=self.module, device=self.device, rank=self.global_rank,
             group_size=lambda name: sizes.get(name or "", self.world_size), gather=gather,
         )  # fmt: skip
+
+    def _comms(self) -> list[Comm]:
+        parallel = self.parallel
+        return [parallel.data, parallel.model, parallel.tensor, parallel.everyone, *self.zero.comms]
 
     @property
     def _tells_losses(self) -> bool:
@@ -468,12 +502,13 @@ def _tiles(params: Sequence[ShardedParam], size: int) -> list[list[ShardedParam]
     return tiles
 
 
-def _to_device(value: Any, device: torch.device) -> Any:
+def to_device(value: Any, device: torch.device) -> Any:
+    """The tensors in a batch, however nested, on `device`."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, dict):
-        return {key: _to_device(item, device) for key, item in value.items()}
+        return {key: to_device(item, device) for key, item in value.items()}
     if isinstance(value, tuple | list):
         make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields one by one
-        return make(_to_device(item, device) for item in value)
+        return make(to_device(item, device) for item in value)
     return value

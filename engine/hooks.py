@@ -22,8 +22,8 @@ Purpose = Literal[
 ]  # fmt: skip
 
 
-Place = tuple[int, int]
-"""Step and micro-batch."""
+Place = tuple[int, int, int]
+"""Step, micro-batch and pipeline stage."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Span:
     microbatch: int
     """Number of the micro-batch within the step."""
     stage: int
-    """Pipeline stage of this rank; 0 without a pipeline."""
+    """Pipeline stage that it is of; 0 without a pipeline."""
     start_ns: int
     end_ns: int | None = None
     issue_ns: int | None = None
@@ -54,6 +54,8 @@ class Span:
     """As nccl-tests' S: the larger of the total input and output of one rank."""
     dtype: str | None = None
     value: float | None = None
+    peer: int | None = None
+    """The other side of a send or a receive, a rank of `group`; its `seq` counts those of the same way between the two."""
 
     @property
     def dur_ns(self) -> int:
@@ -106,8 +108,8 @@ class Hooks:
 
     @property
     def place(self) -> Place:
-        """Where training stands: step and micro-batch."""
-        return self.step, self.microbatch
+        """Where training stands: step, micro-batch and pipeline stage."""
+        return self.step, self.microbatch, self.stage
 
     def begin(
         self,
@@ -123,6 +125,7 @@ class Hooks:
         bytes: int | None = None,
         dtype: str | None = None,
         value: float | None = None,
+        peer: int | None = None,
         at: Place | None = None,
     ) -> Span | None:
         """Open a span; None, for `end` to pass over, if nobody listens. `at` is the present place, unless it is work
@@ -132,8 +135,8 @@ class Hooks:
         if kind == "comm" and group is not None and seq is None:
             seq = self._seqs[group] = self._seqs.get(group, -1) + 1
         span = Span(
-            kind, name, lane, *(at or self.place), self.stage, self._clock(), None, issue_ns, module, purpose, group,
-            seq, bytes, dtype, value,
+            kind, name, lane, *(at or self.place), self._clock(), None, issue_ns, module, purpose, group,
+            seq, bytes, dtype, value, peer,
         )  # fmt: skip
         for listener in _listeners:
             try:
@@ -181,7 +184,7 @@ class Hooks:
             return
         now = self._clock()
         span = Span(
-            kind, name, lane, self.step, self.microbatch, self.stage, now, now, None, module, purpose,
+            kind, name, lane, *self.place, now, now, None, module, purpose,
             None, None, bytes, None, value,
         )  # fmt: skip
         for listener in _listeners:

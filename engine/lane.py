@@ -33,6 +33,9 @@ class Label:
     module: str | None = None
     group: str | None = None
     seq: int | None = None
+    peer: int | None = None
+    at: Place | None = None
+    """Where it belongs, if not where training stands when it is submitted."""
 
 
 class Ticket(Protocol):
@@ -94,7 +97,7 @@ class _CpuTicket:
         if not self._finished:
             label = self._label
             span = self._hooks.begin("wait", label.name, module=label.module, purpose=label.purpose, group=label.group,
-                                     seq=label.seq)  # fmt: skip
+                                     seq=label.seq, peer=label.peer)  # fmt: skip
             with self._lock:
                 pass
             self._hooks.end(span)
@@ -124,7 +127,7 @@ class CpuLane:
         if not self._thread.is_alive():
             raise RuntimeError(f"the lane {self.name!r} is closed: the engine was destroyed")
         ticket = _CpuTicket(self._hooks, label)
-        self._jobs.put(_Job(work, label, time.monotonic_ns(), self._hooks.place, ticket))
+        self._jobs.put(_Job(work, label, time.monotonic_ns(), label.at or self._hooks.place, ticket))
         return ticket
 
     def poll(self) -> None:
@@ -154,7 +157,7 @@ def _run_jobs(jobs: queue.SimpleQueue[_Job | None], lane: str, hooks: Hooks, lin
 def _open(hooks: Hooks, lane: str, label: Label, issue_ns: int, place: Place) -> Span | None:
     return hooks.begin(
         "comm", label.name, lane=lane, issue_ns=issue_ns, at=place, module=label.module,
-        purpose=label.purpose, group=label.group, seq=label.seq, bytes=label.bytes, dtype=label.dtype,
+        purpose=label.purpose, group=label.group, seq=label.seq, bytes=label.bytes, dtype=label.dtype, peer=label.peer,
     )  # fmt: skip
 
 
@@ -202,7 +205,7 @@ class CudaLane:
                 work()
             end.record()
         if begin is not None:
-            self._timed.append((begin, end, label, issue_ns, self._hooks.place))
+            self._timed.append((begin, end, label, issue_ns, label.at or self._hooks.place))
         return _CudaTicket(end)
 
     def poll(self) -> None:

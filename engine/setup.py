@@ -16,12 +16,17 @@ from torch.utils.data import DataLoader
 
 from . import checkpointing, lr, optim, remat
 from .comm import Comm, open_comm
-from .config import Config, load
+from .config import Config, ConfigError, load
 from .dataloader import ShardedLoader
 from .engine import Engine
 from .hooks import Hooks
-from .lane import Inline, open_lane
+from .lane import open_lane
+from .mesh import Mesh
 from .offload import open_offload
+from .parallel import Parallel, begin_alike, mesh_of, open_parallel, share
+from .pipe.engine import PipelineEngine
+from .pipe.module import PipelineModule
+from .pipe.transfer import open_links
 from .precision import loss_scaler, model_dtype
 from .zero import Comms, Zero, ZeroSettings
 from .zero.fetch import FetchSettings
@@ -60,7 +65,8 @@ def initialize(
     for name, given in (("mpu", mpu), ("mesh_param", mesh_param)):
         if given is not None:
             raise ValueError(
-                f"initialize: {name} is not supported yet: every rank is a data-parallel one; leave it out"
+                f'initialize: {name} is not supported: ranks are divided by the configuration; write "tensor_parallel": '
+                '{"autotp_size": ...} and "pipeline": {"stages": ...} there, and leave it out'
             )
     for param in model.parameters():
         found = holder(param)
@@ -71,7 +77,7 @@ def initialize(
         init_distributed(distributed_port=distributed_port)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
-    settings = load(source, world_size=world_size)
+    settings = load(source, world_size=world_size, pipeline_stages=_stages_of(model))
     if rank == 0:
         for warning in settings.warnings:
             warnings.warn(warning, stacklevel=2)
@@ -80,9 +86,14 @@ def initialize(
 
     hooks = Hooks()
     device = _device()
+    mesh = mesh_of(settings.pipeline.stages, settings.tensor_parallel.size)
+    _arrange(model, settings, mesh)
     _place(model, device, model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled))
-    main = open_comm(list(range(world_size)), lambda: Inline(hooks))
-    _broadcast(model, main)
+    parallel = open_parallel(mesh, hooks)
+    begin_alike([*(p for p in model.parameters() if holder(p) is None), *model.buffers()], parallel)
+    _cut_layers(model, settings, parallel)
+    parallel.shared = share(model, parallel, hooks)
+    parallel.shared.agree()
     checkpointing.attach(hooks, settings.activation_checkpointing)
     undo = remat.from_config(settings.activation_checkpointing).apply(model, hooks)
     offload = open_offload(settings, device, hooks, rank)
@@ -90,20 +101,24 @@ def initialize(
         warnings.warn(note, stacklevel=2)
     _check_parameters(model, settings)
     zero = Zero(
-        model, _zero_settings(settings), _open_comms(settings, world_size, device, hooks), hooks,
+        model, _zero_settings(settings), _open_comms(settings, mesh, device, hooks), hooks,
         make_master=offload.states.make_master, take_piece=offload.take_piece,
+        names=model.names() if isinstance(model, PipelineModule) else None,
     )  # fmt: skip
-    made = _optimizer(optimizer, model_parameters, settings, zero, main, hooks)
+    made = _optimizer(optimizer, model_parameters, settings, zero, parallel.data, hooks)
     scheduler = _scheduler(lr_scheduler, settings, made)
     loader = train_dataloader
     if training_data is not None:
         if train_dataloader is not None:
             raise ValueError("initialize: training_data and train_dataloader: pass one of them")
-        loader = _loader(training_data, settings, rank, world_size, collate_fn)
-    engine = Engine(
-        model, settings, zero, made, scheduler, loss_scaler(settings.fp16), hooks, main, offload,
-        training_dataloader=loader, undo=undo,
-    )  # fmt: skip
+        loader = _loader(training_data, settings, mesh, collate_fn)
+    parts = (model, settings, zero, made, scheduler, loss_scaler(settings.fp16), hooks, parallel, offload)
+    engine: Engine
+    if isinstance(model, PipelineModule):
+        links = open_links(mesh, device, hooks, wraps=model.virtual_stages > 1)
+        engine = PipelineEngine(*parts, training_dataloader=loader, undo=undo, links=links)
+    else:
+        engine = Engine(*parts, training_dataloader=loader, undo=undo)
     return engine, made, loader, scheduler
 
 
@@ -203,11 +218,57 @@ def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None) ->
         tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
 
 
-@torch.no_grad()
-def _broadcast(model: nn.Module, comm: Comm) -> None:
-    """Have every rank begin with the weights and buffers of the first."""
-    for tensor in (*(p for p in model.parameters() if holder(p) is None), *model.buffers()):
-        comm.broadcast(tensor.data, 0, "parameter").wait()
+def _stages_of(model: nn.Module) -> int | None:
+    """Pipeline ranks that the model itself asks for; None if it leaves that to the configuration."""
+    return model.num_stages if isinstance(model, PipelineModule) else 1
+
+
+def _arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
+    """Have a pipeline's layers where the configuration wants them."""
+    pipeline = config.pipeline
+    if not isinstance(model, PipelineModule):
+        return
+    given = {key: getattr(pipeline, key) for key in pipeline.model_fields_set}
+    virtual, method = given.get("virtual_stages"), given.get("partition_method")
+    model.activation_checkpoint_interval = given.get(
+        "activation_checkpoint_interval", model.activation_checkpoint_interval
+    )
+    differs = virtual not in (None, model.virtual_stages) or method not in (None, model.partition_method)
+    if differs or not model.bounds:
+        model.arrange(mesh.pp, mesh.pp_rank, virtual, method)
+    if model.virtual_stages > 1 and pipeline.schedule != "interleaved":
+        raise ConfigError([
+            f'pipeline.schedule: "{pipeline.schedule}" knows one stage a rank, and the PipelineModule has '
+            f'{model.virtual_stages}; write "interleaved", or build it with virtual_stages=1'
+        ])  # fmt: skip
+    if model.topology is not None and "model" in model.topology.get_axis_names():
+        asked = model.topology.get_dim("model")
+        if asked != mesh.tp:
+            raise ConfigError([
+                f"tensor_parallel.autotp_size: {mesh.tp}, and the PipelineModule's topology has {asked} model-parallel "
+                f'ranks; write "autotp_size": {asked}'
+            ])  # fmt: skip
+    model.forget_others()
+
+
+def _cut_layers(model: nn.Module, config: Config, parallel: Parallel) -> None:
+    """Leave this rank its part of every layer, if layers are to be cut."""
+    section = config.tensor_parallel
+    if section.size == 1:
+        return
+    early = [name for name, param in model.named_parameters() if holder(param) is not None]
+    if early:
+        raise ValueError(
+            f"initialize: zero.Init has divided {early[0]} among all ranks, and with tensor parallelism it is to be cut "
+            "first; build the model without zero.Init"
+        )
+    from . import tensor
+
+    plan = tensor.parallelize(
+        model, parallel.tensor, plan=section.plan, sequence_parallel=section.sequence_parallel
+    )
+    if parallel.mesh.rank == 0 and config.steps_per_print:
+        print(plan)
 
 
 def _zero_settings(config: Config) -> ZeroSettings:
@@ -236,20 +297,16 @@ def _zero_settings(config: Config) -> ZeroSettings:
     )
 
 
-def _open_comms(config: Config, world_size: int, device: torch.device, hooks: Hooks) -> Comms:
-    everyone = list(range(world_size))
+def _open_comms(config: Config, mesh: Mesh, device: torch.device, hooks: Hooks) -> Comms:
+    replicas = mesh.sets("dp")
     near = None
     size = config.zero_optimization.zero_hpz_partition_size
     if config.zero_optimization.stage == 3 and size > 1:
-        # Every rank takes part in making every group; it is in one of them.
-        made = [
-            open_comm(list(range(first, first + size)), lambda: open_lane("near", device, hooks))
-            for first in range(0, world_size, size)
-        ]
-        near = next((comm for comm in made if comm.group is not None), None)
+        neighbours = [ranks[first : first + size] for ranks in replicas for first in range(0, mesh.dp, size)]
+        near = open_comm(neighbours, lambda: open_lane("near", device, hooks))
     return Comms(
-        open_comm(everyone, lambda: open_lane("gradients", device, hooks)),
-        open_comm(everyone, lambda: open_lane("parameters", device, hooks)),
+        open_comm(replicas, lambda: open_lane("gradients", device, hooks)),
+        open_comm(replicas, lambda: open_lane("parameters", device, hooks)),
         near,
     )
 
@@ -273,6 +330,8 @@ def _optimizer(
         return client
     if config.optimizer is None:
         return None
+    if not listed:
+        listed = [{"params": []}]  # a pipeline stage without parameters steps with the others
     groups = [{**group, "params": [masters[p] for p in group["params"] if p in masters]} for group in _groups(listed)]
     return optim.build(
         config.optimizer.type, config.optimizer.params.arguments(), groups, shards=shards, group=main.group, hooks=hooks
@@ -307,10 +366,10 @@ def _scheduler(given: Any, config: Config, optimizer: torch.optim.Optimizer | No
     return lr.build(config.scheduler.type, config.scheduler.params.arguments(), optimizer)
 
 
-def _loader(data: Any, config: Config, rank: int, world_size: int, collate_fn: Any) -> Any:
+def _loader(data: Any, config: Config, mesh: Mesh, collate_fn: Any) -> Any:
     if isinstance(data, DataLoader):
         return data  # made by the script, which is then responsible for the split over the ranks
     return ShardedLoader(
-        data, batch_size=config.train_micro_batch_size_per_gpu, rank=rank, world_size=world_size,
+        data, batch_size=config.train_micro_batch_size_per_gpu, rank=mesh.dp_rank, world_size=mesh.dp,
         collate_fn=collate_fn, drop_last=config.dataloader_drop_last,
     )  # fmt: skip

@@ -355,7 +355,7 @@ recorder = open_recorder(kind, folder / f"rank0000{rank}.0.host.{rank + 1}")
 undo = [collectives.install(recorder), engine_events.install(recorder, lambda: None)]
 dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
 hooks = Hooks()
-comm = open_comm([0, 1], lambda: CpuLane("gradients", hooks))
+comm = open_comm([[0, 1]], lambda: CpuLane("gradients", hooks))
 for number in range(3):
     dist.all_reduce(torch.ones(100))
     mine, rows = torch.empty(50), torch.ones(2, 50)

@@ -41,12 +41,19 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return done
 
 
-def every_job(*, native: tuple[str, ...] = ("on",)) -> pytest.MarkDecorator:
-    cases = [(switch, mode) for mode in native for switch in PLANTED]
-    return pytest.mark.parametrize("finished", cases, ids=lambda case: "-".join(case), indirect=True)
+CASES = [
+    # Both recorders write the same rows (test_collectives); with the Python one two of the jobs are enough, each 20 s.
+    pytest.param(
+        (switch, native),
+        id=f"{switch}-{native}",
+        marks=[pytest.mark.slow] if native == "off" and switch not in ("healthy", "slow-rank") else [],
+    )
+    for native in ("on", "off")
+    for switch in PLANTED
+]
 
 
-@every_job(native=("on", "off"))
+@pytest.mark.parametrize("finished", CASES, indirect=True)
 class TestEveryJob:
     def test_the_first_finding_is_the_planted_one(self, finished: Finished, request: pytest.FixtureRequest) -> None:
         assert finished.status == 0, finished.stderr

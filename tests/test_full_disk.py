@@ -69,7 +69,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("small_disk", "size"), [(size, size) for size in CASES], indirect=["small_disk"])
-@pytest.mark.parametrize("native", ["on", "off"])
+@pytest.mark.parametrize("native", ["on", pytest.param("off", marks=pytest.mark.slow)])
 def test_the_job_ends_as_it_would_and_the_verdict_says_what_is_missing(
     small_disk: Path, size: str, native: str
 ) -> None:

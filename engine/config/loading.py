@@ -36,9 +36,12 @@ class ConfigError(ValueError):
         return ConfigError, (self.problems, self.warnings, self.source)
 
 
-def load(source: Mapping[str, Any] | str | Path | None, *, world_size: int = 1) -> Config:
+def load(
+    source: Mapping[str, Any] | str | Path | None, *, world_size: int = 1, pipeline_stages: int | None = None
+) -> Config:
     """The configuration in a dict or in a JSON file, for a job of `world_size` ranks; None is an empty one.
 
+    `pipeline_stages` is what the model itself says of them; None leaves that to the configuration.
     What is to be known of it, but is no error, is in `Config.warnings`. Raises ConfigError.
     """
     path = Path(source) if isinstance(source, (str, Path)) else None
@@ -50,6 +53,8 @@ def load(source: Mapping[str, Any] | str | Path | None, *, world_size: int = 1) 
     except ConfigError as error:
         raise ConfigError(error.problems, source=path) from None
     config = _validated(known_keys(raw, Config, notes), notes)
+    if pipeline_stages is not None:
+        config = _with_stages(config, pipeline_stages, notes)
     for remark in (remark for rule in RULES for remark in rule(config, world_size)):
         (notes.problems if remark.error else notes.warnings).append(str(remark))
     if world_size % (config.tensor_parallel.size * config.pipeline.stages) == 0:
@@ -81,6 +86,24 @@ def _leave_out(values: dict[str, Any], keys: Sequence[str]) -> None:
         _leave_out(values[key], rest)
     else:
         values.pop(key, None)
+
+
+def _with_stages(config: Config, stages: int, notes: Notes) -> Config:
+    """The configuration with the model's number of pipeline stages, which it must not contradict."""
+    pipeline = config.pipeline
+    if pipeline.stages == stages:
+        return config
+    if "stages" in pipeline.model_fields_set and stages == 1:
+        notes.problems.append(
+            f"pipeline.stages: {pipeline.stages}, and the model is not a pipeline; wrap it, "
+            "PipelineModule(layers, loss_fn=...), or write 1"
+        )
+    elif "stages" in pipeline.model_fields_set:
+        notes.problems.append(
+            f"pipeline.stages: {pipeline.stages}, and the PipelineModule has num_stages={stages}; write {stages}, or "
+            "leave one of them out"
+        )
+    return config.model_copy(update={"pipeline": pipeline.model_copy(update={"stages": stages})})
 
 
 def _with_batch_sizes(config: Config, ranks: int, notes: Notes) -> Config:

@@ -207,14 +207,9 @@ def data_parallel_ranks(config: Config, world_size: int) -> int:
 
 def model_parallel_sizes(config: Config, world_size: int) -> Iterator[Remark]:
     tensor, stages = config.tensor_parallel.size, config.pipeline.stages
-    for where, size, what in (
-        ("tensor_parallel.autotp_size", tensor, "tensor parallelism"),
-        ("pipeline.stages", stages, "pipeline parallelism"),
-    ):
+    for where, size in (("tensor_parallel.autotp_size", tensor), ("pipeline.stages", stages)):
         if world_size % size:
             yield Remark(where, f"{size} does not divide the {world_size} ranks; write {divisors(world_size)}")
-        if size > 1:
-            yield Remark(where, f"{size} asks for {what}, which is not available yet; write 1")
     if world_size % tensor == 0 and world_size % stages == 0 and world_size % (tensor * stages):
         yield Remark(
             "pipeline.stages",

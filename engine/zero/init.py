@@ -171,7 +171,7 @@ class Init:
             return
         init_distributed()
         self._device = _device()
-        self._comm = open_comm(list(range(dist.get_world_size())), lambda: Inline(Hooks()))
+        self._comm = open_comm([range(dist.get_world_size())], lambda: Inline(Hooks()))
         self._gatherer = Gatherer(self._comm)
 
     # --- when to cut

@@ -8,7 +8,7 @@ piece; the stages differ in when gradients are reduced and in how long parameter
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -70,14 +70,18 @@ class Zero:
         *,
         make_master: Callable[[ShardedParam], nn.Parameter] = ShardedParam.make_master,
         take_piece: Callable[[ShardedParam], None] | None = None,
+        names: Mapping[nn.Parameter, str] | None = None,
     ) -> None:
-        """`make_master` decides where masters are. `take_piece` moves pieces of stage 3 away, of a single rank too."""
+        """`make_master` decides where masters are. `take_piece` moves pieces of stage 3 away, of a single rank too.
+        `names` are those of the parameters in the whole model, where this is a part of it."""
         self.settings = settings
         self._hooks = hooks
         self.comms = [comm for comm in (comms.gradients, comms.parameters, comms.near) if comm is not None]
         self._comm = comms.gradients
         self.last_microbatch = True
         """Whether the backward under way is of the step's last micro-batch."""
+        self.holds_back = False
+        """Whether gradients are still to come for the micro-batches under way, so that none are reduced yet."""
         size, rank = self._comm.size, self._comm.rank
         self.params: list[ShardedParam] = []
         sharded_size = 0
@@ -85,6 +89,7 @@ class Zero:
             early = holder(param)  # cut by zero.Init already
             if early is not None and not early.sharded.resident:
                 early.gatherer.bring([early.sharded], param.numel())
+            name = name if names is None else names[param]
             param.data = param.data.contiguous()
             may = settings.stage == 3 and (size > 1 or take_piece is not None)
             sharded = may and param.numel() > settings.param_persistence_threshold
@@ -141,7 +146,8 @@ class Zero:
         return ready
 
     def _gradient_ready(self, param: ShardedParam) -> None:
-        self.reducer.ready(param, self.last_microbatch)
+        if not self.holds_back:
+            self.reducer.ready(param, self.last_microbatch)
         if self.fetcher is not None:
             self.fetcher.gradient_taken(param)
 

@@ -53,7 +53,7 @@ def test_two_backwards_before_a_step_add_up(ranks: Ranks, stage: int, sparse: bo
 
 
 def timeouts(rank: int) -> tuple[timedelta, timedelta]:
-    comm = open_comm([0, 1], lambda: Inline(Hooks()))
+    comm = open_comm([[0, 1]], lambda: Inline(Hooks()))
     assert comm.group is not None
     world = dist.distributed_c10d._get_default_group()
     mine, jobs = (group._get_backend(torch.device("cpu")).options._timeout for group in (comm.group, world))

@@ -32,7 +32,7 @@ SIZES = {
 def open_comms(hooks: Hooks) -> Comms:
     ranks = list(range(dist.get_world_size()))
     return Comms(
-        open_comm(ranks, lambda: CpuLane("gradients", hooks)), open_comm(ranks, lambda: CpuLane("parameters", hooks))
+        open_comm([ranks], lambda: CpuLane("gradients", hooks)), open_comm([ranks], lambda: CpuLane("parameters", hooks))
     )
 
 
@@ -170,8 +170,8 @@ def on_a_link(rank: int, chosen: ZeroSettings) -> tuple[float, list[str], int]:
     everyone = list(range(dist.get_world_size()))
     link = 40_000 / 0.020  # the weights of a layer take 20 ms
     comms = Comms(
-        open_comm(everyone, lambda: CpuLane("gradients", hooks, link)),
-        open_comm(everyone, lambda: CpuLane("parameters", hooks, link)),
+        open_comm([everyone], lambda: CpuLane("gradients", hooks, link)),
+        open_comm([everyone], lambda: CpuLane("parameters", hooks, link)),
     )
     model = torch.nn.Sequential(*(Sleeping(20) for _ in range(5)))
     zero = Zero(model, chosen, comms, hooks)

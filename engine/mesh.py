@@ -1,0 +1,63 @@
+"""Which ranks share what: a grid of pipeline stages, data-parallel replicas and tensor-parallel ranks.
+
+Tensor-parallel ranks are next to each other, for they communicate in every layer; pipeline stages are farthest apart,
+for they communicate least (Narayanan et al. 2021, arXiv 2104.04473, section 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Axis = Literal["pp", "dp", "tp"]
+AXES: Final[tuple[Axis, ...]] = ("pp", "dp", "tp")
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """`pp` stages of `dp` replicas of `tp` ranks each, and where this `rank` is: rank = (stage x dp + replica) x tp + part.
+
+    Raises ValueError if the rank is not one of the grid.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.pp, self.dp, self.tp) < 1 or not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} is not in a mesh of {self.pp} x {self.dp} x {self.tp} ranks")
+
+    @property
+    def size(self) -> int:
+        """Ranks of the job."""
+        return self.pp * self.dp * self.tp
+
+    @property
+    def pp_rank(self) -> int:
+        """This rank's place in its pipeline."""
+        return self.rank // (self.dp * self.tp)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which replica this rank is of."""
+        return self.rank // self.tp % self.dp
+
+    @property
+    def tp_rank(self) -> int:
+        """Which part of each layer this rank has."""
+        return self.rank % self.tp
+
+    def sets(self, *axes: Axis) -> list[list[int]]:
+        """All ranks of the job in sets that differ along `axes` alone, each in order."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            other = Mesh(self.pp, self.dp, self.tp, rank)
+            place = tuple(getattr(other, f"{axis}_rank") for axis in AXES if axis not in axes)
+            found.setdefault(place, []).append(rank)
+        return list(found.values())
+
+    def __str__(self) -> str:
+        return f"{self.pp} pipeline stages x {self.dp} data-parallel x {self.tp} tensor-parallel ranks"
+

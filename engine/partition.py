@@ -1,0 +1,212 @@
+"""How the layers of a model are divided among the stages of a pipeline, each of which gets consecutive ones.
+
+What is divided evenly is a weight that each layer has, by one of DeepSpeed's methods or from measured costs. The
+heaviest stage is as light as it can be: it sets the pace of all. Among divisions that are equal in that, the one with
+the smallest sum of squares, so that the others are even too; among these, the one whose cuts are as late as can be, the
+first cut first. So with `uniform` the first stages have one layer more, as in DeepSpeed, and a layer without weight
+stays with the one before it.
+
+With virtual stages the parts are ranks * virtual_stages, and part s goes to rank s % ranks. Parts are balanced one by
+one: no rank then has more than virtual_stages times the heaviest part.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from difflib import get_close_matches
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Final
+
+METHODS: Final = ("parameters", "uniform", "type:REGEX", "measured")
+"""What `partition` takes besides explicit boundaries."""
+
+
+def partition(
+    method: str | Sequence[int],
+    parts: int,
+    classes: Sequence[str],
+    *,
+    parameters: Sequence[int] | None = None,
+    costs: Sequence[float] | None = None,
+) -> list[int]:
+    """Boundaries of `parts` stages: stage s has layers bounds[s] up to, without, bounds[s + 1]. At least one each.
+
+    - `uniform`: as many layers for each.
+    - `parameters`: as many parameters; `parameters` has each layer's count. If none has any, as `uniform`.
+    - `type:REGEX`: as many layers whose class name has a match of REGEX in it, upper or lower case.
+    - `measured`: as much time; `costs` has what each layer takes, in seconds (`read_costs`).
+    - a list [0, ..., layers] of parts + 1 numbers: these boundaries.
+
+    `classes` has each layer's class name. Raises ValueError, with what to write instead, for a method that there is
+    not or that lacks what it divides by, more stages than layers, boundaries that are none, and a REGEX that is none
+    or matches fewer layers than there are stages.
+    """
+    layers = len(classes)
+    if parts < 1:
+        raise ValueError(f"a pipeline of {parts} stages; it needs at least 1")
+    if layers < parts:
+        raise ValueError(f"{parts} stages for {layers} layers; each needs one, so write at most {layers} stages")
+    if not isinstance(method, str):
+        return _explicit(method, parts, layers)
+    kind, _, pattern = method.partition(":")
+    if method.lower() == "uniform":
+        return balance([1] * layers, parts)
+    if method.lower() == "parameters":
+        weights = _weights("parameters", "parameter counts", parameters, layers)
+        return balance(weights if any(weights) else [1] * layers, parts)
+    if method.lower() == "measured":
+        weights = _weights("measured", "measured costs", costs, layers)
+        if not any(weights):
+            raise ValueError('partition method "measured": all costs are 0; measure again, or write "parameters"')
+        return balance(weights, parts)
+    if kind.lower() == "type" and pattern:
+        return balance(_matches(pattern, classes, parts), parts)
+    raise ValueError(_unknown(method, parts))
+
+
+def balance(weights: Sequence[float], parts: int) -> list[int]:
+    """Boundaries of `parts` runs of weights, at least one each, of which the heaviest is as light as it can be.
+
+    Ties as said above. Weights are finite and at least 0, parts at most as many as weights; sums are exact.
+    """
+    exact = [Fraction(weight) for weight in weights]
+    unit = math.lcm(*(weight.denominator for weight in exact))
+    prefix = [0, *accumulate(int(weight * unit) for weight in exact)]
+    limit = _bottleneck(prefix, parts)
+    count = len(weights)
+    # least[i]: the smallest sum of squares of dividing what begins at i into the stages that remain; and the latest
+    # end of the first of these for which it is reached.
+    least: list[int | None] = [None] * count + [0]
+    ends: list[list[int]] = []
+    for remaining in range(1, parts + 1):
+        after, least, end = least, [None] * (count + 1), [0] * count
+        for start in range(count - remaining, -1, -1):
+            for stop in range(start + 1, bisect_right(prefix, prefix[start] + limit)):
+                rest = after[stop]
+                if rest is None:
+                    continue
+                squares = (prefix[stop] - prefix[start]) ** 2 + rest
+                best = least[start]
+                if best is None or squares <= best:
+                    least[start], end[start] = squares, stop
+        ends.append(end)
+    bounds = [0]
+    for end in reversed(ends):
+        bounds.append(end[bounds[-1]])
+    return bounds
+
+
+def _bottleneck(prefix: Sequence[int], parts: int) -> int:
+    """The smallest weight that the heaviest of `parts` runs can have. More parts than needed can always be cut."""
+
+    def suffices(limit: int) -> bool:
+        start = 0
+        for _ in range(parts):
+            start = bisect_right(prefix, prefix[start] + limit) - 1
+        return start == len(prefix) - 1
+
+    low = max(stop - start for start, stop in pairwise(prefix))
+    high = prefix[-1]
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if suffices(middle) else (middle + 1, high)
+    return low
+
+
+def read_costs(path: str | Path, names: Sequence[str] | None = None) -> list[float]:
+    """What each layer takes, in seconds, from a JSON file: forward and backward together.
+
+    The file has `[0.012, 0.034, ...]`, or what a profile writes,
+    `{"layers": [{"name": "blocks.0", "forward_s": 0.004, "backward_s": 0.008}, ...]}`, one for each layer in order;
+    `name` may be left out, other keys are passed over. `names` are the model's layers: as many there must be, and where
+    the file names one, it is to be that. Raises ValueError for a file that is none of this, or another model's.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"costs of layers: cannot read {path}: {error}") from error
+    layers = content.get("layers") if isinstance(content, dict) else content
+    if not isinstance(layers, list):
+        raise ValueError(
+            f"costs of layers: {path} has neither a list of seconds nor "
+            f'{{"layers": [{{"name": ..., "forward_s": ..., "backward_s": ...}}, ...]}}'
+        )
+    if names is not None and len(layers) != len(names):
+        raise ValueError(f"costs of layers: {path} has {len(layers)} layers, and the model {len(names)}; measure again")
+    for index, layer in enumerate(layers):
+        name = layer.get("name") if isinstance(layer, dict) else None
+        if names is not None and name is not None and name != names[index]:
+            raise ValueError(
+                f'costs of layers: {path} has "{name}" as layer {index}, the model "{names[index]}"; measure again'
+            )
+    return [_seconds(layer, index, path) for index, layer in enumerate(layers)]
+
+
+def _seconds(layer: Any, index: int, path: str | Path) -> float:
+    """The cost of one layer as the file has it."""
+    values: list[Any] = [layer.get("forward_s"), layer.get("backward_s")] if isinstance(layer, dict) else [layer]
+    for value in values:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or value < 0:
+            raise ValueError(
+                f"costs of layers: layer {index} in {path} is {json.dumps(layer)}; "
+                f"write seconds, or forward_s and backward_s in seconds"
+            )
+    return float(sum(values))
+
+
+def _explicit(bounds: Sequence[int], parts: int, layers: int) -> list[int]:
+    numbers = all(isinstance(bound, int) for bound in bounds)
+    ends = numbers and len(bounds) == parts + 1 and bounds[0] == 0 and bounds[-1] == layers
+    if not ends or any(start >= stop for start, stop in pairwise(bounds)):
+        raise ValueError(
+            f"partition boundaries {list(bounds)} do not cut {layers} layers into {parts} stages; "
+            f"write {parts + 1} rising numbers, the first 0 and the last {layers}"
+        )
+    return list(bounds)
+
+
+def _weights(method: str, what: str, weights: Sequence[float] | None, layers: int) -> Sequence[float]:
+    """`weights` if there is one for each layer, and none is negative, infinite or NaN."""
+    if weights is None:
+        raise ValueError(f'partition method "{method}" needs {what} of the layers, and there are none')
+    if len(weights) != layers:
+        raise ValueError(f'partition method "{method}": {len(weights)} {what} for {layers} layers; give one for each')
+    for index, weight in enumerate(weights):
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f'partition method "{method}": layer {index} has {weight}; {what} are at least 0')
+    return weights
+
+
+def _matches(pattern: str, classes: Sequence[str], parts: int) -> list[int]:
+    """1 for each class that matches, else 0."""
+    try:
+        regex = re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        raise ValueError(f'partition method "type:{pattern}": not a regular expression: {error}') from None
+    matches = [int(regex.search(name) is not None) for name in classes]
+    if sum(matches) < parts:
+        number = {name: classes.count(name) for name in classes}
+        there = ", ".join(f"{name} ({count})" for name, count in number.items())
+        raise ValueError(
+            f'partition method "type:{pattern}": matches {sum(matches)} layers for {parts} stages; the classes of '
+            f"layers are {there}"
+        )
+    return matches
+
+
+def _unknown(method: str, parts: int) -> str:
+    if method.lower() == "profile":
+        return 'partition method "profile": DeepSpeed has only the name; write "measured"'
+    near = get_close_matches(method.lower(), METHODS, n=1)
+    guess = f' (did you mean "{near[0]}"?)' if near else ""
+    return (
+        f'there is no partition method "{method}"{guess}; write one of {", ".join(METHODS)}, '
+        f"or a list of {parts + 1} boundaries"
+    )

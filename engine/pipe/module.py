@@ -1,0 +1,353 @@
+"""A model as a row of layers, of which each rank has those of its stages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .. import checkpointing
+from ..partition import partition, read_costs
+from .layers import LayerSpec, TiedLayerSpec
+from .topology import ProcessTopology
+
+TIED: Final = "tied_modules"
+"""Where layers of a TiedLayerSpec are, by their key."""
+
+
+@dataclass(eq=False, slots=True)
+class _Layer:
+    """One of the row: what it is made of, and, where it is, the thing itself."""
+
+    name: str
+    source: Any
+    """A LayerSpec, a module, or any other callable."""
+    built: Callable[..., Any] | None = None
+
+    @property
+    def class_name(self) -> str:
+        if isinstance(self.source, LayerSpec):
+            return self.source.class_name
+        return type(self.source).__name__
+
+    @property
+    def key(self) -> str | None:
+        return self.source.key if isinstance(self.source, TiedLayerSpec) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Parameters that several pipeline ranks have, each a copy of its own."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Places in the pipeline, the first of which has them in the job's checkpoints and norms."""
+    params: list[nn.Parameter] = field(default_factory=list)
+    """This rank's, if it is one of them."""
+
+
+class PipelineModule(nn.Module):
+    """`layers`, one called on the output of the other, divided among `num_stages` pipeline ranks.
+
+    Arguments are DeepSpeed's, and some more:
+
+    layers: classes to be built (LayerSpec, TiedLayerSpec), modules, or functions. An `nn.Sequential` is the list of its
+        children. With `model`, an ordinary model, they are names of its modules in the order in which they are called;
+        an `nn.Sequential` or `nn.ModuleList` among them stands for its children.
+    num_stages: pipeline ranks; without it, and without a `topology`, the configuration's `pipeline.stages`.
+    topology: in place of `num_stages`; `pipe` must be its first axis.
+    loss_fn: called as loss_fn(output, labels) on the last stage; without it the last layer returns the loss.
+    seed_layers: seed the random numbers with `base_seed` + the layer's number (or call `seed_fn` with that) before each
+        layer is built, so that its weights do not depend on the partition.
+    partition_method: `uniform`, `parameters`, `type:REGEX`, bounds as a list, or `measured`, by the `costs`, which are
+        seconds for each layer or a file of them; see `dsprof.engine.partition`.
+    activation_checkpoint_interval: layers between two activation checkpoints; 0 keeps all activations.
+        `checkpointable_layers` names the classes that are worth it; the stretches without one keep theirs.
+    virtual_stages: stages that each rank has, for the schedule `interleaved`.
+
+    Layers have the names `0`, `1`, ..., or those they have in `model`, and those that are tied, `tied_modules.KEY`,
+    whichever stages they are on.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Any] | nn.Sequential,
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], object] | None = None,
+        base_seed: int = 1234,
+        partition_method: str | Sequence[int] = "parameters",
+        activation_checkpoint_interval: int = 0,
+        checkpointable_layers: Sequence[str] | None = None,
+        *,
+        model: nn.Module | None = None,
+        virtual_stages: int = 1,
+        costs: Sequence[float] | str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        self._layers = _named(layers) if model is None else _of_model(model, layers)
+        if not self._layers:
+            raise ValueError("PipelineModule: no layers; pass the list of them")
+        self._shared = _shared_parameters(self._layers)
+        self.loss_fn = loss_fn
+        self.topology = topology
+        self.partition_method = partition_method
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.virtual_stages = virtual_stages
+        self._seed = (seed_fn or torch.manual_seed) if seed_layers else None
+        self._base_seed = base_seed
+        self._costs = costs
+        self._checkpointable = checkpointable_layers
+        self.num_stages = _stages(num_stages, topology)
+        self.bounds: list[int] = []
+        """Layers `bounds[s]` to before `bounds[s + 1]` are stage s; empty until the stages are known."""
+        self._rank = 0
+        if self.num_stages is not None:
+            self.arrange(self.num_stages, *_place(self.num_stages))
+
+    # --- which layers are here
+
+    def arrange(
+        self, num_stages: int, rank: int, virtual_stages: int | None = None, method: str | Sequence[int] | None = None
+    ) -> None:
+        """Have the layers that pipeline rank `rank` of `num_stages` has, and no others. Layers that are here already
+        stay as they are. Raises ValueError if the layers cannot be divided so."""
+        self.virtual_stages = virtual_stages or self.virtual_stages
+        self.partition_method = self.partition_method if method is None else method
+        stages = num_stages * self.virtual_stages
+        bounds = partition(
+            self.partition_method, stages, [layer.class_name for layer in self._layers],
+            parameters=self._parameter_counts() if self.partition_method == "parameters" else None,
+            costs=self._measured_costs() if self.partition_method == "measured" else None,
+        )  # fmt: skip
+        self.num_stages, self.bounds, self._rank = num_stages, bounds, rank
+        here = {at for stage in self.stages for at in range(bounds[stage], bounds[stage + 1])}
+        self._modules.clear()
+        for at, layer in enumerate(self._layers):
+            if at not in here:
+                layer.built = None
+            elif layer.built is None:
+                layer.built = self._build(at, layer)
+        for at in sorted(here):
+            built = self._layers[at].built
+            if isinstance(built, nn.Module):
+                _register(self, self._path(self._layers[at]), built)
+
+    @property
+    def stages(self) -> list[int]:
+        """The stages that are here."""
+        if self.num_stages is None:
+            raise RuntimeError(
+                "PipelineModule: its stages are not known yet; pass num_stages, or give it to initialize first"
+            )
+        return [self._rank + turn * self.num_stages for turn in range(self.virtual_stages)]
+
+    def forget_others(self) -> None:
+        """Give up the layers of other ranks that were built by the script; the stages cannot be changed any more."""
+        for layer in self._layers:
+            if layer.built is None and not isinstance(layer.source, LayerSpec):
+                layer.source = type(layer.source)
+
+    def ties(self) -> list[Tie]:
+        """What several pipeline ranks share; the same list on all of them, but for the parameters."""
+        assert self.num_stages is not None
+        found: dict[str, Tie] = {}
+        for key in dict.fromkeys(layer.key for layer in self._layers if layer.key is not None):
+            where = [at for at, layer in enumerate(self._layers) if layer.key == key]
+            local = [layer.built for layer in self._layers if layer.key == key and isinstance(layer.built, nn.Module)]
+            name = f"{TIED}.{key}"
+            found[name] = Tie(name, self._ranks_of(where), list(local[0].parameters()) if local else [])
+        for name, (param, where) in self._shared.items():
+            mine = self._rank in self._ranks_of(where)
+            found[name] = Tie(name, self._ranks_of(where), [param] if mine else [])
+        return [tie for tie in found.values() if len(tie.ranks) > 1]
+
+    def names(self) -> dict[nn.Parameter, str]:
+        """The parameters that are here, by the names they have in the whole model."""
+        first = {param: name for name, (param, _) in self._shared.items()}
+        return {param: first.get(param, name) for name, param in self.named_parameters()}
+
+    # --- what they do
+
+    def forward(self, inputs: Any, stage: int | None = None) -> Any:
+        """Call the layers of `stage`, by default of all stages that are here, one on the output of the other."""
+        for here in self.stages if stage is None else [stage]:
+            inputs = self._run(here, inputs)
+        return inputs
+
+    def _run(self, stage: int, inputs: Any) -> Any:
+        start, stop = self.bounds[stage], self.bounds[stage + 1]
+        every = self.activation_checkpoint_interval
+        if not every or not torch.is_grad_enabled():
+            return self._stretch(start, stop)(inputs)
+        for at in range(start, stop, every):
+            stretch = self._stretch(at, min(at + every, stop))
+            if self._is_worth_it(at, min(at + every, stop)):
+                inputs = checkpointing.checkpoint(stretch, inputs)
+            else:
+                inputs = stretch(inputs)
+        return inputs
+
+    def _stretch(self, start: int, stop: int) -> Callable[[Any], Any]:
+        def run(inputs: Any) -> Any:
+            for layer in self._layers[start:stop]:
+                assert layer.built is not None
+                if isinstance(layer.source, TiedLayerSpec) and layer.source.forward_fn is not None:
+                    inputs = layer.source.forward_fn(layer.built, inputs)  # type: ignore[arg-type]
+                else:
+                    inputs = layer.built(inputs)
+            return inputs
+
+        run.__qualname__ = f"layers {start} to {stop - 1}"
+        return run
+
+    def _is_worth_it(self, start: int, stop: int) -> bool:
+        layers = self._layers[start:stop]
+        if self._checkpointable is not None:
+            return any(layer.class_name in self._checkpointable for layer in layers)
+        return any(isinstance(layer.built, nn.Module) for layer in layers)
+
+    # --- inside
+
+    def _build(self, at: int, layer: _Layer) -> Callable[..., Any]:
+        if not isinstance(layer.source, LayerSpec):
+            return layer.source  # type: ignore[no-any-return]
+        same = [other.built for other in self._layers if layer.key is not None and other.key == layer.key]
+        existing = next((built for built in same if built is not None), None)
+        if existing is not None:
+            return existing
+        if self._seed is not None:
+            self._seed(self._base_seed + at)
+        return layer.source.build()
+
+    def _path(self, layer: _Layer) -> str:
+        return layer.name if layer.key is None else f"{TIED}.{layer.key}"
+
+    def _parameter_counts(self) -> list[int]:
+        """Of each layer. What is not built yet is built without memory for it."""
+        counts, seen = [], set()
+        for layer in self._layers:
+            module = layer.built if layer.built is not None else layer.source
+            if layer.key is not None and layer.key in seen:
+                module = None  # its weights are elsewhere, and their work is not
+            seen.add(layer.key)
+            if isinstance(module, LayerSpec):
+                with torch.device("meta"):
+                    module = module.build()
+            counts.append(sum(p.numel() for p in module.parameters()) if isinstance(module, nn.Module) else 0)
+        return counts
+
+    def _measured_costs(self) -> Sequence[float] | None:
+        if isinstance(self._costs, str | Path):
+            return read_costs(self._costs, [layer.name for layer in self._layers])
+        return self._costs
+
+    def _ranks_of(self, layers: Sequence[int]) -> tuple[int, ...]:
+        """Pipeline ranks that have at least one of `layers`, in the order of their first stage."""
+        assert self.num_stages is not None
+        stages = [next(s for s in range(len(self.bounds) - 1) if at < self.bounds[s + 1]) for at in sorted(layers)]
+        return tuple(dict.fromkeys(stage % self.num_stages for stage in stages))
+
+
+def _named(layers: Sequence[Any] | nn.Sequential) -> list[_Layer]:
+    children = list(layers.children()) if isinstance(layers, nn.Sequential) else list(layers)
+    for at, layer in enumerate(children):
+        if not isinstance(layer, LayerSpec) and not callable(layer):
+            raise TypeError(
+                f"PipelineModule: layer {at} is a {type(layer).__name__}; a layer is a LayerSpec, a module or a function"
+            )
+    names = [name for name, _ in layers.named_children()] if isinstance(layers, nn.Sequential) else map(str, range(10**9))
+    return [_Layer(name, layer) for name, layer in zip(names, children, strict=False)]
+
+
+def _of_model(model: nn.Module, names: Sequence[Any]) -> list[_Layer]:
+    """The modules of `model` called `names`, in this order."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    layers: list[_Layer] = []
+    for name in names:
+        if name not in modules:
+            near = difflib.get_close_matches(str(name), modules, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"PipelineModule: the model has no module {name!r}{hint}")
+        module = modules[name]
+        inner = list(module.named_children()) if isinstance(module, nn.Sequential | nn.ModuleList) else []
+        layers += [_Layer(f"{name}.{part}", child) for part, child in inner] or [_Layer(name, module)]
+    taken = {param for layer in layers for param in layer.source.parameters()}
+    missing = [name for name, param in model.named_parameters() if param not in taken]
+    if missing:
+        raise ValueError(
+            f"PipelineModule: no layer has the parameter {missing[0]}"
+            + (f" ({len(missing)} such in all)" if len(missing) > 1 else "")
+            + "; name the modules of all parameters, in the order in which they are called"
+        )
+    return layers
+
+
+def _shared_parameters(layers: Sequence[_Layer]) -> dict[str, tuple[nn.Parameter, list[int]]]:
+    """Parameters that several modules of the list have: name in the first -> the parameter, numbers of the layers."""
+    found: dict[nn.Parameter, tuple[str, list[int]]] = {}
+    for at, layer in enumerate(layers):
+        if isinstance(layer.source, nn.Module):
+            for name, param in layer.source.named_parameters():
+                found.setdefault(param, (f"{layer.name}.{name}", []))[1].append(at)
+    return {name: (param, where) for param, (name, where) in found.items() if len(where) > 1}
+
+
+def _stages(num_stages: int | None, topology: ProcessTopology | None) -> int | None:
+    if topology is None:
+        if num_stages is not None and num_stages < 1:
+            raise ValueError(f"PipelineModule: num_stages is {num_stages}; write 1 or more")
+        return num_stages
+    axes = topology.get_axis_names()
+    if "pipe" not in axes or axes[0] != "pipe":
+        raise ValueError(f"PipelineModule: the topology's axes are {axes}; `pipe` must be the first of them")
+    if num_stages not in (None, topology.get_dim("pipe")):
+        raise ValueError(
+            f"PipelineModule: num_stages is {num_stages}, and the topology has {topology.get_dim('pipe')}; pass one"
+        )
+    return topology.get_dim("pipe")
+
+
+def _place(num_stages: int) -> tuple[int]:
+    """This process' place in a pipeline: the stages are the outermost axis of the ranks, whatever the others are."""
+    if not dist.is_initialized():
+        from ..setup import init_distributed
+
+        init_distributed()
+    ranks = dist.get_world_size()
+    if ranks % num_stages:
+        fitting = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        raise ValueError(
+            f"PipelineModule: {num_stages} stages do not divide the {ranks} rank{'s' if ranks > 1 else ''} of the job; "
+            f"write one of {', '.join(map(str, fitting))}, or start {num_stages} ranks"
+        )
+    return (dist.get_rank() // (ranks // num_stages),)
+
+
+def _register(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Make `module` the one called `path` in `root`, with empty modules on the way."""
+    *way, last = path.split(".")
+    for part in way:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        inner = root._modules[part]
+        assert inner is not None
+        root = inner
+    root._modules[last] = module
+
+
+def layers_of(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Names and layers of a PipelineModule that are here, in order."""
+    assert isinstance(module, PipelineModule)
+    for stage in module.stages:
+        for layer in module._layers[module.bounds[stage] : module.bounds[stage + 1]]:
+            assert layer.built is not None
+            yield layer.name, layer.built

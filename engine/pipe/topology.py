@@ -1,0 +1,117 @@
+"""Grids of ranks with named axes, as DeepSpeed's scripts describe them. Standard library only.
+
+The last axis is the innermost: ranks that are neighbours along it have neighbouring numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import namedtuple
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+class ProcessTopology:
+    """Ranks 0, 1, ... in a grid of `dims[i]` along axis `axes[i]`; `ProcessCoord` is a named tuple of those axes.
+
+    Raises ValueError for axes that are not names, or not as many as `dims`, and for a length below 1.
+    """
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        if len(axes) != len(dims):
+            raise ValueError(f"topology: {len(axes)} axes and {len(dims)} dims; give a length for each axis")
+        for axis, dim in zip(axes, dims, strict=True):
+            if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
+                raise ValueError(f"topology: axis {axis} has length {dim!r}; it must be a whole number above 0")
+        self.axes = list(axes)
+        self.dims = list(dims)
+        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)
+        self.mapping: dict[Any, int] = {
+            self.ProcessCoord(*place): rank for rank, place in enumerate(itertools.product(*map(range, self.dims)))
+        }
+        """Where each rank is, in the order of ranks."""
+        self._coords = list(self.mapping)
+
+    def world_size(self) -> int:
+        """Ranks in the grid."""
+        return len(self._coords)
+
+    def get_rank(self, **coord: int) -> int:
+        """The rank at one place along every axis. Raises ValueError if there is none, or an axis is left out."""
+        if coord.keys() != set(self.axes):
+            raise ValueError(
+                f"get_rank: give a place along each of {', '.join(self.axes)} and nothing else (filter_match finds all "
+                "ranks along some of them)"
+            )
+        place = self.ProcessCoord(**coord)
+        if place not in self.mapping:
+            raise ValueError(f"get_rank: {place} is not in a grid of {self._lengths()}")
+        return self.mapping[place]
+
+    def get_coord(self, rank: int) -> Any:
+        """The place of `rank`, as a named tuple. Raises ValueError if there is no such rank."""
+        if not 0 <= rank < len(self._coords):
+            raise ValueError(f"get_coord: there is no rank {rank} in a grid of {self._lengths()}")
+        return self._coords[rank]
+
+    def get_dim(self, axis: str) -> int:
+        """Ranks along `axis`; 0 if there is no such axis."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_axis_names(self) -> list[str]:
+        """The axes, outermost first."""
+        return self.axes
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """All ranks in lists that differ along `axis` alone, which is who communicates along it."""
+        if axis not in self.axes:
+            return []
+        lists: dict[tuple[int, ...], list[int]] = {}
+        at = self.axes.index(axis)
+        for rank, coord in enumerate(self._coords):
+            lists.setdefault(coord[:at] + coord[at + 1 :], []).append(rank)
+        return list(lists.values())
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """The ranks at place `idx` along `axis`."""
+        return self.filter_match(**{axis: idx})
+
+    def filter_match(self, **coord: int) -> list[int]:
+        """The ranks at these places, along as many axes as are given. Raises ValueError for an axis there is not."""
+        for axis in coord:
+            if axis not in self.axes:
+                raise ValueError(f"topology: there is no axis {axis}; there are {', '.join(self.axes)}")
+        return [
+            rank
+            for rank, place in enumerate(self._coords)
+            if all(getattr(place, axis) == index for axis, index in coord.items())
+        ]
+
+    def get_rank_repr(
+        self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """The place of `rank` in words for names of files, as in `model_01`, but for `omit_axes`."""
+        coord, left_out = self.get_coord(rank), set(omit_axes)
+        return outer_sep.join(
+            f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in self.axes if axis not in left_out
+        )
+
+    def __str__(self) -> str:
+        return str(self.mapping)
+
+    def _lengths(self) -> str:
+        return " x ".join(f"{dim} {axis}" for axis, dim in zip(self.axes, self.dims, strict=True))
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Pipelines of `num_pp` stages, and `num_dp` of them, side by side."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data"], [num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """The same with every stage's layers cut over `num_mp` ranks (the axis `model`), which are innermost."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])

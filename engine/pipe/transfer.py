@@ -1,0 +1,242 @@
+"""What stages send each other: messages of tensors, each way on lanes of its own.
+
+A message says itself what is in it, so shapes may differ from one micro-batch to the next, and a rank that fails can
+tell its neighbours, who would wait for it otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm import open_group, open_host_group
+from ..hooks import Hooks, Place
+from ..lane import Label, Lane, Ticket, open_lane
+from ..mesh import Mesh
+
+Way = Literal["F", "B"]
+"""Activations to the next stage, or their gradients to the one before."""
+
+HEADER: Final = 128
+"""Numbers at the head of a message."""
+FAILED: Final = -1
+DTYPES: Final = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+class PipelineError(RuntimeError):
+    """A stage failed; the message names it and says why."""
+
+
+@dataclass(slots=True)
+class Message:
+    """What a stage hands to another: its output, or the gradients of what it got."""
+
+    tensors: list[Tensor]
+    single: bool
+    """Whether it is a tensor, and not a tuple of one."""
+    wanted: list[bool]
+    """Of each tensor, whether a gradient is to come back."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def value(self) -> Tensor | tuple[Tensor, ...]:
+        """As the stage before returned it."""
+        return self.tensors[0] if self.single else tuple(self.tensors)
+
+
+def message_of(output: Any, what: str) -> Message:
+    """`output` as what can be sent. Raises PipelineError, beginning with `what`, if it cannot be."""
+    tensors = list(output) if isinstance(output, tuple | list) else [output]
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise PipelineError(
+                f"{what} returned {_told(output)}, which cannot be sent to the next stage; return a tensor or a tuple "
+                "of tensors, or divide the layers elsewhere"
+            )
+        if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
+            kind = f"a tensor of {tensor.dtype}" if tensor.layout is torch.strided else "a sparse tensor"
+            raise PipelineError(f"{what} returned {kind}, which cannot be sent to the next stage")
+    if 2 + sum(3 + tensor.dim() for tensor in tensors) > HEADER:
+        raise PipelineError(f"{what} returned {len(tensors)} tensors, more than a message holds; stack some of them")
+    wanted = [tensor.requires_grad for tensor in tensors]
+    return Message(tensors, isinstance(output, Tensor), wanted)
+
+
+def _told(output: Any) -> str:
+    if isinstance(output, tuple | list):
+        odd = next(item for item in output if not isinstance(item, Tensor))
+        return f"a {type(output).__name__} with a {type(odd).__name__} in it"
+    return f"a {type(output).__name__}"
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A message on its way here."""
+
+    ticket: Ticket
+    box: list[Message]
+
+    def take(self) -> Message:
+        """The message, once it is here. Raises PipelineError if its sender failed instead."""
+        self.ticket.wait()
+        return self.box.pop()
+
+
+class Link:
+    """One way between the ranks of a pipeline: what this rank sends, and what it gets, on a lane each."""
+
+    def __init__(
+        self,
+        way: Way,
+        group: dist.ProcessGroup,
+        host_group: dist.ProcessGroup,
+        make_lane: Callable[[str], Lane],
+        device: torch.device,
+        name: str,
+    ) -> None:
+        """`host_group` has the same ranks and carries the heads of messages, which are in host memory."""
+        self._way = way
+        self._group = group
+        self._host_group = host_group
+        self._device = device
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        ahead = 1 if way == "F" else -1
+        self._to, self._from = (rank + ahead) % size, (rank - ahead) % size
+        self._out, self._in = make_lane(f"pipe.send_{name}"), make_lane(f"pipe.recv_{name}")
+        self._sent = self._received = 0
+
+    def send(self, message: Message, at: Place) -> Ticket:
+        """Start sending. The tensors must not be written to before the ticket is done."""
+        tensors = [tensor.detach().contiguous() for tensor in message.tensors]
+
+        def work() -> None:
+            head = _head(message)
+            works = [dist.isend(head, group=self._host_group, group_dst=self._to)]
+            works += [dist.isend(_bytes(t), group=self._group, group_dst=self._to) for t in tensors if t.numel()]
+            _wait(works)
+
+        return self._out.submit(work, self._label("send", self._to, message, at))
+
+    def receive(self, at: Place) -> Arrival:
+        """Have the next message received as soon as it is there."""
+        box: list[Message] = []
+
+        def work() -> None:
+            head = torch.empty(HEADER, dtype=torch.int64)
+            _wait([dist.irecv(head, group=self._host_group, group_src=self._from)])
+            numbers = head.tolist()
+            if numbers[0] == FAILED:
+                text = torch.empty(numbers[1], dtype=torch.uint8)
+                _wait([dist.irecv(text, group=self._host_group, group_src=self._from)])
+                raise PipelineError(bytes(text.tolist()).decode())
+            message = _empty(numbers, self._device)
+            _wait([dist.irecv(_bytes(t), group=self._group, group_src=self._from) for t in message.tensors if t.numel()])
+            box.append(message)
+
+        return Arrival(self._in.submit(work, self._label("recv", self._from, None, at)), box)
+
+    def fail(self, reason: str, at: Place) -> Ticket:
+        """In the place of the next message: tell who waits for it that there will be none."""
+        text = torch.frombuffer(bytearray(reason.encode()), dtype=torch.uint8)
+
+        def work() -> None:
+            head = torch.zeros(HEADER, dtype=torch.int64)
+            head[0], head[1] = FAILED, text.numel()
+            _wait([dist.isend(part, group=self._host_group, group_dst=self._to) for part in (head, text)])
+
+        return self._out.submit(work, self._label("send", self._to, None, at))
+
+    def poll(self) -> None:
+        """Tell of what has ended on a device since."""
+        self._out.poll()
+        self._in.poll()
+
+    def close(self) -> None:
+        """End the lanes."""
+        self._out.close()
+        self._in.close()
+
+    def _label(self, name: str, peer: int, message: Message | None, at: Place) -> Label:
+        if name == "send":
+            seq, self._sent = self._sent, self._sent + 1
+        else:
+            seq, self._received = self._received, self._received + 1
+        return Label(
+            name, "pipeline", -1 if message is None else message.nbytes,
+            str(message.tensors[0].dtype).removeprefix("torch.") if message is not None and message.tensors else None,
+            None, self._group.group_name, seq, peer, at,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Links:
+    """All links of a rank: a way to the neighbour, and where ranks have several stages, from the last to the first."""
+
+    by_way: dict[tuple[Way, bool], Link] = field(default_factory=dict)
+
+    def poll(self) -> None:
+        """Tell of what has ended on a device since."""
+        for link in self.by_way.values():
+            link.poll()
+
+    def close(self) -> None:
+        """End the lanes."""
+        for link in self.by_way.values():
+            link.close()
+
+
+def open_links(mesh: Mesh, device: torch.device, hooks: Hooks, *, wraps: bool, link: float | None = None) -> Links:
+    """The links of this rank's pipeline. Every rank of the job must call this. `link` (bytes/s) models one, on CPU.
+
+    Two ranks that send each other both ways would wait for each other on a device if they had one group for that, so
+    activations, gradients, and each of them around the end (`wraps`) have their own.
+    """
+    links = Links()
+    ways: list[tuple[Way, bool]] = [("F", False), ("B", False), *([("F", True), ("B", True)] if wraps else [])]
+    for way, around in ways if mesh.pp > 1 else ():
+        group = open_group(mesh.sets("pp"))
+        assert group is not None
+        host = open_host_group(mesh.sets("pp"), group)
+        name = way + ("_around" if around else "")
+        links.by_way[way, around] = Link(way, group, host, lambda lane: open_lane(lane, device, hooks, link), device, name)
+    return links
+
+
+def _head(message: Message) -> Tensor:
+    numbers = [len(message.tensors), int(message.single)]
+    for tensor, wanted in zip(message.tensors, message.wanted, strict=True):
+        numbers += [DTYPES.index(tensor.dtype), int(wanted), tensor.dim(), *tensor.shape]
+    return torch.tensor(numbers + [0] * (HEADER - len(numbers)))
+
+
+def _empty(numbers: Sequence[int], device: torch.device) -> Message:
+    count, single, at = numbers[0], bool(numbers[1]), 2
+    tensors, wanted = [], []
+    for _ in range(count):
+        dtype, wants, dims = numbers[at : at + 3]
+        shape = numbers[at + 3 : at + 3 + dims]
+        tensors.append(torch.empty(shape, dtype=DTYPES[dtype], device=device))
+        wanted.append(bool(wants))
+        at += 3 + dims
+    return Message(tensors, single, wanted)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes: not every backend sends every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None
+        work.wait()
