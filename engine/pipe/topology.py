@@ -25,7 +25,7 @@ class ProcessTopology:
                 raise ValueError(f"topology: axis {axis} has length {dim!r}; it must be a whole number above 0")
         self.axes = list(axes)
         self.dims = list(dims)
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)
+        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
         self.mapping: dict[Any, int] = {
             self.ProcessCoord(*place): rank for rank, place in enumerate(itertools.product(*map(range, self.dims)))
         }
