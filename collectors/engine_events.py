@@ -84,7 +84,7 @@ class EngineEvents:
                 self._record(span, span.name)
             return
         seq = -1
-        if span.kind == "wait" and span.group is not None and span.seq is not None:
+        if span.kind == "wait" and span.peer is None and span.group is not None and span.seq is not None:
             # What it waited for has begun by now, and is the last of its group: a lane keeps its order.
             seq = span.seq + self._ahead.get(span.group, 0)
         self._recorder.span_end(handle, span.start_ns, span.end_ns or 0, seq)
@@ -116,6 +116,9 @@ class EngineEvents:
 
     def _record_comm(self, span: Span, flags: int) -> int:
         group = span.group or span.lane
+        if span.peer is not None:
+            seq = -1 if span.seq is None else span.seq
+            return self._write(span, span.name, self._recorder.group(group), seq, flags | int(Flag.P2P))
         seq = self._recorder.number(group)
         if span.seq is not None:
             self._ahead[group] = seq - span.seq
@@ -126,7 +129,7 @@ class EngineEvents:
             group = 0 if span.group is None else self._recorder.group(span.group)
         else:
             group = 0 if span.lane == "main" else self._id(span.lane)
-        return self._write(span, name, group, -1, TOLD)
+        return self._write(span, name, group, -1, TOLD if span.peer is None else TOLD | int(Flag.P2P))
 
     def _write(self, span: Span, name: str, group: int, seq: int, flags: int) -> int:
         ids, start_ns, issue_ns, size = self._ids, span.start_ns, span.issue_ns, span.bytes
@@ -146,7 +149,7 @@ class EngineEvents:
             DTYPE_NUMBERS.get(span.dtype, 0),
             flags,
             stage << 16 | microbatch,
-            ids.get(span.module) or self._id(span.module),
+            (ids.get(span.module) or self._id(span.module)) if span.peer is None else span.peer,
             ids.get(span.purpose) or self._id(span.purpose),
         )
 

@@ -135,7 +135,7 @@ def _plausible(records: npt.NDArray[np.void], names: dict[int, str]) -> npt.NDAr
     """Which records can have been written by a collector: a torn or overwritten one is told by its fields."""
     known = np.fromiter(names, np.int64, len(names))
     known_or_none = np.append(known, 0)
-    engine = (records["flags"] & Flag.ENGINE) != 0
+    engine, p2p = (records["flags"] & Flag.ENGINE) != 0, (records["flags"] & Flag.P2P) != 0
     start, end = records["start_ns"], records["end_ns"]
     kind, state = records["kind"], records["state"]
     plausible: npt.NDArray[np.bool_] = (
@@ -144,7 +144,7 @@ def _plausible(records: npt.NDArray[np.void], names: dict[int, str]) -> npt.NDAr
         & (start > 0) & ((end == 0) | (end >= start))
         & np.isin(records["name"].astype(np.int64), known)
         & np.isin(records["group"].astype(np.int64), known_or_none)
-        & (~engine | np.isin(records["tag"].astype(np.int64), known_or_none))
+        & (~engine | p2p | np.isin(records["tag"].astype(np.int64), known_or_none))
         & (~engine | np.isin(records["host_ns"].astype(np.int64), known_or_none))
         & (~engine | (records["peer"] >= 0))
         & (records["dtype"] < len(DTYPES))

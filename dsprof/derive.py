@@ -48,7 +48,7 @@ def _measured(capture: Capture) -> pd.DataFrame:
     kind, flags = records["kind"], records["flags"]
     comm = kind == Kind.COMM
     engine = (flags & Flag.ENGINE) != 0
-    p2p = ((flags & Flag.P2P) != 0) & ~engine
+    p2p = (flags & Flag.P2P) != 0
     of_group = comm | ~engine | (kind == Kind.WAIT)
     numbered = np.where(engine, of_group & (records["seq"] != NO_SEQ), comm)
     place = np.where(engine, records["peer"], 0)
@@ -73,10 +73,10 @@ def _measured(capture: Capture) -> pd.DataFrame:
             "engine": engine,
             "stage": pd.array(place >> 16, "Int64"),
             "microbatch": pd.array(place & 0xFFFF, "Int64"),
-            "module": names[np.where(engine, records["tag"], 0)],
+            "module": names[np.where(engine & ~p2p, records["tag"], 0)],
             "purpose": names[np.where(engine, records["host_ns"], 0)],
             "seq": pd.array(records["seq"].astype(np.int64), "Int64"),
-            "peer": pd.array(records["peer"].astype(np.int64), "Int64"),
+            "peer": pd.array(np.where(engine, records["tag"], records["peer"]).astype(np.int64), "Int64"),
             "tag": pd.array(records["tag"].astype(np.int64), "Int64"),
             "bytes": pd.array(records["bytes"], "Int64"),
             "dtype": np.array(DTYPES, dtype=object)[records["dtype"]],
@@ -92,7 +92,7 @@ def _measured(capture: Capture) -> pd.DataFrame:
         microbatch=lambda t: t["microbatch"].where(engine),
         seq=lambda t: t["seq"].where(numbered),
         peer=lambda t: t["peer"].where(p2p),
-        tag=lambda t: t["tag"].where(p2p),
+        tag=lambda t: t["tag"].where(p2p & ~engine),
         bytes=lambda t: t["bytes"].where(records["bytes"] >= 0),
         dtype=lambda t: t["dtype"].where(t["dtype"] != "", None),
     )  # fmt: skip

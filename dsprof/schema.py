@@ -41,7 +41,7 @@ RECORD_FIELDS: Final = (
     ("group", "I", "<u4", "id in names.txt of the process group's name, 0: none. ENGINE, no comm or wait: the lane's"),
     ("seq", "I", "<u4", "number in the group (collectives) or in (group, src, dst, tag) (p2p), from 0; or NO_SEQ"),
     ("peer", "i", "<i4", "rank in the group of the other side; -1: none. ENGINE: stage << 16 | micro-batch"),
-    ("tag", "i", "<i4", "p2p tag; -1: none. ENGINE: id in names.txt of the module's name, 0: none"),
+    ("tag", "i", "<i4", "p2p tag; -1: none. ENGINE: id in names.txt of the module's name, 0: none; with P2P the peer"),
     ("host_ns", "I", "<u4", "comm: time the issuing thread spent in the call (to 4.29 s). ENGINE: id of the purpose"),
     ("kind", "B", "u1", "a `Kind`"),
     ("state", "B", "u1", "a `State`; stored last"),

@@ -219,8 +219,8 @@ def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None) ->
 
 
 def _stages_of(model: nn.Module) -> int | None:
-    """Pipeline ranks that the model itself asks for; None if it leaves that to the configuration."""
-    return model.num_stages if isinstance(model, PipelineModule) else 1
+    """Pipeline ranks that the model itself asks for; None if it leaves that to the configuration, 0 for no pipeline."""
+    return model.num_stages if isinstance(model, PipelineModule) else 0
 
 
 def _arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
@@ -234,8 +234,8 @@ def _arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
         "activation_checkpoint_interval", model.activation_checkpoint_interval
     )
     differs = virtual not in (None, model.virtual_stages) or method not in (None, model.partition_method)
-    if differs or not model.bounds:
-        model.arrange(mesh.pp, mesh.pp_rank, virtual, method)
+    if differs or not model.bounds or pipeline.layer_costs is not None:
+        model.arrange(mesh.pp, mesh.pp_rank, virtual, method, pipeline.layer_costs)
     if model.virtual_stages > 1 and pipeline.schedule != "interleaved":
         raise ConfigError([
             f'pipeline.schedule: "{pipeline.schedule}" knows one stage a rank, and the PipelineModule has '

@@ -80,7 +80,7 @@ COMM = ("name", "lane", "group", "seq", "bytes", "dtype", "purpose", "module", "
 def test_a_communication_keeps_all_that_was_told(told: Told) -> None:
     span = told.hooks.begin(
         "comm", "all_gather", lane="comm.parameters", issue_ns=400, module="blocks.3.mlp", purpose="parameter",
-        group="4", seq=0, bytes=4096, dtype="bfloat16", at=(0, 5),
+        group="4", seq=0, bytes=4096, dtype="bfloat16", at=(0, 5, 2),
     )  # fmt: skip
     (under_way,) = read_rows(told.folder)
     assert (under_way.state, under_way.start_ns, under_way.end_ns) == (State.BEGUN, 1000, 0)
@@ -93,6 +93,22 @@ def test_a_communication_keeps_all_that_was_told(told: Told) -> None:
     ]
     times = ("issue_ns", "start_ns", "dur_ns", "ended", "source", "host_ns", "peer", "tag", "value")
     assert of(rows, *times) == [(400, 1000, 1000, True, "measured", None, None, None, None)]
+
+
+def test_what_a_pipeline_does_keeps_stage_micro_batch_and_peer(told: Told) -> None:
+    hooks = told.hooks
+    with hooks.span("pipe", "B"):
+        with hooks.span("wait", "recv", purpose="pipeline", group="7", seq=3, peer=1, at=(0, 6, 1)):
+            pass
+        with hooks.span("comm", "send", lane="comm.pipe.send_B", purpose="pipeline", group="7", seq=2, peer=0, bytes=64):
+            pass
+    rows = told.rows()
+    columns = ("kind", "name", "stage", "microbatch", "group", "seq", "peer", "tag", "module", "purpose")
+    assert of(rows[rows["name"].isin(["B", "recv", "send"])].sort_values("kind", key=lambda k: k.astype(str)), *columns) == [
+        ("comm", "send", 2, 0, "7", 2, 0, None, None, "pipeline"),
+        ("pipe", "B", 2, 0, None, None, None, None, None, None),
+        ("wait", "recv", 1, 6, "7", None, 1, None, None, "pipeline"),
+    ]
 
 
 def test_an_end_that_is_known_otherwise_replaces_both_times(told: Told) -> None:

@@ -1,7 +1,7 @@
 """Where each rank's step went. Every moment of the training thread belongs to one part, so the parts sum to the step.
 
 A moment that several claim goes to the first of: a pause of the interpreter; a wait (for a peer, then for the bytes);
-data; the optimizer; compute (forward, loss, backward). What nothing explains is `other`.
+a wait for another stage of the pipeline, which is a bubble; data; the optimizer; compute (forward, loss, backward). What nothing explains is `other`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .intervals import Int, Intervals
 
 Float = npt.NDArray[np.float64]
 
-LAYERS: Final = ("pause", "peer_wait", "comm_exposed", "data", "optimizer", "compute")
+LAYERS: Final = ("pause", "peer_wait", "comm_exposed", "bubble", "data", "optimizer", "compute")
 """In order of precedence."""
 PHASE_PART: Final = {
     "data": "data",
@@ -64,10 +64,12 @@ def paint(rows: pd.DataFrame, collectives: pd.DataFrame, rank: int) -> RankTime:
     wait_start, wait_end = waits["start_ns"].to_numpy(np.int64), waits["end_ns"].to_numpy(np.int64)
     arrival = waits["arrival_ns"].to_numpy(np.int64)
 
+    stage_waits = (kind == "wait") & (main["purpose"] == "pipeline").to_numpy(bool)
     own: dict[str, Intervals] = {
         "pause": Intervals.union(start[kind == "pause"], end[kind == "pause"]),
         "peer_wait": Intervals.union(wait_start, arrival),
         "comm_exposed": Intervals.union(arrival, wait_end),
+        "bubble": Intervals.union(start[stage_waits], end[stage_waits]),
     }
     for name in ("data", "optimizer", "compute"):
         chosen = (kind == "phase") & (part == name)
@@ -81,7 +83,10 @@ def paint(rows: pd.DataFrame, collectives: pd.DataFrame, rank: int) -> RankTime:
 
 def _bind_waits(rows: pd.DataFrame, collectives: pd.DataFrame) -> pd.DataFrame:
     """What each wait waited for: of the collectives this rank had issued, the last to end by the end of the wait."""
-    waits = rows[(rows["kind"] == "wait") & (rows["lane"] == "main") & rows["dur_ns"].notna()].sort_values("start_ns")
+    of_collectives = rows["purpose"].ne("pipeline").fillna(True)
+    waits = rows[
+        (rows["kind"] == "wait") & (rows["lane"] == "main") & rows["dur_ns"].notna() & of_collectives
+    ].sort_values("start_ns")
     start = waits["start_ns"].to_numpy(np.int64)
     end = start + waits["dur_ns"].to_numpy(np.int64)
     arrival, bound = start.copy(), np.full(len(start), -1, np.int64)

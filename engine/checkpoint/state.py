@@ -3,20 +3,24 @@
 Names in a checkpoint, tensors first:
 
     weight/NAME             a parameter: its master, in fp32 where the model is in half precision
-    buffer/NAME             a persistent buffer; rank 0's counts
+    buffer/NAME             a persistent buffer; the first replica's counts
     optimizer/KEY/NAME      the optimizer's state KEY of a parameter, element by element
     optimizer/KEY/NAME/R    such a state of rank R that is not the parameter's, element by element
 
-    training                counters, loss scale, shapes
+    training                counters, loss scale, shapes, how the job's ranks were divided
     optimizer  lr_scheduler  client_state
     rank/R                  what is rank R's own: its random number generators
+
+NAME is the parameter's in the whole model, whichever pipeline stage has it; where tensor-parallel ranks have parts of
+it, NAME@R/N is the R-th of N. What several ranks have alike is written once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +30,14 @@ from ..offload import States
 from ..precision import LossScaler
 from ..zero import Zero
 from ..zero.shard import ShardedParam
+from .cuts import tensor_cut, whole_shape
 from .pieces import Piece
 
 if TYPE_CHECKING:
     from ..config import Config
+    from ..parallel import Parallel
+
+T = TypeVar("T")
 
 
 class Trainee(Protocol):
@@ -38,6 +46,7 @@ class Trainee(Protocol):
     module: nn.Module
     config: Config
     zero: Zero
+    parallel: Parallel
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any
     scaler: LossScaler
@@ -47,6 +56,42 @@ class Trainee(Protocol):
     global_samples: int
     micro_steps: int
     skipped_steps: int
+
+
+# --- what a rank has of the model
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What there is of the model on one rank, by names in the whole model. Replicas have the same."""
+
+    weights: dict[str, torch.Size]
+    """Shapes of the parameters before layers were cut."""
+    cuts: dict[str, dict[str, int | list[int]]]
+    """How they are cut, those that are."""
+    frozen: list[str]
+    buffers: dict[str, torch.Size]
+
+
+def holdings(engine: Trainee, *, without_frozen: bool = False) -> Holdings:
+    """What this rank has."""
+    params = [param for param in engine.zero.params if param.trainable or not without_frozen]
+    cuts = {param.name: tensor_cut(param) for param in params}
+    return Holdings(
+        {param.name: whole_shape(param) for param in params},
+        {name: cut.to_dict() for name, cut in cuts.items() if cut is not None},
+        [param.name for param in params if not param.trainable],
+        {name: buffer.shape for name, buffer in buffers(engine.module).items()},
+    )
+
+
+def merged(parts: Iterable[Mapping[str, T]]) -> dict[str, T]:
+    """All of `parts` in one; of what several have, the first's."""
+    found: dict[str, T] = {}
+    for part in parts:
+        for name, value in part.items():
+            found.setdefault(name, value)
+    return found
 
 
 # --- weights and buffers

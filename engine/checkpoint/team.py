@@ -8,6 +8,8 @@ from typing import Final, TypeVar
 
 import torch.distributed as dist
 
+from ..comm import Comm
+
 T = TypeVar("T")
 
 _ADVICE: Final = {
@@ -75,6 +77,15 @@ class Team:
             others = f" (and {len(failed) - 1} other ranks failed)" if len(failed) > 1 else ""
             where = f"rank {failed[0]}: " if self.size > 1 else ""
             raise CheckpointError(f"{doing}: {where}{reasons[failed[0]]}{others}") from cause
+
+
+def gather_over(comm: Comm, value: T) -> list[T]:
+    """Every rank's `value`, by its rank in `comm`."""
+    if comm.group is None:
+        return [value]
+    values: list[T | None] = [None] * comm.size
+    dist.all_gather_object(values, value, group=comm.group)
+    return values  # type: ignore[return-value]
 
 
 def reason(error: BaseException) -> str:

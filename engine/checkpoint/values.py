@@ -29,7 +29,7 @@ def pack(value: Any, name: str) -> bytes:
     `name` is what the value is called in that error. Tensors are copied to the CPU.
     """
     buffer = io.BytesIO()
-    torch.save(_plain(value, name), buffer)
+    torch.save(plain(value, name), buffer)
     return buffer.getvalue()
 
 
@@ -46,17 +46,18 @@ def unpack(data: bytes, name: str) -> Any:
         raise CheckpointError(f"{name} cannot be read, so the file is damaged ({type(error).__name__})") from error
 
 
-def _plain(value: Any, name: str) -> Any:
+def plain(value: Any, name: str) -> Any:
+    """A copy of `value`, with tensors on the CPU, if `pack` takes it; else it raises what that does."""
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind in (Tensor, nn.Parameter):
         return value.detach().cpu().clone()  # a view would take along all it is a view of
     if kind in _MAPPINGS:
-        items = ((_plain(key, f"a key of {name}"), _plain(item, f"{name}[{key!r}]")) for key, item in value.items())
+        items = ((plain(key, f"a key of {name}"), plain(item, f"{name}[{key!r}]")) for key, item in value.items())
         return kind(dict(items)) if kind is not dict else dict(items)
     if kind in _COLLECTIONS:
-        return kind(_plain(item, f"{name}[{at}]") for at, item in enumerate(value))
+        return kind(plain(item, f"{name}[{at}]") for at, item in enumerate(value))
     raise CheckpointError(
         f"{name} is a {kind.__module__}.{kind.__qualname__}, and loading one would have to run code. Write it as None, "
         "numbers, texts, tensors, or dicts, lists, tuples and sets of these: float(x) or x.tolist() for what is "

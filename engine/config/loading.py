@@ -14,7 +14,7 @@ from . import batch
 from .config import Config
 from .keys import Notes, known_keys
 from .model import shown
-from .rules import RULES, data_parallel_ranks
+from .rules import RULES, data_parallel_ranks, without_effect
 from .values import complaints
 
 
@@ -41,7 +41,8 @@ def load(
 ) -> Config:
     """The configuration in a dict or in a JSON file, for a job of `world_size` ranks; None is an empty one.
 
-    `pipeline_stages` is what the model itself says of them; None leaves that to the configuration.
+    `pipeline_stages` is what the model itself says of them, 0 that it is no pipeline; None leaves it to the
+    configuration.
     What is to be known of it, but is no error, is in `Config.warnings`. Raises ConfigError.
     """
     path = Path(source) if isinstance(source, (str, Path)) else None
@@ -91,9 +92,13 @@ def _leave_out(values: dict[str, Any], keys: Sequence[str]) -> None:
 def _with_stages(config: Config, stages: int, notes: Notes) -> Config:
     """The configuration with the model's number of pipeline stages, which it must not contradict."""
     pipeline = config.pipeline
-    if pipeline.stages == stages:
+    if stages == 0:
+        keys = [key for key in type(pipeline).model_fields if key != "stages"]
+        remarks = without_effect(pipeline, "pipeline", keys, "the model is not a PipelineModule")
+        notes.warnings.extend(map(str, remarks))
+    if pipeline.stages == max(1, stages):
         return config
-    if "stages" in pipeline.model_fields_set and stages == 1:
+    if "stages" in pipeline.model_fields_set and stages == 0:
         notes.problems.append(
             f"pipeline.stages: {pipeline.stages}, and the model is not a pipeline; wrap it, "
             "PipelineModule(layers, loss_fn=...), or write 1"
@@ -103,7 +108,7 @@ def _with_stages(config: Config, stages: int, notes: Notes) -> Config:
             f"pipeline.stages: {pipeline.stages}, and the PipelineModule has num_stages={stages}; write {stages}, or "
             "leave one of them out"
         )
-    return config.model_copy(update={"pipeline": pipeline.model_copy(update={"stages": stages})})
+    return config.model_copy(update={"pipeline": pipeline.model_copy(update={"stages": max(1, stages)})})
 
 
 def _with_batch_sizes(config: Config, ranks: int, notes: Notes) -> Config:

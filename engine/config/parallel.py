@@ -1,19 +1,40 @@
-"""`tensor_parallel` and `pipeline`: read and checked; the engine cannot do more than one of either yet."""
+"""`tensor_parallel` and `pipeline`: a model's layers cut over ranks, and divided among them."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from .model import Section, Whole
+from .model import Complaint, Section, Whole, shown
+
+
+def _partition(value: object) -> str | tuple[int, ...]:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple) and all(type(bound) is int for bound in value):
+        return tuple(value)
+    raise Complaint(
+        f'{shown(value)} is no way to divide layers; write "parameters", "uniform", "type:REGEX", "measured", or the '
+        "layers at which stages begin and end, as [0, 3, 8]"
+    )
+
+
+Partition = Annotated[str | tuple[int, ...], BeforeValidator(_partition)]
 
 
 class TensorParallelConfig(Section):
-    """Layers cut over several ranks. Not available yet: 0 or 1 rank."""
+    """Layers cut over several ranks (`dsprof.engine.tensor`)."""
 
     autotp_size: Whole = Field(default=0, ge=0)
     """Ranks that share each layer; 0 and 1 mean none."""
+
+    sequence_parallel: bool = False
+    """dsprof's own. Between the cut layers, cut activations along the sequence too."""
+
+    plan: dict[str, str] | None = None
+    """dsprof's own. Names of modules, where `*` stands for any part of a name, and how each is cut: `column`, `row`,
+    `vocab`, ...; by default that is found out from the model."""
 
     @property
     def size(self) -> int:
@@ -22,10 +43,10 @@ class TensorParallelConfig(Section):
 
 
 class PipelineConfig(Section):
-    """The model cut into stages, one after the other. Not available yet: 1 stage."""
+    """The model cut into stages, one after the other (`dsprof.engine.pipe`)."""
 
     stages: Whole = Field(default=1, ge=1)
-    """Stages of the pipeline."""
+    """Stages of the pipeline; a PipelineModule with `num_stages` says it itself."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
     """dsprof's own. In what order stages work on micro-batches."""
@@ -33,9 +54,13 @@ class PipelineConfig(Section):
     virtual_stages: Whole = Field(default=1, ge=1)
     """dsprof's own. Parts of the model that each rank holds, with the schedule `interleaved`."""
 
-    partition_method: str = "parameters"
-    """How layers are divided among stages: `parameters`, `uniform`, or `type:REGEX`, counting layers whose class
-    matches."""
+    partition_method: Partition = "parameters"
+    """How layers are divided among stages: `parameters`, `uniform`, `type:REGEX`, counting layers whose class matches,
+    `measured`, by `layer_costs`, or the layers at which stages begin and end, `[0, 3, 8]` for two stages of 8 layers."""
+
+    layer_costs: str | None = None
+    """dsprof's own. The file with the seconds that each layer takes, for the partition method `measured`;
+    `dsprof.engine.pipe.measure` writes it."""
 
     activation_checkpoint_interval: Whole = Field(default=0, ge=0)
     """Layers between two activation checkpoints; 0 keeps all activations."""

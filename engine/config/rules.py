@@ -220,11 +220,27 @@ def model_parallel_sizes(config: Config, world_size: int) -> Iterator[Remark]:
 
 def keys_of_pipelines(config: Config, world_size: int) -> Iterator[Remark]:
     pipeline = config.pipeline
-    if pipeline.stages == 1:
-        keys = ["schedule", "virtual_stages", "partition_method", "activation_checkpoint_interval"]
-        yield from without_effect(pipeline, "pipeline", keys, 'it takes "stages" above 1')
-    elif pipeline.schedule != "interleaved":
-        yield from without_effect(pipeline, "pipeline", ["virtual_stages"], 'it takes "schedule": "interleaved"')
+    if pipeline.virtual_stages > 1 and pipeline.schedule != "interleaved":
+        yield Remark(
+            "pipeline.virtual_stages",
+            f'{pipeline.virtual_stages}, and "{pipeline.schedule}" knows one stage a rank; write 1, or '
+            '"schedule": "interleaved"',
+        )
+    if pipeline.partition_method != "measured":
+        yield from without_effect(pipeline, "pipeline", ["layer_costs"], 'it takes "partition_method": "measured"')
+
+
+def keys_of_cut_layers(config: Config, world_size: int) -> Iterator[Remark]:
+    tensor = config.tensor_parallel
+    if tensor.size == 1:
+        keys = ["sequence_parallel", "plan"]
+        yield from without_effect(tensor, "tensor_parallel", keys, 'it takes "autotp_size" above 1')
+    elif config.optimizer is not None and config.optimizer.type in WHOLE_MATRICES:
+        yield Remark(
+            "optimizer.type",
+            f'"{config.optimizer.type}" looks at whole matrices, and "autotp_size": {tensor.size} cuts them; write '
+            '"AdamW", "Adam", "SGD" or "Lion"',
+        )
 
 
 # --- the rest -----------------------------------------------------------------------------------
@@ -244,8 +260,11 @@ def logged_communications(config: Config, world_size: int) -> Iterator[Remark]:
         yield from without_effect(section, "comms_logger", ["prof_ops"], 'to choose, write "prof_all": false too')
 
 
+WHOLE_MATRICES: Final = ("Lamb", "Muon")
+"""Optimizers whose step depends on more of a parameter than each element."""
+
 RULES: Final[tuple[Rule, ...]] = (
     one_precision, loss_scale, accumulation_type, scaling_of_gradients, keys_of_higher_stages, secondary_partition,
     sparse_embeddings, one_bit, nesterov, length_of_warm_up, offloading, share_of_the_optimizer, files,
-    model_parallel_sizes, keys_of_pipelines, recomputation, logged_communications,
+    model_parallel_sizes, keys_of_pipelines, keys_of_cut_layers, recomputation, logged_communications,
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,17 +117,24 @@ class PipelineModule(nn.Module):
     # --- which layers are here
 
     def arrange(
-        self, num_stages: int, rank: int, virtual_stages: int | None = None, method: str | Sequence[int] | None = None
+        self,
+        num_stages: int,
+        rank: int,
+        virtual_stages: int | None = None,
+        method: str | Sequence[int] | None = None,
+        costs: Sequence[float] | str | Path | None = None,
     ) -> None:
         """Have the layers that pipeline rank `rank` of `num_stages` has, and no others. Layers that are here already
         stay as they are. Raises ValueError if the layers cannot be divided so."""
         self.virtual_stages = virtual_stages or self.virtual_stages
         self.partition_method = self.partition_method if method is None else method
+        self._costs = self._costs if costs is None else costs
         stages = num_stages * self.virtual_stages
+        kind = self.partition_method.lower() if isinstance(self.partition_method, str) else ""
         bounds = partition(
             self.partition_method, stages, [layer.class_name for layer in self._layers],
-            parameters=self._parameter_counts() if self.partition_method == "parameters" else None,
-            costs=self._measured_costs() if self.partition_method == "measured" else None,
+            parameters=self._parameter_counts() if kind == "parameters" else None,
+            costs=self._measured_costs() if kind == "measured" else None,
         )  # fmt: skip
         self.num_stages, self.bounds, self._rank = num_stages, bounds, rank
         here = {at for stage in self.stages for at in range(bounds[stage], bounds[stage + 1])}
@@ -140,6 +148,12 @@ class PipelineModule(nn.Module):
             built = self._layers[at].built
             if isinstance(built, nn.Module):
                 _register(self, self._path(self._layers[at]), built)
+
+    def each_layer(self) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+        """Name and function of every layer, one after the other; those that are not here are built for as long."""
+        for at, layer in enumerate(self._layers):
+            built = layer.built if layer.built is not None else self._build(at, layer)
+            yield layer.name, _called(layer, built)
 
     @property
     def stages(self) -> list[int]:
@@ -200,10 +214,7 @@ class PipelineModule(nn.Module):
         def run(inputs: Any) -> Any:
             for layer in self._layers[start:stop]:
                 assert layer.built is not None
-                if isinstance(layer.source, TiedLayerSpec) and layer.source.forward_fn is not None:
-                    inputs = layer.source.forward_fn(layer.built, inputs)  # type: ignore[arg-type]
-                else:
-                    inputs = layer.built(inputs)
+                inputs = _called(layer, layer.built)(inputs)
             return inputs
 
         run.__qualname__ = f"layers {start} to {stop - 1}"
@@ -220,12 +231,12 @@ class PipelineModule(nn.Module):
     def _build(self, at: int, layer: _Layer) -> Callable[..., Any]:
         if not isinstance(layer.source, LayerSpec):
             return layer.source  # type: ignore[no-any-return]
-        same = [other.built for other in self._layers if layer.key is not None and other.key == layer.key]
-        existing = next((built for built in same if built is not None), None)
+        same = [place for place, other in enumerate(self._layers) if layer.key is not None and other.key == layer.key]
+        existing = next((self._layers[place].built for place in same if self._layers[place].built is not None), None)
         if existing is not None:
             return existing
         if self._seed is not None:
-            self._seed(self._base_seed + at)
+            self._seed(self._base_seed + (same[0] if same else at))
         return layer.source.build()
 
     def _path(self, layer: _Layer) -> str:
@@ -255,6 +266,13 @@ class PipelineModule(nn.Module):
         assert self.num_stages is not None
         stages = [next(s for s in range(len(self.bounds) - 1) if at < self.bounds[s + 1]) for at in sorted(layers)]
         return tuple(dict.fromkeys(stage % self.num_stages for stage in stages))
+
+
+def _called(layer: _Layer, built: Callable[..., Any]) -> Callable[[Any], Any]:
+    """What is called on the output of the layer before."""
+    if isinstance(layer.source, TiedLayerSpec) and layer.source.forward_fn is not None:
+        return functools.partial(layer.source.forward_fn, built)  # type: ignore[arg-type]
+    return built
 
 
 def _named(layers: Sequence[Any] | nn.Sequential) -> list[_Layer]:
@@ -343,11 +361,3 @@ def _register(root: nn.Module, path: str, module: nn.Module) -> None:
         root = inner
     root._modules[last] = module
 
-
-def layers_of(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Names and layers of a PipelineModule that are here, in order."""
-    assert isinstance(module, PipelineModule)
-    for stage in module.stages:
-        for layer in module._layers[module.bounds[stage] : module.bounds[stage + 1]]:
-            assert layer.built is not None
-            yield layer.name, layer.built

@@ -66,7 +66,7 @@ def message_of(output: Any, what: str) -> Message:
         if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
             kind = f"a tensor of {tensor.dtype}" if tensor.layout is torch.strided else "a sparse tensor"
             raise PipelineError(f"{what} returned {kind}, which cannot be sent to the next stage")
-    if 2 + sum(3 + tensor.dim() for tensor in tensors) > HEADER:
+    if 3 + sum(3 + tensor.dim() for tensor in tensors) > HEADER:
         raise PipelineError(f"{what} returned {len(tensors)} tensors, more than a message holds; stack some of them")
     wanted = [tensor.requires_grad for tensor in tensors]
     return Message(tensors, isinstance(output, Tensor), wanted)
@@ -120,7 +120,7 @@ class Link:
         tensors = [tensor.detach().contiguous() for tensor in message.tensors]
 
         def work() -> None:
-            head = _head(message)
+            head = _head(message, at)
             works = [dist.isend(head, group=self._host_group, group_dst=self._to)]
             works += [dist.isend(_bytes(t), group=self._group, group_dst=self._to) for t in tensors if t.numel()]
             _wait(works)
@@ -139,7 +139,12 @@ class Link:
                 text = torch.empty(numbers[1], dtype=torch.uint8)
                 _wait([dist.irecv(text, group=self._host_group, group_src=self._from)])
                 raise PipelineError(bytes(text.tolist()).decode())
-            message = _empty(numbers, self._device)
+            message, microbatch = _empty(numbers, self._device)
+            if microbatch != at[1]:
+                raise PipelineError(
+                    f"stage {at[2]} of the pipeline got micro-batch {microbatch} where its plan has {at[1]}: the ranks' "
+                    "plans differ; configure the same schedule and number of micro-batches on all"
+                )
             _wait([dist.irecv(_bytes(t), group=self._group, group_src=self._from) for t in message.tensors if t.numel()])
             box.append(message)
 
@@ -212,15 +217,16 @@ def open_links(mesh: Mesh, device: torch.device, hooks: Hooks, *, wraps: bool, l
     return links
 
 
-def _head(message: Message) -> Tensor:
-    numbers = [len(message.tensors), int(message.single)]
+def _head(message: Message, at: Place) -> Tensor:
+    numbers = [len(message.tensors), int(message.single), at[1]]
     for tensor, wanted in zip(message.tensors, message.wanted, strict=True):
         numbers += [DTYPES.index(tensor.dtype), int(wanted), tensor.dim(), *tensor.shape]
     return torch.tensor(numbers + [0] * (HEADER - len(numbers)))
 
 
-def _empty(numbers: Sequence[int], device: torch.device) -> Message:
-    count, single, at = numbers[0], bool(numbers[1]), 2
+def _empty(numbers: Sequence[int], device: torch.device) -> tuple[Message, int]:
+    """A message as its head describes it, to be filled, and the number of its micro-batch."""
+    count, single, microbatch, at = numbers[0], bool(numbers[1]), numbers[2], 3
     tensors, wanted = [], []
     for _ in range(count):
         dtype, wants, dims = numbers[at : at + 3]
@@ -228,7 +234,7 @@ def _empty(numbers: Sequence[int], device: torch.device) -> Message:
         tensors.append(torch.empty(shape, dtype=DTYPES[dtype], device=device))
         wanted.append(bool(wants))
         at += 3 + dims
-    return Message(tensors, single, wanted)
+    return Message(tensors, single, wanted), microbatch
 
 
 def _bytes(tensor: Tensor) -> Tensor:

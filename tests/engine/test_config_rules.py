@@ -46,10 +46,18 @@ def zero(stage: int, **keys: Any) -> dict[str, Any]:
         (zero(1, offload_optimizer={"device": "nvme"}),
          'zero_optimization.offload_optimizer.nvme_path: missing, and "device" is "nvme"; write a folder on the local '
          "disk"),
-        ({"tensor_parallel": {"autotp_size": 2}},
-         "tensor_parallel.autotp_size: 2 asks for tensor parallelism, which is not available yet; write 1"),
-        ({"pipeline": {"stages": 3}},
-         "pipeline.stages: 3 asks for pipeline parallelism, which is not available yet; write 1"),
+        ({"tensor_parallel": {"autotp_size": 4}},
+         "tensor_parallel.autotp_size: 4 does not divide the 6 ranks; write 1, 2, 3 or 6"),
+        ({"tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 2}},
+         "pipeline.stages: 2 stages of 2 ranks each do not divide the 6 ranks; write 1 or 3"),
+        ({"tensor_parallel": {"autotp_size": 2}, "optimizer": {"type": "LAMB"}},
+         'optimizer.type: "Lamb" looks at whole matrices, and "autotp_size": 2 cuts them; write "AdamW", "Adam", "SGD" '
+         'or "Lion"'),
+        ({"pipeline": {"stages": 2, "virtual_stages": 2}},
+         'pipeline.virtual_stages: 2, and "1f1b" knows one stage a rank; write 1, or "schedule": "interleaved"'),
+        ({"pipeline": {"partition_method": 3}},
+         'pipeline.partition_method: 3 is no way to divide layers; write "parameters", "uniform", "type:REGEX", '
+         '"measured", or the layers at which stages begin and end, as [0, 3, 8]'),
     ],
 )  # fmt: skip
 def test_contradictions(raw: dict[str, Any], says: str) -> None:
@@ -58,18 +66,26 @@ def test_contradictions(raw: dict[str, Any], says: str) -> None:
     assert caught.value.problems == [says]
 
 
-def test_model_parallel_sizes_that_do_not_divide_the_world() -> None:
+@pytest.mark.parametrize(
+    ("stages", "raw", "says"),
+    [
+        (2, {"stages": 3}, 'pipeline.stages: 3, and the PipelineModule has num_stages=2; write 2, or leave one of them '
+                           "out"),
+        (0, {"stages": 3}, "pipeline.stages: 3, and the model is not a pipeline; wrap it, "
+                           "PipelineModule(layers, loss_fn=...), or write 1"),
+    ],
+)  # fmt: skip
+def test_stages_that_are_not_the_models(stages: int, raw: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load({**MICRO, "tensor_parallel": {"tp_size": 4}}, world_size=6)
-    assert caught.value.problems == [
-        "tensor_parallel.autotp_size: 4 does not divide the 6 ranks; write 1, 2, 3 or 6",
-        "tensor_parallel.autotp_size: 4 asks for tensor parallelism, which is not available yet; write 1",
-    ]
-    with pytest.raises(ConfigError) as caught:
-        load({**MICRO, "tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 2}}, world_size=6)
-    assert caught.value.problems[-1] == (
-        "pipeline.stages: 2 stages of 2 ranks each do not divide the 6 ranks; write 1 or 3"
-    )
+        load({**MICRO, "pipeline": raw}, world_size=6, pipeline_stages=stages)
+    assert caught.value.problems == [says]
+
+
+def test_the_model_says_how_many_stages_there_are() -> None:
+    config = load({**MICRO, "gradient_accumulation_steps": 2}, world_size=6, pipeline_stages=3)
+    assert (config.pipeline.stages, config.train_batch_size) == (3, 2 * 2 * config.train_micro_batch_size_per_gpu)
+    (warning,) = load({**MICRO, "pipeline": {"schedule": "gpipe"}}, pipeline_stages=0).warnings
+    assert warning == "pipeline.schedule: has no effect; the model is not a PipelineModule"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +117,10 @@ def test_model_parallel_sizes_that_do_not_divide_the_world() -> None:
         ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10}}},
          ["scheduler.params.total_num_steps: 10 is less than warmup_num_steps, 1000: the training ends before the "
           "warm-up does"]),
-        ({"pipeline": {"schedule": "gpipe"}}, ['pipeline.schedule: has no effect; it takes "stages" above 1']),
+        ({"tensor_parallel": {"sequence_parallel": True}},
+         ['tensor_parallel.sequence_parallel: has no effect; it takes "autotp_size" above 1']),
+        ({"pipeline": {"layer_costs": "costs.json"}},
+         ['pipeline.layer_costs: has no effect; it takes "partition_method": "measured"']),
         ({"activation_checkpointing": {"every": 3}},
          ['activation_checkpointing.every: has no effect; it takes "policy": "every_k"']),
         ({"comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]}},
