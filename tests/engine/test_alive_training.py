@@ -365,29 +365,3 @@ def saved_whole(rank: int, folder: str, gather: bool) -> bool:
     with warnings.catch_warnings(), engine_for(Layers(), config) as engine:
         warnings.simplefilter("ignore")
         return engine.save_16bit_model(folder)
-
-
-# --- what the configuration itself refuses, or says to have no effect
-
-
-@alive("tensor_parallel.autotp_size", "pipeline.stages")
-@pytest.mark.parametrize(("section", "key"), [("tensor_parallel", "autotp_size"), ("pipeline", "stages")])
-def test_models_in_parts_are_refused(section: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{section}\.{key}: 2 asks for .* not available yet; write 1"):
-        load(configuration(**{section: {key: 2}}), world_size=2)
-
-
-@alive(
-    "pipeline.schedule", "pipeline.virtual_stages", "pipeline.partition_method",
-    "pipeline.activation_checkpoint_interval",
-)  # fmt: skip
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("schedule", "gpipe"), ("virtual_stages", 2), ("partition_method", "uniform"),
-        ("activation_checkpoint_interval", 1),
-    ],
-)  # fmt: skip
-def test_keys_of_pipelines_are_said_to_have_no_effect(key: str, value: object) -> None:
-    (warning,) = load(configuration(pipeline={key: value})).warnings
-    assert warning.startswith(f"pipeline.{key}: has no effect")
