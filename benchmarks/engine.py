@@ -1,12 +1,15 @@
 """The engine against DDP, FSDP2 and DeepSpeed: CPU and wall time a step on the same model, ranks and optimizer.
 
     python benchmarks/engine.py                   # about ten minutes; writes benchmarks/results/engine.json
+    python benchmarks/engine.py --pipeline        # as long; writes benchmarks/results/pipeline.json
 
 Two ranks (gloo) train a GPT of 10 million parameters with AdamW (torch's fused) and gradients clipped to 1.0. All arms
 live in the same two processes and take turns, in a random order each round, a few steps at a time, so the host's drift
 falls on all alike. An arm's figure is the median over rounds of its time to DDP's in the same round; the interval is
 that of a bootstrap over rounds. DeepSpeed arms are there where DeepSpeed is installed (0.19.8, DS_ACCELERATOR=cpu).
 
+With `--pipeline` the two ranks are the stages of a pipeline over the same model, four micro-batches a step, and figures
+are ratios to DeepSpeed's PipelineEngine.
 """
 
 from __future__ import annotations
@@ -159,6 +162,79 @@ def deepspeed(stage: int) -> Callable[[], Step]:
     return make
 
 
+# --- pipelines
+
+MICROBATCHES = 4
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(4 * VOCABULARY, WIDTH)
+        self.positions = nn.Parameter(torch.zeros(1, LENGTH, WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.tokens(ids) + self.positions
+        return x
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def next_token(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten() % VOCABULARY)
+
+
+def pipeline(library: str, **section: Any) -> Callable[[], Step]:
+    """A step of `library`'s PipelineEngine over two stages."""
+
+    def make() -> Step:
+        if library == "dsprof":
+            from dsprof.engine import initialize
+            from dsprof.engine.pipe import LayerSpec, PipelineModule
+        else:
+            from deepspeed import init_distributed, initialize
+            from deepspeed.pipe import LayerSpec, PipelineModule
+
+            init_distributed("gloo", verbose=False)
+
+        layers = [LayerSpec(Tokens), *(LayerSpec(Block) for _ in range(LAYERS)), LayerSpec(Head)]
+        module = PipelineModule(
+            layers, num_stages=2, loss_fn=next_token, partition_method="uniform", seed_layers=True, base_seed=1
+        )
+        more = {"pipeline": section} if section else {}
+        if library == "deepspeed":
+            more = {"zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
+        engine, *_ = initialize(
+            model=module,
+            optimizer=adamw(module.parameters()),
+            config={**configuration(0), "gradient_accumulation_steps": MICROBATCHES, **more},
+        )
+
+        def step(ids: Tensor) -> Tensor:
+            loss: Tensor = engine.train_batch(iter([(part, part) for part in ids.split(BATCH)]))
+            return loss
+
+        return step
+
+    return make
+
+
+PIPELINES: dict[str, Callable[[], Step]] = {
+    "deepspeed_pipe": pipeline("deepspeed"),
+    "dsprof_gpipe": pipeline("dsprof", schedule="gpipe"),
+    "dsprof_1f1b": pipeline("dsprof", schedule="1f1b"),
+    "dsprof_zero_bubble": pipeline("dsprof", schedule="zero-bubble"),
+}
+
 ARMS: dict[str, Callable[[], Step]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
@@ -171,8 +247,9 @@ def measure(rank: int, world_size: int, args: argparse.Namespace, store: str) ->
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
-    steps = {arm: ARMS[arm]() for arm in args.arms}
-    batches = torch.Generator().manual_seed(rank)
+    steps = {arm: {**ARMS, **PIPELINES}[arm]() for arm in args.arms}
+    batches = torch.Generator().manual_seed(0 if args.pipeline else rank)  # stages read the same
+    samples = BATCH * (MICROBATCHES if args.pipeline else 1)
     losses: dict[str, list[float]] = {arm: [] for arm in args.arms}
     cpu: dict[str, list[float]] = {arm: [] for arm in args.arms}
     wall: dict[str, list[float]] = {arm: [] for arm in args.arms}
@@ -180,7 +257,7 @@ def measure(rank: int, world_size: int, args: argparse.Namespace, store: str) ->
     gc.collect()
     gc.freeze()  # the arms' models are one heap here: collecting it would charge one arm for all the others
     for number in range(args.rounds + 1):
-        data = [torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=batches) for _ in range(args.block + 1)]
+        data = [torch.randint(0, VOCABULARY, (samples, LENGTH), generator=batches) for _ in range(args.block + 1)]
         for arm in order.sample(args.arms, len(args.arms)):
             step = steps[arm]
             losses[arm].append(step(data[0]).item())  # caches are the last arm's
@@ -202,13 +279,14 @@ def measure(rank: int, world_size: int, args: argparse.Namespace, store: str) ->
 def summarize(ranks: list[Any], args: argparse.Namespace) -> dict[str, Any]:
     cpu = {arm: np.mean([rank[0][arm] for rank in ranks], axis=0) for arm in args.arms}
     wall = {arm: np.mean([rank[1][arm] for rank in ranks], axis=0) for arm in args.arms}
+    base = args.base
     return {
-        "what": "time a step, mean of both ranks, and its ratio to DDP",
+        "what": f"time a step, mean of both ranks, and its ratio to that of {base}",
         "model_parameters": sum(p.numel() for p in model().parameters()),
         "cpu_ms": {arm: round(1e3 * statistics.median(values), 1) for arm, values in cpu.items()},
         "wall_ms": {arm: round(1e3 * statistics.median(values), 1) for arm, values in wall.items()},
-        "cpu_to_ddp": {arm: ratio(cpu[arm], cpu["ddp"]) for arm in args.arms if arm != "ddp"},
-        "wall_to_ddp": {arm: ratio(wall[arm], wall["ddp"]) for arm in args.arms if arm != "ddp"},
+        f"cpu_to_{base}": {arm: ratio(cpu[arm], cpu[base]) for arm in args.arms if arm != base},
+        f"wall_to_{base}": {arm: ratio(wall[arm], wall[base]) for arm in args.arms if arm != base},
         "last_loss": {arm: round(statistics.fmean(rank[2][arm][-1] for rank in ranks), 5) for arm in args.arms},
         "rounds": args.rounds,
         "steps_a_block": args.block,
@@ -230,26 +308,30 @@ def worker(rank: int, args: argparse.Namespace, store: str) -> None:
         return
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(result, indent=1) + "\n")
-    for arm, found in result["cpu_to_ddp"].items():
-        wall = result["wall_to_ddp"][arm]["ratio"]
-        print(f"{arm:14s} CPU {found['ratio']:.3f} [{found['low']:.3f}, {found['high']:.3f}]   wall {wall:.3f}")
+    for arm, found in result[f"cpu_to_{args.base}"].items():
+        wall = result[f"wall_to_{args.base}"][arm]["ratio"]
+        print(f"{arm:18s} CPU {found['ratio']:.3f} [{found['low']:.3f}, {found['high']:.3f}]   wall {wall:.3f}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--block", type=int, default=4, help="steps counted a block")
-    parser.add_argument("--arms", help=f"a list out of {','.join(ARMS)}; by default all that are installed")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "engine.json")
+    parser.add_argument("--pipeline", action="store_true", help="two pipeline stages instead of two replicas")
+    parser.add_argument("--arms", help="some of them, with commas between; by default all that are installed")
+    parser.add_argument("--output", type=Path, help="benchmarks/results/engine.json, or pipeline.json")
     args = parser.parse_args()
+    arms = PIPELINES if args.pipeline else ARMS
+    args.base = next(iter(arms))
+    args.output = args.output or HERE / "results" / ("pipeline.json" if args.pipeline else "engine.json")
     if args.arms:
         args.arms = args.arms.split(",")
     else:
         from importlib.util import find_spec
 
-        args.arms = [arm for arm in ARMS if not arm.startswith("deepspeed") or find_spec("deepspeed")]
-    if "ddp" not in args.arms or set(args.arms) - set(ARMS):
-        parser.error(f"--arms: a list out of {','.join(ARMS)}, ddp among them")
+        args.arms = [arm for arm in arms if not arm.startswith("deepspeed") or find_spec("deepspeed")]
+    if args.base not in args.arms or set(args.arms) - set(arms):
+        parser.error(f"--arms: a list out of {','.join(arms)}, {args.base} among them, which must be installed")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29577")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import checkpoint, monitors
+from .answers import Answers
 from .comm import Comm
 from .config import Config
 from .hooks import Hooks
@@ -27,12 +28,11 @@ from .precision import LossScaler, cast_floating, overflowed
 from .zero import Zero
 from .zero.shard import ShardedParam
 
-
 CHECK_DATA_EVERY: Final = 50
 """Steps after which tensor-parallel ranks are held to the same data again; they are in the first, too."""
 
 
-class Engine(nn.Module):
+class Engine(Answers):
     """A model that trains as `config` says. Made by `dsprof.engine.initialize`."""
 
     def __init__(
@@ -247,96 +247,6 @@ class Engine(nn.Module):
         self._offload.close()
         self._undo()
 
-    # --- what a script asks
-
-    def train_batch_size(self) -> int:
-        """Samples of a step over all ranks."""
-        return self.config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a micro-batch on one rank."""
-        return self.config.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches a step."""
-        return self.config.gradient_accumulation_steps
-
-    def zero_optimization(self) -> bool:
-        """Whether any state is cut over the ranks."""
-        return self.zero.settings.stage > 0
-
-    def zero_optimization_stage(self) -> int:
-        """0 to 3."""
-        return self.zero.settings.stage
-
-    def gradient_clipping(self) -> float:
-        """The norm that gradients are clipped to; 0 if they are not."""
-        return self.config.gradient_clipping
-
-    def fp16_enabled(self) -> bool:
-        """Whether the model runs in fp16."""
-        return self.config.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether the model runs in bf16."""
-        return self.config.bf16.enabled
-
-    @property
-    def loss_scale(self) -> float:
-        """What the loss is multiplied by before backward."""
-        return self.scaler.scale
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before clipping; None before the first."""
-        return self._norm
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
-        return [group["lr"] for group in self._groups()]
-
-    def get_mom(self) -> list[Any]:
-        """The momentum (SGD) or betas (Adam) of each parameter group."""
-        return [group.get("betas", group.get("momentum")) for group in self._groups()]
-
-    def was_step_applied(self) -> bool:
-        """Whether the last `step` changed the weights: not at every micro-batch, and not after an overflow."""
-        return self._stepped
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
-
-    @property
-    def global_rank(self) -> int:
-        """This process among all."""
-        return dist.get_rank() if dist.is_initialized() else 0
-
-    @property
-    def local_rank(self) -> int:
-        """This process among those of its host."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
-
-    @property
-    def world_size(self) -> int:
-        """Processes of the job."""
-        return dist.get_world_size() if dist.is_initialized() else 1
-
-    @property
-    def dp_world_size(self) -> int:
-        """Ranks that train on different data."""
-        return self.zero.size
-
-    def log_summary(self, show_straggler: bool = False) -> None:
-        """Print the table of communications so far (`comms_logger`); with `show_straggler` on all ranks at once."""
-        if self._monitors.comms is None:
-            raise RuntimeError('engine.log_summary: write "comms_logger": {"enabled": true} in the configuration')
-        self._monitors.comms.log_summary(show_straggler)
-
-    def steps_per_print(self) -> int | None:
-        """Every how many steps progress is told."""
-        return self.config.steps_per_print
-
     # --- inside
 
     @property
@@ -443,9 +353,7 @@ class Engine(nn.Module):
     # --- telling
 
     def _start_monitors(self) -> monitors.Monitors:
-        sizes: dict[str, int] = {
-            comm.group.group_name: comm.size for comm in self._comms() if comm.group is not None
-        }
+        sizes: dict[str, int] = {comm.group.group_name: comm.size for comm in self._comms() if comm.group is not None}
         everyone = self.parallel.everyone
 
         def gather(samples: list[Any]) -> list[list[Any]] | None:
@@ -484,9 +392,6 @@ class Engine(nn.Module):
         every = self.config.steps_per_print
         if every and self.global_rank == 0 and (self.global_steps + 1) % every == 0:
             print(f"step={self.global_steps + 1}, skipped={self.skipped_steps}, lr={rates}, mom={self.get_mom()}")
-
-    def _groups(self) -> Iterable[dict[str, Any]]:
-        return self.optimizer.param_groups if self.optimizer is not None else ()
 
 
 def _tiles(params: Sequence[ShardedParam], size: int) -> list[list[ShardedParam]]:

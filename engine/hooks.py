@@ -55,7 +55,7 @@ class Span:
     dtype: str | None = None
     value: float | None = None
     peer: int | None = None
-    """The other side of a send or a receive, a rank of `group`; its `seq` counts those of the same way between the two."""
+    """The other side of a send or a receive, a rank of `group`; `seq` counts those of the same way between the two."""
 
     @property
     def dur_ns(self) -> int:

@@ -15,9 +15,9 @@ AXES: Final[tuple[Axis, ...]] = ("pp", "dp", "tp")
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """`pp` stages of `dp` replicas of `tp` ranks each, and where this `rank` is: rank = (stage x dp + replica) x tp + part.
+    """`pp` stages of `dp` replicas of `tp` ranks each, and where this `rank` is.
 
-    Raises ValueError if the rank is not one of the grid.
+    rank = (stage x dp + replica) x tp + part. Raises ValueError if the rank is not one of the grid.
     """
 
     pp: int = 1
@@ -60,4 +60,3 @@ class Mesh:
 
     def __str__(self) -> str:
         return f"{self.pp} pipeline stages x {self.dp} data-parallel x {self.tp} tensor-parallel ranks"
-

@@ -65,8 +65,8 @@ def initialize(
     for name, given in (("mpu", mpu), ("mesh_param", mesh_param)):
         if given is not None:
             raise ValueError(
-                f'initialize: {name} is not supported: ranks are divided by the configuration; write "tensor_parallel": '
-                '{"autotp_size": ...} and "pipeline": {"stages": ...} there, and leave it out'
+                f"initialize: {name} is not supported: ranks are divided by the configuration; write "
+                '"tensor_parallel": {"autotp_size": ...} and "pipeline": {"stages": ...} there, and leave it out'
             )
     for param in model.parameters():
         found = holder(param)
@@ -112,13 +112,13 @@ def initialize(
         if train_dataloader is not None:
             raise ValueError("initialize: training_data and train_dataloader: pass one of them")
         loader = _loader(training_data, settings, mesh, collate_fn)
-    parts = (model, settings, zero, made, scheduler, loss_scaler(settings.fp16), hooks, parallel, offload)
+    parts = (settings, zero, made, scheduler, loss_scaler(settings.fp16), hooks, parallel, offload)
     engine: Engine
     if isinstance(model, PipelineModule):
         links = open_links(mesh, device, hooks, wraps=model.virtual_stages > 1)
-        engine = PipelineEngine(*parts, training_dataloader=loader, undo=undo, links=links)
+        engine = PipelineEngine(model, *parts, training_dataloader=loader, undo=undo, links=links)
     else:
-        engine = Engine(*parts, training_dataloader=loader, undo=undo)
+        engine = Engine(model, *parts, training_dataloader=loader, undo=undo)
     return engine, made, loader, scheduler
 
 
@@ -259,14 +259,12 @@ def _cut_layers(model: nn.Module, config: Config, parallel: Parallel) -> None:
     early = [name for name, param in model.named_parameters() if holder(param) is not None]
     if early:
         raise ValueError(
-            f"initialize: zero.Init has divided {early[0]} among all ranks, and with tensor parallelism it is to be cut "
-            "first; build the model without zero.Init"
+            f"initialize: zero.Init has divided {early[0]} among all ranks, and with tensor parallelism it is to be "
+            "cut first; build the model without zero.Init"
         )
     from . import tensor
 
-    plan = tensor.parallelize(
-        model, parallel.tensor, plan=section.plan, sequence_parallel=section.sequence_parallel
-    )
+    plan = tensor.parallelize(model, parallel.tensor, plan=section.plan, sequence_parallel=section.sequence_parallel)
     if parallel.mesh.rank == 0 and config.steps_per_print:
         print(plan)
 

@@ -100,11 +100,15 @@ def test_what_a_pipeline_does_keeps_stage_micro_batch_and_peer(told: Told) -> No
     with hooks.span("pipe", "B"):
         with hooks.span("wait", "recv", purpose="pipeline", group="7", seq=3, peer=1, at=(0, 6, 1)):
             pass
-        with hooks.span("comm", "send", lane="comm.pipe.send_B", purpose="pipeline", group="7", seq=2, peer=0, bytes=64):
+        with hooks.span(
+            "comm", "send", lane="comm.pipe.send_B", purpose="pipeline", group="7", seq=2, peer=0, bytes=64
+        ):
             pass
     rows = told.rows()
     columns = ("kind", "name", "stage", "microbatch", "group", "seq", "peer", "tag", "module", "purpose")
-    assert of(rows[rows["name"].isin(["B", "recv", "send"])].sort_values("kind", key=lambda k: k.astype(str)), *columns) == [
+    assert of(
+        rows[rows["name"].isin(["B", "recv", "send"])].sort_values("kind", key=lambda k: k.astype(str)), *columns
+    ) == [
         ("comm", "send", 2, 0, "7", 2, 0, None, None, "pipeline"),
         ("pipe", "B", 2, 0, None, None, None, None, None, None),
         ("wait", "recv", 1, 6, "7", None, 1, None, None, "pipeline"),

@@ -1,7 +1,8 @@
 """Where each rank's step went. Every moment of the training thread belongs to one part, so the parts sum to the step.
 
-A moment that several claim goes to the first of: a pause of the interpreter; a wait (for a peer, then for the bytes);
-a wait for another stage of the pipeline, which is a bubble; data; the optimizer; compute (forward, loss, backward). What nothing explains is `other`.
+A moment that several claim goes to the first of: a pause of the interpreter; a wait (for a peer, then for the bytes); a
+wait for another stage of the pipeline, which is a bubble; data; the optimizer; compute (forward, loss, backward). What
+nothing explains is `other`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weight gradients put off: backward computes what the stage before waits for, and the rest when there is time.
 
 The zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241) divide a stage's backward into B, the gradients of its
-inputs, and W, those of its weights. Here the weight gradients of every linear layer are put off, whatever class it is of;
+inputs, and W, those of its weights. Here the weight gradients of every linear layer are put off, whatever its class;
 other parameters (norms, embeddings, convolutions) have theirs computed in B, where they cost little.
 """
 
@@ -44,8 +44,8 @@ def deferring() -> Iterator[list[Work]]:
 def later(work: Work) -> None:
     """For the backward of an autograd function of your own: do `work`, the gradients of weights, when there is time.
 
-    At once if nothing is put off. `work` gives its gradients to `torch.autograd.backward([weight], [gradient])`, so that
-    what waits for them is told.
+    At once if nothing is put off. `work` gives its gradients to `torch.autograd.backward([weight], [gradient])`, so
+    that what waits for them is told.
     """
     if _pending.works is None:
         work()
@@ -94,18 +94,20 @@ class _Mode(TorchFunctionMode):
         if func is F.linear and torch.is_grad_enabled():
             inputs, weight, bias = _linear_arguments(*args, **kwargs)
             if _can_wait(inputs, weight) and (bias is None or bias.is_leaf):
-                return _Linear.apply(inputs, weight, bias, False)
+                return _product(inputs, weight, bias, False)
         elif func is torch.addmm and torch.is_grad_enabled() and len(args) == 3 and not kwargs:
             bias, inputs, weight = args  # as transformers' Conv1D has it, its weight transposed
             if _can_wait(inputs, weight) and isinstance(bias, Tensor) and bias.is_leaf and bias.dim() == 1:
-                return _Linear.apply(inputs, weight, bias, True)
+                return _product(inputs, weight, bias, True)
         return func(*args, **kwargs)
 
 
 _mode: Final = _Mode()
 
 
-def _linear_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _linear_arguments(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     return input, weight, bias
 
 
@@ -149,3 +151,6 @@ class _Linear(torch.autograd.Function):
 
         later(weights)
         return back, None, None, None
+
+
+_product: Final[Callable[..., Tensor]] = _Linear.apply

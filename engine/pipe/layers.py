@@ -65,7 +65,7 @@ class TiedLayerSpec(LayerSpec):
             rest = sorted({name for name, _ in layer.named_parameters()} - set(self.tied_weight_attr))
             if rest:
                 raise ValueError(
-                    f"TiedLayerSpec({self.key!r}, {self.class_name}): tied_weight_attr leaves out {', '.join(rest)}, and "
-                    "the layers of a key share all their parameters; make what is not shared a layer of its own"
+                    f"TiedLayerSpec({self.key!r}, {self.class_name}): tied_weight_attr leaves out {', '.join(rest)}, "
+                    "and the layers of a key share all their parameters; make what is not shared a layer of its own"
                 )
         return layer

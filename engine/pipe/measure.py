@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from .module import PipelineModule
 from .transfer import message_of
@@ -24,7 +25,7 @@ def measure(module: PipelineModule, inputs: Any, path: str | Path | None = None,
     In one process, layer by layer, so the whole model need not fit. Returns, and writes as JSON to `path`,
     {"layers": [{"name": ..., "forward_s": ..., "backward_s": ...}, ...]}: medians of `repeats` calls.
     """
-    layers = []
+    layers: list[dict[str, Any]] = []
     for name, layer in module.each_layer():
         message = message_of(inputs, f"layer {name}") if layers else None
         forward, backward, inputs = _time(layer, inputs, [] if message is None else message.tensors, repeats)
@@ -53,10 +54,9 @@ def _time(layer: Any, inputs: Any, tensors: list[Tensor], repeats: int) -> tuple
         backward.append(_now() - middle)
         for tensor in tensors:
             tensor.grad = None
-    detached = [t.detach() if isinstance(t, Tensor) else t for t in (output if isinstance(output, tuple) else (output,))]
     median = statistics.median
-    kept = tuple(detached) if isinstance(output, tuple) else detached[0]
-    return median(forward[UNCOUNTED:]), median(backward[UNCOUNTED:]), kept
+    detached = tree_map_only(Tensor, Tensor.detach, output)
+    return median(forward[UNCOUNTED:]), median(backward[UNCOUNTED:]), detached
 
 
 def _now() -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -94,7 +94,7 @@ class PipelineModule(nn.Module):
         costs: Sequence[float] | str | Path | None = None,
     ) -> None:
         super().__init__()
-        self._layers = _named(layers) if model is None else _of_model(model, layers)
+        self._layers = _named(layers) if model is None else _of_model(model, list(layers))
         if not self._layers:
             raise ValueError("PipelineModule: no layers; pass the list of them")
         self._shared = _shared_parameters(self._layers)
@@ -280,13 +280,15 @@ def _named(layers: Sequence[Any] | nn.Sequential) -> list[_Layer]:
     for at, layer in enumerate(children):
         if not isinstance(layer, LayerSpec) and not callable(layer):
             raise TypeError(
-                f"PipelineModule: layer {at} is a {type(layer).__name__}; a layer is a LayerSpec, a module or a function"
+                f"PipelineModule: layer {at} is a {type(layer).__name__}; a layer is a LayerSpec, a module or a "
+                "function"
             )
-    names = [name for name, _ in layers.named_children()] if isinstance(layers, nn.Sequential) else map(str, range(10**9))
-    return [_Layer(name, layer) for name, layer in zip(names, children, strict=False)]
+    if isinstance(layers, nn.Sequential):
+        return [_Layer(name, layer) for name, layer in layers.named_children()]
+    return [_Layer(str(at), layer) for at, layer in enumerate(children)]
 
 
-def _of_model(model: nn.Module, names: Sequence[Any]) -> list[_Layer]:
+def _of_model(model: nn.Module, names: Iterable[Any]) -> list[_Layer]:
     """The modules of `model` called `names`, in this order."""
     modules = dict(model.named_modules(remove_duplicate=False))
     layers: list[_Layer] = []
@@ -360,4 +362,3 @@ def _register(root: nn.Module, path: str, module: nn.Module) -> None:
         assert inner is not None
         root = inner
     root._modules[last] = module
-

@@ -59,9 +59,7 @@ class _Flight:
 class Runner:
     """One rank's side of a pipeline."""
 
-    def __init__(
-        self, module: PipelineModule, rank: int, links: Links, hooks: Hooks, device: torch.device
-    ) -> None:
+    def __init__(self, module: PipelineModule, rank: int, links: Links, hooks: Hooks, device: torch.device) -> None:
         self._module = module
         self._rank = rank
         self._links = links
@@ -149,6 +147,7 @@ class _Step:
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
+        leaves: list[Tensor]
         if stage == 0:
             value, leaves = self._cast(self._batches.inputs(microbatch)), []
         else:
@@ -266,5 +265,6 @@ class _Step:
 def _leaves(message: Message, *, grad: bool) -> tuple[Any, list[Tensor]]:
     """A message as a stage's input, and those of its tensors that a gradient goes back for."""
     tensors = [tensor.detach() for tensor in message.tensors]
-    leaves = [tensor.requires_grad_() for tensor, wanted in zip(tensors, message.wanted, strict=True) if wanted and grad]
+    wanted = [tensor for tensor, wants in zip(tensors, message.wanted, strict=True) if wants and grad]
+    leaves = [tensor.requires_grad_() for tensor in wanted]
     return (tensors[0] if message.single else tuple(tensors)), leaves

@@ -142,10 +142,11 @@ class Link:
             message, microbatch = _empty(numbers, self._device)
             if microbatch != at[1]:
                 raise PipelineError(
-                    f"stage {at[2]} of the pipeline got micro-batch {microbatch} where its plan has {at[1]}: the ranks' "
-                    "plans differ; configure the same schedule and number of micro-batches on all"
+                    f"stage {at[2]} of the pipeline got micro-batch {microbatch} where its plan has {at[1]}: the "
+                    "ranks' plans differ; configure the same schedule and number of micro-batches on all"
                 )
-            _wait([dist.irecv(_bytes(t), group=self._group, group_src=self._from) for t in message.tensors if t.numel()])
+            parts = [_bytes(tensor) for tensor in message.tensors if tensor.numel()]
+            _wait([dist.irecv(part, group=self._group, group_src=self._from) for part in parts])
             box.append(message)
 
         return Arrival(self._in.submit(work, self._label("recv", self._from, None, at)), box)
@@ -206,14 +207,20 @@ def open_links(mesh: Mesh, device: torch.device, hooks: Hooks, *, wraps: bool, l
     Two ranks that send each other both ways would wait for each other on a device if they had one group for that, so
     activations, gradients, and each of them around the end (`wraps`) have their own.
     """
+
+    def make_lane(name: str) -> Lane:
+        return open_lane(name, device, hooks, link)
+
     links = Links()
-    ways: list[tuple[Way, bool]] = [("F", False), ("B", False), *([("F", True), ("B", True)] if wraps else [])]
+    ways: list[tuple[Way, bool]] = [("F", False), ("B", False)]
+    if wraps:
+        ways += [("F", True), ("B", True)]
     for way, around in ways if mesh.pp > 1 else ():
         group = open_group(mesh.sets("pp"))
         assert group is not None
         host = open_host_group(mesh.sets("pp"), group)
         name = way + ("_around" if around else "")
-        links.by_way[way, around] = Link(way, group, host, lambda lane: open_lane(lane, device, hooks, link), device, name)
+        links.by_way[way, around] = Link(way, group, host, make_lane, device, name)
     return links
 
 

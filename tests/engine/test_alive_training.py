@@ -16,7 +16,6 @@ from ranks import Ranks
 from recording import LAYER, WIDTH, Layers, comms, configuration, engine_for, recorded, train
 from torch import Tensor, nn
 
-from dsprof.engine.config import ConfigError, load
 from dsprof.engine.hooks import Span
 
 torch.set_num_threads(1)
