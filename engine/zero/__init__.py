@@ -1,9 +1,12 @@
 """ZeRO: how parameters, gradients and optimizer state are cut over the data-parallel ranks.
 
 shard.py      how one parameter is cut
+bucket.py     gradients that travel together
 reduce.py     gradients, in buckets, from backward to the masters
 gather.py     parameters, in batches, back to full size
 fetch.py      stage 3: when a module's parameters come and go
+passes.py     one way through a model, as data
+uses.py       uses of parameters that no module's call announces
 sparse.py     gradients of embeddings, as rows
 init.py       zero.Init and zero.GatheredParameters
 holder.py     who keeps which parameter in pieces

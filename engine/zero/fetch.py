@@ -29,6 +29,7 @@ from ..hooks import Hooks
 from .gather import Gatherer
 from .passes import Owner, Pass, Walk
 from .shard import Ledger, ShardedParam
+from .uses import SavedTensorsNet, WatchedParameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Fetcher:
         hooks: Hooks,
     ) -> None:
         self.settings = settings
-        self._sharded = sharded
+        self._params = sharded
         self._gatherer = gatherer
         self._hooks = hooks
         self._on_disk = any(param.home is not None for param in sharded.values())
@@ -112,7 +113,7 @@ class Fetcher:
             self._records[self._walks_with_grad] = self._walk.outcome()
             self._walk = None
         self._gatherer.finish(self._gatherer.pending)
-        for param in self._sharded.values():
+        for param in self._params.values():
             param.users = 0
             self._release(param)
 
@@ -142,19 +143,18 @@ class Fetcher:
     def _install(self, root: nn.Module) -> None:
         """Every module is hooked that has sharded parameters, or has children that do: it may use theirs."""
         for name, module in root.named_modules():
-            if any(self._is_sharded(param) for param in module._parameters.values()):
+            if any(self.sharded(param) is not None for param in module._parameters.values()):
                 self._replaced.append((module, module._parameters))
-                module._parameters = _Watched(module._parameters, self)
-            if module is not root and not any(self._is_sharded(param) for param in module.parameters()):
+                module._parameters = WatchedParameters(module._parameters, self)
+            if module is not root and not any(self.sharded(param) is not None for param in module.parameters()):
                 continue
-            owner = Owner(name, [self._sharded[p] for p in dict.values(module._parameters) if self._is_sharded(p)])
+            owner = Owner(
+                name, [self._params[p] for p in dict.values(module._parameters) if self.sharded(p) is not None]
+            )
             self._handles += [
                 module.register_forward_pre_hook(self._before_forward(owner, module is root), prepend=True),
                 module.register_forward_hook(self._after_forward(owner), with_kwargs=True, always_call=True),
             ]
-
-    def _is_sharded(self, param: nn.Parameter | None) -> bool:
-        return param is not None and param in self._sharded and not self._sharded[param].persistent
 
     def _before_forward(self, owner: Owner, is_root: bool) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
@@ -226,9 +226,9 @@ class Fetcher:
         """
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         net = None if outer is None else getattr(outer[0], "__self__", None)
-        if isinstance(net, _Net) and net.fetcher is self:
+        if isinstance(net, SavedTensorsNet) and net.watcher is self:
             return None
-        net = _Net(self, outer)
+        net = SavedTensorsNet(self, outer)
         return saved_tensors_hooks(net.pack, net.unpack)
 
     def param_of(self, tensor: Tensor) -> ShardedParam | None:
@@ -237,6 +237,11 @@ class Fetcher:
             return self._by_storage.get(tensor.untyped_storage()._cdata)
         except NotImplementedError:  # a sparse one, or a wrapper of others
             return None
+
+    def sharded(self, param: nn.Parameter | None) -> ShardedParam | None:
+        """`param` as it is divided; None if it is always whole."""
+        found = None if param is None else self._params.get(param)
+        return None if found is None or found.persistent else found
 
     def unpacked(self, param: ShardedParam) -> None:
         """Backward needs `param`. It is in use until its gradient, or the backward, is complete."""
@@ -343,34 +348,6 @@ class Fetcher:
         self._hooks.mark("release", module=param.name, purpose="parameter", value=float(self.live))
 
 
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """What autograd keeps in the place of a parameter, or a view of it."""
-
-    param: ShardedParam
-    kept: Any
-
-
-@dataclass(eq=False, slots=True)
-class _Net:
-    """Hooks on what autograd saves, around those that were there."""
-
-    fetcher: Fetcher
-    outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
-
-    def pack(self, tensor: Tensor) -> Any:
-        param = self.fetcher.param_of(tensor)
-        kept = tensor if self.outer is None else self.outer[0](tensor)
-        return kept if param is None else _Saved(param, kept)
-
-    def unpack(self, packed: Any) -> Tensor:
-        kept = packed.kept if isinstance(packed, _Saved) else packed
-        tensor: Tensor = kept if self.outer is None else self.outer[1](kept)
-        if isinstance(packed, _Saved):
-            self.fetcher.unpacked(packed.param)
-        return tensor
-
-
 def _in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
@@ -385,36 +362,3 @@ def _tensors(value: Any) -> list[Tensor]:
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
             found += [inner for inner in pytree.tree_leaves(vars(leaf)) if isinstance(inner, Tensor)]
     return found
-
-
-class _Watched(dict[str, "nn.Parameter | None"]):
-    """A module's parameters. Reading one while another module runs (tied weights, `self.head.weight`) fetches it."""
-
-    def __init__(self, params: Mapping[str, nn.Parameter | None], fetcher: Fetcher) -> None:
-        super().__init__(params)
-        self._fetcher = fetcher
-
-    def __reduce__(self) -> tuple[type[dict[str, nn.Parameter | None]], tuple[dict[str, nn.Parameter | None]]]:
-        return dict, (dict(super().items()),)  # a copied or saved module has plain parameters
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        param = super().__getitem__(name)
-        self._look(param, remember=True)
-        return param
-
-    # Listing them is no sign that the module uses them each time.
-
-    def items(self) -> Any:
-        for param in super().values():
-            self._look(param, remember=False)
-        return super().items()
-
-    def values(self) -> Any:
-        for param in super().values():
-            self._look(param, remember=False)
-        return super().values()
-
-    def _look(self, param: nn.Parameter | None, *, remember: bool) -> None:
-        sharded = None if param is None else self._fetcher._sharded.get(param)
-        if sharded is not None and not sharded.persistent:
-            self._fetcher.used_elsewhere(sharded, remember=remember)

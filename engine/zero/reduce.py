@@ -8,13 +8,13 @@ gradients became ready in the first step, as rank 0 saw it (Li et al. 2020, arXi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..comm import Comm
-from ..lane import Ticket
+from .bucket import Bucket
 from .shard import ShardedParam
 
 
@@ -37,39 +37,6 @@ class ReduceSettings:
     ignore_unused: bool = True
 
 
-@dataclass(eq=False, slots=True)
-class _Bucket:
-    """Parameters whose gradients travel together, each in columns of its own of `rows` [pieces, width + parameters].
-
-    The last columns are flags: 1 from a rank that has a gradient for the parameter. What arrives says whether any had.
-    """
-
-    params: list[ShardedParam]
-    dtype: torch.dtype
-    numel: int = 0
-    offsets: list[int] = field(default_factory=list)
-    width: int = 0
-    waiting: set[ShardedParam] = field(default_factory=set)
-    absent: list[ShardedParam] = field(default_factory=list)
-    rows: Tensor | None = None
-    buffer: Tensor | None = None
-    """What `rows` is the beginning of."""
-    lent: Tensor | None = None
-    """A buffer that `reduced` is in, until the step's end."""
-    reduced: Tensor | None = None
-    landing: Tensor | None = None
-    """Where a reduce-scatter writes what is on its way to host memory."""
-    holds: bool = False
-    """Whether `reduced` has the sum of earlier micro-batches, to be added to."""
-    ticket: Ticket | None = None
-
-    def seal(self) -> None:
-        for param in self.params:
-            self.offsets.append(self.width)
-            self.width += param.cut.chunk
-        self.waiting = set(self.params)
-
-
 class Reducer:
     """Takes gradients as backward makes them; `collect` puts the reduced ones on the masters."""
 
@@ -78,7 +45,7 @@ class Reducer:
         self._comm = comm
         self._settings = settings
         self._free: list[Tensor] = []
-        self._inflight: list[_Bucket] = []
+        self._inflight: list[Bucket] = []
         self._used: set[ShardedParam] = set()
         self._late: list[ShardedParam] = []
         self.local = comm.size == 1
@@ -156,7 +123,7 @@ class Reducer:
             for param in self._params:
                 self._collect_local(param)
             return
-        if any(_apart(bucket) and bucket.params[0].param.is_cuda for bucket in self._buckets):
+        if any(bucket.apart and bucket.params[0].param.is_cuda for bucket in self._buckets):
             torch.cuda.current_stream().synchronize()  # copies to host memory are over
         for bucket in self._buckets:
             if not bucket.holds or bucket.reduced is None:
@@ -235,12 +202,12 @@ class Reducer:
         return (1.0 / size, 1.0) if self._settings.prescale or exact else (1.0 / factor, factor / size)
 
     def _plan(self, order: Iterable[ShardedParam]) -> None:
-        open_buckets: dict[tuple[torch.dtype, torch.device, torch.device | None], _Bucket] = {}
-        self._buckets: list[_Bucket] = []
+        open_buckets: dict[tuple[torch.dtype, torch.device, torch.device | None], Bucket] = {}
+        self._buckets: list[Bucket] = []
         for param in order:
             owner = None if param.master is None else param.master.device
             key = (self._settings.dtype or param.param.dtype, param.param.device, owner)
-            bucket = open_buckets.setdefault(key, _Bucket([], key[0]))
+            bucket = open_buckets.setdefault(key, Bucket([], key[0]))
             bucket.params.append(param)
             bucket.numel += param.numel
             if bucket.numel >= self._settings.bucket_size:
@@ -275,20 +242,20 @@ class Reducer:
         assert grad is not None
         return grad.reshape(-1)
 
-    def _copy_in(self, bucket: _Bucket, slot: int, param: ShardedParam) -> None:
+    def _copy_in(self, bucket: Bucket, slot: int, param: ShardedParam) -> None:
         rows = self._rows(bucket)
         offset = bucket.offsets[slot]
         param.cut.into_rows(self._take(param), rows[:, offset : offset + param.cut.chunk], self.before)
         rows[:, bucket.width + slot] = 1
 
-    def _rows(self, bucket: _Bucket) -> Tensor:
+    def _rows(self, bucket: Bucket) -> Tensor:
         if bucket.rows is None:
             pieces, columns = bucket.params[0].cut.pieces, bucket.width + len(bucket.params)
             bucket.buffer = self._buffer(pieces * columns, bucket)
             bucket.rows = bucket.buffer[: pieces * columns].view(pieces, columns)
         return bucket.rows
 
-    def _buffer(self, size: int, bucket: _Bucket) -> Tensor:
+    def _buffer(self, size: int, bucket: Bucket) -> Tensor:
         """The smallest free buffer that holds `size` elements: on a CPU, fresh pages cost as much as the reduction."""
         fitting = [b for b in self._free if b.numel() >= size and b.dtype == bucket.dtype]
         if not fitting:
@@ -307,7 +274,7 @@ class Reducer:
             self._launch(self._buckets[self._next])
             self._next += 1
 
-    def _launch(self, bucket: _Bucket) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         if not self._settings.contiguous:
             for slot, param in enumerate(bucket.params):
                 if param not in bucket.absent:
@@ -317,7 +284,7 @@ class Reducer:
             slot = bucket.params.index(param)
             rows[:, bucket.offsets[slot] : bucket.offsets[slot] + param.cut.chunk] = 0
             rows[:, bucket.width + slot] = 0
-        if self._scatters and _apart(bucket):
+        if self._scatters and bucket.apart:
             bucket.landing = torch.empty_like(self._reduced(bucket), device=rows.device)
             bucket.ticket = self._comm.reduce_scatter(rows, bucket.landing, "gradient", False)
         elif self._scatters:
@@ -331,7 +298,7 @@ class Reducer:
     def _scatters(self) -> bool:
         return self._settings.stage >= 1 and self._settings.reduce_scatter
 
-    def _reduced(self, bucket: _Bucket) -> Tensor:
+    def _reduced(self, bucket: Bucket) -> Tensor:
         """Where the bucket's reduced gradients are, from the first micro-batch of a step to the step's end: with their
         masters, which may be in host memory.
         """
@@ -369,17 +336,17 @@ class Reducer:
             bucket.absent.clear()
             bucket.ticket = None
 
-    def _arrived(self, bucket: _Bucket) -> Tensor:
+    def _arrived(self, bucket: Bucket) -> Tensor:
         """What this rank got, on the device; earlier micro-batches included if it is where these are."""
         assert bucket.rows is not None
         if self._scatters:
             return self._reduced(bucket) if bucket.landing is None else bucket.landing
         return bucket.rows[0 if self._settings.stage == 0 else self._comm.rank]
 
-    def _add(self, bucket: _Bucket, arrived: Tensor) -> None:
+    def _add(self, bucket: Bucket, arrived: Tensor) -> None:
         """Write what arrived to where the reduced gradients are, or add it. The device does the adding."""
         reduced = self._reduced(bucket)
-        if _apart(bucket):
+        if bucket.apart:
             if bucket.holds:
                 arrived = reduced.to(arrived.device, non_blocking=True) + arrived
             reduced.copy_(arrived.to(reduced.dtype), non_blocking=True)
@@ -388,7 +355,7 @@ class Reducer:
         else:
             reduced.copy_(arrived)
 
-    def _shares(self, bucket: _Bucket) -> bool:
+    def _shares(self, bucket: Bucket) -> bool:
         master = bucket.params[0].master
         return master is not None and master.dtype == bucket.dtype
 
@@ -397,7 +364,7 @@ class Reducer:
         for param in dict.fromkeys(late):
             part = self._take(param)
             bucket, slot = self._slots[param]
-            again = _Bucket([param], bucket.dtype)
+            again = Bucket([param], bucket.dtype)
             again.seal()
             again.waiting.clear()
             rows = self._rows(again)
@@ -428,9 +395,3 @@ class Reducer:
             return
         param.param.grad = None
         master.grad = grad.to(master.device).to(master.dtype).view(master.shape)
-
-
-def _apart(bucket: _Bucket) -> bool:
-    """Whether the masters, and with them the reduced gradients, are on another device than the parameters."""
-    owner = bucket.params[0]
-    return owner.master is not None and owner.master.device != owner.param.device

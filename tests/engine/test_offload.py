@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ from dsprof.engine.offload.files import About, Disk
 from dsprof.engine.offload.optimizer import InMemory, OnDisk
 from dsprof.engine.offload.params import PieceFile
 from dsprof.engine.optim import build as build_optimizer
-from dsprof.engine.zero import Comms, Zero, ZeroSettings, reduce
+from dsprof.engine.zero import Comms, Zero, ZeroSettings
+from dsprof.engine.zero.bucket import Bucket
 from dsprof.engine.zero.fetch import FetchSettings
 from dsprof.engine.zero.shard import Cut, ShardedParam
 
@@ -687,12 +689,8 @@ def apart_job(rank: int, stage: int, reduce_scatter: bool) -> float:
     """The largest difference when gradients go another way to the masters, as they do where these are elsewhere."""
     found = []
     for apart in (False, True):
-        was = reduce._apart
-        reduce._apart = lambda bucket, apart=apart: apart
-        try:
+        with mock.patch.object(Bucket, "apart", apart):
             found.append(train(rank, {"stage": stage, "reduce_scatter": reduce_scatter}, torch.float64, accumulate=2))
-        finally:
-            reduce._apart = was
     return max((found[0][name] - value).abs().max().item() for name, value in found[1].items())
 
 
@@ -751,7 +749,7 @@ print("trained", sum(float(param.detach().double().sum()) for param in model.par
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
 def test_states_that_do_not_fit_into_memory_train_from_disk(tmp_path: Path) -> None:
-    """RLIMIT_DATA leaves 250 MB: enough for gradients (100 MB) and tiles (160 were), not for the states as well (330)."""
+    """RLIMIT_DATA leaves 250 MB: enough for gradients and tiles (160 MB were), not for the states as well (330)."""
 
     def run(device: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", LARGE, device, str(tmp_path)]

@@ -1,0 +1,88 @@
+"""Uses of parameters that no call of a module announces: seen where autograd saves them, and where they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from .shard import ShardedParam
+
+
+class Watcher(Protocol):
+    """Who wants to know of them."""
+
+    def param_of(self, tensor: Tensor) -> ShardedParam | None:
+        """The parameter whose storage `tensor` shares, if there is one."""
+
+    def unpacked(self, param: ShardedParam) -> None:
+        """Backward needs `param`."""
+
+    def sharded(self, param: nn.Parameter | None) -> ShardedParam | None:
+        """`param` as it is divided; None if it is always whole."""
+
+    def used_elsewhere(self, param: ShardedParam, *, remember: bool) -> None:
+        """A parameter was read while a module ran that it does not belong to, or whose turn it is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What autograd keeps in the place of a parameter, or a view of it."""
+
+    param: ShardedParam
+    kept: Any
+
+
+@dataclass(eq=False, slots=True)
+class SavedTensorsNet:
+    """Hooks on what autograd saves, around those that were there."""
+
+    watcher: Watcher
+    outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
+
+    def pack(self, tensor: Tensor) -> Any:
+        param = self.watcher.param_of(tensor)
+        kept = tensor if self.outer is None else self.outer[0](tensor)
+        return kept if param is None else _Saved(param, kept)
+
+    def unpack(self, packed: Any) -> Tensor:
+        kept = packed.kept if isinstance(packed, _Saved) else packed
+        tensor: Tensor = kept if self.outer is None else self.outer[1](kept)
+        if isinstance(packed, _Saved):
+            self.watcher.unpacked(packed.param)
+        return tensor
+
+
+class WatchedParameters(dict[str, "nn.Parameter | None"]):
+    """A module's parameters. Reading one while another module runs (tied weights, `self.head.weight`) fetches it."""
+
+    def __init__(self, params: Mapping[str, nn.Parameter | None], watcher: Watcher) -> None:
+        super().__init__(params)
+        self._watcher = watcher
+
+    def __reduce__(self) -> tuple[type[dict[str, nn.Parameter | None]], tuple[dict[str, nn.Parameter | None]]]:
+        return dict, (dict(super().items()),)  # a copied or saved module has plain parameters
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        param = super().__getitem__(name)
+        self._look(param, remember=True)
+        return param
+
+    # Listing them is no sign that the module uses them each time.
+
+    def items(self) -> Any:
+        for param in super().values():
+            self._look(param, remember=False)
+        return super().items()
+
+    def values(self) -> Any:
+        for param in super().values():
+            self._look(param, remember=False)
+        return super().values()
+
+    def _look(self, param: nn.Parameter | None, *, remember: bool) -> None:
+        sharded = self._watcher.sharded(param)
+        if sharded is not None:
+            self._watcher.used_elsewhere(sharded, remember=remember)
