@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,7 +69,9 @@ def begin_alike(tensors: list[torch.Tensor], parallel: Parallel) -> None:
 
 def share(model: nn.Module, parallel: Parallel, hooks: Hooks) -> SharedParameters:
     """What this rank has in common with others of its replica, once layers are cut. On all ranks."""
-    mesh, sharings = parallel.mesh, []
+    mesh = parallel.mesh
+    sharings: list[Sharing] = []
+    copies: list[nn.Parameter] = []
     if isinstance(model, PipelineModule):
         sharings += [_tied(tie, mesh, hooks) for tie in model.ties()]
     if mesh.tp > 1:
@@ -80,13 +83,23 @@ def share(model: nn.Module, parallel: Parallel, hooks: Hooks) -> SharedParameter
         for is_partial in (False, True):
             params = [param for param in whole if (param in partial) == is_partial]
             sharings.append(Sharing(parallel.tensor, params, counted=first, partial=is_partial))
-    return SharedParameters(sharings)
+        cuts = [(param, cut_of(param)) for param in model.parameters()]
+        copies = [param for param, cut in cuts if cut is not None and cut.rank % cut.copies]
+    return SharedParameters(sharings, copies)
 
 
 def _tied(tie: Tie, mesh: Mesh, hooks: Hooks) -> Sharing:
     """Among the ranks of its stages, those of the same replica and part share it."""
     sets = [[ranks[at] for at in tie.ranks] for ranks in mesh.sets("pp")]
     comm = open_comm(sets, lambda: Inline(hooks))
+    if comm.group is not None:
+        shapes: list[Any] = [None] * comm.size
+        dist.all_gather_object(shapes, [tuple(param.shape) for param in tie.params], group=comm.group)
+        if any(other != shapes[0] for other in shapes):
+            raise ValueError(
+                f"tensor_parallel.plan: {tie.name} is tied across the pipeline stages {list(tie.ranks)}, which cut it to "
+                f'{shapes}; give its layers the same style on all, or "whole"'
+            )
     return Sharing(comm, tie.params, counted=mesh.pp_rank == tie.ranks[0], partial=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -91,7 +92,7 @@ def initialize(
     _place(model, device, model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled))
     parallel = open_parallel(mesh, hooks)
     begin_alike([*(p for p in model.parameters() if holder(p) is None), *model.buffers()], parallel)
-    _cut_layers(model, settings, parallel)
+    _cut_layers(model, settings, parallel, device)
     parallel.shared = share(model, parallel, hooks)
     parallel.shared.agree()
     checkpointing.attach(hooks, settings.activation_checkpointing)
@@ -251,7 +252,7 @@ def _arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
     model.forget_others()
 
 
-def _cut_layers(model: nn.Module, config: Config, parallel: Parallel) -> None:
+def _cut_layers(model: nn.Module, config: Config, parallel: Parallel, device: torch.device) -> None:
     """Leave this rank its part of every layer, if layers are to be cut."""
     section = config.tensor_parallel
     if section.size == 1:
@@ -264,9 +265,14 @@ def _cut_layers(model: nn.Module, config: Config, parallel: Parallel) -> None:
         )
     from . import tensor
 
-    plan = tensor.parallelize(model, parallel.tensor, plan=section.plan, sequence_parallel=section.sequence_parallel)
-    if parallel.mesh.rank == 0 and config.steps_per_print:
-        print(plan)
+    wanted = section.plan
+    if wanted is None and isinstance(model, PipelineModule) and model.tied_layers():
+        # Another stage has the same weight in another layer, and would cut it otherwise, or not at all.
+        wanted = {**dict.fromkeys(model.tied_layers(), "whole"), "*": "auto"}
+    plan = tensor.parallelize(model, parallel.tensor, wanted, sequence_parallel=section.sequence_parallel)
+    tensor.same_random_numbers(parallel.tensor, device)
+    if parallel.mesh.rank == 0:
+        print(plan, file=sys.stderr)
 
 
 def _zero_settings(config: Config) -> ZeroSettings:

@@ -7,7 +7,7 @@ the data-parallel ranks, piece by piece, so every ZeRO stage does it the same wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -36,9 +36,11 @@ class Sharing:
 class SharedParameters:
     """What this rank shares with others of its replica."""
 
-    def __init__(self, sharings: Sequence[Sharing] = ()) -> None:
+    def __init__(self, sharings: Sequence[Sharing] = (), elsewhere: Iterable[nn.Parameter] = ()) -> None:
+        """`elsewhere` are further parameters that another rank counts."""
         self._sharings = [sharing for sharing in sharings if sharing.params and sharing.comm.size > 1]
         self._elsewhere = {param for each in self._sharings if not each.counted for param in each.params}
+        self._elsewhere.update(elsewhere)
 
     def counts(self, param: nn.Parameter) -> bool:
         """Whether this rank counts `param` into the norm of the gradients, and writes it to checkpoints."""

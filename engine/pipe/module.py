@@ -184,6 +184,14 @@ class PipelineModule(nn.Module):
             found[name] = Tie(name, self._ranks_of(where), [param] if mine else [])
         return [tie for tie in found.values() if len(tie.ranks) > 1]
 
+    def tied_layers(self) -> list[str]:
+        """Names of the modules here that have parameters which other pipeline ranks have too."""
+        shared = {param for tie in self.ties() for param in tie.params}
+        return [
+            name for name, module in self.named_modules()
+            if any(param in shared for param in module.parameters(recurse=False))
+        ]  # fmt: skip
+
     def names(self) -> dict[nn.Parameter, str]:
         """The parameters that are here, by the names they have in the whole model."""
         first = {param: name for name, (param, _) in self._shared.items()}
