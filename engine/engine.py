@@ -200,7 +200,11 @@ class Engine(Answers):
         except AttributeError:
             if name == "module":
                 raise
+        try:
             return getattr(self.module, name)
+        except AttributeError:
+            kind = type(self.module).__name__
+            raise AttributeError(f"the engine has no {name!r}, and neither has its {kind}") from None
 
     # --- checkpoints
 

@@ -97,8 +97,8 @@ def _tied(tie: Tie, mesh: Mesh, hooks: Hooks) -> Sharing:
         dist.all_gather_object(shapes, [tuple(param.shape) for param in tie.params], group=comm.group)
         if any(other != shapes[0] for other in shapes):
             raise ValueError(
-                f"tensor_parallel.plan: {tie.name} is tied across the pipeline stages {list(tie.ranks)}, which cut it to "
-                f'{shapes}; give its layers the same style on all, or "whole"'
+                f"tensor_parallel.plan: {tie.name} is tied across the pipeline stages {list(tie.ranks)}, which cut it "
+                f'to {shapes}; give its layers the same style on all, or "whole"'
             )
     return Sharing(comm, tie.params, counted=mesh.pp_rank == tie.ranks[0], partial=True)
 

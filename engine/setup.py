@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
@@ -269,7 +270,9 @@ def _cut_layers(model: nn.Module, config: Config, parallel: Parallel, device: to
     if wanted is None and isinstance(model, PipelineModule) and model.tied_layers():
         # Another stage has the same weight in another layer, and would cut it otherwise, or not at all.
         wanted = {**dict.fromkeys(model.tied_layers(), "whole"), "*": "auto"}
-    plan = tensor.parallelize(model, parallel.tensor, wanted, sequence_parallel=section.sequence_parallel)
+    # What is planned is tried on stand-ins, which recomputation would not find again.
+    with model.without_checkpoints() if isinstance(model, PipelineModule) else contextlib.nullcontext():
+        plan = tensor.parallelize(model, parallel.tensor, wanted, sequence_parallel=section.sequence_parallel)
     tensor.same_random_numbers(parallel.tensor, device)
     if parallel.mesh.rank == 0:
         print(plan, file=sys.stderr)

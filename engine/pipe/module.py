@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -138,7 +139,9 @@ class PipelineModule(nn.Module):
         )  # fmt: skip
         self.num_stages, self.bounds, self._rank = num_stages, bounds, rank
         here = {at for stage in self.stages for at in range(bounds[stage], bounds[stage + 1])}
+        loss_fn = self.loss_fn
         self._modules.clear()
+        self.loss_fn = loss_fn  # which may be a module, and goes where the model goes
         for at, layer in enumerate(self._layers):
             if at not in here:
                 layer.built = None
@@ -196,6 +199,15 @@ class PipelineModule(nn.Module):
         """The parameters that are here, by the names they have in the whole model."""
         first = {param: name for name, (param, _) in self._shared.items()}
         return {param: first.get(param, name) for name, param in self.named_parameters()}
+
+    @contextlib.contextmanager
+    def without_checkpoints(self) -> Iterator[None]:
+        """Recompute nothing in this block."""
+        every, self.activation_checkpoint_interval = self.activation_checkpoint_interval, 0
+        try:
+            yield
+        finally:
+            self.activation_checkpoint_interval = every
 
     # --- what they do
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import itertools
 from collections import namedtuple
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+_make_class: Final[Callable[..., Any]] = namedtuple
+"""Of fields that are not known before; a type checker wants them to be."""
 
 
 class ProcessTopology:
@@ -25,7 +28,7 @@ class ProcessTopology:
                 raise ValueError(f"topology: axis {axis} has length {dim!r}; it must be a whole number above 0")
         self.axes = list(axes)
         self.dims = list(dims)
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        self.ProcessCoord = _make_class("ProcessCoord", self.axes)
         self.mapping: dict[Any, int] = {
             self.ProcessCoord(*place): rank for rank, place in enumerate(itertools.product(*map(range, self.dims)))
         }

@@ -6,30 +6,59 @@ import functools
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsprof import engine as ds
+from dsprof.engine.comm import Comm
 from dsprof.engine.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from dsprof.engine.tensor import cut_of
 
 VOCABULARY: Final = 12
-WIDTH: Final = 8
+WIDTH: Final = 16
 BLOCKS: Final = 7
 MICROBATCHES: Final = 4
 SAMPLES: Final = 2
 STEPS: Final = 2
 
 
-class Block(nn.Module):
-    """A residual block with a norm, two linear layers, and a tensor that is passed by."""
+class Attention(nn.Module):
+    """Grouped queries: eight heads, two of keys and values."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.size = width // 8
+        self.query = nn.Linear(width, width, bias=False)
+        self.key, self.value = (nn.Linear(width, width // 4) for _ in range(2))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        query, key, value = (
+            layer(x).view(batch, length, -1, self.size).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        projected: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return projected
+
+
+class Block(nn.Module):
+    """A transformer's, with attention or without."""
+
+    def __init__(self, width: int, attention: bool = False) -> None:
+        super().__init__()
         self.norm = nn.LayerNorm(width)
+        self.attention = Attention(width) if attention else None
         self.up = nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        normed = self.norm(x)
+        if self.attention is not None:
+            x = x + self.attention(normed)
+        return x + self.down(torch.relu(self.up(normed)))
 
 
 def project(embedding: nn.Module, x: Tensor) -> Tensor:
@@ -46,7 +75,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 def layers() -> list[Any]:
     return [
         TiedLayerSpec("embedding", nn.Embedding, VOCABULARY, WIDTH),
-        *(LayerSpec(Block, WIDTH) for _ in range(BLOCKS)),
+        *(LayerSpec(Block, WIDTH, attention=number % 2 == 0) for number in range(BLOCKS)),
         LayerSpec(nn.LayerNorm, WIDTH),
         torch.tanh,
         TiedLayerSpec("embedding", nn.Embedding, VOCABULARY, WIDTH, forward_fn=project),
@@ -108,7 +137,17 @@ def trained(engine: Any, steps: int = STEPS, microbatches: int = MICROBATCHES) -
 def weights(engine: Any) -> dict[str, Tensor]:
     """This rank's parameters, brought together where they are in pieces."""
     engine.zero.gatherer.bring([param for param in engine.zero.params if not param.resident], 10**9)
-    return {param.name: param.param.detach().clone() for param in engine.zero.params}
+    return {param.name: whole(param.param, engine.parallel.tensor) for param in engine.zero.params}
+
+
+def whole(param: nn.Parameter, comm: Comm) -> Tensor:
+    """A parameter with the parts that the other tensor-parallel ranks have."""
+    cut = cut_of(param)
+    if cut is None:
+        return param.detach().clone()
+    parts: list[Any] = [None] * comm.size
+    dist.all_gather_object(parts, param.detach(), group=comm.group)
+    return cut.join(parts)
 
 
 def start(model: nn.Module, config: dict[str, Any]) -> Any:
