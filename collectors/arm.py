@@ -1,6 +1,7 @@
 """The `torch.backends` entry point: runs at the end of every `import torch`.
 
-It must cost nothing without DSPROF=1, and never raise: torch turns an exception here into a failed import.
+It must cost nothing without DSPROF=1, and never raise: torch turns an exception here into a failed import. But for
+one case, DSPROF_ENGINE=dsprof where that cannot be had: better no job than one on another engine than was asked for.
 Arming patches two things and waits. The capture opens when the process shows itself to be a rank, by joining a
 process group or by taking an optimizer step, so the torchrun agent, DataLoader workers and helper programs that
 inherit the environment never open one.
@@ -16,7 +17,12 @@ ON = ("1", "true", "yes", "on")
 
 
 def autoload() -> None:
-    """Arm this process if DSPROF asks for it."""
+    """Arm this process if DSPROF asks for it, and have `import deepspeed` mean our engine if DSPROF_ENGINE does."""
+    if os.environ.get("DSPROF_ENGINE"):
+        from .bootstrap.sitecustomize import StandIn
+
+        if StandIn.wanted():
+            StandIn.install()
     if os.environ.get("DSPROF", "").lower() not in ON:
         return
     try:

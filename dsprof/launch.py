@@ -31,6 +31,9 @@ from .talk import Talk, shown
 LITTLE_SPACE: Final = 64 << 20
 """Free bytes below which a capture may well not fit."""
 
+LOCAL_RANK: Final = "--local_rank=${local_rank}"
+"""torchrun writes each rank's own number in the place of the second."""
+
 
 class LaunchError(Exception):
     """The job cannot be started; the message says why and what to write instead. `status` is what to return."""
@@ -59,6 +62,8 @@ class Job:
     torchrun_flags: tuple[str, ...] = ()
     world_size: int | None = None
     """How many ranks there will be, where it is known."""
+    local_rank: bool = False
+    """Hand each rank's script `--local_rank=N`, as the deepspeed launcher does."""
 
     @property
     def name(self) -> str:
@@ -90,7 +95,12 @@ class Job:
         if not installed:
             code = f"import sys; sys.path.append({str(home())!r}); from dsprof.torchrun import main; sys.exit(main())"
             program[2:] = ["-c", code]
-        return [*program, str(folder.path), str(os.getpid()), "--", *self.torchrun_flags, "--", *self.words]
+        script, arguments = self.words[:1], self.words[1:]
+        if script == ("-m",):
+            script, arguments = self.words[:2], self.words[2:]
+        if self.local_rank:
+            arguments = (LOCAL_RANK, *arguments)
+        return [*program, str(folder.path), str(os.getpid()), "--", *self.torchrun_flags, "--", *script, *arguments]
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,7 @@ class Launch:
             started=now(),
             world_size=self.job.world_size,
             level=self.settings.level,
+            engine=self.settings.engine,
             versions=versions(),
         )
         path = self.output or Path(self.settings.dir) / new_run_id(self.job.name)
@@ -145,9 +156,13 @@ class Launch:
         build_native_helper(self.settings, talk)
         installed = is_installed()
         armed_by_torch = installed and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
-        env = environment(os.environ, folder, self.settings, bootstrap=not armed_by_torch)
+        # A script may import deepspeed before torch: only Python's start is early enough.
+        bootstrap = not armed_by_torch or self.settings.engine == "dsprof"
+        env = environment(os.environ, folder, self.settings, bootstrap=bootstrap)
         command = self.job.command(folder, installed=installed)
         talk.say(f"run folder: {shown(folder.path)}")
+        if self.settings.engine == "dsprof":
+            talk.say("engine: dsprof, where the script imports deepspeed")
         try:
             return Supervisor(talk.say).run(command, env)
         except OSError as error:
@@ -209,6 +224,9 @@ def environment(base: Mapping[str, str], folder: RunFolder, settings: Settings, 
     env = {**base, "DSPROF": "1", "DSPROF_RUN": str(folder.path), "DSPROF_LEVEL": settings.level}
     env["DSPROF_RANKS"] = settings.ranks
     env["DSPROF_NATIVE"] = "0" if settings.native == "off" else "1"
+    env.pop("DSPROF_ENGINE", None)
+    if settings.engine == "dsprof":
+        env["DSPROF_ENGINE"] = "dsprof"
     if bootstrap:
         starter = str(home() / "dsprof" / "collectors" / "bootstrap")
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [starter, base.get("PYTHONPATH", "")]))

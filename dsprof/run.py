@@ -118,6 +118,8 @@ class RunInfo:
     """What `dsprof run` returned; None while running or without a launcher of ours."""
     world_size: int | None = None
     level: str = "light"
+    engine: str = "script"
+    """What trained: `script`, what the script imports, or `dsprof`, our engine in the place of DeepSpeed."""
     versions: dict[str, str] = field(default_factory=dict)
     exits: list[RankExit] = field(default_factory=list)
     ranks: list[RankInfo] = field(default_factory=list)

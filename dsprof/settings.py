@@ -12,8 +12,18 @@ from typing import Any, Final
 from .run import DEFAULT_PARENT
 from .schema import parse_ranks
 
-CHOICES: Final[dict[str, tuple[str, ...]]] = {"level": ("light",), "native": ("auto", "on", "off")}
-VARIABLES: Final = {"level": "DSPROF_LEVEL", "dir": "DSPROF_DIR", "ranks": "DSPROF_RANKS", "native": "DSPROF_NATIVE"}
+CHOICES: Final[dict[str, tuple[str, ...]]] = {
+    "level": ("light",),
+    "native": ("auto", "on", "off"),
+    "engine": ("script", "dsprof"),
+}
+VARIABLES: Final = {
+    "level": "DSPROF_LEVEL",
+    "dir": "DSPROF_DIR",
+    "ranks": "DSPROF_RANKS",
+    "native": "DSPROF_NATIVE",
+    "engine": "DSPROF_ENGINE",
+}
 NATIVE_WORDS: Final = {"0": "off", "false": "off", "no": "off", "1": "on", "true": "on", "yes": "on"}
 
 
@@ -35,6 +45,8 @@ class Settings:
     """The native helper: auto (Python twin where it cannot be built), on (an error instead), off."""
     report: bool = True
     """Write the HTML report and the TensorBoard files at the end."""
+    engine: str = "script"
+    """What trains: script (what the script imports), dsprof (our engine, where the script imports deepspeed)."""
 
 
 def load(

@@ -14,7 +14,7 @@ import typer
 from dsprof import settings
 from dsprof.launch import Job, Launch, LaunchError
 
-from . import torchrun_flags
+from . import deepspeed_flags, torchrun_flags
 from .split import MODULE_FLAGS
 
 RENDEZVOUS: Final = (
@@ -54,6 +54,15 @@ def _command(
         Literal["auto", "on", "off"] | None,
         typer.Option("--native", show_default=False, help="The native helper. Default: auto, built if it can be."),
     ] = None,
+    engine: Annotated[
+        Literal["script", "dsprof"] | None,
+        typer.Option(
+            "--engine",
+            show_default=False,
+            help="What trains: what the script imports, or dsprof's own engine where it imports deepspeed. "
+            "Default: script",
+        ),
+    ] = None,
     no_report: Annotated[
         bool, typer.Option("--no-report", metavar="", help="No HTML report and no TensorBoard files.")
     ] = False,
@@ -68,14 +77,17 @@ def _command(
 
     dsprof's flags end at the script. The exit status is the job's own: that of the first rank to fail.
     """
-    given = {"level": level, "ranks": ranks, "native": native, "report": False if no_report else None}
+    report = False if no_report else None
+    given = {"level": level, "ranks": ranks, "native": native, "report": report, "engine": engine}
     what = read_job(job or [], no_python=bool(flags["no_python"]))
     if what.is_command:
         refuse_flags(flags)
     else:
-        flags = with_defaults(flags, os.environ)
+        local_rank = deepspeed_flags.hands_local_rank(flags)
+        flags = with_defaults(deepspeed_flags.to_torchruns(flags), os.environ)
         arguments = tuple(torchrun_flags.to_arguments(flags))
-        what = replace(what, torchrun_flags=arguments, world_size=expected_ranks(flags, os.environ))
+        ranks_there_will_be = expected_ranks(flags, os.environ)
+        what = replace(what, torchrun_flags=arguments, world_size=ranks_there_will_be, local_rank=local_rank)
     return Launch(
         what,
         settings.load(given, os.environ),
@@ -92,10 +104,10 @@ def command(*args: Any, **kwargs: Any) -> int:
 
 
 def _signature() -> inspect.Signature:
-    """That of `_command`, with torchrun's flags in the place of `**flags`."""
+    """That of `_command`, with torchrun's and the deepspeed launcher's flags in the place of `**flags`."""
     own = inspect.signature(_command, eval_str=True)
     kept = [item for item in own.parameters.values() if item.kind is not inspect.Parameter.VAR_KEYWORD]
-    return own.replace(parameters=[*kept, *torchrun_flags.parameters()])
+    return own.replace(parameters=[*kept, *torchrun_flags.parameters(), *deepspeed_flags.parameters()])
 
 
 command.__doc__ = _command.__doc__
@@ -122,11 +134,16 @@ def read_job(words: list[str], *, no_python: bool = False) -> Job:
 
 
 def refuse_flags(flags: Mapping[str, Any]) -> None:
-    """Raises LaunchError if a flag of torchrun was given for a command that runs without it."""
+    """Raises LaunchError if a flag of a launcher was given for a command that brings its own."""
     arguments = torchrun_flags.to_arguments(flags)
     if arguments:
         name = arguments[0].partition("=")[0]
         raise LaunchError(f"{name}: a flag of torchrun, which a command after -- does not use; put it into the command")
+    for flag in deepspeed_flags.given(flags):
+        raise LaunchError(
+            f"{flag.option}: a flag of the deepspeed launcher, which a command after -- does not use; put it into the "
+            "command"
+        )
 
 
 def with_defaults(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:

@@ -1,0 +1,121 @@
+"""Which names the stand-in has, module by module, and what stands behind each: `module:attribute`, a module with a
+leading dot being the engine's own.
+
+The modules are those of DeepSpeed 0.19.8 that scripts import from. Where DeepSpeed has a thing in two places, so has
+this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+VERSION: Final = "0.19.8+dsprof"
+"""DeepSpeed's, whose names these are, so that scripts may compare it; and whose the work is."""
+
+MAJOR, MINOR, PATCH = 0, 19, 8
+DEFAULT_PORT: Final = 29500
+
+Names = Mapping[str, str]
+
+
+def _of(home: str, *names: str) -> dict[str, str]:
+    return {name: f"{home}:{name}" for name in names}
+
+
+_VERSION: Names = {"version": ".deepspeed.names:VERSION"}
+
+_ENGINE: Names = {"DeepSpeedEngine": ".engine:Engine"}
+
+_PIPELINE_ENGINE: Names = {"PipelineEngine": ".pipe.engine:PipelineEngine"}
+
+_LAYERS: Names = _of(".pipe", "PipelineModule", "LayerSpec", "TiedLayerSpec")
+
+_TOPOLOGY: Names = _of(".pipe.topology", "ProcessTopology", "PipeDataParallelTopology", "PipeModelDataParallelTopology")
+
+_CONFIG: Names = {**_of(".deepspeed.start", "DeepSpeedConfig"), "DeepSpeedConfigError": ".config:ConfigError"}
+
+_CHECKPOINTING: Names = {
+    **_of(".checkpointing", "checkpoint", "configure", "is_configured", "reset"),
+    "non_reentrant_checkpoint": ".checkpointing:checkpoint",
+}
+
+_ZERO: Names = _of(
+    ".deepspeed.zero", "Init", "GatheredParameters", "register_external_parameter", "ZeroParamStatus", "ZeroParamType"
+)
+
+_SCHEDULES: Names = _of(".lr", "LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+
+_ADAM: Names = _of(".deepspeed.optimizers", "FusedAdam", "DeepSpeedCPUAdam")
+
+_LOGS: Names = _of(".deepspeed.logs", "logger", "log_dist", "log_dist_once")
+
+_COMM: Names = {
+    **_of(
+        "torch.distributed", "ReduceOp", "P2POp", "is_initialized", "is_available", "destroy_process_group",
+        "new_group", "get_rank", "get_world_size", "get_global_rank", "broadcast", "broadcast_object_list",
+        "all_reduce", "reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "gather", "scatter",
+        "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv", "isend",
+        "irecv", "batch_isend_irecv", "barrier", "monitored_barrier",
+    ),
+    **_of(".deepspeed.comm", "get_local_rank", "get_world_group", "log_summary"),
+    "get_all_ranks_from_group": "torch.distributed:get_process_group_ranks",
+    "init_distributed": ".setup:init_distributed",
+}  # fmt: skip
+
+_ACCELERATOR: Names = _of(".deepspeed.accelerator", "get_accelerator", "is_current_accelerator_supported")
+
+MODULES: Final[Mapping[str, Names]] = {
+    "deepspeed": {
+        "__version__": ".deepspeed.names:VERSION",
+        "__version_major__": ".deepspeed.names:MAJOR",
+        "__version_minor__": ".deepspeed.names:MINOR",
+        "__version_patch__": ".deepspeed.names:PATCH",
+        "TORCH_DISTRIBUTED_DEFAULT_PORT": ".deepspeed.names:DEFAULT_PORT",
+        **_VERSION,
+        **_of(".deepspeed.start", "initialize", "tp_model_init"),
+        "init_distributed": ".setup:init_distributed",
+        "add_config_arguments": ".arguments:add_config_arguments",
+        **_of(".deepspeed.accelerator", "get_accelerator"),
+        **_of(".deepspeed.logs", "logger", "log_dist"),
+        "PipelineModule": ".pipe:PipelineModule",
+        **_ENGINE,
+        **_PIPELINE_ENGINE,
+        **_CONFIG,
+    },
+    "deepspeed.accelerator": _ACCELERATOR,
+    "deepspeed.accelerator.real_accelerator": _ACCELERATOR,
+    "deepspeed.checkpointing": _CHECKPOINTING,
+    "deepspeed.comm": _COMM,
+    "deepspeed.comm.comm": _COMM,
+    "deepspeed.constants": {"TORCH_DISTRIBUTED_DEFAULT_PORT": ".deepspeed.names:DEFAULT_PORT"},
+    "deepspeed.git_version_info": _VERSION,
+    "deepspeed.ops": {},
+    "deepspeed.ops.adagrad": _of(".deepspeed.optimizers", "DeepSpeedCPUAdagrad"),
+    "deepspeed.ops.adam": _ADAM,
+    "deepspeed.ops.adam.cpu_adam": _of(".deepspeed.optimizers", "DeepSpeedCPUAdam"),
+    "deepspeed.ops.adam.fused_adam": _of(".deepspeed.optimizers", "FusedAdam"),
+    "deepspeed.ops.lamb": _of(".deepspeed.optimizers", "FusedLamb"),
+    "deepspeed.ops.lion": _of(".deepspeed.optimizers", "FusedLion", "DeepSpeedCPULion"),
+    "deepspeed.pipe": _LAYERS,
+    "deepspeed.runtime": {},
+    "deepspeed.runtime.activation_checkpointing": {},
+    "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "deepspeed.runtime.config": _CONFIG,
+    "deepspeed.runtime.dataloader": _of(".dataloader", "RepeatingLoader"),
+    "deepspeed.runtime.engine": _ENGINE,
+    "deepspeed.runtime.lr_schedules": _SCHEDULES,
+    "deepspeed.runtime.pipe": {**_LAYERS, **_of(".pipe.topology", "ProcessTopology")},
+    "deepspeed.runtime.pipe.engine": _PIPELINE_ENGINE,
+    "deepspeed.runtime.pipe.module": _LAYERS,
+    "deepspeed.runtime.pipe.topology": _TOPOLOGY,
+    "deepspeed.runtime.utils": _of(".deepspeed.utils", "see_memory_usage", "set_random_seed"),
+    "deepspeed.runtime.zero": _ZERO,
+    "deepspeed.runtime.zero.partition_parameters": {
+        **_ZERO,
+        **_of(".deepspeed.zero", "unregister_external_parameter"),
+    },
+    "deepspeed.utils": {**_LOGS, **_of(".dataloader", "RepeatingLoader")},
+    "deepspeed.utils.logging": {**_LOGS, **_of(".deepspeed.logs", "print_dist", "warning_once")},
+    "deepspeed.zero": _ZERO,
+}

@@ -1,0 +1,319 @@
+"""The stand-in for DeepSpeed: what it has, and what it says of the rest.
+
+The imports were held against DeepSpeed 0.19.8, where each of them works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dsprof.collectors.bootstrap.sitecustomize import StandIn
+from dsprof.engine.config import ConfigError
+from dsprof.engine.deepspeed import absent, names
+from dsprof.engine.deepspeed.zero import DESCRIPTIONS
+
+IMPORTS = """\
+import deepspeed.comm as dist
+from deepspeed import comm as dist
+from deepspeed import zero
+from deepspeed import DeepSpeedEngine, PipelineEngine, DeepSpeedConfig, PipelineModule
+from deepspeed import get_accelerator, init_distributed, initialize, add_config_arguments, log_dist, logger
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.real_accelerator import get_accelerator
+from deepspeed.comm.comm import init_distributed
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint, configure
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.dataloader import RepeatingLoader
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+from deepspeed.runtime.utils import see_memory_usage, set_random_seed
+from deepspeed.runtime.zero import GatheredParameters, Init
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
+from deepspeed.utils import RepeatingLoader, log_dist, logger
+from deepspeed.utils.logging import logger
+deepspeed.zero.Init, deepspeed.zero.GatheredParameters, deepspeed.zero.register_external_parameter
+deepspeed.checkpointing.checkpoint, deepspeed.checkpointing.configure, deepspeed.checkpointing.is_configured
+deepspeed.comm.all_reduce, deepspeed.comm.ReduceOp.SUM, deepspeed.comm.get_local_rank, deepspeed.comm.log_summary
+deepspeed.runtime.utils.set_random_seed, deepspeed.ops.adam.FusedAdam, deepspeed.pipe.LayerSpec
+deepspeed.tp_model_init, deepspeed.__version__, deepspeed.TORCH_DISTRIBUTED_DEFAULT_PORT
+""".splitlines()
+
+
+@pytest.fixture
+def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The stand-in, in this process for as long as the test takes."""
+    monkeypatch.setattr(sys, "meta_path", [StandIn(), *sys.meta_path])
+    assert "deepspeed" not in sys.modules
+    try:
+        yield importlib.import_module("deepspeed")
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+            del sys.modules[name]
+        for name in DESCRIPTIONS:
+            delattr(nn.Parameter, name)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A job of this one process, ended afterwards."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# --- what there is
+
+
+@pytest.mark.parametrize("statement", IMPORTS)
+def test_what_tutorials_import_is_there(deepspeed: ModuleType, statement: str) -> None:
+    exec(statement, {"deepspeed": deepspeed})
+
+
+def test_every_name_of_the_table_has_something_behind_it(deepspeed: ModuleType) -> None:
+    for module, offered in names.MODULES.items():
+        imported = importlib.import_module(module)
+        assert imported.__name__ == module
+        assert set(offered) <= set(dir(imported))
+        for name in offered:
+            assert getattr(imported, name) is not None
+        exec(f"from {module} import *", {})
+
+
+def test_a_module_is_an_attribute_of_the_one_above_without_an_import(deepspeed: ModuleType) -> None:
+    for module in names.MODULES:
+        found: Any = deepspeed
+        for word in module.split(".")[1:]:
+            found = getattr(found, word)
+        assert found.__name__ == module
+
+
+def test_the_names_are_the_engines_own(deepspeed: ModuleType) -> None:
+    from dsprof import engine
+
+    assert deepspeed.init_distributed is engine.init_distributed
+    assert deepspeed.DeepSpeedEngine is engine.Engine
+    assert deepspeed.DeepSpeedConfigError is ConfigError
+    assert deepspeed.comm.all_reduce is dist.all_reduce
+    assert deepspeed.zero.Init is engine.zero.Init
+
+
+def test_the_version_is_deepspeeds_and_says_whose_it_is(deepspeed: ModuleType) -> None:
+    assert deepspeed.__version__ == "0.19.8+dsprof"
+    version = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
+    assert version == (0, 19, 8)
+
+
+# --- what there is not
+
+
+@pytest.mark.parametrize(
+    ("statement", "name", "says"),
+    [
+        ("deepspeed.init_inference", "deepspeed.init_inference", "the engine trains and does not serve"),
+        ("from deepspeed import init_inference", "deepspeed.init_inference", "the engine trains and does not serve"),
+        ("from deepspeed.moe.layer import MoE", "deepspeed.moe", "write the layer with torch.nn"),
+        ("deepspeed.moe.layer.MoE", "deepspeed.moe", "write the layer with torch.nn"),
+        ("from deepspeed.utils import safe_get_full_grad", "utils.safe_get_full_grad", "get_global_grad_norm"),
+        ("from deepspeed.utils import set_z3_leaf_modules", "deepspeed.utils.set_z3_leaf_modules", '"stage": 2'),
+        ("import deepspeed.utils.zero_to_fp32", "deepspeed.utils.zero_to_fp32", "engine.save_16bit_model(folder)"),
+        ("from deepspeed.ops.op_builder import CPUAdamBuilder", "deepspeed.ops.op_builder", "leave it out"),
+        ("from deepspeed.launcher.runner import main", "deepspeed.launcher", "dsprof run --engine dsprof --num_gpus N"),
+        ("deepspeed.get_accelerator().create_op_builder", "create_op_builder", "builds no kernels"),
+        ("deepspeed.nonsense", "deepspeed.nonsense", "without --engine dsprof"),
+        ("from deepspeed import nonsense", "deepspeed.nonsense", "without --engine dsprof"),
+        ("import deepspeed.pipe.nonsense", "deepspeed.pipe.nonsense", "without --engine dsprof"),
+    ],
+)
+def test_the_rest_is_refused_with_what_to_write(deepspeed: ModuleType, statement: str, name: str, says: str) -> None:
+    with pytest.raises((ImportError, AttributeError)) as caught:
+        exec(statement, {"deepspeed": deepspeed})
+    text = str(caught.value)
+    assert f"{name}: dsprof's engine, which stands in for DeepSpeed, does not have it: " in text
+    assert says in text
+
+
+def test_scripts_may_ask_whether_it_is_there(deepspeed: ModuleType) -> None:
+    assert importlib.util.find_spec("deepspeed") is not None
+    assert not hasattr(deepspeed, "init_inference")
+    assert not hasattr(deepspeed.utils, "groups")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("deepspeed.moe")
+
+
+def test_nothing_is_both_there_and_not() -> None:
+    assert not absent.MODULES.keys() & names.MODULES.keys()
+    comm = names.MODULES["deepspeed.checkpointing"]
+    offered = {name for module, of_it in names.MODULES.items() for name in of_it if of_it is not comm}
+    assert not absent.NAMES.keys() & offered - {"configure"}, "configure is checkpointing's, and not comm's"
+    assert all(text and not text.endswith(".") for text in (*absent.MODULES.values(), *absent.NAMES.values()))
+
+
+# --- what some of it does
+
+
+def test_adam_is_torchs_adamw(deepspeed: ModuleType) -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    made = deepspeed.ops.adam.FusedAdam([{"params": [weight], "weight_decay": 0.1}], lr=0.2, betas=(0.9, 0.95))
+    assert type(made) is torch.optim.AdamW
+    (group,) = made.param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"], group["fused"]) == (0.2, (0.9, 0.95), 0.1, True)
+    assert type(deepspeed.ops.adam.DeepSpeedCPUAdam([weight], adamw_mode=False)) is torch.optim.Adam
+    assert type(deepspeed.ops.lion.FusedLion([weight])).__name__ == "Lion"
+    assert type(deepspeed.ops.lamb.FusedLamb([weight])).__name__ == "Lamb"
+    assert type(deepspeed.ops.adagrad.DeepSpeedCPUAdagrad([weight])) is torch.optim.Adagrad
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("FusedAdam", {"amsgrad": True}, "FusedAdam: the engine has no other way with amsgrad"),
+        ("FusedAdam", {"set_grad_none": False}, "set_grad_none"),
+        ("DeepSpeedCPUAdam", {"fp32_optimizer_states": False}, "fp32_optimizer_states"),
+        ("FusedLamb", {"max_grad_norm": 1.0}, "gradient_clipping"),
+    ],
+)
+def test_options_that_do_nothing_are_refused(name: str, options: dict[str, Any], says: str) -> None:
+    from dsprof.engine.deepspeed import optimizers
+
+    with pytest.raises(ValueError, match=says):
+        getattr(optimizers, name)([nn.Parameter(torch.zeros(3))], **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what it says of a CPU")
+def test_the_accelerator_of_a_cpu(deepspeed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    cpu = deepspeed.get_accelerator()
+    assert cpu is deepspeed.accelerator.get_accelerator()
+    assert (cpu.device_name(), cpu.device_name(1), cpu.current_device_name()) == ("cpu", "cpu", "cpu")
+    assert (cpu.current_device(), cpu.communication_backend_name(), cpu.is_available()) == (3, "gloo", True)
+    assert cpu.on_accelerator(torch.zeros(1))
+    assert 0 < cpu.memory_allocated() < cpu.total_memory()
+    assert 0 < cpu.max_memory_allocated() < cpu.total_memory()
+    assert cpu.Event is None
+    state = cpu.get_rng_state()
+    first = torch.rand(3)
+    cpu.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+    with cpu.device(0), cpu.stream(cpu.current_stream()):
+        cpu.synchronize()
+
+
+def test_messages_come_from_the_ranks_that_are_named(deepspeed: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    from dsprof.engine.deepspeed import logs
+
+    logs.print_dist("without a job every process says it")
+    assert capsys.readouterr().out == "[Rank -1] without a job every process says it\n"
+    assert deepspeed.utils.logger.name == "DeepSpeed"
+    assert not deepspeed.utils.logger.isEnabledFor(20)
+
+
+def test_memory_is_told_when_it_is_asked_for(deepspeed: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    deepspeed.runtime.utils.see_memory_usage("before")
+    assert capsys.readouterr().out == ""
+    deepspeed.runtime.utils.see_memory_usage("after", force=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "after"
+    assert lines[1].startswith("MA ")
+    assert lines[2].startswith("CPU Virtual Memory:  used = ")
+
+
+def test_seeds_are_those_of_all_generators(deepspeed: ModuleType) -> None:
+    import random
+
+    def draw() -> tuple[float, float]:
+        deepspeed.runtime.utils.set_random_seed(5)
+        return random.random(), torch.rand(()).item()
+
+    assert draw() == draw()
+
+
+def test_a_parameter_that_is_whole_is_described_as_no_other(deepspeed: ModuleType) -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    assert not any(hasattr(weight, name) for name in DESCRIPTIONS)
+    deepspeed.zero.register_external_parameter(nn.Linear(1, 1), weight)
+    with pytest.raises(TypeError, match="takes a module and a parameter"):
+        deepspeed.zero.register_external_parameter(weight, weight)
+
+
+SMALL: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}}
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_script_of_one_process_trains(deepspeed: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(SMALL))
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(tmp_path / "ds.json")])
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    engine, optimizer, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+    assert isinstance(engine, deepspeed.DeepSpeedEngine)
+    assert type(optimizer) is torch.optim.AdamW
+    before = model.weight.detach().clone()
+    engine.backward(engine(torch.ones(2, 4)).mean())
+    engine.step()
+    assert not torch.equal(model.weight, before)
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("config", "size", "dtype", "says"),
+    [
+        (
+            {"tensor_parallel": {"autotp_size": 2}},
+            4,
+            torch.float32,
+            "tp_size=4, and the configuration has tensor_parallel.autotp_size = 2",
+        ),
+        ({"bf16": {"enabled": True}}, 1, torch.float32, "dtype=torch.float32, and the .* asks for torch.bfloat16"),
+        ({}, 1, torch.bfloat16, "dtype=torch.bfloat16, and the configuration asks for torch.float32"),
+    ],
+)
+def test_tp_model_init_must_agree_with_the_configuration(
+    deepspeed: ModuleType, config: dict[str, Any], size: int, dtype: torch.dtype, says: str
+) -> None:
+    model = deepspeed.tp_model_init(nn.Linear(4, 4), size, dtype)
+    with pytest.raises(ValueError, match=says):
+        deepspeed.initialize(model=model, config={**SMALL, **config})
+
+
+@pytest.mark.usefixtures("alone")
+def test_tp_model_init_goes_into_the_configuration(deepspeed: ModuleType) -> None:
+    model = deepspeed.tp_model_init(nn.Linear(4, 4), tp_size=2, dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"tensor_parallel\.autotp_size"):  # of one rank
+        deepspeed.initialize(model=model, config=SMALL)
+    with pytest.raises(ValueError, match="config is not supported"):
+        deepspeed.tp_model_init(model, 2, torch.float32, config={})
+
+
+def test_a_configuration_may_be_looked_at(deepspeed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    config = deepspeed.DeepSpeedConfig({"train_batch_size": 16, "gradient_accumulation_steps": 2})
+    assert config.train_micro_batch_size_per_gpu == 2
+    with pytest.raises(deepspeed.DeepSpeedConfigError):
+        deepspeed.DeepSpeedConfig({"train_batch_size": 7})
