@@ -395,7 +395,11 @@ class Engine(Answers):
             self.hooks.mark("loss_scale", kind="gauge", value=self.scaler.scale)
         every = self.config.steps_per_print
         if every and self.global_rank == 0 and (self.global_steps + 1) % every == 0:
-            print(f"step={self.global_steps + 1}, skipped={self.skipped_steps}, lr={rates}, mom={self.get_mom()}")
+            print(self._progress())
+
+    def _progress(self) -> str:
+        """What is printed every `steps_per_print` steps, of the one that ends."""
+        return f"step={self.global_steps + 1}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
 
 
 def _tiles(params: Sequence[ShardedParam], size: int) -> list[list[ShardedParam]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -96,7 +97,8 @@ def look() -> dict[str, Any]:
 def main() -> None:
     examples = [word for word in sys.argv[1:] if not word.startswith("-")]
     for example in examples:
-        print("example", example, flush=True)
+        if os.environ["RANK"] == "0":
+            print("example", example, flush=True)
         sys.argv = [example, "--deepspeed_config", str(EXAMPLES / f"{example}.json"), *SHORTER[example]]
         runpy.run_path(str(EXAMPLES / f"{example}.py"), run_name="__main__")
     if not examples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -26,7 +27,7 @@ class PipelineEngine(Engine):
     def __init__(self, module: PipelineModule, *args: Any, links: Links, **more: Any) -> None:
         super().__init__(module, *args, **more)
         self._links = links
-        mesh, pipeline = self.parallel.mesh, self.config.pipeline
+        mesh = self.parallel.mesh
         self.plan = self._planned(self.gradient_accumulation_steps())
         """What every rank of the pipeline does in a step."""
         if self.plan.splits:
@@ -35,7 +36,10 @@ class PipelineEngine(Engine):
             self._stop_deferring = _nothing
         self._runner = Runner(module, mesh.pp_rank, links, self.hooks, self.device)
         self.hooks.stage = mesh.pp_rank
-        self._schedule = pipeline.schedule
+        self._began = time.perf_counter()
+        self._last_loss: Tensor | None = None
+        self._told: tuple[int, float] | None = None
+        """At which step, and when, progress was told last."""
 
     # --- training
 
@@ -46,9 +50,11 @@ class PipelineEngine(Engine):
         the ranks of the first and the last stage, and may be None on the others.
         """
         self.module.train()
+        self._began = time.perf_counter()
         backward = _Reduction(self.zero)
         losses = self._run(self.plan, self._data(data_iter), backward)
         mean = self._mean(losses, self.plan.microbatches)
+        self._last_loss = mean
         if self._tells_losses:
             self._losses.append(mean)
         with self.hooks.span("phase", "step"):
@@ -163,6 +169,16 @@ class PipelineEngine(Engine):
         if count.item():
             raise PipelineError(f"another pipeline of the job failed ({int(count)} ranks); see what they say")
         return losses
+
+    def _progress(self) -> str:
+        """As DeepSpeed's pipelines tell it: loss, and time and samples since it was told last."""
+        step, now = self.global_steps + 1, time.perf_counter()
+        before, then = self._told or (step - 1, self._began)
+        self._told = step, now
+        each = (now - then) / (step - before)
+        loss = float("nan") if self._last_loss is None else self._last_loss.item()
+        speed = self.train_batch_size() / each
+        return f"steps: {step} loss: {loss:0.4f} iter time (s): {each:0.3f} samples/sec: {speed:0.3f}"
 
     def _mean(self, losses: list[Any], microbatches: int) -> Tensor:
         """Over the ranks of the last stage, where the losses are."""
