@@ -97,7 +97,11 @@ def _kind(annotation: Any) -> str:
         return f"{', '.join(choices[:-1])} or {choices[-1]}"
     if origin in (Union, UnionType):
         arms = tuple(arm for arm in arms if arm is not type(None))
+        if len(arms) > 1 and str in arms:
+            return "a string, or a list of whole numbers"
         return _kind(arms[0]) if len(arms) == 1 else "a number at least 0, or a list with one for each parameter group"
+    if origin is dict:
+        return "an object of strings"
     if origin is tuple:
         return "two numbers, each at least 0 and below 1" if float in arms else "a list of strings"
     return "an object of keys and values" if as_section(annotation) else KINDS[annotation]
