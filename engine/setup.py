@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -18,14 +16,15 @@ from torch.utils.data import DataLoader
 
 from . import checkpointing, lr, optim, remat
 from .comm import Comm, open_comm
-from .config import Config, ConfigError, load
+from .config import Config, load
 from .dataloader import ShardedLoader
+from .divide import arrange, cut_layers, stages_of
 from .engine import Engine
 from .hooks import Hooks
 from .lane import open_lane
 from .mesh import Mesh
 from .offload import open_offload
-from .parallel import Parallel, begin_alike, mesh_of, open_parallel, share
+from .parallel import begin_alike, mesh_of, open_parallel, share
 from .pipe.engine import PipelineEngine
 from .pipe.module import PipelineModule
 from .pipe.transfer import open_links
@@ -79,7 +78,7 @@ def initialize(
         init_distributed(distributed_port=distributed_port)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
-    settings = load(source, world_size=world_size, pipeline_stages=_stages_of(model))
+    settings = load(source, world_size=world_size, pipeline_stages=stages_of(model))
     if rank == 0:
         for warning in settings.warnings:
             warnings.warn(warning, stacklevel=2)
@@ -89,11 +88,11 @@ def initialize(
     hooks = Hooks()
     device = _device()
     mesh = mesh_of(settings.pipeline.stages, settings.tensor_parallel.size)
-    _arrange(model, settings, mesh)
+    arrange(model, settings, mesh)
     _place(model, device, model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled))
     parallel = open_parallel(mesh, hooks)
     begin_alike([*(p for p in model.parameters() if holder(p) is None), *model.buffers()], parallel)
-    _cut_layers(model, settings, parallel, device)
+    cut_layers(model, settings, parallel, device)
     parallel.shared = share(model, parallel, hooks)
     parallel.shared.agree()
     checkpointing.attach(hooks, settings.activation_checkpointing)
@@ -218,64 +217,6 @@ def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None) ->
             )
     for tensor in (*(p for p in model.parameters() if holder(p) is None), *model.buffers()):
         tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
-
-
-def _stages_of(model: nn.Module) -> int | None:
-    """Pipeline ranks that the model itself asks for; None if it leaves that to the configuration, 0 for no pipeline."""
-    return model.num_stages if isinstance(model, PipelineModule) else 0
-
-
-def _arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
-    """Have a pipeline's layers where the configuration wants them."""
-    pipeline = config.pipeline
-    if not isinstance(model, PipelineModule):
-        return
-    given = {key: getattr(pipeline, key) for key in pipeline.model_fields_set}
-    virtual, method = given.get("virtual_stages"), given.get("partition_method")
-    model.activation_checkpoint_interval = given.get(
-        "activation_checkpoint_interval", model.activation_checkpoint_interval
-    )
-    differs = virtual not in (None, model.virtual_stages) or method not in (None, model.partition_method)
-    if differs or not model.bounds or pipeline.layer_costs is not None:
-        model.arrange(mesh.pp, mesh.pp_rank, virtual, method, pipeline.layer_costs)
-    if model.virtual_stages > 1 and pipeline.schedule != "interleaved":
-        raise ConfigError([
-            f'pipeline.schedule: "{pipeline.schedule}" knows one stage a rank, and the PipelineModule has '
-            f'{model.virtual_stages}; write "interleaved", or build it with virtual_stages=1'
-        ])  # fmt: skip
-    if model.topology is not None and "model" in model.topology.get_axis_names():
-        asked = model.topology.get_dim("model")
-        if asked != mesh.tp:
-            raise ConfigError([
-                f"tensor_parallel.autotp_size: {mesh.tp}, and the PipelineModule's topology has {asked} model-parallel "
-                f'ranks; write "autotp_size": {asked}'
-            ])  # fmt: skip
-    model.forget_others()
-
-
-def _cut_layers(model: nn.Module, config: Config, parallel: Parallel, device: torch.device) -> None:
-    """Leave this rank its part of every layer, if layers are to be cut."""
-    section = config.tensor_parallel
-    if section.size == 1:
-        return
-    early = [name for name, param in model.named_parameters() if holder(param) is not None]
-    if early:
-        raise ValueError(
-            f"initialize: zero.Init has divided {early[0]} among all ranks, and with tensor parallelism it is to be "
-            "cut first; build the model without zero.Init"
-        )
-    from . import tensor
-
-    wanted = section.plan
-    if wanted is None and isinstance(model, PipelineModule) and model.tied_layers():
-        # Another stage has the same weight in another layer, and would cut it otherwise, or not at all.
-        wanted = {**dict.fromkeys(model.tied_layers(), "whole"), "*": "auto"}
-    # What is planned is tried on stand-ins, which recomputation would not find again.
-    with model.without_checkpoints() if isinstance(model, PipelineModule) else contextlib.nullcontext():
-        plan = tensor.parallelize(model, parallel.tensor, wanted, sequence_parallel=section.sequence_parallel)
-    tensor.same_random_numbers(parallel.tensor, device)
-    if parallel.mesh.rank == 0:
-        print(plan, file=sys.stderr)
 
 
 def _zero_settings(config: Config) -> ZeroSettings:

@@ -16,6 +16,7 @@ from torch import nn
 from .. import setup
 from ..config import Config, load
 from ..config.loading import read
+from ..divide import stages_of
 from ..engine import Engine
 
 Source = str | Path | dict[str, Any]
@@ -117,7 +118,7 @@ def last_engine(asker: str) -> Engine:
 def _loaded(source: Source, model: nn.Module | None = None) -> Config:
     """The configuration, for this job and, if it is known, this model."""
     size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    return load(source, world_size=size, pipeline_stages=None if model is None else setup._stages_of(model))
+    return load(source, world_size=size, pipeline_stages=None if model is None else stages_of(model))
 
 
 def _with_tensor_parallel(source: Source, asked: _Asked, model: nn.Module | None) -> dict[str, Any]:

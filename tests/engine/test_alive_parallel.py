@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from alive import alive
-from pipelines import MICROBATCHES, batches, configuration, examples, layers, loss_of, start
-from ranks import Ranks
+from pipelines import MICROBATCHES, VOCABULARY, WIDTH, Block, batches, configuration, examples, layers, loss_of, start
+from ranks import RankFailed, Ranks
 from recording import recorded
+from torch import Tensor, nn
 
 from dsprof.engine.pipe import PipelineModule
 from dsprof.engine.pipe.measure import measure
@@ -86,3 +88,84 @@ def test_measured_costs_are_such_a_file(tmp_path: Path) -> None:
 def test_activation_checkpoint_interval(ranks: Ranks) -> None:
     assert first_rank(ranks, partition_method="uniform")[2] == 0
     assert first_rank(ranks, partition_method="uniform", activation_checkpoint_interval=2)[2] == 3 * MICROBATCHES
+
+
+# --- tensor parallelism
+
+
+def cut_job(rank: int, keys: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    """Shapes of this rank's parameters, and the collectives that tensor parallelism ran in a step."""
+    engine = start(PipelineModule(layers(), 1, loss_fn=loss_of, seed_layers=True), configuration(tensor_parallel=keys))
+    with recorded() as spans:
+        engine.train_batch(iter(examples(batches(1)[0][:, 0])))
+    shapes = {param.name: tuple(param.shape) for param in engine.zero.params}
+    engine.destroy()
+    return shapes, {span.name for span in spans if span.purpose == "tensor-parallel" and span.module is not None}
+
+
+def cut(ranks: Ranks, **keys: Any) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    found = ranks.run(2, cut_job, keys)[0]
+    assert isinstance(found, tuple)
+    return found
+
+
+@alive("tensor_parallel.autotp_size")
+def test_autotp_size(ranks: Ranks) -> None:
+    for size, rows in ((1, 2 * WIDTH), (2, WIDTH)):
+        shapes, collectives = cut(ranks, autotp_size=size)
+        assert shapes["1.up.weight"] == (rows, WIDTH)
+        assert collectives == ({"all_reduce"} if size == 2 else set())
+
+
+class Blocks(nn.Module):
+    """An ordinary model: an embedding, and a list of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.Sequential(*(Block(WIDTH, attention=True) for _ in range(2)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.blocks(self.embedding(ids))
+        return y
+
+
+def sequence_job(rank: int, sequence_parallel: bool) -> set[str]:
+    keys = {"autotp_size": 2, "sequence_parallel": sequence_parallel}
+    engine = start(Blocks(), configuration(tensor_parallel=keys, gradient_accumulation_steps=1))
+    with recorded() as spans:
+        engine.backward(engine(batches(1)[0, 0, 0, :, :4]).square().mean())
+    engine.destroy()
+    within = [span for span in spans if span.kind == "comm" and (span.module or "").startswith("blocks.")]
+    return {span.name for span in within if span.purpose == "tensor-parallel"}
+
+
+@alive("tensor_parallel.sequence_parallel")
+def test_sequence_parallel(ranks: Ranks) -> None:
+    assert ranks.run(2, sequence_job, False)[0] == {"all_reduce"}
+    assert ranks.run(2, sequence_job, True)[0] == {"all_gather", "reduce_scatter"}
+    with pytest.raises(RankFailed, match="the model is a pipeline, whose stages pass on whole sequences; write false"):
+        cut(ranks, autotp_size=2, sequence_parallel=True)
+
+
+@alive("tensor_parallel.plan")
+def test_plan(ranks: Ranks) -> None:
+    shapes, _ = cut(ranks, autotp_size=2, plan={"*.up": "column", "*.down": "row"})
+    assert shapes["1.up.weight"] == (WIDTH, WIDTH)
+    assert shapes["1.attention.query.weight"] == (WIDTH, WIDTH)  # what the plan does not name stays whole
+
+
+def other_data_job(rank: int, differs: bool) -> str:
+    engine = start(PipelineModule(layers(), 1, loss_fn=loss_of), configuration(tensor_parallel={"autotp_size": 2}))
+    data = examples(batches(1)[0][:, 0] + rank * differs)
+    try:
+        engine.train_batch(iter(data))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_share_layers_must_get_the_same_data(ranks: Ranks) -> None:
+    assert ranks.run(2, other_data_job, False) == ["", ""]
+    for said in ranks.run(2, other_data_job, True):
+        assert "differs in its values from that of the others in its tensor-parallel group of 2" in said

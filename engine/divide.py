@@ -1,0 +1,78 @@
+"""Leaving a rank its part of the model: the layers of its pipeline stages, and its share of each."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import torch
+from torch import nn
+
+from .config import Config, ConfigError
+from .mesh import Mesh
+from .parallel import Parallel
+from .pipe.module import PipelineModule
+from .zero.holder import holder
+
+
+def stages_of(model: nn.Module) -> int | None:
+    """Pipeline ranks that the model itself asks for; None if it leaves that to the configuration, 0 for no pipeline."""
+    return model.num_stages if isinstance(model, PipelineModule) else 0
+
+
+def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
+    """Have a pipeline's layers where the configuration wants them."""
+    pipeline = config.pipeline
+    if not isinstance(model, PipelineModule):
+        return
+    given = {key: getattr(pipeline, key) for key in pipeline.model_fields_set}
+    virtual, method = given.get("virtual_stages"), given.get("partition_method")
+    model.activation_checkpoint_interval = given.get(
+        "activation_checkpoint_interval", model.activation_checkpoint_interval
+    )
+    differs = virtual not in (None, model.virtual_stages) or method not in (None, model.partition_method)
+    if differs or not model.bounds or pipeline.layer_costs is not None:
+        model.arrange(mesh.pp, mesh.pp_rank, virtual, method, pipeline.layer_costs)
+    if model.virtual_stages > 1 and pipeline.schedule != "interleaved":
+        raise ConfigError([
+            f'pipeline.schedule: "{pipeline.schedule}" knows one stage a rank, and the PipelineModule has '
+            f'{model.virtual_stages}; write "interleaved", or build it with virtual_stages=1'
+        ])  # fmt: skip
+    if model.topology is not None and "model" in model.topology.get_axis_names():
+        asked = model.topology.get_dim("model")
+        if asked != mesh.tp:
+            raise ConfigError([
+                f"tensor_parallel.autotp_size: {mesh.tp}, and the PipelineModule's topology has {asked} model-parallel "
+                f'ranks; write "autotp_size": {asked}'
+            ])  # fmt: skip
+    model.forget_others()
+
+
+def cut_layers(model: nn.Module, config: Config, parallel: Parallel, device: torch.device) -> None:
+    """Leave this rank its part of every layer, if layers are to be cut."""
+    section = config.tensor_parallel
+    if section.size == 1:
+        return
+    early = [name for name, param in model.named_parameters() if holder(param) is not None]
+    if early:
+        raise ValueError(
+            f"initialize: zero.Init has divided {early[0]} among all ranks, and with tensor parallelism it is to be "
+            "cut first; build the model without zero.Init"
+        )
+    from . import tensor
+
+    if isinstance(model, PipelineModule) and section.sequence_parallel:
+        raise ConfigError([
+            "tensor_parallel.sequence_parallel: true, and the model is a pipeline, whose stages pass on whole "
+            "sequences; write false"
+        ])  # fmt: skip
+    wanted = section.plan
+    if wanted is None and isinstance(model, PipelineModule) and model.tied_layers():
+        # Another stage has the same weight in another layer, and would cut it otherwise, or not at all.
+        wanted = {**dict.fromkeys(model.tied_layers(), "whole"), "*": "auto"}
+    # What is planned is tried on stand-ins, which recomputation would not find again.
+    with model.without_checkpoints() if isinstance(model, PipelineModule) else contextlib.nullcontext():
+        plan = tensor.parallelize(model, parallel.tensor, wanted, sequence_parallel=section.sequence_parallel)
+    tensor.same_random_numbers(parallel.tensor, device)
+    if parallel.mesh.rank == 0:
+        print(plan, file=sys.stderr)
