@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 
 import torch
@@ -70,9 +69,9 @@ def cut_layers(model: nn.Module, config: Config, parallel: Parallel, device: tor
     if wanted is None and isinstance(model, PipelineModule) and model.tied_layers():
         # Another stage has the same weight in another layer, and would cut it otherwise, or not at all.
         wanted = {**dict.fromkeys(model.tied_layers(), "whole"), "*": "auto"}
-    # What is planned is tried on stand-ins, which recomputation would not find again.
-    with model.without_checkpoints() if isinstance(model, PipelineModule) else contextlib.nullcontext():
-        plan = tensor.parallelize(model, parallel.tensor, wanted, sequence_parallel=section.sequence_parallel)
+    plan = tensor.parallelize(
+        model, parallel.tensor, wanted, sequence_parallel=section.sequence_parallel, everyone=parallel.everyone
+    )
     tensor.same_random_numbers(parallel.tensor, device)
     if parallel.mesh.rank == 0:
         print(plan, file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -199,15 +198,6 @@ class PipelineModule(nn.Module):
         """The parameters that are here, by the names they have in the whole model."""
         first = {param: name for name, (param, _) in self._shared.items()}
         return {param: first.get(param, name) for name, param in self.named_parameters()}
-
-    @contextlib.contextmanager
-    def without_checkpoints(self) -> Iterator[None]:
-        """Recompute nothing in this block."""
-        every, self.activation_checkpoint_interval = self.activation_checkpoint_interval, 0
-        try:
-            yield
-        finally:
-            self.activation_checkpoint_interval = every
 
     # --- what they do
 

@@ -1,0 +1,325 @@
+"""The layers that are cut: existing ones, whose class becomes one that is derived from what it was.
+
+`isinstance(layer, nn.Linear)` keeps holding, and a subclass that adds to `super().forward(...)` goes on doing so.
+transformers' Conv1D is a linear layer with its weight transposed; it is recognised by what it consists of.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..comm import Comm
+from .cut import TensorCut
+from .ops import copy, gather, join, reduce, reduce_scatter, split
+from .rng import RankStream
+from .told import plain
+
+Kind = Literal["linear", "conv1d", "embedding", "attention"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that can be cut."""
+
+    kind: Kind
+    inputs: int
+    """Features it reads; of an embedding, its rows."""
+
+    outputs: int
+    """Features it writes."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the whole weight; an attention has several."""
+        return (self.outputs, self.inputs) if self.kind == "linear" else (self.inputs, self.outputs)
+
+    @property
+    def output_dim(self) -> int:
+        """Dimension of the weight along which the outputs lie."""
+        return 0 if self.kind == "linear" else 1
+
+
+def layers_of(model: nn.Module) -> dict[str, Layer]:
+    """The layers of `model` that can be cut, by name. What lies inside an attention is its own affair."""
+    found: dict[str, Layer] = {}
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        layer = None if module in inside else layer_of(module)
+        if layer is not None:
+            found[name] = layer
+            inside.update(module.children())
+    return found
+
+
+def layer_of(module: nn.Module) -> Layer | None:
+    """What there is to know of `module`; None if it is no layer that can be cut."""
+    if isinstance(module, nn.MultiheadAttention):
+        plain_keys = module.bias_k is None and not module.add_zero_attn
+        return Layer("attention", module.embed_dim, module.embed_dim) if plain_keys else None
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2:
+        return None
+    rows, columns = weight.shape
+    if isinstance(module, nn.Linear):
+        return Layer("linear", columns, rows)
+    if isinstance(module, nn.Embedding):
+        return Layer("embedding", rows, columns)
+    bias = module._parameters.get("bias")
+    conv1d = type(module).__name__ == "Conv1D" and getattr(module, "nf", None) == columns
+    return Layer("conv1d", rows, columns) if conv1d and bias is not None and bias.shape == (columns,) else None
+
+
+def derive(module: nn.Module, base: type[nn.Module]) -> None:
+    """Have the class of `module` derive from `base`, right before torch's own layer; a Conv1D's from it first."""
+    made: Any = _derived
+    module.__class__ = made(type(module), base)
+
+
+@functools.cache
+def _derived(cls: Any, base: Any) -> Any:  # mypy does not take a class for hashable
+    (stock,) = base.__bases__
+    if cls is stock:
+        return base
+    bases = (base, cls) if stock is nn.Module else (cls, base)
+    return type(cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+class State:
+    """What a cut layer needs beside its parameters. A copy of the layer communicates in the same group."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
+# --- what enters a region
+
+
+class Entrance:
+    """Where a replicated activation enters a cut region. Layers that read the same one share its communication."""
+
+    def __init__(self, comm: Comm, readers: int, *, sequence_dim: int | None = None, stream: RankStream | None = None):
+        self._comm = comm
+        self._readers = readers
+        self._sequence_dim = sequence_dim
+        self._stream = stream
+        self._given: weakref.ref[Tensor] | None = None
+        self._key: tuple[int, bool] | None = None
+        self._entered: Tensor | None = None
+        self._left = 0
+
+    def __call__(self, x: Tensor, training: bool, name: str) -> Tensor:
+        """`x` as the layer `name` is to read it."""
+        key = (0 if x.is_inference() else x._version), torch.is_grad_enabled()
+        if self._entered is not None and self._given is not None and self._given() is x and self._key == key:
+            entered = self._entered
+        else:
+            if self._sequence_dim is None:
+                entered = copy(x, self._comm, name)
+            else:
+                entered = gather(x, self._comm, self._sequence_dim, name)
+            self._given, self._key, self._entered, self._left = weakref.ref(x), key, entered, self._readers
+        self._left -= 1
+        if self._left <= 0:
+            self._entered = None
+        if self._stream is not None and training:
+            self._stream.enter(x.device, name)
+        return entered
+
+
+# --- column: each rank holds some of the outputs
+
+
+@dataclass(eq=False)
+class Column(State):
+    """What a column layer needs beside its parameters."""
+
+    comm: Comm
+    name: str
+    entrance: Entrance
+    cut: TensorCut
+    """Of the weight."""
+
+    gathered: bool = False
+    """Whether its output is made whole again on every rank."""
+
+
+class ColumnLinear(nn.Linear):
+    """Holds some of the rows of the weight."""
+
+    tensor: Column
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> this rank's part [..., out / ranks] of the output, or all of it [..., out]."""
+        x = self.tensor.entrance(plain(x), self.training, self.tensor.name)
+        return _finish(self.tensor, F.linear(x, *_shared(self.tensor, self.weight, self.bias)))
+
+
+class ColumnConv1D(nn.Module):
+    """Holds some of the columns of the weight, which is transposed."""
+
+    tensor: Column
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As ColumnLinear's."""
+        x = self.tensor.entrance(plain(x), self.training, self.tensor.name)
+        weight, bias = _shared(self.tensor, self.weight, self.bias)
+        assert bias is not None
+        return _finish(self.tensor, _addmm(x, weight, bias))
+
+
+def _shared(tensor: Column, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if tensor.cut.copies == 1:
+        return weight, bias
+    where = tensor.comm, tensor.cut.copies, tensor.name
+    return share_gradient(weight, *where), None if bias is None else share_gradient(bias, *where)
+
+
+def _finish(tensor: Column, y: Tensor) -> Tensor:
+    cut = tensor.cut
+    if tensor.gathered:
+        y = join(y, tensor.comm, -1, tensor.name)
+        return y[..., : cut.shape[cut.dim]].contiguous() if cut.padding else y
+    if cut.real < y.shape[-1]:  # padding never wins, and gets no gradient
+        return y.masked_fill(torch.arange(y.shape[-1], device=y.device) >= cut.real, -math.inf)
+    return y
+
+
+def _addmm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """As Conv1D itself computes it: what puts off weight gradients in a pipeline looks for this call."""
+    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
+
+
+# --- row: each rank holds some of the inputs
+
+
+@dataclass(eq=False)
+class Row(State):
+    """What a row layer needs beside its parameters."""
+
+    comm: Comm
+    name: str
+    sequence_dim: int | None = None
+    """Along which the output is cut again; None: every rank gets all of it."""
+
+    splits: bool = False
+    """Whether its input comes whole."""
+
+    stream: RankStream | None = None
+
+
+class RowLinear(nn.Linear):
+    """Holds some of the columns of the weight."""
+
+    tensor: Row
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's part [..., in / ranks] of the input -> [..., out]; the bias is added once, to the sum."""
+        y = F.linear(_leave(self.tensor, x), self.weight)
+        return _sum(self.tensor, y, self.bias)
+
+
+class RowConv1D(nn.Module):
+    """Holds some of the rows of the weight, which is transposed."""
+
+    tensor: Row
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As RowLinear's."""
+        y = _addmm(_leave(self.tensor, x), self.weight, self.weight.new_zeros(self.weight.shape[1]))
+        return _sum(self.tensor, y, self.bias)
+
+
+def _leave(tensor: Row, x: Tensor) -> Tensor:
+    if tensor.stream is not None:
+        tensor.stream.leave()
+    return split(plain(x), tensor.comm, -1, tensor.name) if tensor.splits else plain(x)
+
+
+def _sum(tensor: Row, y: Tensor, bias: Tensor | None) -> Tensor:
+    if tensor.sequence_dim is None:
+        y = reduce(y, tensor.comm, tensor.name, fresh=True)
+    else:
+        y = reduce_scatter(y, tensor.comm, tensor.sequence_dim, tensor.name)
+    return y if bias is None else y + bias
+
+
+# --- vocabulary: each rank holds some of the rows of an embedding
+
+
+@dataclass(eq=False)
+class Vocabulary(State):
+    """What a vocabulary layer needs beside its parameters."""
+
+    comm: Comm
+    name: str
+    cut: TensorCut
+    padding_idx: int | None
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """Holds a band of the rows; a token of another band embeds to zero here, and the sum over the ranks restores it."""
+
+    tensor: Vocabulary
+
+    def forward(self, ids: Tensor) -> Tensor:
+        tensor = self.tensor
+        rows, here = tensor.cut.shape[0], self.weight.shape[0]
+        _check_ids(ids, rows, tensor.name)
+        first = tensor.comm.rank * here
+        local = ids - first
+        outside = (local < 0) | (local >= here)
+        pad = None if tensor.padding_idx is None else tensor.padding_idx - first
+        y = F.embedding(local.masked_fill(outside, 0), self.weight, pad if pad in range(here) else None,
+                        sparse=self.sparse)  # fmt: skip
+        return reduce(y.masked_fill(outside.unsqueeze(-1), 0), tensor.comm, tensor.name, fresh=True)
+
+
+def _check_ids(ids: Tensor, rows: int, name: str) -> None:
+    if not ids.numel():
+        return
+    lowest, highest = ids.aminmax()
+    if ids.device.type == "cpu":
+        if lowest < 0 or highest >= rows:
+            raise IndexError(f"{name}: ids from {int(lowest)} to {int(highest)}, and there are {rows} rows")
+    else:
+        torch._assert_async((lowest >= 0) & (highest < rows))
+
+
+# --- a part that several ranks hold
+
+
+class _ShareGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, comm: Comm, copies: int, module: str) -> Tensor:
+        ctx.where = comm, copies, module
+        return param.view_as(param)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        comm, copies, module = ctx.where
+        slots = grad.new_zeros((comm.size // copies, *grad.shape))
+        slots[comm.rank // copies] = grad
+        comm.all_reduce(slots, "tensor-parallel", module=module).wait()
+        return slots[comm.rank // copies], None, None, None
+
+
+def share_gradient(param: Tensor, comm: Comm, copies: int, module: str) -> Tensor:
+    """`param`, of which `copies` neighbouring ranks hold the same; its gradient is summed over these.
+
+    There is no group for them alone, so each part has a slot in an all-reduce over all: these are few key-value heads.
+    """
+    operator: Any = _ShareGradient
+    shared: Tensor = operator.apply(param, comm, copies, module)
+    return shared

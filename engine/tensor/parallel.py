@@ -1,0 +1,211 @@
+"""From a plan to the cut model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm import Comm
+from .attention import Heads, HeadsAttention
+from .cut import TensorCut, cut_in_place, even_cut, mark_partial
+from .layers import (
+    Column,
+    ColumnConv1D,
+    ColumnLinear,
+    Entrance,
+    Row,
+    RowConv1D,
+    RowLinear,
+    Vocabulary,
+    VocabularyEmbedding,
+    derive,
+    layer_of,
+)
+from .plan import TensorPlan
+from .planner import plan_for
+from .rng import RankStream
+from .roles import Role
+from .sequence import cut_sequence
+from .styles import PlanError
+from .told import tell
+
+
+def parallelize(
+    model: nn.Module,
+    comm: Comm,
+    plan: TensorPlan | Mapping[str, str] | str | None = None,
+    *,
+    sequence_parallel: bool = False,
+    sequence_dim: int = 1,
+    example: Any = None,
+    everyone: Comm | None = None,
+) -> TensorPlan:
+    """Cut `model` in place for the ranks of `comm`, all of which call this with a model of the same shapes.
+
+    `plan` is one of `plan_for`'s, or what that takes. Parameters stay the same objects, with this rank's part in them;
+    how each is cut is `cut_of(param)`. Do this before the forwards of blocks are wrapped (recomputation), and before an
+    optimizer has states.
+
+    If any rank cannot, PlanError is raised on all of them, and on those of `everyone`, which may have other models:
+    other stages of a pipeline.
+    """
+    made: TensorPlan | None = None
+    cause: PlanError | None = None
+    try:
+        if isinstance(plan, TensorPlan):
+            made = plan
+            _check_given(model, plan, comm.size)
+        else:
+            made = plan_for(
+                model, comm.size, plan=plan, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim,
+                example=example,
+            )  # fmt: skip
+    except PlanError as error:
+        cause = error
+    cause = _agreed(comm, None if cause is not None else str(made), cause, "tensor-parallel rank")
+    if everyone is not None:
+        cause = _agreed(everyone, None if cause is not None else "", cause, "rank")
+    if cause is not None:
+        raise cause
+    assert made is not None
+    if made.size > 1:
+        _apply(model, made, comm)
+    return made
+
+
+def _check_given(model: nn.Module, plan: TensorPlan, size: int) -> None:
+    if plan.size != size:
+        raise PlanError(f"the tensor parallel plan is one for {plan.size} ranks, and there are {size}")
+    modules = dict(model.named_modules())
+    for role in plan.roles:
+        found = layer_of(modules[role.module]) if role.module in modules else None
+        if found != role.layer:
+            raise PlanError(f"the tensor parallel plan was made for another model: {role.module} is {found} here")
+
+
+def _agreed(comm: Comm, planned: str | None, cause: PlanError | None, rank: str) -> PlanError | None:
+    """What all ranks of `comm` are to raise: `cause`, or that another one failed, or that the plans differ."""
+    if comm.size == 1:
+        return cause
+    digest = hashlib.blake2b((planned or "").encode(), digest_size=7).digest()
+    rows = torch.zeros((comm.size, 2), dtype=torch.int64, device=comm.device)
+    rows[comm.rank] = torch.tensor([planned is not None, int.from_bytes(digest, "little")])
+    comm.all_gather(rows, "tensor-parallel").wait()
+    answers = rows.tolist()
+    failed = [other for other, (good, _) in enumerate(answers) if not good]
+    if cause is not None:
+        return cause
+    if failed:
+        return PlanError(f"{rank} {failed[0]} could not plan; its error says why")
+    differs = [other for other, answer in enumerate(answers) if answer != answers[0]]
+    if differs:
+        return PlanError(f"{rank}s {differs} planned otherwise than rank 0: the model must be the same on all")
+    return None
+
+
+# --- cutting
+
+
+def _apply(model: nn.Module, plan: TensorPlan, comm: Comm) -> None:
+    params = dict(model.named_parameters(remove_duplicate=False))
+    entrances: dict[str, Entrance] = {}
+    streams = {region: RankStream(comm.rank) for region in plan.random_regions}
+    readers = [role.shares for role in plan.roles]
+    for role in plan.roles:
+        module = model.get_submodule(role.module)
+        along, stream = None, streams.get(role.region) if role.region is not None else None
+        if role.style == "heads":
+            stream = RankStream(comm.rank)
+        if plan.stack is not None and plan.stack.holds(role.module):
+            along, stream = plan.stack.dim, None  # in the blocks each rank draws for itself all the time
+        if role.style in ("column", "column_gather"):
+            key = role.shares or role.module
+            if key not in entrances:
+                entrances[key] = Entrance(comm, max(1, readers.count(key)), sequence_dim=along, stream=stream)
+            _cut_column(module, role, comm, entrances[key])
+        elif role.style in ("row", "row_split"):
+            _cut_row(module, role, Row(comm, role.module, along, role.style == "row_split", stream))
+        elif role.style == "vocab":
+            _cut_vocabulary(module, role, comm)
+        elif role.style == "heads":
+            _cut_attention(module, role, Heads(comm, role.module, along, stream))
+    for change in plan.arrangement.changes:
+        change.make(model.get_submodule(change.module))
+    for name, telling in plan.arrangement.tellings:
+        tell(model.get_submodule(name), telling)
+    for name in plan.partial:
+        mark_partial(params[name])
+    if plan.stack is not None:
+        cut_sequence(model, plan.stack, comm)
+
+
+def _cut_column(module: nn.Module, role: Role, comm: Comm, entrance: Entrance) -> None:
+    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+    assert weight is not None
+    cut = _cut(role, role.layer.shape, role.layer.output_dim, comm)
+    cut_in_place(weight, cut)
+    if bias is not None:
+        cut_in_place(bias, _cut(role, (role.layer.outputs,), 0, comm))
+    derive(module, ColumnConv1D if role.layer.kind == "conv1d" else ColumnLinear)
+    state: Any = Column(comm, role.module, entrance, cut, role.style == "column_gather")
+    module.tensor = state
+    _set_counts(module, role, outputs=cut.local_shape[cut.dim])
+
+
+def _cut_row(module: nn.Module, role: Role, state: Any) -> None:
+    weight = module._parameters["weight"]
+    assert weight is not None
+    cut = even_cut(role.layer.shape, 1 - role.layer.output_dim, state.comm.size, state.comm.rank)
+    cut_in_place(weight, cut)
+    derive(module, RowConv1D if role.layer.kind == "conv1d" else RowLinear)
+    module.tensor = state
+    _set_counts(module, role, inputs=cut.local_shape[cut.dim])
+
+
+def _cut_vocabulary(module: nn.Module, role: Role, comm: Comm) -> None:
+    assert isinstance(module, nn.Embedding)
+    cut = even_cut(role.layer.shape, 0, comm.size, comm.rank)
+    cut_in_place(module.weight, cut)
+    derive(module, VocabularyEmbedding)
+    state: Any = Vocabulary(comm, role.module, cut, module.padding_idx)
+    module.tensor = state
+    _set_counts(module, role, inputs=cut.local_shape[0])
+
+
+def _cut_attention(module: nn.Module, role: Role, state: Any) -> None:
+    assert isinstance(module, nn.MultiheadAttention)
+    size, rank, width = state.comm.size, state.comm.rank, role.layer.outputs
+    for param in (module.in_proj_weight, module.in_proj_bias):
+        if param is not None:
+            shape = tuple(param.shape)
+            cut_in_place(param, TensorCut(shape=shape, dim=0, bands=(width,) * 3, size=size, rank=rank))
+    for param in (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight):
+        if param is not None:
+            cut_in_place(param, even_cut(param.shape, 0, size, rank))
+    cut_in_place(module.out_proj.weight, even_cut((width, width), 1, size, rank))
+    derive(module, HeadsAttention)
+    module.tensor = state
+
+
+def _cut(role: Role, shape: tuple[int, ...], dim: int, comm: Comm) -> TensorCut:
+    if role.bands is None:
+        return even_cut(shape, dim, comm.size, comm.rank)
+    return TensorCut(
+        shape=shape, dim=dim, bands=role.bands.sizes, size=comm.size, rank=comm.rank, copies=role.bands.copies
+    )  # fmt: skip
+
+
+def _set_counts(module: nn.Module, role: Role, **local: int) -> None:
+    """Have the layer say the size of the part that it holds."""
+    names = {
+        "linear": {"inputs": "in_features", "outputs": "out_features"},
+        "conv1d": {"inputs": "nx", "outputs": "nf"},
+        "embedding": {"inputs": "num_embeddings"},
+    }[role.layer.kind]
+    for which, value in local.items():
+        if hasattr(module, names[which]):
+            setattr(module, names[which], value)

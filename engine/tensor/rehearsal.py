@@ -1,0 +1,252 @@
+"""The cut model is tried as one rank will run it, and held against the trial of the whole model.
+
+Column layers answer with this rank's part of what they answered then; the input of every layer must be this rank's part
+of its input then. So whatever lies between the layers has been shown to work on parts: nothing is taken on trust.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from .cut import TensorCut
+from .layers import Layer
+from .roles import Role
+from .told import Telling, plain, tell
+from .trial import Trial, joined, run, tensors_of
+
+RTOL: Final = 1e-3
+ATOL: Final = 1e-4
+"""What may come of computing in fp32 in another order."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """An integer attribute of a module that counts what is cut, such as `num_heads`.
+
+    One of the module's configuration, `config.num_heads`, is changed in a copy, which the module then has for itself.
+    """
+
+    module: str
+    attribute: str
+    before: int
+    after: int
+
+    def make(self, module: nn.Module) -> Callable[[], None]:
+        """Make it; call the result to take it back."""
+        first, _, of_config = self.attribute.partition(".")
+        before = getattr(module, first)
+        after: Any = self.after
+        if of_config:
+            after = copy.copy(before)
+            setattr(after, of_config, self.after)
+        setattr(module, first, after)
+        return lambda: setattr(module, first, before)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The blocks in and between which activations are cut along the sequence."""
+
+    blocks: tuple[str, ...]
+    dim: int
+
+    @property
+    def first(self) -> str:
+        """The block that activations enter."""
+        return self.blocks[0]
+
+    @property
+    def last(self) -> str:
+        """The block that they leave."""
+        return self.blocks[-1]
+
+    def holds(self, module: str) -> bool:
+        """Whether `module` is one of the blocks, or in one."""
+        return any(module == block or module.startswith(f"{block}.") for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """What is done to the model beside cutting its layers."""
+
+    changes: tuple[Change, ...] = ()
+    tellings: tuple[tuple[str, Telling], ...] = ()
+
+
+class Mismatch(Exception):
+    """The cut model does not compute what the whole one does; `region` is where that begins, if it is in one."""
+
+    def __init__(self, region: int | None, what: str) -> None:
+        super().__init__(what)
+        self.region = region
+
+
+def rehearse(
+    trial: Trial, roles: Mapping[str, Role], arrangement: Arrangement, stack: Stack | None, size: int, rank: int
+) -> None:
+    """Run the tried module as `rank` of `size` will: with gradients and without, and in training, where dropout lets
+    only shapes be compared. Raises Mismatch."""
+    modules = {joined(trial.root, name): module for name, module in trial.module.named_modules()}
+    for grad, training in ((True, False), (False, False), (True, True))[: 3 if trial.trains else 2]:
+        with torch.set_grad_enabled(grad), arranged(modules, arrangement), ExitStack() as edges:
+            rank_run = _RankRun(trial, roles, stack, size, rank, exact=not training)
+            if stack is not None and stack.first in modules:
+                edges.enter_context(rank_run.sequence(modules[stack.first], modules[stack.last]))
+            try:
+                found = tensors_of(run(trial, rank_run.answer, training=training))
+            except Mismatch:
+                raise
+            except Exception as error:
+                text = f"{rank_run.last} is followed by {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                raise Mismatch(rank_run.region, text) from error
+            rank_run.finish(found)
+
+
+@contextmanager
+def arranged(modules: Mapping[str, nn.Module], arrangement: Arrangement) -> Iterator[None]:
+    """`arrangement`, for a while; what concerns other modules is passed over."""
+    undos: list[Callable[[], None]] = []
+    try:
+        for change in arrangement.changes:
+            if change.module in modules:
+                undos.append(change.make(modules[change.module]))
+        undos += [tell(modules[name], telling) for name, telling in arrangement.tellings if name in modules]
+        yield
+    finally:
+        for undo in reversed(undos):
+            undo()
+
+
+class _RankRun:
+    """One run as one rank."""
+
+    def __init__(
+        self, trial: Trial, roles: Mapping[str, Role], stack: Stack | None, size: int, rank: int, *, exact: bool
+    ) -> None:
+        self._exact = exact
+        self._trial = trial
+        self._roles = roles
+        self._stack = stack
+        self._size, self._rank = size, rank
+        self._calls = trial.numbered()
+        self._count: Counter[str] = Counter()
+        self._along: int | None = None
+        """Dimension along which activations are cut at present, outside of regions."""
+        self.last = "its beginning"
+        self.region: int | None = None
+        """The region that is open, or was last."""
+
+    def answer(self, name: str, layer: Layer, x: Tensor) -> Tensor:
+        """What the layer answers on this rank; raises Mismatch if it is not asked what it should be."""
+        x, role = plain(x), self._roles[name]
+        call = self._calls.get((name, self._count[name]))
+        if call is None:
+            raise Mismatch(self.region, f"{name} is used once more than by the whole model")
+        self._count[name] += 1
+        expected = call.read.detach()
+        if role.style == "row" and role.region is not None:
+            self.region = role.region
+            width = expected.shape[-1] // self._size
+            expected = expected[..., self._rank * width : (self._rank + 1) * width]
+        else:
+            expected = self._piece(expected)
+        self._compare(x, expected, f"the input of {name}")
+        self.last = name
+        if role.style == "column" and role.region is not None:
+            self.region = role.region
+            return _index(call.wrote.detach(), role, self._size, self._rank)
+        return self._piece(call.wrote.detach()).clone()
+
+    def finish(self, outputs: Sequence[Tensor]) -> None:
+        """Compare what the module returned, unless it is logits that stay cut."""
+        missing = [name for (name, number) in self._calls if number >= self._count[name]]
+        if missing:
+            raise Mismatch(self.region, f"{missing[0]} is used less often than by the whole model")
+        if any(role.style == "column" and role.region is None for role in self._roles.values()):
+            return
+        if len(outputs) != len(self._trial.outputs):
+            raise Mismatch(self.region, f"{len(outputs)} outputs instead of {len(self._trial.outputs)}")
+        for found, expected in zip(outputs, self._trial.outputs, strict=True):
+            self._compare(found, expected.detach(), "the output")
+
+    @contextmanager
+    def sequence(self, first: nn.Module, last: nn.Module) -> Iterator[None]:
+        """Activations are cut along the sequence from the input of `first` to the output of `last`."""
+        assert self._stack is not None
+        stack = self._stack
+
+        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            self._along = stack.dim
+            return on_first_activation(self._piece, args, kwargs)
+
+        def end(_: nn.Module, __: Any, output: Any) -> Any:
+            whole = self._trial.blocks[stack.last].detach()
+
+            def join(x: Tensor) -> Tensor:
+                self._compare(x, self._piece(whole), f"the output of {stack.last}")
+                return whole.clone()
+
+            result = on_first_activation(join, (output,), {})[0][0]
+            self._along = None
+            return result
+
+        handles = [first.register_forward_pre_hook(begin, with_kwargs=True), last.register_forward_hook(end)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _compare(self, found: Tensor, expected: Tensor, what: str) -> None:
+        if found.shape != expected.shape:
+            raise Mismatch(self.region, f"{what} has shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
+        if self._exact and not torch.allclose(found.float(), expected.float(), RTOL, ATOL, equal_nan=True):
+            raise Mismatch(self.region, f"{what} is not what the whole model computes")
+
+    def _piece(self, x: Tensor) -> Tensor:
+        if self._along is None or x.dim() <= self._along:
+            return x
+        length = x.shape[self._along]
+        if length % self._size:
+            what = f"sequence_parallel: a sequence of {length} does not divide by {self._size} ranks; pad it"
+            raise Mismatch(None, what)
+        return x.narrow(self._along, self._rank * (length // self._size), length // self._size)
+
+
+def on_first_activation(
+    function: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a block, or what it returned, with `function` of the first activation: floating point, and at least
+    batch, sequence and features. A tuple may hold it."""
+    done = False
+
+    def visit(value: Any) -> Any:
+        nonlocal done
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 3 and not done:
+            done = True
+            return function(value)
+        if type(value) in (tuple, list):
+            return type(value)(map(visit, value))
+        return value
+
+    return tuple(map(visit, args)), {key: visit(value) for key, value in kwargs.items()}
+
+
+def cut_of_outputs(role: Role, size: int, rank: int) -> TensorCut:
+    """How the outputs of a column layer of a region are cut."""
+    assert role.bands is not None
+    return TensorCut(
+        shape=(role.layer.outputs,), dim=0, bands=role.bands.sizes, size=size, rank=rank, copies=role.bands.copies
+    )  # fmt: skip
+
+
+def _index(wrote: Tensor, role: Role, size: int, rank: int) -> Tensor:
+    return wrote[..., cut_of_outputs(role, size, rank).index()]

@@ -1,0 +1,275 @@
+"""A model is tried: run once on a few tokens, with stand-ins for its weights and for what its layers answer.
+
+Nothing of the model's own weights is read, and no matrix product is computed: a layer that can be cut answers with
+random numbers, and everything between two layers is computed as the model has it. So a trial of a large model takes
+little time and memory, wherever its weights are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .inputs import Inputs
+from .layers import Layer, derive, layers_of
+from .told import plain
+
+Answer = Callable[[str, Layer, Tensor], Tensor]
+"""What a layer answers: its name, what it is, and its input -> its output."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One use of a layer."""
+
+    module: str
+    layer: Layer
+    read: Tensor
+    """Its input, with the graph that leads back to the layers before."""
+
+    given: Tensor
+    """Its input, the very object: layers that read the same one share what is done with it."""
+
+    wrote: Tensor
+    """The stand-in that it answered with: a leaf of the graph."""
+
+    drawn: int = 0
+    """Differs between two calls if random numbers were drawn between them, in training."""
+
+
+@dataclass(eq=False)
+class Trial:
+    """What was seen of `root`, a module of the model, running by itself."""
+
+    root: str
+    module: nn.Module
+    inputs: Inputs
+    stand_ins: Mapping[str, Tensor]
+    calls: list[Call] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    trains: bool = False
+    """Whether it runs in training mode too: `note_randomness`."""
+
+    blocks: dict[str, Tensor] = field(default_factory=dict)
+    """Module -> its output, of those that `note_output` was asked for."""
+
+    def numbered(self) -> dict[tuple[str, int], Call]:
+        """Calls by module, and number among that module's calls."""
+        count: Counter[str] = Counter()
+        found = {}
+        for call in self.calls:
+            found[call.module, count[call.module]] = call
+            count[call.module] += 1
+        return found
+
+
+def observe(name: str, module: nn.Module, inputs: Inputs) -> Trial:
+    """Run `module`, whose name is `name`, and note what its layers read. Raises what its forward raises."""
+    stand_ins = _stand_ins(module)
+    inputs = inputs.replaced(lambda x: x.detach().requires_grad_() if x.is_floating_point() else x)
+    trial = Trial(name, module, inputs, stand_ins)
+
+    def answer(name: str, layer: Layer, x: Tensor) -> Tensor:
+        x = plain(x)
+        shape = (*x.shape, layer.outputs) if layer.kind == "embedding" else (*x.shape[:-1], layer.outputs)
+        # Between 0 and 1, where hardly an activation function is flat.
+        wrote = torch.rand(shape).mul_(0.8).add_(0.1).requires_grad_()
+        trial.calls.append(Call(name, layer, x.clone() if x.is_floating_point() else x, x, wrote))
+        return wrote.clone()
+
+    trial.outputs = tensors_of(run(trial, answer))
+    return trial
+
+
+def note_randomness(trial: Trial) -> None:
+    """Say of each call where the generator stood, in training, if the module runs in training mode on so few tokens."""
+    again = iter(trial.calls)
+
+    def answer(name: str, layer: Layer, x: Tensor) -> Tensor:
+        call = next(again)  # one call more than before is an error, too
+        call.drawn = hash(torch.default_generator.get_state().numpy().tobytes())
+        return call.wrote.detach().clone()
+
+    try:
+        run(trial, answer, training=True)
+    except Exception:  # a batch norm over one value, for instance
+        return
+    trial.trains = next(again, None) is None
+
+
+def note_output(trial: Trial, name: str, module: nn.Module) -> None:
+    """Keep what `module` returned: the first activation of it."""
+    again = iter(trial.calls)
+
+    def keep(_: nn.Module, __: Any, output: Any) -> None:
+        trial.blocks[name] = tensors_of(output)[0].detach()
+
+    handle = module.register_forward_hook(keep)
+    try:
+        run(trial, lambda name, layer, x: next(again).wrote.detach().clone())
+    finally:
+        handle.remove()
+
+
+def run(trial: Trial, answer: Answer, *, training: bool = False) -> Any:
+    """What the tried module returns, with `answer` in its layers' place. The process's generator is left as it was."""
+    modes = [(module, module.training) for module in trial.module.modules()]
+    trial.module.train(training)
+    try:
+        with torch.random.fork_rng(devices=[]), _keeping(), _answering(trial.root, trial.module, answer):
+            torch.manual_seed(0)
+            # A forward may empty what holds its inputs, and write to buffers.
+            inputs = trial.inputs.replaced(lambda x: x)
+            stand_ins = {name: x if x.requires_grad else x.clone() for name, x in trial.stand_ins.items()}
+            return functional_call(trial.module, stand_ins, inputs.args, dict(inputs.kwargs))
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def _keeping() -> Iterator[None]:
+    """Have torch.utils.checkpoint keep activations: what is asked of a trial's graph comes when layers are back.
+
+    Torch has no switch for that. If the names are gone, a model that recomputes by itself cannot be tried.
+    """
+
+    def generator(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    class Plain:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+            return function(*args)
+
+    torchs = vars(torch.utils.checkpoint)
+    ours = {"_checkpoint_without_reentrant_generator": generator, "CheckpointFunction": Plain}
+    before = {name: torchs[name] for name in ours if name in torchs}
+    torchs.update({name: ours[name] for name in before})
+    try:
+        yield
+    finally:
+        torchs.update(before)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The floating-point tensors in what a module returned, whatever holds them."""
+    if isinstance(value, Tensor):
+        return [plain(value)] if value.is_floating_point() else []
+    if isinstance(value, Mapping):
+        return [tensor for item in value.values() for tensor in tensors_of(item)]
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [tensor for item in value for tensor in tensors_of(item)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return tensors_of(vars(value))
+    return []
+
+
+# --- stand-ins
+
+
+def _stand_ins(module: nn.Module) -> dict[str, Tensor]:
+    """For every parameter and buffer, in fp32 on the CPU.
+
+    Parameters of layers take no memory, as nobody reads them. Others are random, since their present values may well
+    hide a dependence: gates and residual branches often begin with zeros.
+    """
+    of_layers = {id(param) for name in layers_of(module) for param in module.get_submodule(name).parameters()}
+    found: dict[str, Tensor] = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for name, param in module.named_parameters():
+            if not param.is_floating_point():
+                found[name] = param.detach()
+            elif id(param) in of_layers:
+                found[name] = torch.rand(()).expand(param.shape).detach().requires_grad_()
+            else:
+                found[name] = torch.rand(param.shape).add_(0.5).requires_grad_()
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            found[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+        else:
+            found[name] = buffer.detach().to("cpu", torch.float32 if buffer.is_floating_point() else None, copy=True)
+    return found
+
+
+# --- layers that answer
+
+
+class _LinearTrial(nn.Linear):
+    answer: Callable[[Tensor], Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.answer(x)
+
+
+class _Conv1DTrial(nn.Module):
+    answer: Callable[[Tensor], Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.answer(x)
+
+
+class _EmbeddingTrial(nn.Embedding):
+    answer: Callable[[Tensor], Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.answer(x)
+
+
+class _AttentionTrial(nn.MultiheadAttention):
+    answer: Callable[[Tensor], Tensor]
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Reads three inputs; the answer to the first counts. Every key gets the same weight."""
+        found, *_ = [self.answer(x) for x in (query, key, value)]
+        if not need_weights:
+            return found, None
+        length, keys = (x.shape[-2 if self.batch_first or x.dim() == 2 else 0] for x in (query, key))
+        batch = () if query.dim() == 2 else (query.shape[0 if self.batch_first else 1],)
+        heads = () if average_attn_weights else (self.num_heads,)
+        return found, torch.full((*batch, *heads, length, keys), 1 / keys)
+
+
+@contextmanager
+def _answering(prefix: str, root: nn.Module, answer: Answer) -> Iterator[None]:
+    bases: dict[str, type[nn.Module]] = {
+        "linear": _LinearTrial, "conv1d": _Conv1DTrial, "embedding": _EmbeddingTrial, "attention": _AttentionTrial,
+    }  # fmt: skip
+    before = []
+    for name, layer in layers_of(root).items():
+        module: Any = root.get_submodule(name)
+        before.append((module, type(module)))
+        derive(module, bases[layer.kind])
+        module.answer = partial(answer, joined(prefix, name), layer)
+    try:
+        yield
+    finally:
+        for module, kind in before:
+            module.__class__ = kind
+            del module.answer
+
+
+def joined(prefix: str, name: str) -> str:
+    """`a` and `b` as `a.b`; either may be empty."""
+    return f"{prefix}.{name}".strip(".")
