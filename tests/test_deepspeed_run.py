@@ -18,6 +18,7 @@ from dsprof.cli import deepspeed_flags, main
 from dsprof.collectors import arm
 from dsprof.collectors.bootstrap.sitecustomize import StandIn
 from dsprof.engine.config import ConfigError, load
+from dsprof.engine.schedule import make_plan
 from dsprof.launch import Job, Launch, environment, home
 from dsprof.run import RunFolder
 from dsprof.settings import Settings
@@ -299,6 +300,22 @@ def test_the_examples_train(tmp_path: Path) -> None:
         first, *_, last = losses(done, example)
         assert last < 0.8 * first, example
     assert list((tmp_path / "output" / "ds_logs").rglob("events.out.tfevents.*"))
+
+    # The pipeline ran last: each of its steps is in the trace as its plan has it, action by action.
+    plan = make_plan("1f1b", 2, 8)
+    rows = done.analysis().rows
+    pipe = rows[rows["kind"] == "pipe"].sort_values("start_ns")
+    for rank in range(2):
+        mine = pipe[pipe["rank"] == rank]
+        steps = [step for _, step in mine.groupby("step")]
+        assert len(steps) == 40
+        for step in steps:
+            assert list(zip(step["name"], step["stage"], step["microbatch"], strict=True)) == list(plan.actions[rank])
+    moved = rows[(rows["kind"] == "comm") & rows["peer"].notna() & (rows["purpose"] == "pipeline")]
+    assert moved.groupby(["rank", "name"], observed=True).size().to_dict() == {
+        (rank, name): 40 * 8 for rank in range(2) for name in ("send", "recv")
+    }
+    assert done.findings["budget"]["bubble"] > 0
 
 
 @pytest.mark.parametrize(

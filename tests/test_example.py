@@ -26,7 +26,7 @@ FIRST = {
     "uneven-lengths": ("data.imbalance", [0, 1]),
 }
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

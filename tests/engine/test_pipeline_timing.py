@@ -17,6 +17,8 @@ from dsprof.engine.pipe import PipelineModule
 from dsprof.engine.pipe.deferral import later
 from dsprof.engine.schedule import Action, make_plan, simulate
 
+pytestmark = pytest.mark.alone
+
 UNIT: Final = 0.04
 """Seconds of a layer's forward; its backward takes two, one for its inputs and one for its weights."""
 MICROBATCHES: Final = 4

@@ -159,7 +159,7 @@ class Counting(TorchDispatchMode):
         (Full(), set(), 4, 2),
         (Selective(), set(), 0, 2),  # a product is kept, but by another Python object
     ],
-    ids=str,
+    ids=["nothing", "full", "selective"],
 )
 def test_what_is_kept_and_what_is_computed_again(
     policy: Policy, alive: set[str], products: int, activations: int

@@ -195,6 +195,7 @@ def on_a_link(rank: int, chosen: ZeroSettings) -> tuple[float, list[str], int]:
     return min(taken[1:]), gradients, sum(span.kind == "wait" for span in recording.spans)
 
 
+@pytest.mark.alone
 def test_buckets_overlap_and_prefetch_move_time_on_a_link(ranks: Ranks) -> None:
     """Sleeping: 5 x 20 forward, 5 x 20 backward; each layer's communication takes 20. On a busy host, longer."""
 
