@@ -5,13 +5,15 @@
     folder/TAG/__RANK_0.distcp      what one rank wrote
     folder/TAG/config.json          the configuration it was trained with
 
-Every tensor is kept flattened, cut as the ranks that wrote it had it, so any number of ranks, any ZeRO stage and any
-precision can read it. Nothing that is read can run code.
+Every tensor is kept flattened, cut as the ranks that wrote it had it. So ranks that are divided otherwise, into stages,
+replicas and tensor-parallel parts, can read it, with any ZeRO stage and any precision. Nothing that is read can run
+code.
 
     saving.py      a checkpoint from beginning to end, written
     loading.py     and read
     state.py       what is saved under which name, and what of the weights a rank holds
     optimizer.py   the optimizer's state, likewise
+    cuts.py        parts of parameters that tensor-parallel ranks have, from one cut to another
     pieces.py      flat pieces of tensors, through torch.distributed.checkpoint
     values.py      everything that is no tensor, and random number generators
     folder.py      tags, `latest`, and how a new checkpoint takes its place at once or not at all

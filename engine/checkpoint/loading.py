@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from ..onebit import OneBitAdam
 from ..zero.shard import ShardedParam
+from .cuts import Wanted, as_saved, read, tensor_cut
 from .folder import find, latest_tag
-from .optimizer import OptimizerLoading, OptimizerState
+from .optimizer import OptimizerLoading, OptimizerState, group_names
 from .pieces import Contents, Piece
 from .saving import COUNTERS, FORMAT
-from .state import Trainee, buffers, device_of, weights
-from .team import CheckpointError, Team
+from .state import Holdings, Trainee, buffers, device_of, holdings, merged, weights
+from .team import CheckpointError, Team, gather_over
 from .values import set_random_states, unpack
 
 
@@ -36,7 +38,7 @@ def load(
     Returns its path and the client's state. Without a file `latest` nothing is loaded, which is warned about, and
     both are None. With `load_module_strict`, parameters and buffers must be those of the checkpoint; else what both
     have is loaded. `load_module_only` loads the weights and nothing else. Random number generators go on as they were
-    if there are as many ranks as there were.
+    if there are as many pipeline, data-parallel and tensor-parallel ranks as there were.
 
     Raises CheckpointError on all ranks. If that is because a file cannot be read, the weights may be neither the old
     ones nor the new; nothing is touched before it is known that the checkpoint fits and is complete.
@@ -54,7 +56,8 @@ def load(
             return None, None
         path = Path(folder) / name
         doing = f"checkpoint {path} was not loaded"
-        loading = team.together(doing, lambda: _Loading(engine, path, team, strict=load_module_strict))
+        replica = gather_over(engine.parallel.model, team.together(doing, lambda: _of_rank(engine)))
+        loading = team.together(doing, lambda: _Loading(engine, path, team, replica, strict=load_module_strict))
         if not load_module_only:
             team.together(
                 doing, lambda: loading.with_training(optimizer=load_optimizer_states, lr=load_lr_scheduler_states)
@@ -73,18 +76,51 @@ def _choose(folder: Path, tag: str | None) -> str | None:
     return None if tag is None else find(folder, tag)
 
 
-class _Loading:
-    """One load on one rank. Of its methods, `publish` alone communicates."""
+@dataclass(frozen=True, slots=True)
+class _OfRank:
+    """What there is to be loaded on one rank."""
 
-    def __init__(self, engine: Trainee, path: Path, team: Team, *, strict: bool) -> None:
+    holdings: Holdings
+    groups: list[list[str]]
+    """Names in the optimizer's parameter groups."""
+
+
+def _of_rank(engine: Trainee) -> _OfRank:
+    groups = [] if engine.optimizer is None else group_names(engine.optimizer, engine.zero)
+    return _OfRank(holdings(engine), groups)
+
+
+def _of_format_1(training: dict[str, Any]) -> dict[str, Any]:
+    """What "training" would be of a checkpoint of format 1, whose ranks were data-parallel ones."""
+    return {
+        **training,
+        "mesh": (1, training["ranks"], 1),
+        "cuts": {},
+        "reduction_orders": [training["reduction_order"]],
+    }
+
+
+class _Loading:
+    """One load on one rank, of whose `replica` all ranks tell what they have. Of its methods, `publish` alone
+    communicates.
+    """
+
+    def __init__(self, engine: Trainee, path: Path, team: Team, replica: Sequence[_OfRank], *, strict: bool) -> None:
         self._engine = engine
         self._team = team
+        self._replica = replica
         self._contents = Contents(path)
         self._training = self._value("training")
-        if self._training["format"] != FORMAT:
+        self._format = self._training["format"]
+        if self._format not in (1, FORMAT):
             raise CheckpointError(
-                f"it has format {self._training['format']}, and this version of dsprof reads {FORMAT}: update dsprof"
+                f"it has format {self._format}, and this version of dsprof reads 1 and {FORMAT}: update dsprof"
             )
+        if self._format == 1:
+            self._training = _of_format_1(self._training)
+        mesh = engine.parallel.mesh
+        self._same_ranks = tuple(self._training["mesh"]) == (mesh.pp, mesh.dp, mesh.tp)
+        self._cuts = {name: as_saved(cut) for name, cut in self._training["cuts"].items()}
         self.client_state: dict[str, Any] = self._value("client_state")
         self._optimizer: OptimizerLoading | None = None
         self._lr_state: dict[str, Any] | None = None
@@ -96,7 +132,7 @@ class _Loading:
     @property
     def bytes(self) -> int:
         """To be read."""
-        return sum(piece.flat.nbytes for piece in self._expected())
+        return sum(piece.flat.nbytes for piece in self._sources())
 
     def with_training(self, *, optimizer: bool, lr: bool) -> None:
         """Load more than the module: counters, loss scale, random numbers, and, if wanted, optimizer and schedule."""
@@ -104,10 +140,13 @@ class _Loading:
         engine = self._engine
         if optimizer and engine.optimizer is not None:
             saved = self._optional("optimizer")
+            if saved is not None and self._format == 1:
+                saved["groups"] = [saved["groups"]]
             if saved is not None:
                 self._optimizer = OptimizerLoading(
                     engine.optimizer, OptimizerState(**saved, tensors=[]), engine.zero, self._contents,
-                    self._training["ranks"], self._team,
+                    rank=self._team.rank, same_ranks=self._same_ranks, cuts=self._cuts,
+                    groups=[other.groups for other in self._replica],
                 )  # fmt: skip
         if lr and engine.lr_scheduler is not None:
             saved = self._optional("lr_scheduler")
@@ -121,7 +160,7 @@ class _Loading:
 
     def check(self) -> None:
         """Raise CheckpointError if something to be read is missing."""
-        self._contents.plan(self._expected())
+        self._contents.plan(self._sources())
 
     def read(self) -> None:
         """Read the tensors to where they belong: masters and optimizer states as they come into memory."""
@@ -131,19 +170,21 @@ class _Loading:
         rest = dict.fromkeys(self._params)
         for tile in engine.states.through() if engine.optimizer is not None else ():
             loaded = [param for param in tile if param in rest]
-            pieces = weights(loaded, masters=True)
+            wanted = self._weights(loaded, masters=True)
             if self._optimizer is not None:
-                pieces += [piece for param in tile for piece in self._optimizer.room(param)]
-            self._contents.read(pieces)
+                wanted += [each for param in tile for each in self._optimizer.room(param)]
+            read(self._contents, wanted)
             for param in loaded:
                 param.publish()
                 del rest[param]
-        self._contents.read(weights([param for param in rest if param.home is None], masters=False) + self._buffers)
+        read(self._contents, self._weights([param for param in rest if param.home is None], masters=False))
+        self._contents.read(self._buffers)
         for param in rest:
             if param.home is not None:
-                piece = torch.empty(param.shard.shape, dtype=param.shard.dtype)
-                self._contents.read([Piece(f"weight/{param.name}", piece, param.numel, param.start)])
-                param.write_piece(piece)
+                flat = torch.empty(param.shard.shape, dtype=param.shard.dtype)
+                piece = Piece(f"weight/{param.name}", flat, param.numel, param.start)
+                read(self._contents, [self._wanted(param, piece)])
+                param.write_piece(flat)
         for target, source in self._copies:
             target.copy_(source.view(target.shape))
 
@@ -164,16 +205,20 @@ class _Loading:
         engine.micro_steps -= engine.micro_steps % engine.config.gradient_accumulation_steps
         engine.hooks.step = engine.global_steps
         engine.hooks.microbatch = 0
-        if self._training["ranks"] == self._team.size:
+        if self._same_ranks:
             own = self._value(f"rank/{self._team.rank}")
             set_random_states(own["random"], device_of(engine.zero))
 
     def publish(self) -> None:
         """Bring what the ranks have read to all that need it."""
-        zero = self._engine.zero
+        zero, parallel = self._engine.zero, self._engine.parallel
         zero.clear()
-        if not self._module_only and self._training["reduction_order"] is not None:
-            zero.reducer.restart(self._training["reduction_order"])
+        _, _, tensor_parallel = self._training["mesh"]
+        orders = self._training["reduction_orders"]
+        if not self._module_only and len(orders) == parallel.model.size and tensor_parallel == parallel.mesh.tp:
+            order = orders[parallel.model.rank]
+            if order is not None:
+                zero.reducer.restart(order)
         if isinstance(self._engine.optimizer, OneBitAdam):
             zero.reducer.keep_local(self._engine.optimizer.wants_local_gradients)
         for param in zero.params:
@@ -184,24 +229,39 @@ class _Loading:
 
     # --- what there is to load
 
-    def _expected(self) -> list[Piece]:
+    def _sources(self) -> list[Piece]:
         """All that is to be read; what is not in memory, by its shape."""
-        pieces = weights(self._params, masters=self._engine.optimizer is not None) + self._buffers
-        return pieces + (self._optimizer.expected if self._optimizer is not None else [])
+        wanted = self._weights(self._params, masters=self._engine.optimizer is not None)
+        wanted += self._optimizer.expected if self._optimizer is not None else []
+        return [piece for each in wanted for piece in each.sources("meta")] + self._buffers
+
+    def _weights(self, params: Iterable[ShardedParam], *, masters: bool) -> list[Wanted]:
+        listed = list(params)
+        return [self._wanted(*pair) for pair in zip(listed, weights(listed, masters=masters), strict=True)]
+
+    def _wanted(self, param: ShardedParam, piece: Piece) -> Wanted:
+        return Wanted(piece, tensor_cut(param), self._cuts.get(param.name))
 
     def _parameters(self, strict: bool) -> list[ShardedParam]:
-        params = {param.name: param for param in self._engine.zero.params}
-        optional = [p.name for p in params.values() if not p.trainable] if self._training["without_frozen"] else []
-        shapes = {name: param.shape for name, param in params.items()}
+        everywhere = [other.holdings for other in self._replica]
+        optional = [name for each in everywhere for name in each.frozen] if self._training["without_frozen"] else []
+        shapes = merged(each.weights for each in everywhere)
         common = _common("parameters", shapes, self._training["weights"], optional, strict)
-        return [params[name] for name in common]
+        return [param for param in self._engine.zero.params if param.name in common]
 
     def _buffer_pieces(self, strict: bool) -> list[Piece]:
-        found = buffers(self._engine.module)
-        shapes = {name: buffer.shape for name, buffer in found.items()}
-        pieces = []
-        for name in _common("buffers", shapes, self._training["buffers"], (), strict):
-            buffer = found[name]
+        shapes = merged(other.holdings.buffers for other in self._replica)
+        saved = self._training["buffers"]
+        # Those of format 1 have each buffer once.
+        twins = merged(other.holdings.twins for other in self._replica)
+        optional = [name for name, first in twins.items() if first in saved]
+        common = _common("buffers", shapes, saved, optional, strict)
+        pieces: list[Piece] = []
+        taken: set[int] = set()
+        for name, buffer in buffers(self._engine.module).items():
+            if name not in common or id(buffer) in taken:
+                continue
+            taken.add(id(buffer))
             flat = buffer.view(-1) if buffer.is_contiguous() else torch.empty_like(buffer.reshape(-1))
             if not buffer.is_contiguous():
                 self._copies.append((buffer, flat))
@@ -219,8 +279,8 @@ class _Loading:
 
 
 def _common(
-    what: str, mine: dict[str, torch.Size], saved: dict[str, torch.Size], optional: Iterable[str], strict: bool
-) -> list[str]:
+    what: str, mine: Mapping[str, torch.Size], saved: Mapping[str, torch.Size], optional: Iterable[str], strict: bool
+) -> set[str]:
     """Names that both have. Raises CheckpointError for a difference in shape and, if `strict`, for one in names."""
     missing = sorted(mine.keys() - saved.keys() - set(optional))
     unexpected = sorted(saved.keys() - mine.keys())
@@ -235,9 +295,9 @@ def _common(
         )
     if texts:
         warnings.warn(f"load_checkpoint: there are {'; and '.join(texts)}", stacklevel=8)
-    common = [name for name in mine if name in saved]
-    for name in common:
-        if mine[name] != saved[name]:
+    common = mine.keys() & saved.keys()
+    for name in mine:
+        if name in common and mine[name] != saved[name]:
             raise CheckpointError(
                 f"{name} has shape {tuple(saved[name])} in the checkpoint, and {tuple(mine[name])} in the model"
             )

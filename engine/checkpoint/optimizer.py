@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from ..zero import Zero
 from ..zero.shard import Cut, ShardedParam
+from .cuts import Wanted, alike, part_name, tensor_cut
 from .pieces import Contents, Piece
-from .team import CheckpointError, Team
+from .team import CheckpointError
+
+if TYPE_CHECKING:
+    from ..tensor.cut import TensorCut
 
 PER_RANK: Final = ("worker_error", "server_error")
-"""Optimizer state that differs from rank to rank although the parameters do not: what 1-bit Adam still owes."""
+"""Optimizer state that differs from rank to rank although the parameters do not: what 1-bit Adam still owes. The first
+is as large as the parameter, the second as one rank's part of it."""
 
 MACHINE: Final = ("foreach", "fused", "capturable", "differentiable")
 """Options of a parameter group that say how a step is computed here, not what it does."""
@@ -27,22 +33,22 @@ class OptimizerState:
 
     kind: str
     """The name of the optimizer's class."""
-    groups: list[dict[str, Any]]
-    """Of each parameter group the names of its `params`, and its `options`."""
+    groups: list[list[dict[str, Any]]]
+    """Of each pipeline stage's parameter groups the names of their `params`, and their `options`."""
     entries: dict[str, dict[str, tuple[Any, ...]]]
     """Parameter -> key -> ("elements",), ("value", value), ("whole", shape) or ("rank", shape)."""
     tensors: list[Piece]
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, zero: Zero, team: Team) -> OptimizerState:
-    """Take the optimizer's state apart. What is one number for a parameter becomes a value, the rest tensors."""
-    names = {id(param.master): param.name for param in zero.trainable}
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, zero: Zero, rank: int, counts: Callable[[nn.Parameter], bool]
+) -> OptimizerState:
+    """Take the optimizer's state on this `rank` apart. What is one number for a parameter becomes a value, the rest
+    tensors: those of parameters that this rank `counts`, and what is its own.
+    """
     groups = [
-        {
-            "params": [names[id(master)] for master in group["params"]],
-            "options": {key: value for key, value in group.items() if key not in ("params", "param_names")},
-        }
-        for group in optimizer.param_groups
+        {"params": names, "options": {key: group[key] for key in group if key not in ("params", "param_names")}}
+        for names, group in zip(group_names(optimizer, zero), optimizer.param_groups, strict=True)
     ]
     entries: dict[str, dict[str, tuple[Any, ...]]] = {}
     tensors: list[Piece] = []
@@ -53,21 +59,31 @@ def optimizer_state(optimizer: torch.optim.Optimizer, zero: Zero, team: Team) ->
             continue
         entry: dict[str, tuple[Any, ...]] = {}
         entries[param.name] = entry
+        cut, counted = tensor_cut(param), counts(param.param)
         for key, value in optimizer.state[master].items():
             name = f"optimizer/{key}/{param.name}"
             if not isinstance(value, Tensor) or key in numbers:
                 entry[key] = ("value", value)
             elif key in PER_RANK or (value.shape != master.shape and param.cut.pieces > 1):
                 entry[key] = ("rank", value.shape)
-                tensors.append(Piece(f"{name}/{team.rank}", value.reshape(-1), value.numel()))
+                tensors.append(Piece(f"{name}/{rank}", value.reshape(-1), value.numel()))
             elif value.shape == master.shape:
                 entry[key] = ("elements",)
                 everywhere = param.cut.pieces == 1
-                tensors.append(Piece(name, value.reshape(-1), param.numel, param.start, everywhere))
+                if counted:
+                    flat = value.reshape(-1)
+                    tensors.append(Piece(part_name(name, cut), flat, param.numel, param.start, everywhere))
             else:
                 entry[key] = ("whole", value.shape)
-                tensors.append(Piece(name, value.reshape(-1), value.numel(), everywhere=True))
-    return OptimizerState(type(optimizer).__name__, groups, entries, tensors)
+                if counted:
+                    tensors.append(Piece(part_name(name, cut), value.reshape(-1), value.numel(), everywhere=True))
+    return OptimizerState(type(optimizer).__name__, [groups], entries, tensors)
+
+
+def group_names(optimizer: torch.optim.Optimizer, zero: Zero) -> list[list[str]]:
+    """Of each parameter group the names of its parameters."""
+    names = {id(param.master): param.name for param in zero.trainable}
+    return [[names[id(master)] for master in group["params"]] for group in optimizer.param_groups]
 
 
 def _numbers(optimizer: torch.optim.Optimizer, zero: Zero) -> set[str]:
@@ -88,30 +104,32 @@ class OptimizerLoading:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, saved: OptimizerState, zero: Zero, contents: Contents, ranks: int,
-        team: Team,
+        self, optimizer: torch.optim.Optimizer, saved: OptimizerState, zero: Zero, contents: Contents, *,
+        rank: int, same_ranks: bool, cuts: Mapping[str, TensorCut], groups: Iterable[Sequence[Sequence[str]]],
     ) -> None:  # fmt: skip
+        """`same_ranks`: the job is divided as the one that saved, of which this is `rank`. `cuts` are those of the
+        parameters in the checkpoint that are cut over tensor-parallel ranks, and `groups` the `group_names` of all
+        ranks that have a part of the model.
+        """
         self._optimizer = optimizer
         self._saved = saved
         self._contents = contents
-        self._same_ranks = ranks == team.size
-        self._team = team
-        self._names = {id(param.master): param.name for param in zero.trainable}
+        self._rank = rank
+        self._same_ranks = same_ranks
+        self._cuts = cuts
+        self._ranks = zero.size
+        self._names = group_names(optimizer, zero)
         self._on_device = {
             id(master)
             for group in optimizer.param_groups
             if group.get("fused") or group.get("capturable")
             for master in group["params"]
         }
-        self._check_groups()
-        self.expected = [
-            Piece(name, torch.empty(shape, dtype=dtype, device="meta").view(-1), numel, start)
-            for param in zero.trainable
-            for _, name, numel, start, shape, dtype in self._tensors(param)
-        ]
+        self._check_groups(groups)
+        self.expected = [wanted for param in zero.trainable for _, _, wanted in self._tensors(param)]
         """All that is to be read, without memory."""
 
-    def room(self, param: ShardedParam) -> list[Piece]:
+    def room(self, param: ShardedParam) -> list[Wanted]:
         """Give the optimizer the parameter's state, but for the contents of its tensors, which are to be read to
         these.
         """
@@ -121,22 +139,25 @@ class OptimizerLoading:
         saved = self._saved.entries.get(param.name)
         if saved is None:
             return []
-        state = {key: self._value(master, key, *how) for key, how in saved.items()}
-        pieces = []
-        for key, name, numel, start, shape, dtype in self._tensors(param):
-            tensor = old.get(key)
+        state = {key: self._value(param, master, key, *how) for key, how in saved.items()}
+        result = []
+        for key, shape, wanted in self._tensors(param):
+            tensor, dtype = old.get(key), wanted.piece.flat.dtype
             if not (isinstance(tensor, Tensor) and tensor.shape == shape and tensor.dtype == dtype):
                 tensor = torch.empty(shape, dtype=dtype, device=master.device)
             tensor = tensor.contiguous()
             state[key] = tensor
-            pieces.append(Piece(name, tensor.view(-1), numel, start))
+            result.append(replace(wanted, piece=replace(wanted.piece, flat=tensor.view(-1))))
         self._optimizer.state[master] = state
-        return pieces
+        return result
 
     def finish(self) -> None:
         """Give the optimizer the options of its parameter groups."""
-        for group, saved in zip(self._optimizer.param_groups, self._saved.groups, strict=True):
-            for key, value in saved["options"].items():
+        for number, (group, names) in enumerate(zip(self._optimizer.param_groups, self._names, strict=True)):
+            # Stages may have options of their own: those count of the one that had most of these parameters.
+            stages = [stage[number] for stage in self._saved.groups if number < len(stage)]
+            common = [len({*names}.intersection(saved["params"])) for saved in stages]
+            for key, value in stages[common.index(max(common))]["options"].items():
                 if key in MACHINE:
                     continue
                 if isinstance(group.get(key), Tensor):
@@ -144,54 +165,76 @@ class OptimizerLoading:
                 else:
                     group[key] = value
 
-    def _tensors(self, param: ShardedParam) -> Iterator[tuple[str, str, int, int, torch.Size, torch.dtype]]:
-        """Of each tensor to be read: key, name, elements in all, the first of this rank, and shape and dtype here."""
+    def _tensors(self, param: ShardedParam) -> Iterator[tuple[str, torch.Size, Wanted]]:
+        """Of each tensor to be read: key, its shape here, and what is wanted, without memory."""
         master = param.master
         assert master is not None
+        cut, saved = tensor_cut(param), self._cuts.get(param.name)
         for key, (kind, *about) in self._saved.entries.get(param.name, {}).items():
             name, numel, start, shape = f"optimizer/{key}/{param.name}", param.numel, param.start, master.shape
             if kind == "whole":
-                if param.cut.pieces > 1:
+                if param.cut.pieces > 1 or not alike(cut, saved):
                     raise CheckpointError(
                         f"the optimizer's state {key!r} of {param.name} has shape {tuple(about[0])}, which cannot be "
-                        "cut as parameters are: load it with ZeRO stage 0, or with load_optimizer_states=False"
+                        "cut as parameters are: load it with ZeRO stage 0 and as many tensor-parallel ranks as it was "
+                        "saved with, or with load_optimizer_states=False"
                     )
                 numel, start, shape = about[0].numel(), 0, about[0]
-            elif kind == "rank" and self._same_ranks:
-                name, numel, start, shape = f"{name}/{self._team.rank}", about[0].numel(), 0, about[0]
+            elif kind == "rank":
+                name = f"{name}/{self._rank}"
+                if not self._has_own(name):
+                    if key not in PER_RANK:
+                        raise CheckpointError(
+                            f"the optimizer's state {key!r} of {param.name} is each rank's own, and can be loaded only "
+                            "on ranks that are divided as they were: load it so, or with load_optimizer_states=False"
+                        )
+                    continue
+                numel, start, shape = about[0].numel(), 0, about[0]
+                cut = saved = None
             elif kind != "elements":
                 continue
-            yield key, name, numel, start, shape, self._contents.dtype(name) or master.dtype
+            dtype = self._contents.dtype(part_name(name, saved)) or master.dtype
+            flat = torch.empty(shape, dtype=dtype, device="meta").view(-1)
+            yield key, shape, Wanted(Piece(name, flat, numel, start), cut, saved)
 
-    def _value(self, master: nn.Parameter, key: str, kind: str, about: Any = None) -> Any:
+    def _has_own(self, name: str) -> bool:
+        """Whether a state that is each rank's own is there, and this rank's."""
+        return self._same_ranks and name in self._contents
+
+    def _value(self, param: ShardedParam, master: nn.Parameter, key: str, kind: str, about: Any = None) -> Any:
         """What a key has before its tensor is read, if it has one to be read."""
         if kind == "value" and isinstance(about, Tensor):
             # As torch's optimizers have it: step counts on the host unless the device is to count.
             on_host = key == "step" and id(master) not in self._on_device
             return about.to("cpu" if on_host else master.device, copy=True)
-        if kind == "rank" and not self._same_ranks:
-            # Nobody's any more. At first it is zero, as large as the parameter or as a rank's part of it.
-            part = torch.Size([Cut(master.numel(), self._team.size).chunk])
-            return master.new_zeros(master.shape if about == master.shape else part)
+        if kind == "rank" and not self._has_own(f"optimizer/{key}/{param.name}/{self._rank}"):
+            # Nobody's any more; at first it is zero.
+            part = torch.Size([Cut(master.numel(), self._ranks).chunk])
+            return master.new_zeros(master.shape if key == "worker_error" else part)
         return about
 
-    def _check_groups(self) -> None:
+    def _check_groups(self, everywhere: Iterable[Sequence[Sequence[str]]]) -> None:
         mine = type(self._optimizer).__name__
         advice = "configure it as it was, or load with load_optimizer_states=False"
         if mine != self._saved.kind:
             raise CheckpointError(
                 f"the checkpoint has the state of {self._saved.kind}, and the optimizer is {mine}; {advice}"
             )
-        groups = [[self._names[id(master)] for master in group["params"]] for group in self._optimizer.param_groups]
-        if len(groups) != len(self._saved.groups):
+        groups = _of_all(everywhere)
+        were = _of_all([[group["params"] for group in stage] for stage in self._saved.groups])
+        if len(groups) != len(were):
             raise CheckpointError(
-                f"the checkpoint has {len(self._saved.groups)} parameter groups, and the optimizer {len(groups)}; "
-                f"{advice}"
+                f"the checkpoint has {len(were)} parameter groups, and the optimizer {len(groups)}; {advice}"
             )
-        for number, (names, saved) in enumerate(zip(groups, self._saved.groups, strict=True)):
-            odd = sorted(set(names) ^ set(saved["params"]))
+        for number, (names, saved) in enumerate(zip(groups, were, strict=True)):
+            odd = sorted(names ^ saved)
             if odd:
                 raise CheckpointError(
                     f"parameter group {number} differs: {odd[0]} is in that of the "
                     f"{'optimizer' if odd[0] in names else 'checkpoint'} only; {advice}"
                 )
+
+
+def _of_all(ranks: Iterable[Sequence[Sequence[str]]]) -> list[set[str]]:
+    """Parameter groups of the whole model, by those of ranks that have a part of it each."""
+    return [{name for group in groups for name in group} for groups in zip_longest(*ranks, fillvalue=())]

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from .cuts import part_name, tensor_cut
 from .folder import Place, check_tag, write_synced
 from .optimizer import optimizer_state
 from .pieces import Piece, shares, write
-from .state import Trainee, buffers, device_of, weights
-from .team import CheckpointError, Team
-from .values import pack, random_states
+from .state import Holdings, Trainee, buffers, device_of, holdings, merged, weights
+from .team import CheckpointError, Team, gather_over
+from .values import pack, plain, random_states
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 COUNTERS: Final = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -46,15 +49,18 @@ def save(
         with contextlib.ExitStack() as stack:
             if engine.optimizer is not None:
                 team.together(doing, lambda: stack.enter_context(engine.states.at_once(changed=False)))
-            pieces, values = team.together(
-                doing, lambda: _take(engine, client_state or {}, exclude_frozen_parameters, team)
+            mine, described = team.together(doing, lambda: _take(engine, exclude_frozen_parameters, team.rank))
+            replica = gather_over(engine.parallel.model, described)
+            values = team.together(
+                doing, lambda: _values(engine, client_state or {}, exclude_frozen_parameters, replica, team.rank)
             )
+            mine += team.together(doing, lambda: _buffers(engine, replica))
             place = Place(Path(folder), name)
             team.from_first(doing, place.open)
             try:
-                size = sum(piece.flat.nbytes for piece in pieces)
+                size = sum(piece.flat.nbytes for piece in mine)
                 with engine.hooks.span("copy", "checkpoint_write", purpose="checkpoint", bytes=size):
-                    write(place.temporary, pieces, values, team, doing)
+                    write(place.temporary, mine, values, team, doing)
                 team.from_first(doing, lambda: _finish(engine, place, save_latest))
             except CheckpointError:
                 if team.rank == 0:
@@ -77,45 +83,85 @@ def _agree_on_tag(engine: Trainee, tag: str, team: Team) -> str:
     return tags[0]
 
 
-def _take(
-    engine: Trainee, client_state: dict[str, Any], without_frozen: bool, team: Team
-) -> tuple[list[Piece], dict[str, bytes]]:
-    """The pieces and values that this rank writes."""
-    zero = engine.zero
-    kept = [param for param in zero.params if param.trainable or not without_frozen]
-    mine = weights(kept, masters=engine.optimizer is not None)
-    optimizer = None if engine.optimizer is None else optimizer_state(engine.optimizer, zero, team)
-    if optimizer is not None:
-        mine += optimizer.tensors
-    mine = list(shares(mine, team.rank, team.size))
-    own = {"random": random_states(device_of(zero))}
-    values = {f"rank/{team.rank}": pack(own, "the state of a random number generator")}
-    if team.rank != 0:
-        return mine, values
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What a rank tells the others of its replica, so that the checkpoint can say what is in it."""
 
-    kept_buffers = buffers(engine.module)
-    flat = [Piece(f"buffer/{name}", buffer.reshape(-1), buffer.numel()) for name, buffer in kept_buffers.items()]
-    mine += shares(flat, 0, 1)
+    holdings: Holdings
+    order: list[str] | None
+    """In which this rank's gradients are reduced."""
+    optimizer: dict[str, Any] | None
+    """Kind, groups and entries of an `OptimizerState`."""
+
+
+def _take(engine: Trainee, without_frozen: bool, rank: int) -> tuple[list[Piece], _Described]:
+    """The pieces that this rank writes, but for buffers, and what there is to be told of what it has."""
+    zero, mesh, counts = engine.zero, engine.parallel.mesh, engine.parallel.shared.counts
+    kept = [param for param in zero.params if param.trainable or not without_frozen]
+    counted = [param for param in kept if counts(param.param)]
+    mine = [
+        replace(piece, name=part_name(piece.name, tensor_cut(param)))
+        for param, piece in zip(counted, weights(counted, masters=engine.optimizer is not None), strict=True)
+    ]
+    about = None
+    if engine.optimizer is not None:
+        optimizer = optimizer_state(engine.optimizer, zero, rank, counts)
+        mine += optimizer.tensors
+        about = {"kind": optimizer.kind, "groups": optimizer.groups, "entries": optimizer.entries}
+        about = plain(about, "optimizer.state_dict()")
+    described = _Described(holdings(engine, without_frozen=without_frozen), zero.reducer.order, about)
+    return list(shares(mine, mesh.dp_rank, mesh.dp)), described
+
+
+def _buffers(engine: Trainee, replica: Sequence[_Described]) -> list[Piece]:
+    """The buffers that this rank writes: of the first replica, the first rank that has one of the name."""
+    parallel = engine.parallel
+    if parallel.mesh.dp_rank != 0:
+        return []
+    before = merged(other.holdings.buffers for other in replica[: parallel.model.rank])
+    mine = [
+        Piece(f"buffer/{name}", buffer.reshape(-1), buffer.numel())
+        for name, buffer in buffers(engine.module).items()
+        if name not in before
+    ]
+    return list(shares(mine, 0, 1))
+
+
+def _values(
+    engine: Trainee, client_state: dict[str, Any], without_frozen: bool, replica: Sequence[_Described], rank: int
+) -> dict[str, bytes]:
+    """The values that this rank writes. Rank 0 is one of the first replica, and writes what there is of the whole."""
+    own = {"random": random_states(device_of(engine.zero))}
+    values = {f"rank/{rank}": pack(own, "the state of a random number generator")}
+    if rank != 0:
+        return values
+    mesh, held = engine.parallel.mesh, [each.holdings for each in replica]
     training = {
         "format": FORMAT,
-        "ranks": team.size,
+        "mesh": (mesh.pp, mesh.dp, mesh.tp),
         "counters": {name: getattr(engine, name) for name in COUNTERS},
-        "weights": {param.name: param.shape for param in kept},
-        "buffers": {name: buffer.shape for name, buffer in kept_buffers.items()},
+        "weights": merged(each.weights for each in held),
+        "cuts": merged(each.cuts for each in held),
+        "buffers": merged(each.buffers for each in held),
         "without_frozen": without_frozen,
-        "reduction_order": zero.reducer.order,
+        "reduction_orders": [each.order for each in replica],
         "loss_scaler": engine.scaler.state_dict() if engine.scaler.dynamic else None,
     }
     values["training"] = pack(training, "the state of the training")
     values["client_state"] = pack(client_state, "client_state")
-    if optimizer is not None:
-        about = {"kind": optimizer.kind, "groups": optimizer.groups, "entries": optimizer.entries}
+    stages = [each.optimizer for each in replica[:: mesh.tp] if each.optimizer is not None]
+    if stages:
+        about = {
+            "kind": stages[0]["kind"],
+            "groups": [groups for stage in stages for groups in stage["groups"]],
+            "entries": merged(stage["entries"] for stage in stages),
+        }
         values["optimizer"] = pack(about, "optimizer.state_dict()")
     if engine.lr_scheduler is not None:
         state = engine.lr_scheduler.state_dict()
         about = {"kind": type(engine.lr_scheduler).__name__, "state": state}
         values["lr_scheduler"] = pack(about, "lr_scheduler.state_dict()")
-    return mine, values
+    return values
 
 
 def _finish(engine: Trainee, place: Place, save_latest: bool) -> None:

@@ -12,7 +12,7 @@ Names in a checkpoint, tensors first:
     rank/R                  what is rank R's own: its random number generators
 
 NAME is the parameter's in the whole model, whichever pipeline stage has it; where tensor-parallel ranks have parts of
-it, NAME@R/N is the R-th of N. What several ranks have alike is written once.
+it, NAME@P/N is part P of N. What several ranks have alike is written once.
 """
 
 from __future__ import annotations
@@ -71,17 +71,24 @@ class Holdings:
     """How they are cut, those that are."""
     frozen: list[str]
     buffers: dict[str, torch.Size]
+    twins: dict[str, str]
+    """Further names of buffers that are there -> the first."""
 
 
 def holdings(engine: Trainee, *, without_frozen: bool = False) -> Holdings:
     """What this rank has."""
     params = [param for param in engine.zero.params if param.trainable or not without_frozen]
     cuts = {param.name: tensor_cut(param) for param in params}
+    kept = buffers(engine.module)
+    first: dict[int, str] = {}
+    for name, buffer in kept.items():
+        first.setdefault(id(buffer), name)
     return Holdings(
         {param.name: whole_shape(param) for param in params},
         {name: cut.to_dict() for name, cut in cuts.items() if cut is not None},
         [param.name for param in params if not param.trainable],
-        {name: buffer.shape for name, buffer in buffers(engine.module).items()},
+        {name: buffer.shape for name, buffer in kept.items()},
+        {name: first[id(buffer)] for name, buffer in kept.items() if first[id(buffer)] != name},
     )
 
 
@@ -126,10 +133,10 @@ def _fetch(param: ShardedParam) -> Tensor:
 
 
 def buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The persistent buffers, each once."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    for prefix, owner in module.named_modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and name not in owner._non_persistent_buffers_set:
-                found.setdefault(id(buffer), (f"{prefix}.{name}" if prefix else name, buffer))
-    return dict(found.values())
+    """The persistent buffers, by all names they have: a stage of a pipeline does not know which of them others use."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, owner in module.named_modules(remove_duplicate=False)
+        for name, buffer in owner._buffers.items()
+        if buffer is not None and name not in owner._non_persistent_buffers_set
+    }

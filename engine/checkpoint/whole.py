@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..zero.shard import ShardedParam
+from .cuts import as_saved, join, tensor_cut
 from .folder import replace_whole
-from .state import Trainee, buffers
-from .team import Team
+from .state import Trainee, buffers, merged
+from .team import Team, gather_over
 
 
 def save_16bit_model(
@@ -24,9 +27,10 @@ def save_16bit_model(
 ) -> bool:
     """Write the model's state dict, in the precision it runs in, to `folder`/`name`. On all ranks; rank 0 writes.
 
-    Sharded parameters are gathered one after the other, so that only rank 0, in host memory, ever has all of them. In
-    stage 3 this is done only if `stage3_gather_16bit_weights_on_model_save` says so: else nothing is written, and
-    False returned. Raises CheckpointError on all ranks.
+    Sharded parameters are gathered one after the other, and those of other pipeline stages and tensor-parallel ranks
+    sent, so that only rank 0, in host memory, ever has all of them. In stage 3 this is done only if
+    `stage3_gather_16bit_weights_on_model_save` says so: else nothing is written, and False returned. Raises
+    CheckpointError on all ranks.
     """
     path = Path(folder) / name
     zero = engine.zero
@@ -39,37 +43,111 @@ def save_16bit_model(
         return False
     team = Team()
     with engine.hooks.span("phase", "checkpoint", purpose="checkpoint"):
-        tensors: dict[ShardedParam, Tensor] = {}
-        for param in zero.params:
-            if param.trainable or not exclude_frozen_parameters:
-                _collect(engine, param, tensors, team)
+        state = _collect(engine, with_frozen=not exclude_frozen_parameters)
 
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            state = {
-                key: tensors[zero.by_param[param]]
-                for key, param in engine.module.named_parameters(remove_duplicate=False)
-                if zero.by_param[param] in tensors
-            }
-            state |= {key: buffer.detach().cpu() for key, buffer in buffers(engine.module).items()}
 
             def put(file: BinaryIO) -> None:
                 torch.save(state, file)
 
-            with engine.hooks.span("copy", "checkpoint_write", purpose="checkpoint",
-                                   bytes=sum(tensor.nbytes for tensor in tensors.values())):  # fmt: skip
+            size = sum({id(tensor): tensor.nbytes for tensor in state.values()}.values())
+            with engine.hooks.span("copy", "checkpoint_write", purpose="checkpoint", bytes=size):
                 replace_whole(path, put)
 
         team.from_first(f"{path} was not written", write)
     return True
 
 
-def _collect(engine: Trainee, param: ShardedParam, tensors: dict[ShardedParam, Tensor], team: Team) -> None:
-    """Copy the whole of `param` to the host on rank 0, and leave it as it was."""
-    absent = not param.resident
-    if absent:
-        engine.zero.gatherer.bring([param], param.numel)
-    if team.rank == 0:
-        tensors[param] = param.param.detach().to("cpu", copy=True)
-    if absent:
-        param.release()
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """One tensor that a rank contributes."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    cut: dict[str, Any] | None = None
+    """If it is a part of the parameter `name`, which."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Contribution:
+    """What the state dict has from one rank: tensors in the order in which they come, and who is who."""
+
+    params: list[_Sent]
+    buffers: list[_Sent]
+    names: dict[str, str]
+    """All names of the parameters that are there, a tied one having several -> those they have in the whole model."""
+
+
+def _collect(engine: Trainee, *, with_frozen: bool) -> dict[str, Tensor]:
+    """The state dict in host memory, on rank 0; elsewhere it is empty. On all ranks.
+
+    Each rank of the first replica sends rank 0 what it counts, and rank 0 takes them rank after rank.
+    """
+    parallel, zero = engine.parallel, engine.zero
+    params = [p for p in zero.params if parallel.shared.counts(p.param) and (p.trainable or with_frozen)]
+    kept = buffers(engine.module)
+    contribution = _Contribution(
+        [_sent(param) for param in params],
+        [_Sent(name, buffer.shape, buffer.dtype) for name, buffer in kept.items()],
+        {key: zero.by_param[param].name for key, param in engine.module.named_parameters(remove_duplicate=False)},
+    )
+    replica = gather_over(parallel.model, contribution)
+    first_replica, receives = parallel.mesh.dp_rank == 0, parallel.mesh.rank == 0
+    parts: dict[str, list[Tensor]] = {}
+    for param in params:
+        absent = not param.resident
+        if absent:
+            zero.gatherer.bring([param], param.numel)
+        if receives:
+            parts[param.name] = [_on_host(param.param)]
+        elif first_replica:
+            _send(engine, param.param)
+        if absent:
+            param.release()
+    if not receives:
+        for buffer in kept.values() if first_replica else ():
+            _send(engine, buffer)
+        return {}
+    kept_buffers = {name: _on_host(buffer) for name, buffer in kept.items()}
+    for source, other in enumerate(replica[1:], 1):
+        for each in other.params:
+            parts.setdefault(each.name, []).append(_receive(engine, each, source))
+        for each in other.buffers:
+            kept_buffers.setdefault(each.name, _receive(engine, each, source))
+    cuts = {each.name: each.cut for other in replica for each in other.params}
+    wholes = {name: _join(cuts[name], parts.pop(name)) for name in list(parts)}
+    names = merged(other.names for other in replica)
+    return {key: wholes[name] for key, name in names.items() if name in wholes} | kept_buffers
+
+
+def _sent(param: ShardedParam) -> _Sent:
+    cut = tensor_cut(param)
+    return _Sent(param.name, param.shape, param.param.dtype, None if cut is None else cut.to_dict())
+
+
+def _join(cut: dict[str, Any] | None, parts: list[Tensor]) -> Tensor:
+    """The whole of a parameter from what its ranks have sent, in order."""
+    return parts[0] if cut is None else join(as_saved(cut), parts)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _send(engine: Trainee, tensor: Tensor) -> None:
+    """Send rank 0 a tensor: its bytes, for not every backend takes every dtype."""
+    model = engine.parallel.model
+    if tensor.numel():
+        flat = tensor.detach().reshape(-1).to(model.device or "cpu")
+        dist.send(flat.view(torch.uint8), group=model.group, group_dst=0)
+
+
+def _receive(engine: Trainee, sent: _Sent, source: int) -> Tensor:
+    """What rank `source` of the replica sends, in host memory."""
+    model = engine.parallel.model
+    flat = torch.empty(sent.shape.numel(), dtype=sent.dtype, device=model.device or "cpu")
+    if flat.numel():
+        dist.recv(flat.view(torch.uint8), group=model.group, group_src=source)
+    return flat.view(sent.shape).cpu()
