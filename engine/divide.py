@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .config import Config, ConfigError
@@ -69,9 +71,28 @@ def cut_layers(model: nn.Module, config: Config, parallel: Parallel, device: tor
     if wanted is None and isinstance(model, PipelineModule) and model.tied_layers():
         # Another stage has the same weight in another layer, and would cut it otherwise, or not at all.
         wanted = {**dict.fromkeys(model.tied_layers(), "whole"), "*": "auto"}
+    elif wanted is not None and parallel.mesh.pp > 1:
+        wanted = _here(wanted, model, parallel)
     plan = tensor.parallelize(
         model, parallel.tensor, wanted, sequence_parallel=section.sequence_parallel, everyone=parallel.everyone
     )
     tensor.same_random_numbers(parallel.tensor, device)
     if parallel.mesh.rank == 0:
         print(plan, file=sys.stderr)
+
+
+def _here(plan: dict[str, str], model: nn.Module, parallel: Parallel) -> dict[str, str]:
+    """What a plan for the whole model says of the layers on this stage. On all ranks."""
+    from .tensor.styles import fits
+
+    mine = [name for name, _ in model.named_modules()]
+    everybody: list[list[str]] = [mine] * parallel.everyone.size
+    if parallel.everyone.group is not None:
+        dist.all_gather_object(everybody, mine, group=parallel.everyone.group)
+    names = dict.fromkeys(name for stage in everybody for name in stage)
+    for pattern in plan:
+        if not any(fits(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError([f"tensor_parallel.plan: no stage has a module {pattern!r}{hint}"])
+    return {pattern: style for pattern, style in plan.items() if any(fits(name, pattern) for name in mine)}

@@ -55,7 +55,7 @@ def wanted_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Wanted
     found: dict[str, Wanted] = {}
     for pattern, said in plan.items():
         style = _style(pattern, said)
-        named = [name for name in modules if _fits(name, pattern)]
+        named = [name for name in modules if fits(name, pattern)]
         if not named:
             near = difflib.get_close_matches(pattern, [name for name in modules if name], n=1, cutoff=0.3)
             hint = f"did you mean {near[0]!r}?" if near else f"its parts are {[n for n, _ in model.named_children()]}"
@@ -84,7 +84,7 @@ def own_styles(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Wanted]:
     and so is what has a style for experts, or one for what is no layer."""
     found: dict[str, Wanted] = {}
     for name, layer in layers_of(model).items():
-        said = next((style for pattern, style in plan.items() if _fits(name, pattern)), None)
+        said = next((style for pattern, style in plan.items() if fits(name, pattern)), None)
         style = HUGGING_FACE.get(said, "auto") if isinstance(said, str) else "auto"
         found[name] = _for_embedding(style) if layer.kind == "embedding" else style
     return found
@@ -115,6 +115,6 @@ def _style(pattern: str, said: Any) -> Wanted:
     )
 
 
-def _fits(name: str, pattern: str) -> bool:
+def fits(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))

@@ -131,10 +131,24 @@ def run(trial: Trial, answer: Answer, *, training: bool = False) -> Any:
             # A forward may empty what holds its inputs, and write to buffers.
             inputs = trial.inputs.replaced(lambda x: x)
             stand_ins = {name: x if x.requires_grad else x.clone() for name, x in trial.stand_ins.items()}
-            return functional_call(trial.module, stand_ins, inputs.args, dict(inputs.kwargs))
+            return functional_call(
+                trial.module, _everywhere(trial.module, stand_ins), inputs.args, dict(inputs.kwargs), tie_weights=False
+            )
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def _everywhere(module: nn.Module, stand_ins: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters and buffers by every place that they are at, each module once: torch puts things back in the order of
+    the names, and would leave a stand-in in a module that has two."""
+    first = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
+    return {
+        f"{prefix}.{key}" if prefix else key: stand_ins[first[id(x)]]
+        for prefix, owner in module.named_modules()
+        for key, x in (*owner._parameters.items(), *owner._buffers.items())
+        if x is not None
+    }
 
 
 @contextmanager

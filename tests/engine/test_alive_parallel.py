@@ -155,6 +155,23 @@ def test_plan(ranks: Ranks) -> None:
     assert shapes["1.attention.query.weight"] == (WIDTH, WIDTH)  # what the plan does not name stays whole
 
 
+def stages_job(rank: int, plan: dict[str, str]) -> dict[str, tuple[int, ...]]:
+    keys = {"autotp_size": 2, "plan": plan}
+    engine = start(PipelineModule(layers(), 2, loss_fn=loss_of), configuration(tensor_parallel=keys))
+    shapes = {param.name: tuple(param.shape) for param in engine.zero.params}
+    engine.destroy()
+    return shapes
+
+
+def test_a_plan_names_layers_on_any_stage(ranks: Ranks) -> None:
+    first, _, last, _ = ranks.run(4, stages_job, {"2.up": "column", "2.down": "row"})
+    assert first["2.up.weight"] == (WIDTH, WIDTH)
+    assert last["6.up.weight"] == (2 * WIDTH, WIDTH)
+    with pytest.raises(RankFailed) as refused:
+        ranks.run(4, stages_job, {"2.upp": "column"})
+    assert str(refused.value).count("no stage has a module '2.upp'; did you mean 2.up?") == 4
+
+
 def other_data_job(rank: int, differs: bool) -> str:
     engine = start(PipelineModule(layers(), 1, loss_fn=loss_of), configuration(tensor_parallel={"autotp_size": 2}))
     data = examples(batches(1)[0][:, 0] + rank * differs)
