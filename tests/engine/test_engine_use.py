@@ -139,7 +139,7 @@ def test_the_models_own_methods_are_the_engines() -> None:
 
     engine = start(Speaking(2, 2))
     assert engine.generate(2) == "word word "
-    with pytest.raises(AttributeError, match="no attribute 'sing'"):
+    with pytest.raises(AttributeError, match="the engine has no 'sing', and neither has its Speaking"):
         engine.sing()
 
 
