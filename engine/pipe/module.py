@@ -70,6 +70,8 @@ class PipelineModule(nn.Module):
         seconds for each layer or a file of them; see `dsprof.engine.partition`.
     activation_checkpoint_interval: layers between two activation checkpoints; 0 keeps all activations.
         `checkpointable_layers` names the classes that are worth it; the stretches without one keep theirs.
+        `activation_checkpoint_func(stretch, inputs)` calls a stretch in the place of the engine's own.
+    dynamic_shape: shapes may always differ between micro-batches, so nothing depends on it.
     virtual_stages: stages that each rank has, for the schedule `interleaved`.
 
     Layers have the names `0`, `1`, ..., or those they have in `model`, and those that are tied, `tied_modules.KEY`,
@@ -87,7 +89,9 @@ class PipelineModule(nn.Module):
         base_seed: int = 1234,
         partition_method: str | Sequence[int] = "parameters",
         activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpointing.checkpoint,
         checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = True,
         *,
         model: nn.Module | None = None,
         virtual_stages: int = 1,
@@ -97,7 +101,7 @@ class PipelineModule(nn.Module):
         self._layers = _named(layers) if model is None else _of_model(model, list(layers))
         if not self._layers:
             raise ValueError("PipelineModule: no layers; pass the list of them")
-        self._shared = _shared_parameters(self._layers)
+        self._shared = _shared_parameters(self._layers, model)
         self.loss_fn = loss_fn
         self.topology = topology
         self.partition_method = partition_method
@@ -107,6 +111,7 @@ class PipelineModule(nn.Module):
         self._base_seed = base_seed
         self._costs = costs
         self._checkpointable = checkpointable_layers
+        self._checkpoint = activation_checkpoint_func
         self.num_stages = _stages(num_stages, topology)
         self.bounds: list[int] = []
         """Layers `bounds[s]` to before `bounds[s + 1]` are stage s; empty until the stages are known."""
@@ -140,7 +145,10 @@ class PipelineModule(nn.Module):
         here = {at for stage in self.stages for at in range(bounds[stage], bounds[stage + 1])}
         loss_fn = self.loss_fn
         self._modules.clear()
-        self.loss_fn = loss_fn  # which may be a module, and goes where the model goes
+        if num_stages * self.virtual_stages - 1 in self.stages:
+            self.loss_fn = loss_fn  # which may be a module, and goes where the model goes
+        else:
+            self.__dict__["loss_fn"] = loss_fn  # whose parameters, if it has any, are the last stage's
         for at, layer in enumerate(self._layers):
             if at not in here:
                 layer.built = None
@@ -215,7 +223,7 @@ class PipelineModule(nn.Module):
         for at in range(start, stop, every):
             stretch = self._stretch(at, min(at + every, stop))
             if self._is_worth_it(at, min(at + every, stop)):
-                inputs = checkpointing.checkpoint(stretch, inputs)
+                inputs = self._checkpoint(stretch, inputs)
             else:
                 inputs = stretch(inputs)
         return inputs
@@ -286,16 +294,27 @@ def _called(layer: _Layer, built: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def _named(layers: Sequence[Any] | nn.Sequential) -> list[_Layer]:
-    children = list(layers.children()) if isinstance(layers, nn.Sequential) else list(layers)
-    for at, layer in enumerate(children):
+    found = _children(layers) if isinstance(layers, nn.Sequential) else [(str(at), x) for at, x in enumerate(layers)]
+    children = dict(found)
+    for at, layer in enumerate(children.values()):
         if not isinstance(layer, LayerSpec) and not callable(layer):
             raise TypeError(
                 f"PipelineModule: layer {at} is a {type(layer).__name__}; a layer is a LayerSpec, a module or a "
                 "function"
             )
-    if isinstance(layers, nn.Sequential):
-        return [_Layer(name, layer) for name, layer in layers.named_children()]
-    return [_Layer(str(at), layer) for at, layer in enumerate(children)]
+    return [_Layer(name, layer) for name, layer in children.items()]
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules of a list, in order; one that is there twice is called twice."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether `module` stands for its children: it does not if it has a forward of its own."""
+    return isinstance(module, nn.ModuleList) or (
+        isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    )
 
 
 def _of_model(model: nn.Module, names: Iterable[Any]) -> list[_Layer]:
@@ -308,7 +327,7 @@ def _of_model(model: nn.Module, names: Iterable[Any]) -> list[_Layer]:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"PipelineModule: the model has no module {name!r}{hint}")
         module = modules[name]
-        inner = list(module.named_children()) if isinstance(module, nn.Sequential | nn.ModuleList) else []
+        inner = _children(module) if _is_list(module) else []
         layers += [_Layer(f"{name}.{part}", child) for part, child in inner] or [_Layer(name, module)]
     taken = {param for layer in layers for param in layer.source.parameters()}
     missing = [name for name, param in model.named_parameters() if param not in taken]
@@ -321,13 +340,15 @@ def _of_model(model: nn.Module, names: Iterable[Any]) -> list[_Layer]:
     return layers
 
 
-def _shared_parameters(layers: Sequence[_Layer]) -> dict[str, tuple[nn.Parameter, list[int]]]:
-    """Parameters that several modules of the list have: name in the first -> the parameter, numbers of the layers."""
+def _shared_parameters(layers: Sequence[_Layer], model: nn.Module | None) -> dict[str, tuple[nn.Parameter, list[int]]]:
+    """Parameters that several modules of the list have: name in `model`, or in the first of them -> the parameter,
+    numbers of the layers."""
+    called = {} if model is None else {param: name for name, param in model.named_parameters()}
     found: dict[nn.Parameter, tuple[str, list[int]]] = {}
     for at, layer in enumerate(layers):
         if isinstance(layer.source, nn.Module):
             for name, param in layer.source.named_parameters():
-                found.setdefault(param, (f"{layer.name}.{name}", []))[1].append(at)
+                found.setdefault(param, (called.get(param, f"{layer.name}.{name}"), []))[1].append(at)
     return {name: (param, where) for param, (name, where) in found.items() if len(where) > 1}
 
 

@@ -7,9 +7,9 @@ so that both overlap with the computation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from .transfer import Arrival, Link, Links, Message, PipelineError, Way, message
 
 EARLY: Final = 2
 """Receives of one way that are started before they are needed, where that costs the computation nothing."""
+
+WAYS: Final[tuple[Way, ...]] = ("F", "B")
 
 
 class Batches(Protocol):
@@ -50,10 +52,26 @@ class Backward(Protocol):
 class _Flight:
     """A micro-batch between a stage's forward and its backward."""
 
-    inputs: list[Tensor]
+    inputs: list[_Input]
     """Those that a gradient goes back for."""
     outputs: list[Any]
     """Where gradients come in: edges of the graph, so that what was sent on is not kept."""
+
+
+@dataclass(slots=True)
+class _Input:
+    """A tensor that came in: what its gradient is like, and the gradient once it is there."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    grad: Tensor | None = None
+
+    def back(self) -> Tensor:
+        """What goes back: zeros if the tensor was of no consequence."""
+        if self.grad is None:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return self.grad
 
 
 class Runner:
@@ -73,6 +91,7 @@ class Runner:
         batches: Batches,
         backward: Backward | None,
         *,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
         cast: Callable[[Any], Any] = lambda inputs: inputs,
         scale: float = 1.0,
     ) -> list[Any]:
@@ -80,14 +99,17 @@ class Runner:
         last stage is, detached.
 
         Gradients are of `scale` times the losses' mean. Raises what a layer raised, and PipelineError on the ranks
-        that wait for one which failed.
+        that wait for one which failed; nothing is under way afterwards, and another plan can be run.
         """
-        step = _Step(self, plan, batches, backward, cast, scale / plan.microbatches)
+        step = _Step(self, plan, batches, backward, loss_fn, cast, scale / plan.microbatches)
+        self._links.begin()
         stage, microbatch = self._hooks.stage, self._hooks.microbatch
         try:
             step.run()
         except BaseException as error:
             step.tell_neighbours(error)
+            if isinstance(error, Exception):
+                step.drain()
             raise
         finally:
             self._hooks.stage, self._hooks.microbatch = stage, microbatch
@@ -108,7 +130,7 @@ class _Step:
 
     def __init__(
         self, runner: Runner, plan: Plan, batches: Batches, backward: Backward | None,
-        cast: Callable[[Any], Any], scale: float,
+        loss_fn: Callable[[Any, Any], Any] | None, cast: Callable[[Any], Any], scale: float,
     ) -> None:  # fmt: skip
         self._runner = runner
         self._module = runner._module
@@ -117,6 +139,7 @@ class _Step:
         self._actions = plan.actions[runner._rank]
         self._batches = batches
         self._backward = backward
+        self._loss_fn = loss_fn
         self._cast = cast
         self._scale = scale
         self._last_stage = runner._last_stage
@@ -126,7 +149,8 @@ class _Step:
         """Messages between two stages of this rank, by the receiving one."""
         self._arrivals: dict[tuple[Way, int, int], Arrival] = {}
         self._sent: list[Ticket] = []
-        self._receives = {way: self._expected(way) for way in ("F", "B")}
+        self._sends = dict.fromkeys(WAYS, 0)
+        self._receives = {way: self._expected(way) for way in WAYS}
         self.results: list[Any] = []
 
     def run(self) -> None:
@@ -142,16 +166,17 @@ class _Step:
                 self._weights_backward(action, at == final)
         for ticket in self._sent:
             ticket.wait()
+        self._runner._links.settle()
 
     # --- actions
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
-        leaves: list[Tensor]
+        inputs: list[_Input]
         if stage == 0:
-            value, leaves = self._cast(self._batches.inputs(microbatch)), []
+            value, inputs = self._cast(self._batches.inputs(microbatch)), []
         else:
-            value, leaves = _leaves(self._take("F", stage, microbatch), grad=self._backward is not None)
+            value, inputs = _arrived(self._take("F", stage, microbatch), grad=self._backward is not None)
         with self._hooks.span("pipe", "F"):
             output = self._module(value, stage)
             if stage == self._last_stage:
@@ -164,17 +189,22 @@ class _Step:
         if self._backward is not None:
             tensors = [output * self._scale] if message is None else message.tensors
             edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in tensors]
-            self._flights[stage, microbatch] = _Flight(leaves, edges)
+            self._flights[stage, microbatch] = _Flight(inputs, edges)
 
     def _loss(self, output: Any, microbatch: int) -> Any:
         """The loss, or the output itself if there is no function for it; a detached copy is a result."""
-        loss_fn = self._module.loss_fn
+        loss_fn = self._loss_fn
         if loss_fn is not None:
             output = loss_fn(output, self._batches.labels(microbatch))
         if self._backward is not None and not (isinstance(output, Tensor) and output.numel() == 1):
             what = "loss_fn returned" if loss_fn is not None else "there is no loss_fn, and the last layer returned"
             told = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
             raise PipelineError(f"train_batch: {what} {told}; it must be a scalar, the mean over the micro-batch")
+        if self._backward is not None and not output.requires_grad:
+            raise PipelineError(
+                "train_batch: the loss depends on no parameter that is trained: it was detached or made a number on "
+                "the way, all parameters are frozen, or train_batch is called under torch.no_grad()"
+            )
         self.results.append(output.detach() if isinstance(output, Tensor) else output)
         return output.reshape(()) if isinstance(output, Tensor) and self._backward is not None else output
 
@@ -200,7 +230,7 @@ class _Step:
             if not splits:
                 self._backward.end()
         if stage > 0:
-            back = [x.grad if x.grad is not None else torch.zeros_like(x) for x in flight.inputs]
+            back = [each.back() for each in flight.inputs]
             self._give("B", stage, microbatch, Message(back, False, [False] * len(back)))
 
     def _weights_backward(self, action: Action, final: bool) -> None:
@@ -218,6 +248,7 @@ class _Step:
         if link is None:
             self._here[way, stage + (1 if way == "F" else -1), microbatch] = message
             return
+        self._sends[way] += 1
         self._sent = [ticket for ticket in self._sent if not ticket.done]
         self._sent.append(link.send(message, self._hooks.place))
 
@@ -246,9 +277,14 @@ class _Step:
         self._arrivals[way, stage, microbatch] = link.receive((step, microbatch, stage))
         return True
 
+    def _next_arrival(self, way: Way) -> Arrival | None:
+        """What comes next of a way, whether its receive has been started or not."""
+        if not any(key[0] == way for key in self._arrivals) and not self._receive_next(way):
+            return None
+        return self._arrivals.pop(next(key for key in self._arrivals if key[0] == way))
+
     def _start_receives(self) -> None:
-        ways: tuple[Literal["F"], Literal["B"]] = ("F", "B")
-        for way in ways:
+        for way in WAYS:
             started = sum(key[0] == way for key in self._arrivals)
             while started < self._runner._early and self._receive_next(way):
                 started += 1
@@ -258,13 +294,51 @@ class _Step:
         told = isinstance(error, PipelineError)
         stages = "/".join(map(str, self._module.stages))
         reason = str(error) if told else f"stage {stages} of the pipeline failed: {type(error).__name__}: {error}"
-        for link in self._runner._links.by_way.values():
-            link.fail(reason, self._hooks.place)
+        for way in WAYS:
+            ahead = 1 if way == "F" else -1
+            senders = [a.stage for a in self._actions if a.op == way and 0 <= a.stage + ahead <= self._last_stage]
+            links = [link for stage in senders if (link := self._runner._link(way, stage)) is not None]
+            for link in links[self._sends[way] :][:1]:
+                self._sent.append(link.fail(reason, self._hooks.place))
+
+    def drain(self) -> None:
+        """Receive what is still sent to this rank, to no purpose: its senders would wait for ever otherwise."""
+        for way in WAYS:
+            with suppress(Exception):  # the sender failed, too, and sends no more
+                while arrival := self._next_arrival(way):
+                    arrival.take()
+        for ticket in self._sent:
+            with suppress(Exception):
+                ticket.wait()
+        with suppress(Exception):
+            self._runner._links.settle()
 
 
-def _leaves(message: Message, *, grad: bool) -> tuple[Any, list[Tensor]]:
+class _Arrive(torch.autograd.Function):
+    """What came in, as if it had been computed here, so that a layer may write to it; its gradient goes to `into`."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: list[Tensor], into: _Input) -> Tensor:
+        ctx.into = into
+        return tensor.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        (ctx.into.grad,) = grads
+        return None, None, None
+
+
+_arrive: Final[Callable[..., Tensor]] = _Arrive.apply
+
+
+def _arrived(message: Message, *, grad: bool) -> tuple[Any, list[_Input]]:
     """A message as a stage's input, and those of its tensors that a gradient goes back for."""
-    tensors = [tensor.detach() for tensor in message.tensors]
-    wanted = [tensor for tensor, wants in zip(tensors, message.wanted, strict=True) if wants and grad]
-    leaves = [tensor.requires_grad_() for tensor in wanted]
-    return (tensors[0] if message.single else tuple(tensors)), leaves
+    tensors, inputs = [], []
+    for tensor, wanted in zip(message.tensors, message.wanted, strict=True):
+        plain = tensor.detach()
+        if wanted and grad:
+            inputs.append(_Input(plain.shape, plain.dtype, plain.device))
+            anchor = torch.empty(0, device=plain.device, requires_grad=True)
+            plain = _arrive(anchor, [plain], inputs[-1])
+        tensors.append(plain)
+    return (tensors[0] if message.single else tuple(tensors)), inputs

@@ -109,6 +109,10 @@ class Link:
         self._group = group
         self._host_group = host_group
         self._device = device
+        self._posted: list[tuple[dist.Work, Tensor]] = []
+        """Heads on their way, with their memory, where the host does not wait for each."""
+        self._ended: str | None = None
+        """Why nothing more comes in this step."""
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         ahead = 1 if way == "F" else -1
         self._to, self._from = (rank + ahead) % size, (rank - ahead) % size
@@ -120,10 +124,9 @@ class Link:
         tensors = [tensor.detach().contiguous() for tensor in message.tensors]
 
         def work() -> None:
-            head = _head(message, at)
-            works = [dist.isend(head, group=self._host_group, group_dst=self._to)]
-            works += [dist.isend(_bytes(t), group=self._group, group_dst=self._to) for t in tensors if t.numel()]
-            _wait(works)
+            heads = self._post([_head(message, at)])
+            _wait([dist.isend(_bytes(t), group=self._group, group_dst=self._to) for t in tensors if t.numel()])
+            _wait(heads)
 
         return self._out.submit(work, self._label("send", self._to, message, at))
 
@@ -132,35 +135,47 @@ class Link:
         box: list[Message] = []
 
         def work() -> None:
+            if self._ended is not None:
+                raise PipelineError(self._ended)
             head = torch.empty(HEADER, dtype=torch.int64)
             _wait([dist.irecv(head, group=self._host_group, group_src=self._from)])
             numbers = head.tolist()
             if numbers[0] == FAILED:
                 text = torch.empty(numbers[1], dtype=torch.uint8)
                 _wait([dist.irecv(text, group=self._host_group, group_src=self._from)])
-                raise PipelineError(bytes(text.tolist()).decode())
+                self._ended = bytes(text.tolist()).decode()
+                raise PipelineError(self._ended)
             message, microbatch = _empty(numbers, self._device)
+            parts = [_bytes(tensor) for tensor in message.tensors if tensor.numel()]
+            _wait([dist.irecv(part, group=self._group, group_src=self._from) for part in parts])
             if microbatch != at[1]:
                 raise PipelineError(
                     f"stage {at[2]} of the pipeline got micro-batch {microbatch} where its plan has {at[1]}: the "
                     "ranks' plans differ; configure the same schedule and number of micro-batches on all"
                 )
-            parts = [_bytes(tensor) for tensor in message.tensors if tensor.numel()]
-            _wait([dist.irecv(part, group=self._group, group_src=self._from) for part in parts])
             box.append(message)
 
         return Arrival(self._in.submit(work, self._label("recv", self._from, None, at)), box)
 
     def fail(self, reason: str, at: Place) -> Ticket:
-        """In the place of the next message: tell who waits for it that there will be none."""
+        """In the place of the next message: tell who waits for it that no more will come in this step."""
         text = torch.frombuffer(bytearray(reason.encode()), dtype=torch.uint8)
 
         def work() -> None:
             head = torch.zeros(HEADER, dtype=torch.int64)
             head[0], head[1] = FAILED, text.numel()
-            _wait([dist.isend(part, group=self._host_group, group_dst=self._to) for part in (head, text)])
+            _wait(self._post([head, text]))
 
         return self._out.submit(work, self._label("send", self._to, None, at))
+
+    def begin(self) -> None:
+        """A new step: messages come again, whatever became of the last."""
+        self._ended = None
+
+    def settle(self) -> None:
+        """Wait until the heads of all messages have been read."""
+        posted, self._posted = self._posted, []
+        _wait([work for work, _ in posted])
 
     def poll(self) -> None:
         """Tell of what has ended on a device since."""
@@ -171,6 +186,18 @@ class Link:
         """End the lanes."""
         self._out.close()
         self._in.close()
+
+    def _post(self, parts: Sequence[Tensor]) -> Sequence[dist.Work | None]:
+        """Send `parts`, which are in host memory; what is to be waited for.
+
+        gloo's sends end when the receiver is there. A lane that is a thread waits for that. On a device it is the host
+        that would, and 1F1B cannot go on if it does: it waits in `settle`, at the end of the step.
+        """
+        works = [dist.isend(part, group=self._host_group, group_dst=self._to) for part in parts]
+        if self._device.type == "cpu":
+            return works
+        self._posted += [(work, part) for work, part in zip(works, parts, strict=True) if work is not None]
+        return []
 
     def _label(self, name: str, peer: int, message: Message | None, at: Place) -> Label:
         if name == "send":
@@ -189,6 +216,16 @@ class Links:
     """All links of a rank: a way to the neighbour, and where ranks have several stages, from the last to the first."""
 
     by_way: dict[tuple[Way, bool], Link] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """A new step."""
+        for link in self.by_way.values():
+            link.begin()
+
+    def settle(self) -> None:
+        """What was sent has arrived, or is on its way there without this rank."""
+        for link in self.by_way.values():
+            link.settle()
 
     def poll(self) -> None:
         """Tell of what has ended on a device since."""
