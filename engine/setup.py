@@ -272,6 +272,11 @@ def _optimizer(
                 f"initialize: model_parameters has a parameter of shape {tuple(param.shape)} that the model does not "
                 "have; pass those of the same model"
             )
+    if model_parameters is not None and not listed and masters:
+        raise ValueError(
+            "initialize: model_parameters is empty, and the model has parameters to train: leave it out, or list them "
+            "when the model has its layers (a PipelineModule without num_stages has none before)"
+        )
     if given is not None:
         client = given if isinstance(given, torch.optim.Optimizer) else given(listed)
         optim.adopt(client, masters, shards=shards, allow_untested=config.zero_allow_untested_optimizer)

@@ -2,6 +2,7 @@
 
 layers.py    layers to be built where they are needed
 module.py    the row of layers, and which of them are here
+grid.py      where a rank is, by DeepSpeed's names
 topology.py  DeepSpeed's names for the ranks of a grid
 transfer.py  activations and gradients between stages
 deferral.py  weight gradients put off, for zero-bubble schedules

@@ -2,7 +2,8 @@
 
 The zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241) divide a stage's backward into B, the gradients of its
 inputs, and W, those of its weights. Here the weight gradients of every linear layer are put off, whatever its class;
-other parameters (norms, embeddings, convolutions) have theirs computed in B, where they cost little.
+other parameters have theirs computed in B: norms, embeddings and convolutions, what is inside torch's own attention and
+LSTM, and everything under autocast.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from ..precision import cast_floating
 from ..schedule import Plan, check, make_plan
 from ..zero import Zero
 from . import deferral
+from .grid import PipelineGrid
 from .module import PipelineModule
 from .run import Runner
 from .transfer import Links, PipelineError
@@ -138,6 +139,36 @@ class PipelineEngine(Engine):
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         """As `forward`. Raises PipelineError."""
         self.forward()
+
+    @property
+    def grid(self) -> PipelineGrid:
+        """Where this rank is, by DeepSpeed's names."""
+        return PipelineGrid(self.parallel)
+
+    @property
+    def mpu(self) -> PipelineGrid:
+        """The same, as Megatron's scripts ask for it."""
+        return self.grid
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's place in the pipeline."""
+        return self.parallel.mesh.pp_rank
+
+    @property
+    def num_stages(self) -> int:
+        """Ranks of the pipeline."""
+        return self.parallel.mesh.pp
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches a step."""
+        return self.gradient_accumulation_steps()
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of each, on one replica."""
+        return self.train_micro_batch_size_per_gpu()
 
     def is_first_stage(self) -> bool:
         """Whether this rank has the first layers."""

@@ -187,7 +187,11 @@ class _Step:
         if message is not None:
             self._give("F", stage, microbatch, message)
         if self._backward is not None:
-            tensors = [output * self._scale] if message is None else message.tensors
+            tensors = (
+                [(output.float() if output.dtype.itemsize < 4 else output) * self._scale]
+                if message is None
+                else message.tensors
+            )
             edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in tensors]
             self._flights[stage, microbatch] = _Flight(inputs, edges)
 

@@ -28,6 +28,7 @@ from ranks import RankFailed, Ranks
 from recording import Recording
 from torch import Tensor, nn
 
+from dsprof import engine as ds
 from dsprof.engine.config import ConfigError
 from dsprof.engine.hooks import subscribe
 from dsprof.engine.pipe import LayerSpec, PipelineError, PipelineModule, TiedLayerSpec
@@ -287,6 +288,37 @@ def test_a_stage_without_anything_to_train_passes_on(ranks: Ranks) -> None:
     changed = module()
     changed.arrange(2, 1)
     assert any(not torch.equal(last[name], param) for name, param in changed.named_parameters())
+
+
+def asked_job(rank: int) -> tuple[Any, ...]:
+    engine = start(module(2), configuration())
+    grid = engine.grid
+    found = (
+        engine.stage_id, engine.num_stages, engine.micro_batches, engine.micro_batch_size, engine.is_first_stage(),
+        engine.is_last_stage(), grid.get_data_parallel_id(), grid.get_data_parallel_world_size(),
+        grid.get_model_parallel_world_size(), grid.get_global_rank(), engine.mpu.get_pipe_parallel_world_size(),
+    )  # fmt: skip
+    engine.destroy()
+    return found
+
+
+def test_scripts_ask_where_they_are(ranks: Ranks) -> None:
+    assert ranks.run(4, asked_job) == [
+        (rank // 2, 2, 4, 2, rank < 2, rank >= 2, rank % 2, 2, 1, rank, 2) for rank in range(4)
+    ]
+
+
+def early_list_job(rank: int) -> None:
+    model = module()
+    ds.initialize(
+        model=model, model_parameters=list(model.parameters()), config=configuration(pipeline={"stages": 2})
+    )  # fmt: skip
+
+
+def test_parameters_that_were_listed_before_there_were_any(ranks: Ranks) -> None:
+    with pytest.raises(RankFailed) as failed:
+        ranks.run(2, early_list_job)
+    assert str(failed.value).count("initialize: model_parameters is empty, and the model has parameters to train") == 2
 
 
 # --- what is told

@@ -1,5 +1,5 @@
-"""Every way of dividing a model over up to eight ranks, pipeline, data and tensor parallel, with every schedule and ZeRO
-stage: the weights are those of one process."""
+"""Every way of dividing a model over up to eight ranks, pipeline, data and tensor parallel, with every schedule and
+ZeRO stage: the weights are those of one process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def everything() -> list[Case]:
 
 
 def covering() -> Iterator[Case]:
-    """Cases of which every mesh, and every pair of values of two other settings, is in one at least (greedily chosen)."""
+    """Cases of which every mesh, and every pair of values of two others, is in one at least (greedily chosen)."""
     cases = everything()
     pairs = {case: {case[:3], *itertools.combinations(enumerate(case[3:]), 2)} for case in cases}
     missing: set[Any] = set().union(*pairs.values())

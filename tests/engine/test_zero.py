@@ -32,7 +32,8 @@ SIZES = {
 def open_comms(hooks: Hooks) -> Comms:
     ranks = list(range(dist.get_world_size()))
     return Comms(
-        open_comm([ranks], lambda: CpuLane("gradients", hooks)), open_comm([ranks], lambda: CpuLane("parameters", hooks))
+        open_comm([ranks], lambda: CpuLane("gradients", hooks)),
+        open_comm([ranks], lambda: CpuLane("parameters", hooks)),
     )
 
 
