@@ -73,6 +73,7 @@ def initialize(
         found = holder(param)
         if found is not None and not isinstance(found.sharded, EarlyParam):
             raise ValueError("initialize: the model has an engine already; call its destroy() first, on all ranks")
+    _refuse_cut(model)
     source = _config_of(args, config, config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
@@ -188,6 +189,18 @@ def _device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
+
+
+def _refuse_cut(model: nn.Module) -> None:
+    """Raise ValueError for a model whose layers an engine has cut: destroy() does not make them whole again."""
+    from .tensor import cut_parameters
+
+    name = next((name for name, _, _ in cut_parameters(model)), None)
+    if name is not None:
+        raise ValueError(
+            f"initialize: {name} is cut over tensor-parallel ranks already, by an engine before: build the model anew, "
+            "and load_checkpoint what that one saved"
+        )
 
 
 def _check_parameters(model: nn.Module, config: Config) -> None:

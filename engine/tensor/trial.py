@@ -122,10 +122,10 @@ def note_output(trial: Trial, name: str, module: nn.Module) -> None:
 
 
 def run(trial: Trial, answer: Answer, *, training: bool = False) -> Any:
-    """What the tried module returns, with `answer` in its layers' place. The process's generator is left as it was."""
-    modes = [(module, module.training) for module in trial.module.modules()]
-    trial.module.train(training)
-    try:
+    """What the tried module returns, with `answer` in its layers' place. The process's generator is left as it was, and
+    so are attributes of the modules: what a forward counts, or keeps for the next one, is not of these inputs."""
+    with _restored(trial.module):
+        trial.module.train(training)
         with torch.random.fork_rng(devices=[]), _keeping(), _answering(trial.root, trial.module, answer):
             torch.manual_seed(0)
             # A forward may empty what holds its inputs, and write to buffers.
@@ -134,9 +134,20 @@ def run(trial: Trial, answer: Answer, *, training: bool = False) -> Any:
             return functional_call(
                 trial.module, _everywhere(trial.module, stand_ins), inputs.args, dict(inputs.kwargs), tie_weights=False
             )
+
+
+@contextmanager
+def _restored(root: nn.Module) -> Iterator[None]:
+    """Afterwards the modules have the attributes and buffers that they have now: the same objects, not copies."""
+    before = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in root.modules()]
+    try:
+        yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for attributes, values, buffers in before:
+            attributes.clear()
+            attributes.update(values)
+            attributes["_buffers"].clear()
+            attributes["_buffers"].update(buffers)
 
 
 def _everywhere(module: nn.Module, stand_ins: dict[str, Tensor]) -> dict[str, Tensor]:
