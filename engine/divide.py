@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,8 +50,9 @@ def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
     model.forget_others()
 
 
-def cut_layers(model: nn.Module, config: Config, parallel: Parallel, device: torch.device) -> None:
-    """Leave this rank its part of every layer, if layers are to be cut."""
+def cut_layers(model: nn.Module, config: Config, parallel: Parallel, device: torch.device, example: Any) -> None:
+    """Leave this rank its part of every layer, if layers are to be cut. `example` is what the model's forward takes; it
+    is None where that can be made up."""
     section = config.tensor_parallel
     if section.size == 1:
         return
@@ -74,8 +76,9 @@ def cut_layers(model: nn.Module, config: Config, parallel: Parallel, device: tor
     elif wanted is not None and parallel.mesh.pp > 1:
         wanted = _here(wanted, model, parallel)
     plan = tensor.parallelize(
-        model, parallel.tensor, wanted, sequence_parallel=section.sequence_parallel, everyone=parallel.everyone
-    )
+        model, parallel.tensor, wanted, sequence_parallel=section.sequence_parallel, example=example,
+        everyone=parallel.everyone,
+    )  # fmt: skip
     tensor.same_random_numbers(parallel.tensor, device)
     if parallel.mesh.rank == 0:
         print(plan, file=sys.stderr)

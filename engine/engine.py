@@ -243,8 +243,10 @@ class Engine(Answers):
         return checkpoint.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
     def destroy(self) -> None:
-        """Take the engine off the model, which is whole again and in its present weights; end its threads, close its
-        files. On all ranks."""
+        """Take the engine off the model, which has its present weights; end its threads, close its files. On all ranks.
+
+        What ZeRO has divided is whole again; a pipeline's rank keeps its layers, and a tensor-parallel one its part of
+        each: `save_16bit_model` writes the whole model."""
         self._monitors.stop()
         self.zero.close()
         self.parallel.close()

@@ -53,13 +53,15 @@ def initialize(
     config_params: str | Path | dict[str, Any] | None = None,
     *,
     train_dataloader: Any = None,
+    example: tuple[Any, ...] | dict[str, Any] | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer | None, Any, Any]:
     """(engine, optimizer, dataloader, lr_scheduler), with the arguments of `deepspeed.initialize`.
 
     `config` is a dict or the path of a JSON file; `config_params` and `args.deepspeed_config` are older names of it.
     `optimizer` may be made already, or a function of the parameters; so may `lr_scheduler`, of the optimizer.
-    `train_dataloader` is returned as it is, which some tutorials rely on. Raises ConfigError for a configuration that
-    cannot be, ValueError for arguments that contradict each other.
+    `train_dataloader` is returned as it is, which some tutorials rely on. `example` is what the model's forward takes,
+    a tuple of arguments or a dict of them by name: needed where layers are cut over ranks and no input can be made up.
+    Raises ConfigError for a configuration that cannot be, ValueError for arguments that contradict each other.
     """
     if model is None:
         raise ValueError("initialize: no model; pass model=")
@@ -93,7 +95,7 @@ def initialize(
     _place(model, device, model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled))
     parallel = open_parallel(mesh, hooks)
     begin_alike([*(p for p in model.parameters() if holder(p) is None), *model.buffers()], parallel)
-    cut_layers(model, settings, parallel, device)
+    cut_layers(model, settings, parallel, device, example)
     parallel.shared = share(model, parallel, hooks)
     parallel.shared.agree()
     checkpointing.attach(hooks, settings.activation_checkpointing)

@@ -91,7 +91,8 @@ def _trials(model: nn.Module, tokens: int, wanted: Mapping[str, Wanted], example
             raise PlanError(
                 f"tensor parallelism: cannot tell how to cut {name}: {place or 'the model'} could not be tried on "
                 f"made-up inputs ({failed.get(place, 'it has no forward')}). Pass example= (what its forward takes) "
-                f'to plan_for, or leave it whole with a plan: {{"{pattern_of(name)}": "whole", "*": "auto"}}'
+                f"to initialize or plan_for, or leave it whole with a plan: "
+                f'{{"{pattern_of(name)}": "whole", "*": "auto"}}'
             )
     return trials
 
