@@ -175,6 +175,10 @@ class RunFolder:
         return self.path / "findings.json"
 
     @property
+    def layer_costs_json(self) -> Path:
+        return self.path / "layer_costs.json"
+
+    @property
     def report_html(self) -> Path:
         return self.path / "report.html"
 

@@ -10,6 +10,7 @@ from dsprof.run import RunFolder, write_atomically
 
 if TYPE_CHECKING:
     from dsprof.analyzer.analysis import Analysis
+    from dsprof.analyzer.layers import LayerCost
 
 
 def examine(folder: RunFolder) -> Analysis:
@@ -20,7 +21,8 @@ def examine(folder: RunFolder) -> Analysis:
 
 
 def finish(folder: RunFolder, *, report: bool = True) -> Analysis:
-    """Analyze a run and write findings.json and, with `report`, report.html and tensorboard/ into its folder.
+    """Analyze a run and write findings.json and, with `report`, report.html and tensorboard/ into its folder; of a
+    pipeline of the engine layer_costs.json, too.
 
     An output that cannot be written costs only itself: it becomes a warning of the Analysis returned.
     Raises RunError if the run cannot be read.
@@ -31,6 +33,11 @@ def finish(folder: RunFolder, *, report: bool = True) -> Analysis:
         outputs["report.html"] = lambda: write_html(analysis, folder)
         outputs["tensorboard"] = lambda: write_tensorboard(analysis, folder)
     outputs["findings.json"] = lambda: write_findings(analysis, folder)
+    from dsprof.analyzer.layers import layer_costs
+
+    costs = layer_costs(analysis.rows)
+    if costs:
+        outputs["layer_costs.json"] = lambda: write_layer_costs(costs, folder)
     failures = [failure for name, write in outputs.items() if (failure := _attempt(name, write)) is not None]
     if not failures:
         return analysis
@@ -47,6 +54,13 @@ def _attempt(name: str, write: Callable[[], None]) -> str | None:
     except Exception as error:  # a bug in one report must not cost the others
         return f"{name}: not written ({type(error).__name__}: {error})"
     return None
+
+
+def write_layer_costs(costs: list[LayerCost], folder: RunFolder) -> None:
+    """Write layer_costs.json, which the engine's `pipeline.layer_costs` takes."""
+    import orjson
+
+    write_atomically(folder.layer_costs_json, orjson.dumps({"layers": costs}, option=orjson.OPT_INDENT_2))
 
 
 def write_findings(analysis: Analysis, folder: RunFolder) -> None:

@@ -18,6 +18,7 @@ from dsprof.cli import deepspeed_flags, main
 from dsprof.collectors import arm
 from dsprof.collectors.bootstrap.sitecustomize import StandIn
 from dsprof.engine.config import ConfigError, load
+from dsprof.engine.partition import partition, read_costs
 from dsprof.engine.schedule import make_plan
 from dsprof.launch import Job, Launch, environment, home
 from dsprof.run import RunFolder
@@ -316,6 +317,13 @@ def test_the_examples_train(tmp_path: Path) -> None:
         (rank, name): 40 * 8 for rank in range(2) for name in ("send", "recv")
     }
     assert done.findings["budget"]["bubble"] > 0
+
+    # What its layers took is there to divide them by.
+    names = [str(number) for number in range(12)]
+    costs = read_costs(done.folder.layer_costs_json, names)
+    assert all(cost > 0 for cost in costs)
+    assert max(costs[:4]) > max(costs[8:])  # convolutions of pictures, against small linear layers
+    assert partition("measured", 2, names, costs=costs)[1] < 7
 
 
 @pytest.mark.parametrize(

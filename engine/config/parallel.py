@@ -59,8 +59,8 @@ class PipelineConfig(Section):
     `measured`, by `layer_costs`, or the layers at which stages begin and end: `[0, 3, 8]`, two stages of 8 layers."""
 
     layer_costs: str | None = None
-    """dsprof's own. The file with the seconds that each layer takes, for the partition method `measured`;
-    `dsprof.engine.pipe.measure.measure` writes it."""
+    """dsprof's own. The file with the seconds that each layer takes, for the partition method `measured`:
+    `layer_costs.json` of a run under dsprof, or what `dsprof.engine.pipe.measure.measure` writes."""
 
     activation_checkpoint_interval: Whole = Field(default=0, ge=0)
     """Layers between two activation checkpoints; 0 keeps all activations."""

@@ -27,6 +27,7 @@ class PipelineEngine(Engine):
 
     def __init__(self, module: PipelineModule, *args: Any, links: Links, **more: Any) -> None:
         super().__init__(module, *args, **more)
+        module.hooks = self.hooks
         self._links = links
         mesh = self.parallel.mesh
         self.plan = self._planned(self.gradient_accumulation_steps())

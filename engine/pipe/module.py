@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import checkpointing
+from ..hooks import Hooks
 from ..partition import partition, read_costs
 from .layers import LayerSpec, TiedLayerSpec
 from .topology import ProcessTopology
@@ -107,6 +108,8 @@ class PipelineModule(nn.Module):
         self.partition_method = partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.virtual_stages = virtual_stages
+        self.hooks = Hooks()
+        """Those of the engine, once there is one."""
         self._seed = (seed_fn or torch.manual_seed) if seed_layers else None
         self._base_seed = base_seed
         self._costs = costs
@@ -232,7 +235,8 @@ class PipelineModule(nn.Module):
         def run(inputs: Any) -> Any:
             for layer in self._layers[start:stop]:
                 assert layer.built is not None
-                inputs = _called(layer, layer.built)(inputs)
+                with self.hooks.span("module", layer.name):
+                    inputs = _called(layer, layer.built)(inputs)
             return inputs
 
         run.__qualname__ = f"layers {start} to {stop - 1}"

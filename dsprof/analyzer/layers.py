@@ -1,0 +1,38 @@
+"""What each layer of the engine's pipelines takes, for dividing them among stages."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import pandas as pd
+
+
+class LayerCost(TypedDict):
+    """One layer, in the form that `dsprof.engine.partition.read_costs` reads."""
+
+    name: str
+    forward_s: float
+    backward_s: float
+
+
+def layer_costs(rows: pd.DataFrame) -> list[LayerCost]:
+    """Seconds of each layer for one micro-batch, in the model's order; empty without a pipeline of the engine.
+
+    Forwards are medians over ranks, steps after the first, and micro-batches. Backwards are not seen layer by layer: a
+    stage's (B and W together) is divided as its forward is.
+    """
+    done = rows[rows["dur_ns"].notna() & rows["stage"].notna() & (rows["step"] >= 0)]
+    later = done[done["step"] > done["step"].min()]
+    done = done if later.empty else later
+    layers, pipe = done[done["kind"] == "module"], done[done["kind"] == "pipe"]
+    found: list[LayerCost] = []
+    for stage in sorted(layers["stage"].unique()):
+        mine = layers[layers["stage"] == stage]
+        actions = pipe[pipe["stage"] == stage].groupby(pipe["name"].astype(str))["dur_ns"].median()
+        if "F" not in actions or not actions["F"]:
+            continue
+        back = float(actions.get("B", 0) + actions.get("W", 0)) / float(actions["F"])
+        taken = mine.groupby(mine["name"].astype(str))["dur_ns"].median().astype(float).to_dict()
+        first = mine.sort_values("start_ns").drop_duplicates("name")["name"].astype(str)
+        found += [LayerCost(name=n, forward_s=taken[n] / 1e9, backward_s=back * taken[n] / 1e9) for n in first]
+    return found
