@@ -5,7 +5,6 @@ launcher's flags; the examples.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -118,24 +117,6 @@ def test_a_job_that_has_the_other_one_already_goes_no_further(monkeypatch: pytes
 
 
 # --- the command line
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Launch]:
-    """What the command line would launch, with nothing launched; the working directory is an empty one."""
-    seen: list[Launch] = []
-
-    def run(self: Launch) -> int:
-        seen.append(self)
-        return 0
-
-    monkeypatch.setattr(Launch, "run", run)
-    monkeypatch.chdir(tmp_path)
-    for name in list(os.environ):
-        if name.startswith(("DSPROF", "PET_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    return seen
 
 
 def test_the_engine_is_a_setting_like_others(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,10 +49,6 @@ class Message:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def value(self) -> Tensor | tuple[Tensor, ...]:
-        """As the stage before returned it."""
-        return self.tensors[0] if self.single else tuple(self.tensors)
-
 
 def message_of(output: Any, what: str) -> Message:
     """`output` as what can be sent. Raises PipelineError, beginning with `what`, if it cannot be."""
@@ -238,15 +234,15 @@ class Links:
             link.close()
 
 
-def open_links(mesh: Mesh, device: torch.device, hooks: Hooks, *, wraps: bool, link: float | None = None) -> Links:
-    """The links of this rank's pipeline. Every rank of the job must call this. `link` (bytes/s) models one, on CPU.
+def open_links(mesh: Mesh, device: torch.device, hooks: Hooks, *, wraps: bool) -> Links:
+    """The links of this rank's pipeline. Every rank of the job must call this.
 
     Two ranks that send each other both ways would wait for each other on a device if they had one group for that, so
     activations, gradients, and each of them around the end (`wraps`) have their own.
     """
 
     def make_lane(name: str) -> Lane:
-        return open_lane(name, device, hooks, link)
+        return open_lane(name, device, hooks)
 
     links = Links()
     ways: list[tuple[Way, bool]] = [("F", False), ("B", False)]
