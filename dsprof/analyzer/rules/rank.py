@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
 from ..context import Change, Context, interval
 from ..finding import Evidence, Finding, Fix, Gain, Where
@@ -76,16 +77,15 @@ def straggler(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
         evidence.append(Evidence(f"{where_slow} a step", round(value, 3), "ms", round(expected, 3)))
     cpu = counted_per_step(context.rows, context.steps, "cpu_seconds")
     if cpu:
-        typical_cpu = float(np.median([ms for rank, ms in cpu.items() if rank not in ranks] or [0.0]))
-        mine_cpu = float(np.mean([cpu[rank] for rank in ranks if rank in cpu] or [0.0]))
-        evidence.append(Evidence("CPU time a step", round(mine_cpu, 3), "ms", round(typical_cpu, 3)))
+        value, expected = _mine_and_others(pd.Series(cpu, dtype=float), ranks)
+        evidence.append(Evidence("CPU time a step", round(value, 3), "ms", round(expected, 3)))
     names = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
     verb = "arrives" if len(ranks) == 1 else "arrive"
     title = f"rank {names} {verb} {_lateness(late)} and the others wait"
     where = Where(ranks=ranks, op=None if where_slow == OUTSIDE else where_slow, steps=context.step_range)
-    waits = counted_per_step(context.rows, context.steps, "core_wait_seconds")
-    waited = float(np.mean([waits.get(rank, 0.0) for rank in ranks]))
-    waited -= float(np.median([ms for rank, ms in waits.items() if rank not in ranks] or [0.0]))
+    waits = pd.Series(counted_per_step(context.rows, context.steps, "core_wait_seconds"), dtype=float)
+    value, expected = _mine_and_others(waits, ranks)
+    waited = value - expected
     crowded = waited > 0.5 * float(late.mean())
     if crowded:
         evidence.append(Evidence("ready to run without a core, more than peers", round(waited, 3), "ms", 0.0))
@@ -110,6 +110,13 @@ def _typical(own: Float) -> Float:
     return middle
 
 
+def _mine_and_others(by_rank: pd.Series[float], ranks: tuple[int, ...]) -> tuple[float, float]:
+    """Mean of the slow ranks, and median of the others: 0 where nothing is known of them."""
+    mine = by_rank.index.isin(ranks)
+    value, expected = by_rank[mine].mean(), by_rank[~mine].median()
+    return (0.0 if np.isnan(value) else float(value), 0.0 if np.isnan(expected) else float(expected))
+
+
 def _phase_excess(context: Context, ranks: tuple[int, ...]) -> dict[str, tuple[float, float]]:
     """Phase -> mean ms a step on the slow ranks, and on the others (waits and pauses inside included)."""
     rows = context.rows
@@ -120,18 +127,15 @@ def _phase_excess(context: Context, ranks: tuple[int, ...]) -> dict[str, tuple[f
         return {}
     total = phases["dur_ns"].astype("int64").groupby([phases["name"].astype(str), phases["rank"]]).sum() / 1e6
     mean = total.unstack(fill_value=0.0) / len(numbers)
-    others = [rank for rank in context.ranks if rank not in ranks]
-    found = {}
-    for name, row in mean.iterrows():
-        found[str(name)] = (float(row.reindex(list(ranks)).mean()), float(row.reindex(others).median()))
+    found = {str(name): _mine_and_others(row, ranks) for name, row in mean.iterrows()}
     # Backward contains the waits, so compare what is left of compute.
     compute = context.middle.groupby("rank")["compute"].mean()
     for name in ("forward", "loss"):
         if name in mean.index:
             compute = compute - mean.loc[name].reindex(compute.index).fillna(0)
     other = context.middle.groupby("rank")["other"].mean()
-    found[OUTSIDE] = (float(other.reindex(list(ranks)).mean()), float(other.reindex(others).median()))
-    found["backward"] = (float(compute.reindex(list(ranks)).mean()), float(compute.reindex(others).median()))
+    found[OUTSIDE] = _mine_and_others(other, ranks)
+    found["backward"] = _mine_and_others(compute, ranks)
     return found
 
 
