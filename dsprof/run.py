@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -19,6 +20,7 @@ RUN_SCHEMA: Final = 1
 DEFAULT_PARENT: Final = "dsprof-out"
 
 Known = TypeVar("Known")
+Process = TypeVar("Process", "RankExit", "RankInfo")
 
 
 class RunError(Exception):
@@ -60,23 +62,24 @@ class RankExit:
             return f"signal {self.signal}"
 
 
-def last_exits(exits: list[RankExit]) -> list[RankExit]:
-    """How each rank's last process ended, by rank.
+def last_processes(processes: Iterable[Process]) -> list[Process]:
+    """The last process of each rank, by rank: how it ended, or what it captured.
 
     Restarts are counted by each host's launcher: one host may be at its second while another is at its first. A rank
-    that moved to another host has its last process there.
+    that moved to another host has its last process there, and one that a shrunken job no longer has is gone.
     """
+    every = list(processes)
     last: dict[str, int] = {}
-    for item in exits:
+    for item in every:
         last[item.host] = max(last.get(item.host, 0), item.restart)
-    final = [item for item in exits if item.restart == last[item.host]]
+    final = [item for item in every if item.restart == last[item.host]]
     by_rank = {item.rank: item for item in sorted(final, key=lambda item: item.restart)}
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def failures(exits: list[RankExit]) -> list[RankExit]:
     """Ranks whose last process failed by itself, the first to end first."""
-    failed = [item for item in last_exits(exits) if item.status and not item.stopped]
+    failed = [item for item in last_processes(exits) if item.status and not item.stopped]
     return sorted(failed, key=lambda item: item.ended_ns or sys.maxsize)
 
 

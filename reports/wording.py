@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Evidence, Finding, Fix, Gain, Where
-from dsprof.run import RankExit, last_exits
+from dsprof.run import RankExit, last_processes
 
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]+")
 
@@ -255,7 +255,7 @@ def _bad_ends(analysis: Analysis) -> list[str]:
     told = {rank for finding in broken for rank in finding.where.ranks or ()}
     last_step = {info.rank: info.last_step for info in analysis.run.ranks}
     alike: dict[str, list[int]] = {}
-    for item in last_exits(analysis.run.exits):
+    for item in last_processes(analysis.run.exits):
         if item.status != 0 and item.rank not in told:
             words = ended(item) if item.signal is not None else f"ended with {ended(item)}"
             step = last_step.get(item.rank)

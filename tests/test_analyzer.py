@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -34,6 +35,15 @@ def test_a_healthy_job_has_nothing_above_info() -> None:
         "rank.straggler", "data.stall", "data.imbalance", "pause.gc", "comm.small-messages", "comm.exposed",
     }  # fmt: skip
     assert analysis.not_run == {"run.rank-died": "no launcher recorded how the ranks ended"}
+
+
+def test_a_rank_that_a_shrunken_job_no_longer_has_is_left_out() -> None:
+    before, after = Job(ranks=3, steps=5).trace(), Job(ranks=2).trace()
+    rows = pd.concat([before.rows, after.rows.assign(restart=np.int16(1))], ignore_index=True)
+    run = replace(after.run, ranks=[*before.run.ranks, *(replace(item, restart=1) for item in after.run.ranks)])
+    analysis = analyze(Trace(rows, run))
+    assert analysis.ranks_captured == (0, 1)
+    assert analysis.step_count == 40
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

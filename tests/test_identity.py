@@ -11,7 +11,7 @@ import pytest
 
 from dsprof.collectors import identity
 from dsprof.collectors.identity import Identity, run_folder, selected
-from dsprof.run import RankExit, failures, last_exits
+from dsprof.run import RankExit, failures, last_processes
 from dsprof.schema import host_name, new_run_id, parse_ranks
 from dsprof.settings import SettingsError, load
 
@@ -100,7 +100,7 @@ def test_restarts_are_counted_by_each_host() -> None:
         gone(2, 1, host="b", stopped=True), gone(3, 1, host="b", stopped=True), gone(2, 0, host="b"),
         gone(3, 9, host="b", at=5),
     ]  # fmt: skip
-    assert [(item.rank, item.code) for item in last_exits(exits)] == [(0, 0), (1, 0), (2, 0), (3, 9)]
+    assert [(item.rank, item.code) for item in last_processes(exits)] == [(0, 0), (1, 0), (2, 0), (3, 9)]
     assert [item.rank for item in failures(exits)] == [3]
 
 
@@ -110,7 +110,7 @@ def test_a_rank_that_moved_to_another_host_ended_there() -> None:
         gone(2, 1, host="b", stopped=True), gone(3, 1, host="b", stopped=True), gone(0, 0, host="b"),
         gone(1, 0, host="b"),
     ]  # fmt: skip
-    assert [(item.rank, item.host, item.code) for item in last_exits(exits)] == [
+    assert [(item.rank, item.host, item.code) for item in last_processes(exits)] == [
         (0, "b", 0), (1, "b", 0), (2, "a", 0), (3, "a", 0),
     ]  # fmt: skip
     assert failures(exits) == []

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pandas as pd
 
-from dsprof.run import RunInfo
+from dsprof.run import RunInfo, last_processes
 from dsprof.schema import BUDGET_PARTS
 from dsprof.trace import Trace
 
@@ -45,7 +45,7 @@ once in a tight loop, so an estimate. benchmarks/overhead.py measures what a job
 def analyze(trace: Trace) -> Analysis:
     """Explain a run. Never raises for a poor capture: what cannot be judged is named in `not_run`."""
     run = trace.run
-    rows, clock_error_us, warnings = align(_last_restart(trace.rows), run)
+    rows, clock_error_us, warnings = align(_last_attempt(trace.rows, run), run)
     rows, renumbered = align_steps(rows)
     captured = tuple(int(rank) for rank in np.sort(rows["rank"].unique()))
     collectives = match_collectives(rows)
@@ -82,12 +82,12 @@ def analyze(trace: Trace) -> Analysis:
     )
 
 
-def _last_restart(rows: pd.DataFrame) -> pd.DataFrame:
-    """Each rank's last attempt in an elastic job: earlier ones ended in a failure and have their own steps.
-
-    Per rank, as the agents of different hosts count their restarts for themselves.
-    """
-    return rows[rows["restart"] == rows.groupby("rank")["restart"].transform("max")] if len(rows) else rows
+def _last_attempt(rows: pd.DataFrame, run: RunInfo) -> pd.DataFrame:
+    """What each rank's last process did: an elastic job's earlier ones ended in a failure and have their own steps."""
+    last = pd.DataFrame([(item.rank, item.restart) for item in last_processes(run.ranks)], columns=["rank", "restart"])
+    if last.empty:  # rows that no capture of ours is behind
+        return rows
+    return rows[pd.MultiIndex.from_frame(rows[["rank", "restart"]]).isin(pd.MultiIndex.from_frame(last))]
 
 
 def _waits(times: dict[int, RankTime], collectives: pd.DataFrame) -> pd.DataFrame:

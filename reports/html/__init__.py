@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
-from dsprof.run import last_exits
+from dsprof.run import last_processes
 
 from .. import palette, plots, tables, wording
 from ..timeline import timeline
@@ -192,7 +192,7 @@ def _rank_rows(analysis: Analysis) -> list[dict[str, Any]]:
     by_rank = analysis.budget_by_rank
     own = by_rank.drop(columns=[part for part in palette.WAITING if part in by_rank]).sum(axis=1)
     infos = {info.rank: info for info in analysis.run.ranks}
-    exits = {item.rank: item for item in last_exits(analysis.run.exits)}
+    exits = {item.rank: item for item in last_processes(analysis.run.exits)}
     blamed = _blamed(analysis)
     everyone = sorted({*by_rank.index, *infos, *exits, *analysis.ranks_captured, *wording.missing_ranks(analysis)})
     return [
