@@ -41,7 +41,7 @@ def test_a_rank_that_a_shrunken_job_no_longer_has_is_left_out() -> None:
     before, after = Job(ranks=3, steps=5).trace(), Job(ranks=2).trace()
     rows = pd.concat([before.rows, after.rows.assign(restart=np.int16(1))], ignore_index=True)
     run = replace(after.run, ranks=[*before.run.ranks, *(replace(item, restart=1) for item in after.run.ranks)])
-    analysis = analyze(Trace(rows, run))
+    analysis = analyze(Trace(run, rows))
     assert analysis.ranks_captured == (0, 1)
     assert analysis.step_count == 40
 
