@@ -4,7 +4,8 @@ wall_clock.py     `wall_clock_breakdown`: time of forward, backward, reduction a
 comms_logger.py   `comms_logger`: communications by kind and size, and who is late
 memory.py         `memory_breakdown`: memory at the ends of the phases
 flops.py          `flops_profiler`: operations, parameters and time of each module
-writers.py        `tensorboard` and `csv_monitor`: loss, learning rate and loss scale
+writers.py        `tensorboard` and `csv_monitor`: loss, learning rate, loss scale and times
+phases.py         what these have in common
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..hooks import Listener, subscribe
+from ..hooks import Hooks, Listener
 from .comms_logger import CommsLogger, Gather
-from .flops import FlopsProfiler, timer_for
+from .flops import FlopsProfiler
 from .memory import MemoryBreakdown, meter_for
+from .phases import timer_for
 from .wall_clock import WallClock
-from .writers import CsvWriter, TensorBoardWriter, Writer
+from .writers import CsvWriter, Curves, TensorBoardWriter, Writer
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -42,18 +44,22 @@ class Monitors:
 
 def start(
     config: Config,
+    hooks: Hooks,
     *,
     model: nn.Module,
     device: torch.device,
     rank: int,
     group_size: Callable[[str | None], int],
+    samples: Callable[[], int],
     gather: Gather | None = None,
     show: Show = print,
 ) -> Monitors:
-    """Listen for the sections that `config` enables. Rank 0 prints and writes; of the others only comms_logger listens.
+    """Listen to `hooks` for the sections that `config` enables.
 
-    `group_size` tells the number of ranks of the group that a span names; `gather` is for the stragglers' table, see
-    `CommsLogger`.
+    Rank 0 prints and writes; of the others only comms_logger listens.
+
+    `group_size` tells the number of ranks of the group that a span names, `samples` how many were seen, those of the
+    step under way included; `gather` is for the stragglers' table, see `CommsLogger`.
     """
     listeners: list[Listener] = []
     writers: list[Writer] = []
@@ -63,6 +69,7 @@ def start(
             rank=rank,
             group_size=group_size,
             only=None if section.prof_all else section.prof_ops,
+            lanes_alone=device.type == "cuda",
             verbose=section.verbose,
             gather=gather,
             show=show,
@@ -70,17 +77,21 @@ def start(
         listeners.append(comms)
     if rank == 0:
         every = config.steps_per_print or 1
+        if config.tensorboard.enabled:
+            writers.append(TensorBoardWriter(config.tensorboard))
+        if config.csv_monitor.enabled:
+            writers.append(CsvWriter(config.csv_monitor))
+        curves = Curves(writers, samples)
+        if writers:
+            listeners.append(curves)
         if config.wall_clock_breakdown:
-            listeners.append(WallClock(every, show))
+            timer = timer_for(device) if device.type == "cuda" else None
+            listeners.append(WallClock(every, show, curves.tell if writers else None, timer))
         if config.memory_breakdown:
             listeners.append(MemoryBreakdown(meter_for(device), every, show))
         if config.flops_profiler.enabled:
             listeners.append(FlopsProfiler(model, config.flops_profiler, timer_for(device), show))
-        if config.tensorboard.enabled:
-            writers.append(TensorBoardWriter(config.tensorboard, config.train_batch_size))
-        if config.csv_monitor.enabled:
-            writers.append(CsvWriter(config.csv_monitor, config.train_batch_size))
-    unsubscribe = [subscribe(listener) for listener in (*listeners, *writers)]
+    unsubscribe = [hooks.subscribe(listener) for listener in listeners]
 
     def stop() -> None:
         for end in unsubscribe:

@@ -17,6 +17,9 @@ RECENT: Final = 10_000
 """Communications that the stragglers' table looks back on."""
 
 
+UNKNOWN: Final = -1
+"""Size of a message whose receiver learns it on the way."""
+
 SYNCHRONIZING: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """Kinds in which every rank waits for the last one."""
 
@@ -27,7 +30,7 @@ class Message(NamedTuple):
     op: str
     ranks: int
     bytes: int
-    """As nccl-tests' S: the larger of total input and output of one rank."""
+    """As nccl-tests' S: the larger of total input and output of one rank. UNKNOWN for what a pipeline receives."""
 
 
 class Sample(NamedTuple):
@@ -51,9 +54,9 @@ class Tally:
     bytes: int = 0
     ns: int = 0
 
-    def algbw(self) -> float:
-        """Bytes/ns, which is GB/s."""
-        return self.bytes / self.ns if self.ns else 0.0
+    def algbw(self) -> float | None:
+        """Bytes/ns, which is GB/s; None if sizes or times are not known."""
+        return self.bytes / self.ns if self.bytes >= 0 and self.ns else None
 
 
 def bus_factor(op: str, ranks: int) -> float:
@@ -84,6 +87,7 @@ class CommsLogger:
     """Counts every communication. `log_summary` prints the table.
 
     `only`: names of the kinds to count; None counts all. `group_size`: ranks of a group, by the name spans give.
+    With `lanes_alone` only the lanes know how long a communication took: on a GPU the host does not wait for others.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class CommsLogger:
         rank: int,
         group_size: Callable[[str | None], int],
         only: Collection[str] | None = None,
+        lanes_alone: bool = False,
         verbose: bool = False,
         gather: Gather | None = None,
         show: Callable[[str], None] = print,
@@ -99,6 +104,7 @@ class CommsLogger:
         self._rank = rank
         self._group_size = group_size
         self._only = only
+        self._lanes_alone = lanes_alone
         self._verbose = verbose
         self._gather = gather
         self._show = show
@@ -112,22 +118,23 @@ class CommsLogger:
     def end(self, span: Span) -> None:
         if span.kind != "comm" or (self._only is not None and span.name not in self._only):
             return
-        size = span.bytes or 0
+        size = UNKNOWN if span.bytes is not None and span.bytes < 0 else span.bytes or 0
+        ns = 0 if self._lanes_alone and not span.lane.startswith("comm.") else span.dur_ns
         message = Message(span.name, self._group_size(span.group), size)
         with self._lock:
             if message not in self._tallies and len(self._tallies) >= MAX_ROWS:
-                message = message._replace(bytes=1 << (size - 1).bit_length() if size else 0)
+                message = message._replace(bytes=1 << (size - 1).bit_length() if size > 0 else size)
             tally = self._tallies[message]
             tally.count += 1
             tally.bytes += size
-            tally.ns += span.dur_ns
-            if span.seq is not None:
-                self._recent.append(Sample(span.group, span.seq, message, span.dur_ns))
+            tally.ns += ns
+            if span.seq is not None and ns:
+                self._recent.append(Sample(span.group, span.seq, message, ns))
         if self._verbose and self._rank == 0:
-            algbw = Tally(1, size, span.dur_ns).algbw()
+            algbw, busbw = _bandwidths(message, Tally(1, size, ns))
             self._show(
-                f"comm op: {span.name} | time (ms): {span.dur_ns / 1e6:.2f} | msg size: {in_binary(size)} | "
-                f"algbw (GB/s): {algbw:.2f} | busbw (GB/s): {algbw * bus_factor(span.name, message.ranks):.2f}"
+                f"comm op: {span.name} | time (ms): {_ms(ns)} | msg size: {in_binary(size)} | "
+                f"algbw (GB/s): {algbw} | busbw (GB/s): {busbw}"
             )
 
     def tallies(self) -> dict[Message, Tally]:
@@ -192,10 +199,21 @@ def _summary(tallies: dict[Message, Tally]) -> Iterator[str]:
     )
     for message, tally in tallies.items():
         yield _columns(
-            message.op, message.ranks, in_binary(message.bytes), tally.count, f"{tally.ns / 1e6:.2f}",
-            f"{tally.ns / 1e6 / tally.count:.2f}", f"{tally.algbw():.2f}",
-            f"{tally.algbw() * bus_factor(message.op, message.ranks):.2f}",
+            message.op, message.ranks, in_binary(message.bytes), tally.count, _ms(tally.ns),
+            _ms(tally.ns / tally.count), *_bandwidths(message, tally),
         )  # fmt: skip
+
+
+def _ms(ns: float) -> str:
+    return f"{ns / 1e6:.2f}" if ns else "-"
+
+
+def _bandwidths(message: Message, tally: Tally) -> tuple[str, str]:
+    """algbw and busbw, as they are printed."""
+    algbw = tally.algbw()
+    if algbw is None:
+        return "-", "-"
+    return f"{algbw:.2f}", f"{algbw * bus_factor(message.op, message.ranks):.2f}"
 
 
 def _straggler_table(rows: Iterable[Straggling]) -> Iterator[str]:
@@ -223,7 +241,9 @@ def _columns(op: str, ranks: object, *others: object) -> str:
 
 
 def in_binary(size: int) -> str:
-    """A number of bytes, as DeepSpeed writes it: `1.5 MB` is 1.5 * 2**20."""
+    """A number of bytes, as DeepSpeed writes it: `1.5 MB` is 1.5 * 2**20. A dash if it is not known."""
+    if size < 0:
+        return "-"
     value, units = float(size), iter(("B", "KB", "MB", "GB"))
     unit = next(units)
     while value >= 1024 and (larger := next(units, None)) is not None:

@@ -2,18 +2,18 @@
 
 Counting slows down every operator, so what is timed is not what is counted: the first micro-batch of the step before
 `profile_step` is counted, that of `profile_step` itself is timed. Operations of backward are counted too, and so
-include what is recomputed.
+include what is recomputed. Operations are those of this rank: of its layers, where they are divided, and of its part
+of each, where they are cut.
 """
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -21,48 +21,14 @@ from torch.utils import _pytree as pytree
 
 from ..flop_formulas import flop_counter
 from ..hooks import Span
+from .phases import Timer, phase_of
 
 if TYPE_CHECKING:
     from ..config.debugging import FlopsProfilerConfig
 
 T = TypeVar("T")
 
-
-# --- time
-
-
-class Timer(Protocol):
-    """Takes stamps on the way, and tells the time between two of them afterwards."""
-
-    def stamp(self) -> Any: ...
-    def seconds(self, start: Any, end: Any) -> float: ...
-
-
-class HostTimer:
-    """By the host's clock, in ns."""
-
-    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
-        self.stamp = clock
-
-    def seconds(self, start: int, end: int) -> float:
-        return (end - start) / 1e9
-
-
-class CudaTimer:
-    """By events in the current stream: the device's own time, and nothing waits until it is asked for."""
-
-    def stamp(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-
-
-def timer_for(device: torch.device) -> Timer:
-    return CudaTimer() if device.type == "cuda" else HostTimer()
+DONE: Final = -1
 
 
 # --- what is measured
@@ -114,35 +80,55 @@ class FlopsProfiler:
         self._timer = timer
         self._show = show
         self._open: ExitStack | None = None
-        self._flops: dict[str, int] = {}
+        self._first: int | None = None
+        """Number of the first micro-batch of the step under way."""
+        self._counted: int | None = None
+        """The step whose operations are counted; DONE when it is over."""
+        self._flops: Counter[str] = Counter()
         """Phase -> operations."""
-        self._spent: dict[str, tuple[Any, Any]] = {}
-        """Phase -> stamps of its begin and end."""
+        self._spent: defaultdict[str, list[tuple[Any, Any]]] = defaultdict(list)
+        """Phase -> stamps of its beginnings and ends."""
         self._counts: list[tuple[nn.Module, int, int]] = []
         self._times: list[tuple[nn.Module, Any, Any]] = []
         self._elements = [0, 0]
 
     def begin(self, span: Span) -> None:
-        if not self._is_looked_at(span):
+        phase = self._phase(span)
+        if phase is None or self._open is not None:
             return
         self._open = ExitStack()
-        if span.name != "step" and span.name not in self._flops:
-            self._open.enter_context(self._counting(span.name))
-        if span.step == self._section.profile_step and span.name not in self._spent:
-            self._open.enter_context(self._timing(span.name))
+        if phase != "step" and self._counted in (None, span.step):
+            self._counted = span.step
+            self._open.enter_context(self._counting(phase))
+        if span.step == self._section.profile_step:
+            self._open.enter_context(self._timing(phase))
 
     def end(self, span: Span) -> None:
-        if self._open is None or not self._is_looked_at(span):
+        phase = self._phase(span)
+        if self._open is None or phase is None:
             return
         self._open.close()
         self._open = None
-        if span.name == "step" and span.step == self._section.profile_step:
+        if phase == "step":
+            self._first = None
+            self._counted = DONE if self._counted == span.step else self._counted
+        if phase == "step" and span.step == self._section.profile_step:
             self._write(render(self._profile(), self._section))
             self._counts, self._times = [], []
+            self._spent.clear()
 
-    def _is_looked_at(self, span: Span) -> bool:
-        is_phase = span.kind == "phase" and span.name in ("forward", "backward", "step")
-        return is_phase and 0 <= self._section.profile_step - span.step <= 1
+    def _phase(self, span: Span) -> str | None:
+        """The phase that `span` is, if it is looked at: all of the first micro-batch, and the step.
+
+        A micro-batch has several forwards where a rank has several stages of a pipeline, or the script runs the model
+        more than once; and several backwards where gradients of inputs and of weights are apart.
+        """
+        phase = phase_of(span)
+        if phase in (None, "recompute") or not 0 <= self._section.profile_step - span.step <= 1:
+            return None
+        if phase == "forward" and self._first is None:
+            self._first = span.microbatch
+        return phase if phase == "step" or span.microbatch == self._first else None
 
     @contextmanager
     def _counting(self, phase: str) -> Iterator[None]:
@@ -152,7 +138,7 @@ class FlopsProfiler:
                     yield
             else:
                 yield
-            self._flops[phase] = counter.get_total_flops()
+            self._flops[phase] += counter.get_total_flops()
 
     @contextmanager
     def _timing(self, phase: str) -> Iterator[None]:
@@ -162,7 +148,7 @@ class FlopsProfiler:
                 yield
         else:
             yield
-        self._spent[phase] = start, self._timer.stamp()
+        self._spent[phase].append((start, self._timer.stamp()))
 
     @contextmanager
     def _each_module(self, read: Callable[[], T], readings: list[tuple[nn.Module, T, T]]) -> Iterator[None]:
@@ -185,7 +171,7 @@ class FlopsProfiler:
     def _input_elements(self, place: int) -> Iterator[None]:
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
             leaves = pytree.tree_leaves((args, kwargs))
-            self._elements[place] = sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
+            self._elements[place] += sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
         hook = self._model.register_forward_pre_hook(note, with_kwargs=True)
         try:
@@ -207,10 +193,12 @@ class FlopsProfiler:
             for name, module in self._model.named_modules()
             if module in seconds
         )
-        spent = {phase: self._timer.seconds(*stamps) for phase, stamps in self._spent.items()}
+        spent = {
+            name: sum(self._timer.seconds(*stamps) for stamps in self._spent[name]) for name in ("backward", "step")
+        }
         return Profile(
-            self._section.profile_step, modules, self._flops.get("backward", 0), spent.get("backward", 0.0),
-            spent.get("step", 0.0), (self._elements[0], self._elements[1]),
+            self._section.profile_step, modules, self._flops["backward"], spent["backward"], spent["step"],
+            (self._elements[0], self._elements[1]),
         )  # fmt: skip
 
     def _write(self, text: str) -> None:

@@ -11,6 +11,7 @@ from typing import Final, Protocol
 import torch
 
 from ..hooks import Span
+from .phases import phase_of
 
 PHASES: Final = ("forward", "backward", "step")
 
@@ -86,17 +87,19 @@ class MemoryBreakdown:
         self._phases: dict[str, _Phase] = {}
 
     def begin(self, span: Span) -> None:
-        if span.kind == "phase" and span.name in PHASES:
+        name = phase_of(span)
+        if name is not None and name in PHASES:
             self._meter.reset_peak()
-            self._phases.setdefault(span.name, _Phase(0)).before = self._meter.used()
+            self._phases.setdefault(name, _Phase(0)).before = self._meter.used()
 
     def end(self, span: Span) -> None:
-        if span.kind != "phase" or span.name not in self._phases:
+        name = phase_of(span)
+        if name is None or name not in self._phases:
             return
-        phase = self._phases[span.name]
+        phase = self._phases[name]
         phase.after = self._meter.used()
         phase.peak = max(phase.peak, self._meter.peak())
-        if span.name == "step" and (span.step + 1) % self._every == 0:
+        if name == "step" and (span.step + 1) % self._every == 0:
             self._show(f"[step {span.step + 1}] memory (MiB) | " + " | ".join(map(_column, self._phases.items())))
             self._phases.clear()
 

@@ -1,71 +1,120 @@
-"""`wall_clock_breakdown`: where the time of a step goes, as the engine's spans tell it. Nothing is synchronized."""
+"""`wall_clock_breakdown`: where the time of a step goes, as the engine's spans tell it."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
 from collections.abc import Callable
+from typing import Any, Final
 
 from ..hooks import Span
+from .phases import Timer, phase_of
+
+Tell = Callable[[str, float], None]
+"""Takes what a step spent: the name of a curve, and ms."""
+
+CURVES: Final = {
+    "fwd": "forward", "bwd": "backward", "bwd_inner": "backward_inner", "bwd_allreduce": "backward_allreduce",
+    "step": "step",
+}  # fmt: skip
+"""Column -> end of the name that DeepSpeed's curves `elapsed_time_ms_...` have for it."""
 
 
 class WallClock:
     """Prints means per step, in ms, every `every` steps, over all micro-batches of a step.
 
-    fwd, bwd, step    the phases
+    fwd, bwd, step    the phases; of a pipeline, the forwards and backwards of this rank
     bwd_allreduce     the part of bwd that stood still, waiting for gradients to be reduced
     bwd_inner         the rest of bwd
     recompute         the part of bwd_inner that ran forwards again
     reduce            communication of gradients, on whatever lane and whether or not anything waited for it
+
+    `tell` gets what each step spent, too. On CPU the times are the spans' own, and nothing is synchronized. With a
+    `timer` phases are timed by the device, which does not run when it is told to: there a wait is the stream's, so
+    bwd_inner and bwd_allreduce cannot be told apart and are left out, and the step's end is waited for where numbers
+    are printed or told.
     """
 
-    def __init__(self, every: int, show: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        every: int,
+        show: Callable[[str], None] = print,
+        tell: Tell | None = None,
+        timer: Timer | None = None,
+    ) -> None:
         self._every = every
         self._show = show
+        self._tell = tell
+        self._timer = timer
         self._lock = threading.Lock()  # lanes tell of their communications on their own threads
         self._ns: Counter[str] = Counter()
-        self._steps = 0
+        self._window: list[Counter[str]] = []
+        """Of each step since the last line, ns by part."""
+        self._open: dict[int, Any] = {}
+        """id of a phase under way -> the timer's stamp at its begin."""
+        self._stamps: list[tuple[str, Any, Any]] = []
         self._in_backward = False
 
     def begin(self, span: Span) -> None:
-        if span.kind == "phase" and span.name == "backward":
+        phase = phase_of(span)
+        if phase == "backward":
             self._in_backward = True
+        if phase is not None and self._timer is not None:
+            self._open[id(span)] = self._timer.stamp()
 
     def end(self, span: Span) -> None:
-        part = self._part(span)
-        if part is None:
-            return
-        with self._lock:
-            self._ns[part] += span.dur_ns
-            if part != "step":
+        phase = phase_of(span)
+        if phase == "backward":
+            self._in_backward = False
+        if phase is not None and self._timer is not None:
+            start = self._open.pop(id(span), None)
+            if start is not None:
+                self._stamps.append((phase, start, self._timer.stamp()))
+        else:
+            part = phase or self._part(span)
+            if part is None:
                 return
-            self._steps += 1
-            if (span.step + 1) % self._every:
-                return
-            ms = {part: ns / 1e6 / self._steps for part, ns in self._ns.items()}
-            self._ns.clear()
-            self._steps = 0
-        self._show(_line(span.step + 1, Counter(ms)))
+            with self._lock:
+                self._ns[part] += span.dur_ns
+        if phase == "step":
+            self._end_step(span.step + 1)
 
     def _part(self, span: Span) -> str | None:
-        """What `span` is a part of, if of anything."""
-        if span.kind == "phase" and span.name in ("forward", "backward", "recompute", "step"):
-            if span.name == "backward":
-                self._in_backward = False
-            return span.name
+        """What `span`, no phase, is a part of, if of anything."""
         if span.purpose == "gradient" and (span.kind == "comm" or (span.kind == "wait" and self._in_backward)):
             return span.kind
         return None
 
+    def _end_step(self, steps: int) -> None:
+        with self._lock:
+            spent, self._ns = self._ns, Counter()
+        self._window.append(spent)
+        prints = steps % self._every == 0
+        if self._timer is not None and (prints or self._tell is not None):
+            for part, start, end in self._stamps:
+                spent[part] += round(1e9 * self._timer.seconds(start, end))
+            self._stamps.clear()
+        if self._tell is not None:
+            for name, ms in self._columns(spent).items():
+                if name in CURVES:
+                    self._tell(f"elapsed_time_ms_{CURVES[name]}", ms)
+        if prints:
+            total = sum(self._window, Counter())
+            columns = {name: ms / len(self._window) for name, ms in self._columns(total).items()}
+            self._window.clear()
+            told = " | ".join(f"{name}: {ms:.2f}" for name, ms in columns.items())
+            self._show(f"[step {steps}] time (ms) | {told}")
 
-def _line(steps: int, ms: Counter[str]) -> str:
-    columns = {
-        "fwd": ms["forward"],
-        "bwd": ms["backward"],
-        "bwd_inner": ms["backward"] - ms["wait"],
-        "bwd_allreduce": ms["wait"],
-        "step": ms["step"],
-        "recompute": ms["recompute"],
-        "reduce": ms["comm"],
-    }
-    return f"[step {steps}] time (ms) | " + " | ".join(f"{name}: {value:.2f}" for name, value in columns.items())
+    def _columns(self, ns: Counter[str]) -> dict[str, float]:
+        parts = {
+            "fwd": ns["forward"],
+            "bwd": ns["backward"],
+            "bwd_inner": ns["backward"] - ns["wait"],
+            "bwd_allreduce": ns["wait"],
+            "step": ns["step"],
+            "recompute": ns["recompute"],
+            "reduce": ns["comm"],
+        }
+        if self._timer is not None:
+            del parts["bwd_inner"], parts["bwd_allreduce"]
+        return {name: value / 1e6 for name, value in parts.items()}

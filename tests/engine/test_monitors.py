@@ -20,10 +20,11 @@ from dsprof.engine.config import load
 from dsprof.engine.hooks import FAILURES, Hooks, Listener, Span, subscribe
 from dsprof.engine.monitors import comms_logger
 from dsprof.engine.monitors.comms_logger import CommsLogger, Message, Sample, bus_factor, in_binary, stragglers
-from dsprof.engine.monitors.flops import FlopsProfiler, HostTimer, ModuleCost, Profile, render
+from dsprof.engine.monitors.flops import FlopsProfiler, ModuleCost, Profile, render
 from dsprof.engine.monitors.memory import HostMeter, MemoryBreakdown
+from dsprof.engine.monitors.phases import HostTimer
 from dsprof.engine.monitors.wall_clock import WallClock
-from dsprof.engine.monitors.writers import CsvWriter, TensorBoardWriter
+from dsprof.engine.monitors.writers import CsvWriter, Curves, TensorBoardWriter
 from dsprof.engine.remat import Full
 
 torch.set_num_threads(1)
@@ -168,8 +169,8 @@ def test_communications_are_counted_by_kind_group_and_size(engine: Engine, said:
         "               1.00               1.00",
         "all_reduce           4           3.815 MB                  2               8.00               4.00"
         "               1.00               1.50",
-        "broadcast            4                0 B                  1               0.00               0.00"
-        "               0.00               0.00",
+        "broadcast            4                0 B                  1                  -                  -"
+        "                  -                  -",
     ]
     logger.reset()
     assert logger.tallies() == {}
@@ -475,19 +476,18 @@ def test_modules_that_fail_do_not_shift_the_others(engine: Engine, said: list[st
     }  # fmt: skip
 
 
-def test_the_first_forward_of_a_step_is_meant(engine: Engine, said: list[str]) -> None:
-    """Not other micro-batches, nor an evaluation in between."""
+def test_the_first_micro_batch_of_a_step_is_meant(engine: Engine, said: list[str]) -> None:
+    """All forwards of it, but not other micro-batches, nor an evaluation in between."""
     clock = engine.clock
     model = two_layers(clock)
     engine.listen(FlopsProfiler(model, flops_section(), HostTimer(clock), said.append))
     train(engine, model, 1)
     engine.hooks.step = 1
-    for ms in (0, 50):
-        with engine.hooks.span("phase", "forward"):
-            clock.ms += ms
+    for engine.hooks.microbatch, phase in ((0, "forward"), (0, "eval"), (0, "forward"), (1, "forward")):
+        with engine.hooks.span("phase", phase):
             model(torch.ones(2, 4))
     engine.take(5, "phase", "step")
-    assert "  fwd latency:                                 4.00 ms" in said[0].splitlines()
+    assert "  fwd latency:                                 8.00 ms" in said[0].splitlines()
 
 
 def test_a_batch_of_another_size_is_told(engine: Engine, said: list[str]) -> None:
@@ -583,13 +583,13 @@ def test_a_csv_file_for_each_gauge(engine: Engine, tmp_path: Path) -> None:
         {"train_batch_size": 8, "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
     ).csv_monitor
     for steps in (range(2), range(2, 3)):  # the second run goes on where the first was
-        writer = CsvWriter(section, 8)
-        unsubscribe = subscribe(writer)
+        curves = Curves([CsvWriter(section)], lambda: 8 * (engine.hooks.step + 1))
+        unsubscribe = subscribe(curves)
         gauges(engine, steps)
         unsubscribe()
         lines = rows(tmp_path / "job" / "Train_Samples_lr.csv")
         assert lines[-1] == [str(8 * steps.stop), "0.001"]  # although it is not closed yet
-        writer.close()
+        curves.close()
     assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [
         "Train_Samples_lr.csv", "Train_Samples_train_loss.csv",
     ]  # fmt: skip
@@ -598,26 +598,10 @@ def test_a_csv_file_for_each_gauge(engine: Engine, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_tensorboard_scalars(engine: Engine, tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    section = load(
-        {"train_batch_size": 8, "tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
-    ).tensorboard
-    writer = TensorBoardWriter(section, 8)
-    engine.listen(writer)
-    gauges(engine, range(2))
-    writer.close()
-    events = EventAccumulator(str(tmp_path / "job"))
-    events.Reload()
-    assert events.Tags()["scalars"] == ["Train/Samples/train_loss", "Train/Samples/lr"]
-    assert [(event.step, event.value) for event in events.Scalars("Train/Samples/train_loss")] == [(8, 1.0), (16, 0.5)]
-
-
 def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ImportError, match='not installed: `pip install tensorboard`, or write "csv_monitor" instead'):
-        TensorBoardWriter(SimpleNamespace(output_path=str(tmp_path), job_name="job"), 8)  # type: ignore[arg-type]
+        TensorBoardWriter(SimpleNamespace(output_path=str(tmp_path), job_name="job"))  # type: ignore[arg-type]
 
 
 # --- all of them
@@ -636,16 +620,19 @@ def everything(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def started(source: dict[str, Any], model: nn.Module, said: list[str], rank: int = 0) -> monitors.Monitors:
+def started(
+    engine: Engine, source: dict[str, Any], model: nn.Module, said: list[str], rank: int = 0
+) -> monitors.Monitors:
     return monitors.start(
-        load(source), model=model, device=torch.device("cpu"), rank=rank, group_size=lambda group: 2, show=said.append
-    )
+        load(source), engine.hooks, model=model, device=torch.device("cpu"), rank=rank, group_size=lambda group: 2,
+        samples=lambda: 4 * (engine.hooks.step + 1), show=said.append,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_the_configuration_enables_listens(engine: Engine, said: list[str], tmp_path: Path, rank: int) -> None:
     model = two_layers(engine.clock)
-    running = started(everything(tmp_path), model, said, rank)
+    running = started(engine, everything(tmp_path), model, said, rank)
     train(engine, model, 2)
     gauges(engine, range(1))
     communicate(engine, 1, "all_reduce", 8, 0)
@@ -658,12 +645,12 @@ def test_what_the_configuration_enables_listens(engine: Engine, said: list[str],
         "[step 1] time (ms) ", "[step 1] memory (MiB) ", "[step 2] time (ms) ", "[step 2] memory (MiB) ",
         "-" * 26 + " flops profiler " + "-" * 26,
     ])  # fmt: skip
-    assert len(list(tmp_path.rglob("*.csv"))) == (0 if rank else 2)
+    assert len(list(tmp_path.rglob("*.csv"))) == (0 if rank else 2 + 5)
     assert len(list(tmp_path.rglob("events.out.tfevents.*"))) == (0 if rank else 1)
 
 
 def test_nothing_is_enabled_by_itself(engine: Engine, said: list[str], tmp_path: Path) -> None:
-    running = started({"train_batch_size": 1}, two_layers(engine.clock), said)
+    running = started(engine, {"train_batch_size": 1}, two_layers(engine.clock), said)
     assert not engine.hooks.listening
     assert running.comms is None
     running.stop()
