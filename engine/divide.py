@@ -34,14 +34,15 @@ def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
     )
     differs = virtual not in (None, model.virtual_stages) or method not in (None, model.partition_method)
     if differs or not model.bounds or pipeline.layer_costs is not None:
-        model.arrange(mesh.pp, mesh.pp_rank, virtual, method, pipeline.layer_costs)
+        model.arrange_everywhere(mesh.pp, mesh.pp_rank, virtual, method, pipeline.layer_costs)
     if model.virtual_stages > 1 and pipeline.schedule != "interleaved":
         raise ConfigError([
             f'pipeline.schedule: "{pipeline.schedule}" knows one stage a rank, and the PipelineModule has '
             f'{model.virtual_stages}; write "interleaved", or build it with virtual_stages=1'
         ])  # fmt: skip
-    if model.topology is not None and "model" in model.topology.get_axis_names():
-        asked = model.topology.get_dim("model")
+    topology = model.topology()
+    if "model" in topology.get_axis_names():
+        asked = topology.get_dim("model")
         if asked != mesh.tp:
             raise ConfigError([
                 f"tensor_parallel.autotp_size: {mesh.tp}, and the PipelineModule's topology has {asked} model-parallel "
@@ -64,24 +65,18 @@ def cut_layers(model: nn.Module, config: Config, parallel: Parallel, device: tor
         )
     from . import tensor
 
-    if isinstance(model, PipelineModule) and section.sequence_parallel:
-        raise ConfigError([
-            "tensor_parallel.sequence_parallel: true, and the model is a pipeline, whose stages pass on whole "
-            "sequences; write false"
-        ])  # fmt: skip
     wanted = section.plan
-    if wanted is None and isinstance(model, PipelineModule) and model.tied_layers():
-        # Another stage has the same weight in another layer, and would cut it otherwise, or not at all.
-        wanted = {**dict.fromkeys(model.tied_layers(), "whole"), "*": "auto"}
-    elif wanted is not None and parallel.mesh.pp > 1:
+    if wanted is not None and parallel.mesh.pp > 1:
         wanted = _here(wanted, model, parallel)
-    plan = tensor.parallelize(
-        model, parallel.tensor, wanted, sequence_parallel=section.sequence_parallel, example=example,
-        everyone=parallel.everyone,
-    )  # fmt: skip
+    where: Any = {"sequence_parallel": section.sequence_parallel, "example": example, "everyone": parallel.everyone}
+    notes: list[str] = []
+    if isinstance(model, PipelineModule):
+        plan, notes = tensor.parallelize_pipeline(model, parallel.tensor, wanted, **where)
+    else:
+        plan = tensor.parallelize(model, parallel.tensor, wanted, **where)
     tensor.same_random_numbers(parallel.tensor, device)
     if parallel.mesh.rank == 0:
-        print(plan, file=sys.stderr)
+        print(plan, *notes, sep="\n", file=sys.stderr)
 
 
 def _here(plan: dict[str, str], model: nn.Module, parallel: Parallel) -> dict[str, str]:

@@ -39,13 +39,13 @@ def partition(
 
     - `uniform`: as many layers for each.
     - `parameters`: as many parameters; `parameters` has each layer's count. If none has any, as `uniform`.
-    - `type:REGEX`: as many layers whose class name has a match of REGEX in it, upper or lower case.
+    - `type:REGEX`: as many layers whose name has a match of REGEX in it, upper or lower case.
     - `measured`: as much time; `costs` has what each layer takes, in seconds (`read_costs`).
     - a list [0, ..., layers] of parts + 1 numbers: these boundaries.
 
-    `classes` has each layer's class name. Raises ValueError, with what to write instead, for a method that there is
-    not or that lacks what it divides by, more stages than layers, boundaries that are none, and a REGEX that is none
-    or matches fewer layers than there are stages.
+    `classes` has each layer's name: its class, or what a function was defined as. Raises ValueError, with what to write
+    instead, for a method that there is not or that lacks what it divides by, more stages than layers, boundaries that
+    are none, and a REGEX that is none or matches fewer layers than there are stages.
     """
     layers = len(classes)
     if parts < 1:

@@ -112,11 +112,11 @@ def _muon(options: dict[str, Any], groups: Groups, shards: Shards | None, hooks:
     halves: Groups = []
     for group in groups:
         for use_muon, defaults, own_rate in ((True, MUON_DEFAULTS, "muon_lr"), (False, ADAM_DEFAULTS, "adam_lr")):
+            # Both halves even if one is empty, so that all stages of a pipeline have the same groups.
             params = [param for param in group["params"] if pieces[param].muon is use_muon]
-            if params:
-                rate = next((rates[key] for key in (own_rate, "lr") if rates[key] is not None), defaults["lr"])
-                shared = {key: value for key, value in options.items() if key in defaults}
-                halves.append({**shared, "lr": rate, **group, "params": params, "use_muon": use_muon})
+            rate = next((rates[key] for key in (own_rate, "lr") if rates[key] is not None), defaults["lr"])
+            shared = {key: value for key, value in options.items() if key in defaults}
+            halves.append({**shared, "lr": rate, **group, "params": params, "use_muon": use_muon})
     adam = torch.optim.AdamW if decoupled else torch.optim.Adam
     return Muon(halves, adam, fused=_can_fuse(groups), shards=shards, hooks=hooks)
 

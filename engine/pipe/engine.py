@@ -4,39 +4,44 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..engine import Engine, to_device
 from ..precision import cast_floating
 from ..schedule import Plan, check, make_plan
 from ..zero import Zero
 from . import deferral
+from .data import StepData
 from .grid import PipelineGrid
 from .module import PipelineModule
+from .place import PlacedEngine
 from .run import Runner
 from .transfer import Links, PipelineError
+from .verdict import Verdict
 
 
-class PipelineEngine(Engine):
+class PipelineEngine(PlacedEngine):
     """Trains a PipelineModule. Made by `dsprof.engine.initialize`; its surface is DeepSpeed's PipelineEngine's."""
-
-    module: PipelineModule
 
     def __init__(self, module: PipelineModule, *args: Any, links: Links, **more: Any) -> None:
         super().__init__(module, *args, **more)
         module.hooks = self.hooks
         self._links = links
+        module.grid = PipelineGrid(self.parallel)
         mesh = self.parallel.mesh
+        self._plans: dict[tuple[int, bool], Plan] = {}
         self.plan = self._planned(self.gradient_accumulation_steps())
         """What every rank of the pipeline does in a step."""
         if self.plan.splits:
             self._stop_deferring = deferral.install(module)
         else:
             self._stop_deferring = _nothing
-        self._runner = Runner(module, mesh.pp_rank, links, self.hooks, self.device)
+        groups = [*(comm.group for comm in self._comms()), *links.groups]
+        self._verdict = Verdict(self.parallel.everyone, groups, apart=mesh.dp * mesh.tp > 1)
+        self._runner = Runner(module, mesh.pp_rank, links, self.hooks, self.device, self._verdict)
         self.hooks.stage = mesh.pp_rank
         self._began = time.perf_counter()
         self._batch_fn: Callable[[Any], Any] = _same
@@ -62,19 +67,23 @@ class PipelineEngine(Engine):
                 "train_batch: an earlier step of this engine failed half-way, which left its gradients incomplete; "
                 "make the engine anew, from a checkpoint"
             )
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch is called under torch.no_grad(); write engine.eval_batch(data_iter) there")
         self.module.train()
         self._began = time.perf_counter()
+        if data_iter is not None:
+            self._own_data = data_iter
         loss_fn = self.module.loss_fn
-        losses = self._run(self.plan, self._data(data_iter, loss_fn), _Reduction(self.zero), loss_fn)
+        losses = self._run(self.plan, partial(self._data, loss_fn is not None), _Reduction(self.zero), loss_fn)
         mean = self._mean(losses, self.plan.microbatches)
         self._last_loss = mean
         if self._tells_losses:
             self._losses.append(mean)
+        self.global_samples += self.train_batch_size()
         with self.hooks.span("phase", "step"):
             self._stepped = False
             self._take_step({})
         self.micro_steps += self.plan.microbatches
-        self.global_samples += self.train_batch_size()
         return mean
 
     def eval_batch(
@@ -88,18 +97,27 @@ class PipelineEngine(Engine):
     ) -> Any:
         """The mean loss of as many micro-batches as a step has, or of `num_micro_batches`, without gradients.
 
-        Without `compute_loss`, the outputs of the last stage, a list with one for each micro-batch there and None on
-        the other ranks; with `return_logits`, loss and outputs. `reduce_output` and `bcast_loss` are DeepSpeed's: the
-        loss is always the mean, on every rank.
+        On every rank, or without `bcast_loss` on those of the last stage; None on the others. `reduce_output` is "avg",
+        or None for a list of the micro-batches' losses, which is not broadcast. With `return_logits`, a tuple of this
+        and the outputs of the last stage, a list with one for each micro-batch. Without `compute_loss`, these outputs
+        alone. `data_iter` is read on the ranks of the first stage, and for the loss on those of the last.
         """
-        if reduce_output not in ("avg", None) or (reduce_output is None and compute_loss):
+        if reduce_output not in ("avg", None):
             raise ValueError(
-                f'eval_batch: reduce_output={reduce_output!r} is not supported: write "avg", the mean loss, or '
-                "compute_loss=False, which gives the outputs of each micro-batch"
+                f'eval_batch: reduce_output={reduce_output!r}; write "avg", the mean loss, or None, the loss of each '
+                "micro-batch"
             )
+        if reduce_output is None and compute_loss and bcast_loss:
+            raise ValueError(
+                "eval_batch: with reduce_output=None the losses are a list, on the last stage alone; write "
+                "bcast_loss=False, too"
+            )
+        count = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
+        if count < 1:
+            raise ValueError(f"eval_batch: num_micro_batches={count}; write 1 or more")
         training = self.module.training
         self.module.eval()
-        plan = self._planned(num_micro_batches or self.gradient_accumulation_steps(), forward_only=True)
+        plan = self._planned(count, forward_only=True)
         outputs: list[Any] = []
         loss_fn = self.module.loss_fn
         if return_logits and loss_fn is None:
@@ -119,15 +137,17 @@ class PipelineEngine(Engine):
 
         try:
             with torch.no_grad():
-                results = self._run(
-                    plan, self._data(data_iter, loss_fn if compute_loss else None), None, loss if compute_loss else None
-                )
+                data = partial(self._data, loss_fn is not None and compute_loss, data_iter, "eval_batch")
+                results = self._run(plan, data, None, loss if compute_loss else None)
         finally:
             self.module.train(training)
+        last = self.is_last_stage()
         if not compute_loss:
-            return results if self.is_last_stage() else None
-        mean = self._mean(results, plan.microbatches)
-        return (mean, outputs if self.is_last_stage() else None) if return_logits else mean
+            found: Any = results if last else None
+            return (found, found) if return_logits else found
+        found = results if reduce_output is None else self._mean(results, plan.microbatches)
+        found = found if last or bcast_loss else None
+        return (found, outputs if last else None) if return_logits else found
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """A stage by itself has no meaning. Raises PipelineError."""
@@ -141,44 +161,6 @@ class PipelineEngine(Engine):
         """As `forward`. Raises PipelineError."""
         self.forward()
 
-    @property
-    def grid(self) -> PipelineGrid:
-        """Where this rank is, by DeepSpeed's names."""
-        return PipelineGrid(self.parallel)
-
-    @property
-    def mpu(self) -> PipelineGrid:
-        """The same, as Megatron's scripts ask for it."""
-        return self.grid
-
-    @property
-    def stage_id(self) -> int:
-        """This rank's place in the pipeline."""
-        return self.parallel.mesh.pp_rank
-
-    @property
-    def num_stages(self) -> int:
-        """Ranks of the pipeline."""
-        return self.parallel.mesh.pp
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches a step."""
-        return self.gradient_accumulation_steps()
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Samples of each, on one replica."""
-        return self.train_micro_batch_size_per_gpu()
-
-    def is_first_stage(self) -> bool:
-        """Whether this rank has the first layers."""
-        return 0 in self.module.stages
-
-    def is_last_stage(self) -> bool:
-        """Whether this rank has the last layers."""
-        return len(self.module.bounds) - 2 in self.module.stages
-
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """What `train_batch` reads when it is given nothing."""
         self._own_data = iterator
@@ -191,8 +173,29 @@ class PipelineEngine(Engine):
         """What `train_batch` reads, over and over, when it is given nothing."""
         self.training_dataloader, self._own_data = loader, None
 
+    @property
+    def agg_train_loss(self) -> Tensor | None:
+        """What `train_batch` returned last."""
+        return self._last_loss
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Have a step take so many samples, in more or fewer micro-batches of the same size.
+
+        Raises ValueError if they do not make up whole micro-batches on every replica."""
+        each = self.train_micro_batch_size_per_gpu() * self.parallel.mesh.dp
+        if train_batch_size < 1 or train_batch_size % each:
+            raise ValueError(
+                f"set_train_batch_size: {train_batch_size} samples are no multiple of the {each} of a micro-batch over "
+                f"the {self.parallel.mesh.dp} replicas; write {max(1, round(train_batch_size / each)) * each}"
+            )
+        sizes = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": train_batch_size // each}
+        self.config = self.config.model_copy(update=sizes)
+        self.plan = self._planned(sizes["gradient_accumulation_steps"])
+
     def destroy(self) -> None:
         """As Engine.destroy; the model keeps the layers of this rank."""
+        if self._destroyed:
+            return
         super().destroy()
         self._stop_deferring()
         self._links.close()
@@ -201,42 +204,52 @@ class PipelineEngine(Engine):
 
     def _planned(self, microbatches: int, *, forward_only: bool = False) -> Plan:
         """Raises PlanError for a schedule that would never end."""
-        pipeline, ranks = self.config.pipeline, self.parallel.mesh.pp
-        plan = make_plan(pipeline.schedule, ranks, microbatches, self.module.virtual_stages)
-        check(plan)
-        if forward_only:
-            forwards = tuple(tuple(a for a in actions if a.op == "F") for actions in plan.actions)
-            return Plan(plan.schedule, ranks, microbatches, plan.virtual_stages, forwards)
-        return plan
+        found = self._plans.get((microbatches, forward_only))
+        if found is None:
+            pipeline, ranks = self.config.pipeline, self.parallel.mesh.pp
+            found = make_plan(pipeline.schedule, ranks, microbatches, self.module.virtual_stages)
+            check(found)
+            if forward_only:
+                forwards = tuple(tuple(a for a in actions if a.op == "F") for actions in found.actions)
+                found = Plan(found.schedule, ranks, microbatches, found.virtual_stages, forwards)
+            self._plans[microbatches, forward_only] = found
+        return found
 
-    def _data(self, data_iter: Iterator[Any] | None, loss_fn: Callable[..., Any] | None) -> _Data:
-        wanted = (self.is_first_stage(), self.is_last_stage() and loss_fn is not None)
+    def _data(self, labels: bool, data_iter: Iterator[Any] | None = None, caller: str = "train_batch") -> StepData:
+        """What is read on this rank: inputs on the first stage, and `labels` on the last if they are needed."""
+        wanted = (self.is_first_stage(), self.is_last_stage() and labels)
         if not any(wanted):
-            return _Data(iter(()), self.device, wanted, self._batch_fn)
-        source = self._batches(self._own_data if data_iter is None else data_iter)
-        return _Data(source, self.device, wanted, self._batch_fn, self._check_data)
+            return StepData(iter(()), self.device, wanted, self._batch_fn, caller)
+        if data_iter is None and caller == "eval_batch":
+            raise PipelineError("eval_batch: pass an iterator of batches on the ranks of the first and the last stage")
+        source = data_iter if data_iter is not None else self._batches(self._own_data)
+        return StepData(source, self.device, wanted, self._batch_fn, caller, self._check_data)
 
     def _run(
-        self, plan: Plan, data: _Data, backward: _Reduction | None, loss_fn: Callable[[Any, Any], Any] | None
+        self,
+        plan: Plan,
+        open_data: Callable[[], StepData],
+        backward: _Reduction | None,
+        loss_fn: Callable[[Any, Any], Any] | None,
     ) -> list[Any]:
-        """Run a plan. If it fails on one rank of the job it fails on all, unless they wait for each other elsewhere."""
+        """Run a plan. If it fails on one rank of the job it fails on all."""
+        self._refuse_destroyed()
+        self._verdict.begin()
         half = self.config.fp16.enabled and self.config.fp16.auto_cast
         cast: Callable[[Any], Any] = (lambda inputs: cast_floating(inputs, torch.float16)) if half else _same
         failed: BaseException | None = None
         losses: list[Any] = []
         try:
-            losses = self._runner.run(plan, data, backward, loss_fn=loss_fn, cast=cast, scale=self.scaler.scale)
+            losses = self._runner.run(plan, open_data, backward, loss_fn=loss_fn, cast=cast, scale=self.scaler.scale)
         except Exception as error:
             failed = error
-        begun = backward is not None and backward.begun
-        counts = torch.tensor([failed is not None, begun], dtype=torch.float32, device=self.parallel.everyone.device)
-        self.parallel.everyone.all_reduce(counts, "pipeline").wait()
-        failures, halfway = counts.tolist()
-        if failures:
-            self._halfway = self._halfway or halfway > 0
-            raise failed or PipelineError(
-                f"another pipeline of the job failed ({int(failures)} ranks); see what they say"
-            )
+        except BaseException:
+            self._verdict.give_up()  # this rank will not come back
+            raise
+        raised, halfway = self._verdict.of(failed, begun=backward is not None and backward.begun)
+        if raised is not None:
+            self._halfway = self._halfway or halfway
+            raise raised
         return losses
 
     def _progress(self) -> str:
@@ -257,66 +270,6 @@ class PipelineEngine(Engine):
         self.parallel.everyone.all_reduce(total, "pipeline").wait()
         mesh = self.parallel.mesh
         return (total / (microbatches * mesh.dp * mesh.tp)).float()
-
-
-class _Data:
-    """The micro-batches of one step, read when they are needed, and given up when they have been used."""
-
-    def __init__(
-        self,
-        source: Iterator[Any],
-        device: torch.device,
-        wanted: tuple[bool, bool],
-        make: Callable[[Any], Any],
-        check: Callable[[Any], None] = lambda batch: None,
-    ) -> None:
-        """`wanted`: whether inputs are used here, and whether labels are; what is not stays where it is. `make` makes
-        both of what is read."""
-        self._source = source
-        self._device = device
-        self._wanted = wanted
-        self._make = make
-        self._check = check
-        self._read = 0
-        self._unused: dict[tuple[int, int], Any] = {}
-
-    def inputs(self, microbatch: int) -> Any:
-        return self._part(microbatch, 0)
-
-    def labels(self, microbatch: int) -> Any:
-        return self._part(microbatch, 1)
-
-    def _part(self, number: int, part: int) -> Any:
-        if not self._wanted[part]:
-            return None
-        while self._read <= number:
-            batch = self._make(self._next())
-            self._check(batch)
-            if not isinstance(batch, tuple | list) or len(batch) != 2:
-                kind = f"{len(batch)} things" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
-                raise PipelineError(
-                    f"train_batch: the iterator gave {kind}; a pipeline takes (inputs, labels), each a tensor or a "
-                    "tuple of tensors"
-                )
-            for at in (0, 1):
-                if self._wanted[at]:
-                    self._unused[self._read, at] = to_device(batch[at], self._device)
-            self._read += 1
-        return self._unused.pop((number, part))
-
-    def _next(self) -> Any:
-        if not isinstance(self._source, Iterator):
-            raise PipelineError(
-                f"train_batch: data_iter is a {type(self._source).__name__}, and not an iterator; pass "
-                "iter(deepspeed.utils.RepeatingLoader(loader)), or set engine.set_dataloader(loader) once"
-            )
-        try:
-            return next(self._source)
-        except StopIteration:
-            raise PipelineError(
-                f"train_batch: the iterator ended after {self._read} micro-batches of the step; it must give "
-                "gradient_accumulation_steps of them for each"
-            ) from None
 
 
 class _Reduction:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+
+
+def name_of(function: Any) -> str:
+    """The name that a class or a function was defined with; of another object, that of its class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 class LayerSpec:
@@ -25,7 +33,7 @@ class LayerSpec:
     @property
     def class_name(self) -> str:
         """The layer's class, by which `type:REGEX` counts it."""
-        return getattr(self.typename, "__name__", type(self.typename).__name__)
+        return name_of(self.typename)
 
     def build(self) -> nn.Module:
         """The layer, a new one each time."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -16,31 +15,20 @@ from torch import nn
 from .. import checkpointing
 from ..hooks import Hooks
 from ..partition import partition, read_costs
+from .answers import UNKNOWN, ModuleAnswers
+from .given import Layer, named, of_model, shared_parameters
 from .layers import LayerSpec, TiedLayerSpec
 from .topology import ProcessTopology
+from .transfer import PipelineError
+
+if TYPE_CHECKING:
+    from .grid import PipelineGrid
+
+Passage = Callable[[int, Callable[[Any], Any], Any], Any]
+"""Calls a layer on its way through a stage: the layer's number, what is to be called, and on what -> its output."""
 
 TIED: Final = "tied_modules"
 """Where layers of a TiedLayerSpec are, by their key."""
-
-
-@dataclass(eq=False, slots=True)
-class _Layer:
-    """One of the row: what it is made of, and, where it is, the thing itself."""
-
-    name: str
-    source: Any
-    """A LayerSpec, a module, or any other callable."""
-    built: Callable[..., Any] | None = None
-
-    @property
-    def class_name(self) -> str:
-        if isinstance(self.source, LayerSpec):
-            return self.source.class_name
-        return type(self.source).__name__
-
-    @property
-    def key(self) -> str | None:
-        return self.source.key if isinstance(self.source, TiedLayerSpec) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +42,7 @@ class Tie:
     """This rank's, if it is one of them."""
 
 
-class PipelineModule(nn.Module):
+class PipelineModule(ModuleAnswers):
     """`layers`, one called on the output of the other, divided among `num_stages` pipeline ranks.
 
     Arguments are DeepSpeed's, and some more:
@@ -99,17 +87,21 @@ class PipelineModule(nn.Module):
         costs: Sequence[float] | str | Path | None = None,
     ) -> None:
         super().__init__()
-        self._layers = _named(layers) if model is None else _of_model(model, list(layers))
+        self._layers = named(layers) if model is None else of_model(model, list(layers))
         if not self._layers:
             raise ValueError("PipelineModule: no layers; pass the list of them")
-        self._shared = _shared_parameters(self._layers, model)
+        self._shared = shared_parameters(self._layers, model)
         self.loss_fn = loss_fn
-        self.topology = topology
+        self._topology = topology
         self.partition_method = partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.virtual_stages = virtual_stages
         self.hooks = Hooks()
         """Those of the engine, once there is one."""
+        self.grid: PipelineGrid | None = None
+        """Where this rank is, once there is an engine."""
+        self.passage: Callable[[int, int], Passage] | None = None
+        """Makes, for each pass through layers `start` to before `stop`, what calls them; recomputation calls it too."""
         self._seed = (seed_fn or torch.manual_seed) if seed_layers else None
         self._base_seed = base_seed
         self._costs = costs
@@ -120,7 +112,7 @@ class PipelineModule(nn.Module):
         """Layers `bounds[s]` to before `bounds[s + 1]` are stage s; empty until the stages are known."""
         self._rank = 0
         if self.num_stages is not None:
-            self.arrange(self.num_stages, *_place(self.num_stages))
+            self.arrange_everywhere(self.num_stages, *_place(self.num_stages))
 
     # --- which layers are here
 
@@ -140,7 +132,7 @@ class PipelineModule(nn.Module):
         stages = num_stages * self.virtual_stages
         kind = self.partition_method.lower() if isinstance(self.partition_method, str) else ""
         bounds = partition(
-            self.partition_method, stages, [layer.class_name for layer in self._layers],
+            self.partition_method, stages, [layer.kind for layer in self._layers],
             parameters=self._parameter_counts() if kind == "parameters" else None,
             costs=self._measured_costs() if kind == "measured" else None,
         )  # fmt: skip
@@ -162,6 +154,44 @@ class PipelineModule(nn.Module):
             if isinstance(built, nn.Module):
                 _register(self, self._path(self._layers[at]), built)
 
+    def arrange_everywhere(
+        self,
+        num_stages: int,
+        rank: int,
+        virtual_stages: int | None = None,
+        method: str | Sequence[int] | None = None,
+        costs: Sequence[float] | str | Path | None = None,
+    ) -> None:
+        """As `arrange`, on all ranks of the job. What fails on one rank fails on all: they would wait for it later.
+
+        Raises what failed here, and PipelineError, with what was said there, where it did not."""
+        failed: Exception | None = None
+        try:
+            self.arrange(num_stages, rank, virtual_stages, method, costs)
+        except Exception as error:
+            failed = error
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            said: list[str | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(said, None if failed is None else str(failed))
+            told = [(number, text) for number, text in enumerate(said) if text is not None]
+            if told and failed is None:
+                raise PipelineError(f"PipelineModule: rank {told[0][0]} has no layers: {told[0][1]}")
+        if failed is not None:
+            raise failed
+
+    @property
+    def forward_funcs(self) -> list[Callable[[Any], Any]]:
+        """What is called here, layer by layer."""
+        return [_called(layer, layer.built) for layer in self._layers if layer.built is not None]
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """torch.compile each layer that is here, with its arguments."""
+        for layer in self._layers:
+            if isinstance(layer.built, nn.Module):
+                layer.built.compile(*args, **kwargs)
+            elif layer.built is not None:
+                layer.built = torch.compile(layer.built, *args, **kwargs)
+
     def each_layer(self) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         """Name and function of every layer, one after the other; those that are not here are built for as long."""
         for at, layer in enumerate(self._layers):
@@ -172,16 +202,19 @@ class PipelineModule(nn.Module):
     def stages(self) -> list[int]:
         """The stages that are here."""
         if self.num_stages is None:
-            raise RuntimeError(
-                "PipelineModule: its stages are not known yet; pass num_stages, or give it to initialize first"
-            )
+            raise RuntimeError(UNKNOWN)
         return [self._rank + turn * self.num_stages for turn in range(self.virtual_stages)]
+
+    def end_of(self, stage: int) -> str:
+        """What returns the output of `stage`, in words."""
+        layer = self._layers[self.bounds[stage + 1] - 1]
+        return f"layer {layer.name} ({layer.kind}), the last of stage {stage} of the pipeline,"
 
     def forget_others(self) -> None:
         """Give up the layers of other ranks that were built by the script; the stages cannot be changed any more."""
         for layer in self._layers:
             if layer.built is None and not isinstance(layer.source, LayerSpec):
-                layer.source = type(layer.source)
+                layer.source = None
 
     def ties(self) -> list[Tie]:
         """What several pipeline ranks share; the same list on all of them, but for the parameters."""
@@ -196,14 +229,6 @@ class PipelineModule(nn.Module):
             mine = self._rank in self._ranks_of(where)
             found[name] = Tie(name, self._ranks_of(where), [param] if mine else [])
         return [tie for tie in found.values() if len(tie.ranks) > 1]
-
-    def tied_layers(self) -> list[str]:
-        """Names of the modules here that have parameters which other pipeline ranks have too."""
-        shared = {param for tie in self.ties() for param in tie.params}
-        return [
-            name for name, module in self.named_modules()
-            if any(param in shared for param in module.parameters(recurse=False))
-        ]  # fmt: skip
 
     def names(self) -> dict[nn.Parameter, str]:
         """The parameters that are here, by the names they have in the whole model."""
@@ -221,36 +246,52 @@ class PipelineModule(nn.Module):
     def _run(self, stage: int, inputs: Any) -> Any:
         start, stop = self.bounds[stage], self.bounds[stage + 1]
         every = self.activation_checkpoint_interval
+        passage = None if self.passage is None else self.passage(start, stop)
         if not every or not torch.is_grad_enabled():
-            return self._stretch(start, stop)(inputs)
+            return self._stretch(start, stop, passage)(inputs)
         for at in range(start, stop, every):
-            stretch = self._stretch(at, min(at + every, stop))
+            stretch = self._stretch(at, min(at + every, stop), passage)
             if self._is_worth_it(at, min(at + every, stop)):
-                inputs = self._checkpoint(stretch, inputs)
+                inputs = self._checkpointed(stretch, inputs)
             else:
                 inputs = stretch(inputs)
         return inputs
 
-    def _stretch(self, start: int, stop: int) -> Callable[[Any], Any]:
+    def _stretch(self, start: int, stop: int, passage: Passage | None) -> Callable[[Any], Any]:
         def run(inputs: Any) -> Any:
-            for layer in self._layers[start:stop]:
+            for at, layer in enumerate(self._layers[start:stop], start):
                 assert layer.built is not None
+                call = _called(layer, layer.built)
                 with self.hooks.span("module", layer.name):
-                    inputs = _called(layer, layer.built)(inputs)
+                    inputs = call(inputs) if passage is None else passage(at, call, inputs)
             return inputs
 
         run.__qualname__ = f"layers {start} to {stop - 1}"
         return run
 
+    def _checkpointed(self, stretch: Callable[[Any], Any], inputs: Any) -> Any:
+        if self._checkpoint is not checkpointing.checkpoint:
+            return self._checkpoint(stretch, inputs)
+
+        def alone(inputs: Any) -> tuple[Any]:
+            return (stretch(inputs),)  # of which it returns what is in it, as it is; of a list it would make a tuple
+
+        alone.__qualname__ = stretch.__qualname__
+        return self._checkpoint(alone, inputs)
+
     def _is_worth_it(self, start: int, stop: int) -> bool:
         layers = self._layers[start:stop]
         if self._checkpointable is not None:
-            return any(layer.class_name in self._checkpointable for layer in layers)
+            return any(layer.kind in self._checkpointable for layer in layers)
         return any(isinstance(layer.built, nn.Module) for layer in layers)
 
     # --- inside
 
-    def _build(self, at: int, layer: _Layer) -> Callable[..., Any]:
+    def _build(self, at: int, layer: Layer) -> Callable[..., Any]:
+        if layer.source is None:
+            raise RuntimeError(
+                f"PipelineModule: layer {layer.name} was given up when the engine was made; build it anew"
+            )
         if not isinstance(layer.source, LayerSpec):
             return layer.source  # type: ignore[no-any-return]
         same = [place for place, other in enumerate(self._layers) if layer.key is not None and other.key == layer.key]
@@ -259,9 +300,9 @@ class PipelineModule(nn.Module):
             return existing
         if self._seed is not None:
             self._seed(self._base_seed + (same[0] if same else at))
-        return layer.source.build()
+        return _built(layer)
 
-    def _path(self, layer: _Layer) -> str:
+    def _path(self, layer: Layer) -> str:
         return layer.name if layer.key is None else f"{TIED}.{layer.key}"
 
     def _parameter_counts(self) -> list[int]:
@@ -274,7 +315,7 @@ class PipelineModule(nn.Module):
             seen.add(layer.key)
             if isinstance(module, LayerSpec):
                 with torch.device("meta"):
-                    module = module.build()
+                    module = _built(layer)
             counts.append(sum(p.numel() for p in module.parameters()) if isinstance(module, nn.Module) else 0)
         return counts
 
@@ -290,70 +331,24 @@ class PipelineModule(nn.Module):
         return tuple(dict.fromkeys(stage % self.num_stages for stage in stages))
 
 
-def _called(layer: _Layer, built: Callable[..., Any]) -> Callable[[Any], Any]:
+def _built(layer: Layer) -> nn.Module:
+    """Of a LayerSpec. Raises PipelineError, which names the layer, for whatever its class raises."""
+    try:
+        return layer.source.build()  # type: ignore[no-any-return]
+    except Exception as error:
+        where = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
+        raise PipelineError(
+            f"layer {layer.name} ({layer.kind}) could not be built{where}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _called(layer: Layer, built: Callable[..., Any]) -> Callable[[Any], Any]:
     """What is called on the output of the layer before."""
+    if layer.call is not None:
+        return layer.call
     if isinstance(layer.source, TiedLayerSpec) and layer.source.forward_fn is not None:
         return functools.partial(layer.source.forward_fn, built)  # type: ignore[arg-type]
     return built
-
-
-def _named(layers: Sequence[Any] | nn.Sequential) -> list[_Layer]:
-    found = _children(layers) if isinstance(layers, nn.Sequential) else [(str(at), x) for at, x in enumerate(layers)]
-    children = dict(found)
-    for at, layer in enumerate(children.values()):
-        if not isinstance(layer, LayerSpec) and not callable(layer):
-            raise TypeError(
-                f"PipelineModule: layer {at} is a {type(layer).__name__}; a layer is a LayerSpec, a module or a "
-                "function"
-            )
-    return [_Layer(name, layer) for name, layer in children.items()]
-
-
-def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules of a list, in order; one that is there twice is called twice."""
-    return [(name, child) for name, child in module._modules.items() if child is not None]
-
-
-def _is_list(module: nn.Module) -> bool:
-    """Whether `module` stands for its children: it does not if it has a forward of its own."""
-    return isinstance(module, nn.ModuleList) or (
-        isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-    )
-
-
-def _of_model(model: nn.Module, names: Iterable[Any]) -> list[_Layer]:
-    """The modules of `model` called `names`, in this order."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    layers: list[_Layer] = []
-    for name in names:
-        if name not in modules:
-            near = difflib.get_close_matches(str(name), modules, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"PipelineModule: the model has no module {name!r}{hint}")
-        module = modules[name]
-        inner = _children(module) if _is_list(module) else []
-        layers += [_Layer(f"{name}.{part}", child) for part, child in inner] or [_Layer(name, module)]
-    taken = {param for layer in layers for param in layer.source.parameters()}
-    missing = [name for name, param in model.named_parameters() if param not in taken]
-    if missing:
-        raise ValueError(
-            f"PipelineModule: no layer has the parameter {missing[0]}"
-            + (f" ({len(missing)} such in all)" if len(missing) > 1 else "")
-            + "; name the modules of all parameters, in the order in which they are called"
-        )
-    return layers
-
-
-def _shared_parameters(layers: Sequence[_Layer], model: nn.Module | None) -> dict[str, tuple[nn.Parameter, list[int]]]:
-    """Parameters that several modules of the list have: name in `model`, or in the first of them -> the parameter,
-    numbers of the layers."""
-    called = {} if model is None else {param: name for name, param in model.named_parameters()}
-    found: dict[nn.Parameter, tuple[str, list[int]]] = {}
-    for at, layer in enumerate(layers):
-        if isinstance(layer.source, nn.Module):
-            for name, param in layer.source.named_parameters():
-                found.setdefault(param, (called.get(param, f"{layer.name}.{name}"), []))[1].append(at)
-    return {name: (param, where) for param, (name, where) in found.items() if len(where) > 1}
 
 
 def _stages(num_stages: int | None, topology: ProcessTopology | None) -> int | None:

@@ -6,6 +6,7 @@ so that both overlap with the computation.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from ..hooks import Hooks
 from ..lane import Ticket
 from ..schedule import Action, Plan
 from .deferral import Work, deferring
+from .form import filled
 from .module import PipelineModule
 from .transfer import Arrival, Link, Links, Message, PipelineError, Way, message_of
+from .verdict import Verdict, said
 
 EARLY: Final = 2
 """Receives of one way that are started before they are needed, where that costs the computation nothing."""
@@ -77,8 +80,12 @@ class _Input:
 class Runner:
     """One rank's side of a pipeline."""
 
-    def __init__(self, module: PipelineModule, rank: int, links: Links, hooks: Hooks, device: torch.device) -> None:
+    def __init__(
+        self, module: PipelineModule, rank: int, links: Links, hooks: Hooks, device: torch.device, verdict: Verdict
+    ) -> None:
+        """`verdict` is told of a failure, and says how long to wait for who may wait for this rank elsewhere."""
         self._module = module
+        self._verdict = verdict
         self._rank = rank
         self._links = links
         self._hooks = hooks
@@ -88,7 +95,7 @@ class Runner:
     def run(
         self,
         plan: Plan,
-        batches: Batches,
+        open_batches: Callable[[], Batches],
         backward: Backward | None,
         *,
         loss_fn: Callable[[Any, Any], Any] | None = None,
@@ -101,20 +108,26 @@ class Runner:
         Gradients are of `scale` times the losses' mean. Raises what a layer raised, and PipelineError on the ranks
         that wait for one which failed; nothing is under way afterwards, and another plan can be run.
         """
-        step = _Step(self, plan, batches, backward, loss_fn, cast, scale / plan.microbatches)
+        step = _Step(self, plan, open_batches, backward, loss_fn, cast, scale / plan.microbatches)
         self._links.begin()
         stage, microbatch = self._hooks.stage, self._hooks.microbatch
         try:
             step.run()
         except BaseException as error:
+            self._verdict.tell(error, self.name)
             step.tell_neighbours(error)
             if isinstance(error, Exception):
-                step.drain()
+                step.drain(self._verdict.deadline())
             raise
         finally:
             self._hooks.stage, self._hooks.microbatch = stage, microbatch
             self._links.poll()
         return step.results
+
+    @property
+    def name(self) -> str:
+        """This rank's stages, in words."""
+        return f"stage {'/'.join(map(str, self._module.stages))}"
 
     def _link(self, way: Way, sender: int) -> Link | None:
         """By which stage `sender` sends that way; None if the next stage is on this rank too."""
@@ -129,7 +142,7 @@ class _Step:
     """One run of a plan."""
 
     def __init__(
-        self, runner: Runner, plan: Plan, batches: Batches, backward: Backward | None,
+        self, runner: Runner, plan: Plan, open_batches: Callable[[], Batches], backward: Backward | None,
         loss_fn: Callable[[Any, Any], Any] | None, cast: Callable[[Any], Any], scale: float,
     ) -> None:  # fmt: skip
         self._runner = runner
@@ -137,7 +150,7 @@ class _Step:
         self._hooks = runner._hooks
         self._plan = plan
         self._actions = plan.actions[runner._rank]
-        self._batches = batches
+        self._open_batches = open_batches
         self._backward = backward
         self._loss_fn = loss_fn
         self._cast = cast
@@ -154,6 +167,7 @@ class _Step:
         self.results: list[Any] = []
 
     def run(self) -> None:
+        self._batches = self._open_batches()
         final = len(self._actions) - 1
         for at, action in enumerate(self._actions):
             self._hooks.stage, self._hooks.microbatch = action.stage, action.microbatch
@@ -176,14 +190,14 @@ class _Step:
         if stage == 0:
             value, inputs = self._cast(self._batches.inputs(microbatch)), []
         else:
-            value, inputs = _arrived(self._take("F", stage, microbatch), grad=self._backward is not None)
+            value, inputs = arrived(self._take("F", stage, microbatch), grad=self._backward is not None)
         with self._hooks.span("pipe", "F"):
             output = self._module(value, stage)
             if stage == self._last_stage:
                 output = self._loss(output, microbatch)
                 message = None
             else:
-                message = message_of(output, f"stage {stage} of the pipeline")
+                message = message_of(output, self._module.end_of(stage))
         if message is not None:
             self._give("F", stage, microbatch, message)
         if self._backward is not None:
@@ -235,7 +249,7 @@ class _Step:
                 self._backward.end()
         if stage > 0:
             back = [each.back() for each in flight.inputs]
-            self._give("B", stage, microbatch, Message(back, False, [False] * len(back)))
+            self._give("B", stage, microbatch, Message(back, [False] * len(back)))
 
     def _weights_backward(self, action: Action, final: bool) -> None:
         assert self._backward is not None
@@ -295,9 +309,7 @@ class _Step:
 
     def tell_neighbours(self, error: BaseException) -> None:
         """Have the ranks that wait for this one fail too, and not wait for ever."""
-        told = isinstance(error, PipelineError)
-        stages = "/".join(map(str, self._module.stages))
-        reason = str(error) if told else f"stage {stages} of the pipeline failed: {type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, PipelineError) else said(error, self._runner.name)
         for way in WAYS:
             ahead = 1 if way == "F" else -1
             senders = [a.stage for a in self._actions if a.op == way and 0 <= a.stage + ahead <= self._last_stage]
@@ -305,17 +317,30 @@ class _Step:
             for link in links[self._sends[way] :][:1]:
                 self._sent.append(link.fail(reason, self._hooks.place))
 
-    def drain(self) -> None:
-        """Receive what is still sent to this rank, to no purpose: its senders would wait for ever otherwise."""
+    def drain(self, deadline: float | None) -> None:
+        """Receive what is still sent to this rank, to no purpose: its senders would wait for ever otherwise.
+
+        Until `deadline`, if they may be waiting for this rank elsewhere."""
         for way in WAYS:
             with suppress(Exception):  # the sender failed, too, and sends no more
-                while arrival := self._next_arrival(way):
+                while (arrival := self._next_arrival(way)) and _ends(arrival.ticket, deadline):
                     arrival.take()
         for ticket in self._sent:
+            if _ends(ticket, deadline):
+                with suppress(Exception):
+                    ticket.wait()
+        if deadline is None:
             with suppress(Exception):
-                ticket.wait()
-        with suppress(Exception):
-            self._runner._links.settle()
+                self._runner._links.settle()
+
+
+def _ends(ticket: Ticket, deadline: float | None) -> bool:
+    """Whether it is done by then; waits no longer."""
+    while deadline is not None and not ticket.done:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
 
 
 class _Arrive(torch.autograd.Function):
@@ -335,7 +360,7 @@ class _Arrive(torch.autograd.Function):
 _arrive: Final[Callable[..., Tensor]] = _Arrive.apply
 
 
-def _arrived(message: Message, *, grad: bool) -> tuple[Any, list[_Input]]:
+def arrived(message: Message, *, grad: bool) -> tuple[Any, list[_Input]]:
     """A message as a stage's input, and those of its tensors that a gradient goes back for."""
     tensors, inputs = [], []
     for tensor, wanted in zip(message.tensors, message.wanted, strict=True):
@@ -345,4 +370,4 @@ def _arrived(message: Message, *, grad: bool) -> tuple[Any, list[_Input]]:
             anchor = torch.empty(0, device=plain.device, requires_grad=True)
             plain = _arrive(anchor, [plain], inputs[-1])
         tensors.append(plain)
-    return (tensors[0] if message.single else tuple(tensors)), inputs
+    return filled(message.form, tensors), inputs

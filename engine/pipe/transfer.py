@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import open_group, open_host_group
+from ..comm import close_group, open_group, open_host_group
 from ..hooks import Hooks, Place
 from ..lane import Label, Lane, Ticket, open_lane
 from ..mesh import Mesh
+from . import form
+from .form import SEVERAL, SINGLE
 
 Way = Literal["F", "B"]
 """Activations to the next stage, or their gradients to the one before."""
@@ -25,6 +27,8 @@ Way = Literal["F", "B"]
 HEADER: Final = 128
 """Numbers at the head of a message."""
 FAILED: Final = -1
+PLAIN: Final = (SEVERAL, SINGLE)
+"""Forms that a head has room for; others follow it."""
 DTYPES: Final = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
@@ -35,15 +39,19 @@ class PipelineError(RuntimeError):
     """A stage failed; the message names it and says why."""
 
 
+class ToldError(PipelineError):
+    """Another rank failed, and told this one."""
+
+
 @dataclass(slots=True)
 class Message:
     """What a stage hands to another: its output, or the gradients of what it got."""
 
     tensors: list[Tensor]
-    single: bool
-    """Whether it is a tensor, and not a tuple of one."""
     wanted: list[bool]
     """Of each tensor, whether a gradient is to come back."""
+    form: str = SEVERAL
+    """How the tensors lie in the output: see `form`."""
 
     @property
     def nbytes(self) -> int:
@@ -52,27 +60,20 @@ class Message:
 
 def message_of(output: Any, what: str) -> Message:
     """`output` as what can be sent. Raises PipelineError, beginning with `what`, if it cannot be."""
-    tensors = list(output) if isinstance(output, tuple | list) else [output]
+    try:
+        shape, tensors = form.of(output)
+    except TypeError as error:
+        raise PipelineError(
+            f"{what} returned {error}, which cannot be sent to the next stage; return tensors, in tuples, lists or "
+            "dicts if there are several, or divide the layers elsewhere"
+        ) from None
     for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise PipelineError(
-                f"{what} returned {_told(output)}, which cannot be sent to the next stage; return a tensor or a tuple "
-                "of tensors, or divide the layers elsewhere"
-            )
         if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
             kind = f"a tensor of {tensor.dtype}" if tensor.layout is torch.strided else "a sparse tensor"
             raise PipelineError(f"{what} returned {kind}, which cannot be sent to the next stage")
     if 3 + sum(3 + tensor.dim() for tensor in tensors) > HEADER:
         raise PipelineError(f"{what} returned {len(tensors)} tensors, more than a message holds; stack some of them")
-    wanted = [tensor.requires_grad for tensor in tensors]
-    return Message(tensors, isinstance(output, Tensor), wanted)
-
-
-def _told(output: Any) -> str:
-    if isinstance(output, tuple | list):
-        odd = next(item for item in output if not isinstance(item, Tensor))
-        return f"a {type(output).__name__} with a {type(odd).__name__} in it"
-    return f"a {type(output).__name__}"
+    return Message(tensors, [tensor.requires_grad for tensor in tensors], shape)
 
 
 @dataclass(slots=True)
@@ -102,7 +103,7 @@ class Link:
     ) -> None:
         """`host_group` has the same ranks and carries the heads of messages, which are in host memory."""
         self._way = way
-        self._group = group
+        self.group = group
         self._host_group = host_group
         self._device = device
         self._posted: list[tuple[dist.Work, Tensor]] = []
@@ -120,8 +121,8 @@ class Link:
         tensors = [tensor.detach().contiguous() for tensor in message.tensors]
 
         def work() -> None:
-            heads = self._post([_head(message, at)])
-            _wait([dist.isend(_bytes(t), group=self._group, group_dst=self._to) for t in tensors if t.numel()])
+            heads = self._post(_heads(message, at))
+            _wait([dist.isend(_bytes(t), group=self.group, group_dst=self._to) for t in tensors if t.numel()])
             _wait(heads)
 
         return self._out.submit(work, self._label("send", self._to, message, at))
@@ -132,18 +133,18 @@ class Link:
 
         def work() -> None:
             if self._ended is not None:
-                raise PipelineError(self._ended)
+                raise ToldError(self._ended)
             head = torch.empty(HEADER, dtype=torch.int64)
             _wait([dist.irecv(head, group=self._host_group, group_src=self._from)])
             numbers = head.tolist()
             if numbers[0] == FAILED:
-                text = torch.empty(numbers[1], dtype=torch.uint8)
-                _wait([dist.irecv(text, group=self._host_group, group_src=self._from)])
-                self._ended = bytes(text.tolist()).decode()
-                raise PipelineError(self._ended)
+                self._ended = self._read(numbers[1])
+                raise ToldError(self._ended)
             message, microbatch = _empty(numbers, self._device)
+            if numbers[1] >= len(PLAIN):
+                message.form = self._read(numbers[1] - len(PLAIN))
             parts = [_bytes(tensor) for tensor in message.tensors if tensor.numel()]
-            _wait([dist.irecv(part, group=self._group, group_src=self._from) for part in parts])
+            _wait([dist.irecv(part, group=self.group, group_src=self._from) for part in parts])
             if microbatch != at[1]:
                 raise PipelineError(
                     f"stage {at[2]} of the pipeline got micro-batch {microbatch} where its plan has {at[1]}: the "
@@ -155,7 +156,7 @@ class Link:
 
     def fail(self, reason: str, at: Place) -> Ticket:
         """In the place of the next message: tell who waits for it that no more will come in this step."""
-        text = torch.frombuffer(bytearray(reason.encode()), dtype=torch.uint8)
+        text = _text(reason)
 
         def work() -> None:
             head = torch.zeros(HEADER, dtype=torch.int64)
@@ -179,9 +180,17 @@ class Link:
         self._in.poll()
 
     def close(self) -> None:
-        """End the lanes."""
+        """End the lanes, and destroy the groups."""
         self._out.close()
         self._in.close()
+        close_group(self.group)
+        close_group(self._host_group)
+
+    def _read(self, size: int) -> str:
+        """The text that follows a head."""
+        text = torch.empty(size, dtype=torch.uint8)
+        _wait([dist.irecv(text, group=self._host_group, group_src=self._from)])
+        return bytes(text.tolist()).decode()
 
     def _post(self, parts: Sequence[Tensor]) -> Sequence[dist.Work | None]:
         """Send `parts`, which are in host memory; what is to be waited for.
@@ -203,7 +212,7 @@ class Link:
         return Label(
             name, "pipeline", -1 if message is None else message.nbytes,
             str(message.tensors[0].dtype).removeprefix("torch.") if message is not None and message.tensors else None,
-            None, self._group.group_name, seq, peer, at,
+            None, self.group.group_name, seq, peer, at,
         )  # fmt: skip
 
 
@@ -212,6 +221,11 @@ class Links:
     """All links of a rank: a way to the neighbour, and where ranks have several stages, from the last to the first."""
 
     by_way: dict[tuple[Way, bool], Link] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups that they use."""
+        return [link.group for link in self.by_way.values()]
 
     def begin(self) -> None:
         """A new step."""
@@ -257,16 +271,23 @@ def open_links(mesh: Mesh, device: torch.device, hooks: Hooks, *, wraps: bool) -
     return links
 
 
-def _head(message: Message, at: Place) -> Tensor:
-    numbers = [len(message.tensors), int(message.single), at[1]]
+def _text(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def _heads(message: Message, at: Place) -> list[Tensor]:
+    """The head, and if the form is not a plain one its text, whose length the head has."""
+    more = [] if message.form in PLAIN else [_text(message.form)]
+    kind = len(PLAIN) + more[0].numel() if more else PLAIN.index(message.form)
+    numbers = [len(message.tensors), kind, at[1]]
     for tensor, wanted in zip(message.tensors, message.wanted, strict=True):
         numbers += [DTYPES.index(tensor.dtype), int(wanted), tensor.dim(), *tensor.shape]
-    return torch.tensor(numbers + [0] * (HEADER - len(numbers)))
+    return [torch.tensor(numbers + [0] * (HEADER - len(numbers))), *more]
 
 
 def _empty(numbers: Sequence[int], device: torch.device) -> tuple[Message, int]:
     """A message as its head describes it, to be filled, and the number of its micro-batch."""
-    count, single, microbatch, at = numbers[0], bool(numbers[1]), numbers[2], 3
+    count, kind, microbatch, at = *numbers[:3], 3
     tensors, wanted = [], []
     for _ in range(count):
         dtype, wants, dims = numbers[at : at + 3]
@@ -274,7 +295,7 @@ def _empty(numbers: Sequence[int], device: torch.device) -> tuple[Message, int]:
         tensors.append(torch.empty(shape, dtype=DTYPES[dtype], device=device))
         wanted.append(bool(wants))
         at += 3 + dims
-    return Message(tensors, single, wanted), microbatch
+    return Message(tensors, wanted, PLAIN[kind] if kind < len(PLAIN) else ""), microbatch
 
 
 def _bytes(tensor: Tensor) -> Tensor:

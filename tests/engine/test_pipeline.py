@@ -304,7 +304,7 @@ def asked_job(rank: int) -> tuple[Any, ...]:
 
 def test_scripts_ask_where_they_are(ranks: Ranks) -> None:
     assert ranks.run(4, asked_job) == [
-        (rank // 2, 2, 4, 2, rank < 2, rank >= 2, rank % 2, 2, 1, rank, 2) for rank in range(4)
+        (rank // 2, 2, 4, 2, rank < 2, rank >= 2, rank % 2, 2, 2, rank, 2) for rank in range(4)
     ]
 
 
@@ -398,7 +398,7 @@ class Breaks(nn.Module):
             return y
         if self.how == "raises":
             raise ArithmeticError("cannot go on")
-        return {"dict": {"hidden": y}, "list": [y, "text"], "complex": y.to(torch.complex64), "data": y}[self.how]
+        return {"set": {y}, "nested": {"h": [y, slice(2)]}, "complex": y.to(torch.complex64), "data": y}[self.how]
 
 
 def failing_job(rank: int, how: str, where: int) -> str:
@@ -421,12 +421,12 @@ def failing_job(rank: int, how: str, where: int) -> str:
         ("raises", 1, "stage 1 of the pipeline failed: ArithmeticError: cannot go on"),
         ("raises", 2, "stage 2 of the pipeline failed: ArithmeticError: cannot go on"),
         (
-            "dict",
+            "set",
             0,
-            "stage 0 of the pipeline returned a dict, which cannot be sent to the next stage; return a tensor or",
+            "layer 0 (Breaks), the last of stage 0 of the pipeline, returned a set, which cannot be sent to the next",
         ),
-        ("list", 1, "stage 1 of the pipeline returned a list with a str in it, which cannot be sent"),
-        ("complex", 1, "stage 1 of the pipeline returned a tensor of torch.complex64, which cannot be sent"),
+        ("nested", 1, "the last of stage 1 of the pipeline, returned a dict with a slice in it, which cannot be sent"),
+        ("complex", 1, "the last of stage 1 of the pipeline, returned a tensor of torch.complex64, which cannot be"),
         ("data", 0, "train_batch: the iterator ended after 2 micro-batches of the step"),
     ],
 )
