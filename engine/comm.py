@@ -5,7 +5,10 @@ Buffers are given as rows, one a rank: [size, n]. A group of one communicates no
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
@@ -14,11 +17,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .hooks import Purpose
-from .lane import Done, Label, Lane, Ticket, Work
+from .lane import CpuLane, Done, Label, Lane, Patience, Ticket, Work
 
 # torch 2.13 renamed the first two and warns of the old names; 2.11 has only those.
 _all_gather: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Final[Callable[..., Any]] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a communication brings, where that depends on what the model does: the same on every rank, or in vain."""
+
+    tag: int
+    """A hash of it, as a message's tag: below 2^31."""
+    names: tuple[str, ...]
+    """Of the parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A communication that was begun and has not ended, the oldest of its group: those behind it wait for it."""
+
+    seq: int
+    content: Content | None
 
 
 class Comm:
@@ -33,6 +54,7 @@ class Comm:
         self.rank = 0 if group is None else dist.get_rank(group)
         self._lane = lane
         self._seq = 0
+        self._begun: deque[tuple[UnderWay, Ticket]] | None = None
         self._scratch: Tensor | None = None
         # gloo's all-gather takes four times the CPU of plain sends, and its reduce-scatter is an all-reduce and a copy.
         self._direct = group is not None and dist.get_backend(group) == "gloo"
@@ -70,16 +92,21 @@ class Comm:
 
         return self._submit(exchange if self._direct else scatter, "reduce_scatter", rows, purpose, module)
 
-    def all_gather(self, rows: Tensor, purpose: Purpose, module: str | None = None) -> Ticket:
-        """Bring every rank's own row of `rows` [size, n] to all others."""
+    def all_gather(
+        self, rows: Tensor, purpose: Purpose, module: str | None = None, content: Content | None = None
+    ) -> Ticket:
+        """Bring every rank's own row of `rows` [size, n] to all others.
+
+        On gloo, ranks whose `content` differs get nothing from each other: they wait, and their rows stay apart.
+        """
 
         def exchange() -> None:
-            self._exchange([rows[self.rank]] * self.size, list(rows))
+            self._exchange([rows[self.rank]] * self.size, list(rows), 0 if content is None else content.tag)
 
         def gather() -> None:
             _all_gather(rows.view(-1), rows[self.rank], group=self.group)
 
-        return self._submit(exchange if self._direct else gather, "all_gather", rows, purpose, module)
+        return self._submit(exchange if self._direct else gather, "all_gather", rows, purpose, module, content)
 
     def broadcast(self, tensor: Tensor, source: int, purpose: Purpose) -> Ticket:
         """Bring rank `source`'s (of this group) `tensor` to all, in place."""
@@ -100,29 +127,76 @@ class Comm:
         if self._lane is not None:
             self._lane.poll()
 
+    # --- where ranks may come to wait for each other, on gloo
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether gathers of different content do not mix."""
+        return self._direct
+
+    def watch(self, patience: Patience) -> None:
+        """From now on whoever waits for this lane does it with `patience`, and `begun` and `under_way` are known."""
+        if isinstance(self._lane, CpuLane):
+            self._begun = deque()
+            self._lane.patience = patience
+
+    @property
+    def begun(self) -> int:
+        """Communications that were handed to the lane so far."""
+        return self._seq
+
+    @property
+    def under_way(self) -> UnderWay | None:
+        """The oldest that has not ended."""
+        begun = self._begun or deque()
+        while begun and begun[0][1].done:
+            begun.popleft()
+        return begun[0][0] if begun else None
+
+    def break_off(self, error: BaseException) -> None:
+        """Have everything that is under way on this lane, or comes later, fail. On all ranks."""
+        if isinstance(self._lane, CpuLane):
+            self._lane.break_off(error)
+        if self.group is not None:
+            break_connections(self.group)
+
     def close(self) -> None:
-        """Finish what is under way, and end the lane. The group stays: destroying one needs every rank at once."""
+        """Finish what is under way, end the lane, and destroy the group. On all ranks; again is of no effect."""
         if self._lane is not None:
             self._lane.close()
+        close_group(self.group)
 
-    def _submit(self, work: Work, name: str, payload: Tensor, purpose: Purpose, module: str | None = None) -> Ticket:
+    def _submit(
+        self,
+        work: Work,
+        name: str,
+        payload: Tensor,
+        purpose: Purpose,
+        module: str | None = None,
+        content: Content | None = None,
+    ) -> Ticket:
         if self.group is None or self._lane is None:
             return Done()
         label = Label(
             name, purpose, payload.numel() * payload.element_size(), str(payload.dtype).removeprefix("torch."),
             module, self.group.group_name, self._seq,
         )  # fmt: skip
+        ticket = self._lane.submit(work, label)
+        if self._begun is not None:
+            while self._begun and self._begun[0][1].done:
+                self._begun.popleft()
+            self._begun.append((UnderWay(self._seq, content), ticket))
         self._seq += 1
-        return self._lane.submit(work, label)
+        return ticket
 
-    def _exchange(self, send: list[Tensor], receive: list[Tensor]) -> None:
+    def _exchange(self, send: list[Tensor], receive: list[Tensor], tag: int = 0) -> None:
         """Send `send[r]` to each other rank r, and get what it sends into `receive[r]`."""
         assert self.group is not None
         works = []
         for distance in range(1, self.size):
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            works.append(dist.irecv(receive[source], group=self.group, group_src=source))
-            works.append(dist.isend(send[to], group=self.group, group_dst=to))
+            works.append(dist.irecv(receive[source], group=self.group, group_src=source, tag=tag))
+            works.append(dist.isend(send[to], group=self.group, group_dst=to, tag=tag))
         for work in works:
             assert work is not None
             work.wait()
@@ -169,6 +243,23 @@ def open_group(sets: Iterable[Sequence[int]], backend: str | None = None) -> dis
             group = dist.new_group(list(ranks), timeout=_timeout(), backend=backend)
             mine = group if dist.get_rank() in ranks else mine
     return mine
+
+
+def close_group(group: dist.ProcessGroup | None) -> None:
+    """Destroy a group of `open_group`. On all ranks; one that is gone already is passed over."""
+    if group is not None and dist.is_initialized():
+        with contextlib.suppress(ValueError):
+            dist.destroy_process_group(group)
+
+
+def break_connections(group: dist.ProcessGroup) -> None:
+    """Have what waits in a gloo group fail. It ends no communication by itself, but closes a group's connections as
+    soon as one of its messages is late: so receive one that nobody sends."""
+    peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+    with contextlib.suppress(RuntimeError):  # that it is late, or that another rank was first
+        work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=2**31 - 1)
+        assert work is not None
+        work.wait(timedelta(milliseconds=1))
 
 
 def open_host_group(sets: Iterable[Sequence[int]], like: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import checkpoint, monitors
-from .answers import Answers
-from .comm import Comm
+from . import checkpoint
+from .batch import loss_of, to_device
 from .config import Config
 from .hooks import Hooks
 from .norm import global_norm, unscale_and_clip_
@@ -25,6 +25,8 @@ from .offload import Offload
 from .onebit import OneBitAdam
 from .parallel import Parallel
 from .precision import LossScaler, cast_floating, overflowed
+from .telling import Telling
+from .tiles import tiles_of
 from .zero import Zero
 from .zero.shard import ShardedParam
 
@@ -32,7 +34,7 @@ CHECK_DATA_EVERY: Final = 50
 """Steps after which tensor-parallel ranks are held to the same data again; they are in the first, too."""
 
 
-class Engine(Answers):
+class Engine(Telling):
     """A model that trains as `config` says. Made by `dsprof.engine.initialize`."""
 
     def __init__(
@@ -65,11 +67,15 @@ class Engine(Answers):
         self.states = offload.states
         """Masters and the optimizer's states, wherever they are between steps."""
         self._norm: float | None = None
-        self._tiles = _tiles(zero.trainable, config.zero_optimization.sub_group_size)
+        self.tiles = tiles_of(zero.trainable, config.zero_optimization.sub_group_size)
+        """What is stepped at once."""
         if optimizer is not None:
-            self.states.attach(optimizer, self._tiles)
+            optimizer.overflow = False  # type: ignore[attr-defined]
+            self.states.attach(optimizer, self.tiles)
         self._monitors = self._start_monitors()
         self._losses: list[Tensor] = []
+        self._paced: tuple[int, float] | None = None
+        """Samples seen when progress was told last, and when that was."""
         self._own_data: Iterator[Any] | None = None
         self._frozen = [param for param in zero.params if param.master is None]
         self._stepped_masters = {id(master) for group in self._groups() for master in group["params"]}
@@ -80,6 +86,7 @@ class Engine(Answers):
         self._boundary_override: bool | None = None
         self._backward_done = False
         self._stepped = False
+        self._destroyed = False
         self.global_steps = 0
         self.global_samples = 0
         self.micro_steps = 0
@@ -89,9 +96,12 @@ class Engine(Answers):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. In fp16 with `auto_cast` its floating-point inputs are cast."""
+        self._refuse_destroyed()
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
         self._check_data((args, kwargs))
+        if self._paced is None:
+            self._paced = self.global_samples, time.perf_counter()
         with self.hooks.span("phase", "forward" if torch.is_grad_enabled() else "eval"):
             return self.module(*args, **kwargs)
 
@@ -100,8 +110,14 @@ class Engine(Answers):
 
         Returns the loss so divided, detached of loss scaling.
         """
+        self._refuse_destroyed()
         if loss.numel() != 1:
             raise ValueError(f"engine.backward wants a scalar loss and got shape {tuple(loss.shape)}: take its mean")
+        if not loss.requires_grad:
+            raise RuntimeError(
+                "engine.backward: the loss depends on no parameter that is trained: they are frozen, or it was "
+                "detached, or computed within torch.no_grad()"
+            )
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
         self.zero.last_microbatch = self.is_gradient_accumulation_boundary() and not self._in_no_sync
@@ -117,11 +133,10 @@ class Engine(Answers):
         """After each micro-batch's backward; at a gradient accumulation boundary the optimizer steps.
 
         `lr_kwargs` go to the learning rate schedule's `step`, as ReduceLROnPlateau's needs. Raises RuntimeError without
-        an optimizer, inside `no_sync`, if gradients did not come by `engine.backward`, and for a parameter that was
-        frozen when the engine was made and now has a gradient.
+        an optimizer, or for one without parameters, inside `no_sync`, if gradients did not come by `engine.backward`,
+        and for a parameter that was frozen when the engine was made and now has a gradient.
         """
-        if self.optimizer is None:
-            raise RuntimeError("engine.step: there is no optimizer: pass one to initialize, or configure `optimizer`")
+        self._refuse_untrained("step")
         if self._in_no_sync:
             raise RuntimeError("engine.step inside engine.no_sync(): leave the block before you step")
         if not self._backward_done:
@@ -134,15 +149,19 @@ class Engine(Answers):
                 )
         self._backward_done = False
         self._stepped = False
+        self.global_samples += self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if self.is_gradient_accumulation_boundary():
             with self.hooks.span("phase", "step"):
                 self._take_step(lr_kwargs or {})
         self.micro_steps += 1
-        self.global_samples += self.train_micro_batch_size_per_gpu() * self.dp_world_size
         self.hooks.microbatch = self.micro_steps % self.gradient_accumulation_steps()
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """One whole step: `gradient_accumulation_steps` micro-batches of `data_iter`; their mean loss on this rank."""
+        """One whole step: `gradient_accumulation_steps` micro-batches of `data_iter`; their mean loss on this rank.
+
+        Raises RuntimeError without an optimizer, or one without parameters.
+        """
+        self._refuse_untrained("train_batch")
         self.module.train()
         losses = []
         for _ in range(self.gradient_accumulation_steps()):
@@ -217,6 +236,7 @@ class Engine(Answers):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Save the training to `save_dir`/`tag`, on all ranks: see `checkpoint.save`."""
+        self._refuse_destroyed()
         return checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
@@ -229,6 +249,7 @@ class Engine(Answers):
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from a checkpoint, on all ranks: its path and the client's state. See `checkpoint.load`."""
+        self._refuse_destroyed()
         return checkpoint.load(
             self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
         )
@@ -240,20 +261,42 @@ class Engine(Answers):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the model alone, in the precision it runs in, to one file: see `checkpoint.save_16bit_model`."""
+        self._refuse_destroyed()
         return checkpoint.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
     def destroy(self) -> None:
-        """Take the engine off the model, which has its present weights; end its threads, close its files. On all ranks.
+        """Take the engine off the model, which has its present weights; end its threads, close its files, and destroy
+        its process groups. On all ranks; again is of no effect.
 
         What ZeRO has divided is whole again; a pipeline's rank keeps its layers, and a tensor-parallel one its part of
-        each: `save_16bit_model` writes the whole model."""
-        self._monitors.stop()
-        self.zero.close()
-        self.parallel.close()
-        self._offload.close()
-        self._undo()
+        each: `save_16bit_model` writes the whole model. To train on is an error."""
+        if self._destroyed:
+            return
+        self._destroyed = True
+        with contextlib.ExitStack() as rest:  # the others are closed even if one fails
+            for close in (self._undo, self._offload.close, self.parallel.close, self.zero.close, self._monitors.stop):
+                rest.callback(close)
 
     # --- inside
+
+    def _refuse_destroyed(self) -> None:
+        if self._destroyed:
+            raise RuntimeError(
+                "the engine was destroyed: its model, engine.module, is as any other; to train on, call initialize "
+                "again"
+            )
+
+    def _refuse_untrained(self, what: str) -> None:
+        self._refuse_destroyed()
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"engine.{what}: there is no optimizer: pass one to initialize, or configure `optimizer`"
+            )
+        if not self._stepped_masters:
+            raise RuntimeError(
+                f"engine.{what}: the optimizer has no parameters: those of the model were frozen when the engine was "
+                "made; unfreeze what is to be trained before initialize"
+            )
 
     @property
     def _skips(self) -> bool:
@@ -272,35 +315,24 @@ class Engine(Answers):
         return self._own_data
 
     def _loss_of(self, data_iter: Iterator[Any] | None) -> Tensor:
-        batch = to_device(next(self._batches(data_iter)), self.device)
-        if isinstance(batch, dict):
-            output = self(**batch)
-        elif isinstance(batch, tuple | list):
-            output = self(*batch)
-        else:
-            output = self(batch)
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-        loss = loss[0] if isinstance(loss, tuple) else loss
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                f"train_batch: the model returned a {type(output).__name__}; it must return its loss, or something "
-                "that begins with it or has it as `loss`"
-            )
-        return loss
+        return loss_of(self, to_device(next(self._batches(data_iter)), self.device))
 
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         """Norm, overflow, clipping, optimizer, and the new weights to where they are needed."""
         reducer = self.zero.reducer
+        self.zero.check_trail(self.parallel.everyone)
         self.zero.collect()
         self.parallel.shared.sum_gradients(self.zero.by_param.get)
         masters = [param.master for param in self.zero.trainable if id(param.master) in self._stepped_masters]
         pairs = [(id(master), master.grad) for master in masters if master is not None and master.grad is not None]
         scale = self.scaler.scale / reducer.after
         counted = [grad for owner, grad in pairs if owner in self._counted]
-        value = global_norm(counted, self._norm_groups(), self.hooks, device=self.device).item()
+        wait = None if self.zero.deadlocks is None else self.zero.deadlocks.wait
+        value = global_norm(counted, self._norm_groups(), self.hooks, device=self.device, wait=wait).item()
         grads = [grad for _, grad in pairs]
         self._norm = value / scale
         overflow = self._skips and overflowed(value)
+        self.optimizer.overflow = overflow  # type: ignore[union-attr]  # where scripts look for it
         if overflow:
             self.skipped_steps += 1
             self.hooks.mark("overflow", value=self.scaler.scale)
@@ -334,7 +366,7 @@ class Engine(Answers):
 
     def _step_optimizer(self) -> None:
         """Tile by tile: the weights of one travel while the next is computed."""
-        several = len(self._tiles) > 1
+        several = len(self.tiles) > 1
         grads = {p: p.master.grad for p in self.zero.trainable if p.master is not None} if several else {}
         self._set_gradients(dict.fromkeys(grads))
         for number, tile in enumerate(self.states.through()):
@@ -342,7 +374,7 @@ class Engine(Answers):
                 self._set_gradients({param: grads[param] for param in tile})
             with self.hooks.span("phase", "optimizer", purpose="optimizer", value=float(number)):
                 if isinstance(self.optimizer, OneBitAdam):
-                    self.optimizer.step(last_tile=number + 1 == len(self._tiles))
+                    self.optimizer.step(last_tile=number + 1 == len(self.tiles))
                 elif self.optimizer is not None:
                     self.optimizer.step()
             if several:
@@ -355,75 +387,3 @@ class Engine(Answers):
         for param, grad in grads.items():
             if param.master is not None:
                 param.master.grad = grad
-
-    # --- telling
-
-    def _start_monitors(self) -> monitors.Monitors:
-        sizes: dict[str, int] = {comm.group.group_name: comm.size for comm in self._comms() if comm.group is not None}
-        everyone = self.parallel.everyone
-
-        def gather(samples: list[Any]) -> list[list[Any]] | None:
-            if everyone.group is None:
-                return [samples]
-            everybody: list[Any] = [None] * everyone.size
-            dist.all_gather_object(everybody, samples, group=everyone.group)
-            return everybody if self.global_rank == 0 else None
-
-        return monitors.start(
-            self.config, model=self.module, device=self.device, rank=self.global_rank,
-            group_size=lambda name: sizes.get(name or "", self.world_size), gather=gather,
-        )  # fmt: skip
-
-    def _comms(self) -> list[Comm]:
-        parallel = self.parallel
-        return [parallel.data, parallel.model, parallel.tensor, parallel.everyone, *self.zero.comms]
-
-    @property
-    def _tells_losses(self) -> bool:
-        """Whether anybody reads the losses: on a GPU that is a synchronization."""
-        return self.global_rank == 0 and (self.config.tensorboard.enabled or self.config.csv_monitor.enabled)
-
-    def _tell(self) -> None:
-        """At the end of a step: gauges for those who write curves, and a line every `steps_per_print` steps."""
-        for comm in self.zero.comms:
-            comm.poll()
-        rates = self.get_lr()
-        if self._losses:
-            self.hooks.mark("train_loss", kind="gauge", value=torch.stack(self._losses).mean().item())
-            self._losses.clear()
-        if rates:
-            self.hooks.mark("lr", kind="gauge", value=rates[0])
-        if self.config.fp16.enabled:
-            self.hooks.mark("loss_scale", kind="gauge", value=self.scaler.scale)
-        every = self.config.steps_per_print
-        if every and self.global_rank == 0 and (self.global_steps + 1) % every == 0:
-            print(self._progress())
-
-    def _progress(self) -> str:
-        """What is printed every `steps_per_print` steps, of the one that ends."""
-        return f"step={self.global_steps + 1}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
-
-
-def _tiles(params: Sequence[ShardedParam], size: int) -> list[list[ShardedParam]]:
-    """Cut `params` into tiles of at most `size` elements of masters, one parameter at least; the same on every rank."""
-    tiles: list[list[ShardedParam]] = [[]]
-    filled = 0
-    for param in params:
-        if tiles[-1] and filled + param.cut.chunk > size:
-            tiles.append([])
-            filled = 0
-        tiles[-1].append(param)
-        filled += param.cut.chunk
-    return tiles
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """The tensors in a batch, however nested, on `device`."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return {key: to_device(item, device) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields one by one
-        return make(to_device(item, device) for item in value)
-    return value

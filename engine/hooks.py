@@ -100,11 +100,21 @@ class Hooks:
         self.stage = stage
         self._clock = clock
         self._seqs: dict[str, int] = {}
+        self._own: tuple[Listener, ...] = ()
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Tell `listener` of the spans of this engine alone; call the result to stop that."""
+        self._own = (*self._own, listener)
+
+        def unsubscribe() -> None:
+            self._own = tuple(other for other in self._own if other is not listener)
+
+        return unsubscribe
 
     @property
     def listening(self) -> bool:
         """Whether anybody is."""
-        return bool(_listeners)
+        return bool(_listeners or self._own)
 
     @property
     def place(self) -> Place:
@@ -130,7 +140,7 @@ class Hooks:
     ) -> Span | None:
         """Open a span; None, for `end` to pass over, if nobody listens. `at` is the present place, unless it is work
         that was handed over at another."""
-        if not _listeners:
+        if not (_listeners or self._own):
             return None
         if kind == "comm" and group is not None and seq is None:
             seq = self._seqs[group] = self._seqs.get(group, -1) + 1
@@ -138,7 +148,7 @@ class Hooks:
             kind, name, lane, *(at or self.place), self._clock(), None, issue_ns, module, purpose, group,
             seq, bytes, dtype, value, peer,
         )  # fmt: skip
-        for listener in _listeners:
+        for listener in (*_listeners, *self._own):
             try:
                 listener.begin(span)
             except Exception as error:
@@ -150,7 +160,7 @@ class Hooks:
         if span is None:
             return
         span.end_ns = self._clock() if at_ns is None else at_ns
-        for listener in _listeners:
+        for listener in (*_listeners, *self._own):
             try:
                 listener.end(span)
             except Exception as error:
@@ -159,7 +169,7 @@ class Hooks:
     @contextlib.contextmanager
     def span(self, kind: Kind, name: str, **about: object) -> Iterator[None]:
         """`begin` and `end` around a block; the arguments are those of `begin`."""
-        if not _listeners:
+        if not (_listeners or self._own):
             yield
             return
         span = self.begin(kind, name, **about)  # type: ignore[arg-type]
@@ -180,14 +190,14 @@ class Hooks:
         value: float | None = None,
     ) -> None:
         """Something without duration: an overflow, a parameter released, a loss scale."""
-        if not _listeners:
+        if not (_listeners or self._own):
             return
         now = self._clock()
         span = Span(
             kind, name, lane, *self.place, now, now, None, module, purpose,
             None, None, bytes, None, value,
         )  # fmt: skip
-        for listener in _listeners:
+        for listener in (*_listeners, *self._own):
             try:
                 listener.end(span)
             except Exception as error:

@@ -21,6 +21,9 @@ from .hooks import Hooks, Place, Purpose, Span
 Work = Callable[[], object]
 """A blocking communication; what it returns is dropped."""
 
+Patience = Callable[[Callable[[float], bool]], None]
+"""Waits: it is given what waits for at most so many seconds and says whether that was enough. May raise instead."""
+
 
 @dataclass(frozen=True, slots=True)
 class Label:
@@ -77,9 +80,10 @@ class _Job:
 
 
 class _CpuTicket:
-    def __init__(self, hooks: Hooks, label: Label) -> None:
+    def __init__(self, hooks: Hooks, label: Label, patience: Patience | None) -> None:
         self._hooks = hooks
         self._label = label
+        self._patience = patience
         self._lock = threading.Lock()  # an Event costs three times as much
         self._lock.acquire()
         self._finished = False
@@ -98,9 +102,14 @@ class _CpuTicket:
             label = self._label
             span = self._hooks.begin("wait", label.name, module=label.module, purpose=label.purpose, group=label.group,
                                      seq=label.seq, peer=label.peer)  # fmt: skip
-            with self._lock:
-                pass
-            self._hooks.end(span)
+            try:
+                if self._patience is None:
+                    self._lock.acquire()
+                else:
+                    self._patience(lambda seconds: self._lock.acquire(timeout=seconds))
+                self._lock.release()
+            finally:
+                self._hooks.end(span)
         if self.error is not None:
             raise self.error
 
@@ -114,11 +123,16 @@ class CpuLane:
 
     def __init__(self, name: str, hooks: Hooks, link: float | None = None) -> None:
         self.name = name
+        self.patience: Patience | None = None
+        """How whoever waits for a communication does it, if not simply for as long as it takes."""
         self._hooks = hooks
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._broken: list[BaseException] = []
+        """Why no communication is run any more."""
         self._thread = threading.Thread(
-            target=_run_jobs, args=(self._jobs, f"comm.{name}", hooks, link), name=f"dsprof-{name}", daemon=True
-        )
+            target=_run_jobs, args=(self._jobs, f"comm.{name}", hooks, link, self._broken), name=f"dsprof-{name}",
+            daemon=True,
+        )  # fmt: skip
         self._thread.start()
         # The thread holds the queue, not the lane: an engine that is dropped takes its threads along.
         weakref.finalize(self, self._jobs.put, None)
@@ -126,24 +140,32 @@ class CpuLane:
     def submit(self, work: Work, label: Label) -> Ticket:
         if not self._thread.is_alive():
             raise RuntimeError(f"the lane {self.name!r} is closed: the engine was destroyed")
-        ticket = _CpuTicket(self._hooks, label)
+        ticket = _CpuTicket(self._hooks, label, self.patience)
         self._jobs.put(_Job(work, label, time.monotonic_ns(), label.at or self._hooks.place, ticket))
         return ticket
 
     def poll(self) -> None:
         return
 
+    def break_off(self, error: BaseException) -> None:
+        """Run nothing any more: what has not begun fails with `error`."""
+        self._broken.append(error)
+
     def close(self) -> None:
         self._jobs.put(None)
         self._thread.join()
 
 
-def _run_jobs(jobs: queue.SimpleQueue[_Job | None], lane: str, hooks: Hooks, link: float | None) -> None:
+def _run_jobs(
+    jobs: queue.SimpleQueue[_Job | None], lane: str, hooks: Hooks, link: float | None, broken: list[BaseException]
+) -> None:
     with torch.no_grad():
         while (job := jobs.get()) is not None:
             begin = time.monotonic_ns()
             span = _open(hooks, lane, job.label, job.issue_ns, job.place)
             try:
+                if broken:
+                    raise broken[0]
                 job.work()
                 if link is not None:
                     time.sleep(max(0.0, job.label.bytes / link - (time.monotonic_ns() - begin) / 1e9))
@@ -165,8 +187,11 @@ def _open(hooks: Hooks, lane: str, label: Label, issue_ns: int, place: Place) ->
 
 
 class _CudaTicket:
-    def __init__(self, end: torch.cuda.Event) -> None:
+    """Keeps what the work uses until its end is waited for: the computation's stream would be given its memory anew."""
+
+    def __init__(self, end: torch.cuda.Event, work: Work) -> None:
         self._end = end
+        self._work: Work | None = work
 
     @property
     def done(self) -> bool:
@@ -174,6 +199,7 @@ class _CudaTicket:
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._end)
+        self._work = None
 
 
 class CudaLane:
@@ -206,19 +232,20 @@ class CudaLane:
             end.record()
         if begin is not None:
             self._timed.append((begin, end, label, issue_ns, label.at or self._hooks.place))
-        return _CudaTicket(end)
+        return _CudaTicket(end, work)
 
     def poll(self) -> None:
         """Tell of the communications that have ended; never waits for one."""
-        if self._origin is None:
-            return
-        origin, origin_ns = self._origin
-        while self._timed and self._timed[0][1].query():
+        while self._origin is not None and self._timed and self._timed[0][1].query():
             begin, end, label, issue_ns, place = self._timed.pop(0)
+            origin, origin_ns = self._origin
+            start_ns = origin_ns + round(1e6 * origin.elapsed_time(begin))
+            end_ns = start_ns + round(1e6 * begin.elapsed_time(end))
+            self._origin = end, end_ns  # a device's times are floats: those of an hour come in quarters of a ms
             span = _open(self._hooks, f"comm.{self.name}", label, issue_ns, place)
             if span is not None:
-                span.start_ns = origin_ns + round(1e6 * origin.elapsed_time(begin))
-            self._hooks.end(span, at_ns=origin_ns + round(1e6 * origin.elapsed_time(end)))
+                span.start_ns = start_ns
+            self._hooks.end(span, at_ns=end_ns)
 
     def close(self) -> None:
         self._stream.synchronize()

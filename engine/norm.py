@@ -6,7 +6,7 @@ pipeline stages, replicated over tensor-parallel ranks) exactly one of them pass
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -25,13 +25,14 @@ def global_norm(
     hooks: Hooks | None = None,
     *,
     device: torch.device | None = None,
+    wait: Callable[[dist.Work, dist.ProcessGroup], None] | None = None,
 ) -> Tensor:
     """Norm of all gradients of all ranks: a float64 scalar, the same on every rank.
 
     `grads` are this rank's, to be counted once each; they may be none. Their squares are summed over each of `groups`
-    in turn (data parallel, then model parallel); without a group, this rank has them all. The sum is made on `device`,
-    by default the gradients', or the CPU without any. Infinite or NaN if and only if an element is: finite gradients
-    of any dtype but float64 do not overflow.
+    in turn (data parallel, then model parallel); without a group, this rank has them all. `wait` is how to wait for the
+    first of these sums. The sum is made on `device`, by default the gradients', or the CPU without any. Infinite or NaN
+    if and only if an element is: finite gradients of any dtype but float64 do not overflow.
     """
     if device is None:
         device = grads[0].device if grads else torch.device("cpu")
@@ -40,7 +41,10 @@ def global_norm(
     for group in groups:
         about = {"purpose": "norm", "bytes": total.nbytes, "dtype": "float64", "group": group.group_name}
         with hooks.span("comm", "all_reduce", **about):
-            dist.all_reduce(total, group=group)
+            work = dist.all_reduce(total, group=group, async_op=wait is not None)
+            if wait is not None and work is not None:
+                wait(work, group)
+                wait = None
     return total.sqrt_()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -37,7 +36,7 @@ class Parallel:
         return self.mesh.pp * self.mesh.tp > 1
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Destroy the groups. On all ranks."""
         for comm in (self.data, self.model, self.tensor, self.everyone):
             comm.close()
         self.shared.close()
@@ -56,15 +55,6 @@ def open_parallel(mesh: Mesh, hooks: Hooks) -> Parallel:
     tensor = model if mesh.pp == 1 else open_comm(mesh.sets("tp"), inline)
     everyone = model if mesh.dp == 1 else open_comm([range(mesh.size)], inline)
     return Parallel(mesh, data, model, tensor, everyone)
-
-
-@torch.no_grad()
-def begin_alike(tensors: list[torch.Tensor], parallel: Parallel) -> None:
-    """Have the ranks that are to have the same weights begin with those of the first: replicas, and before layers are
-    cut, tensor-parallel ranks. On all ranks."""
-    for comm in (parallel.tensor, parallel.data):
-        for tensor in tensors:
-            comm.broadcast(tensor.data, 0, "parameter").wait()
 
 
 def share(model: nn.Module, parallel: Parallel, hooks: Hooks) -> SharedParameters:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from . import checkpointing, lr, optim, remat
+from .alike import begin_alike, check_alike
 from .comm import Comm, open_comm
 from .config import Config, load
 from .dataloader import ShardedLoader
@@ -24,11 +25,12 @@ from .hooks import Hooks
 from .lane import open_lane
 from .mesh import Mesh
 from .offload import open_offload
-from .parallel import begin_alike, mesh_of, open_parallel, share
+from .parallel import mesh_of, open_parallel, share
 from .pipe.engine import PipelineEngine
 from .pipe.module import PipelineModule
 from .pipe.transfer import open_links
 from .precision import loss_scaler, model_dtype
+from .tiles import idle_pipelines
 from .zero import Comms, Zero, ZeroSettings
 from .zero.fetch import FetchSettings
 from .zero.holder import EarlyParam, holder
@@ -94,6 +96,7 @@ def initialize(
     arrange(model, settings, mesh)
     _place(model, device, model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled))
     parallel = open_parallel(mesh, hooks)
+    check_alike(model, parallel, model.names() if isinstance(model, PipelineModule) else None)
     begin_alike([*(p for p in model.parameters() if holder(p) is None), *model.buffers()], parallel)
     cut_layers(model, settings, parallel, device, example)
     parallel.shared = share(model, parallel, hooks)
@@ -123,6 +126,8 @@ def initialize(
         engine = PipelineEngine(model, *parts, training_dataloader=loader, undo=undo, links=links)
     else:
         engine = Engine(model, *parts, training_dataloader=loader, undo=undo)
+    for note in idle_pipelines(settings, engine.tiles) if rank == 0 else ():
+        warnings.warn(note, stacklevel=2)
     return engine, made, loader, scheduler
 
 
@@ -189,7 +194,9 @@ def _config_of(args: Any, config: Any, config_params: Any) -> Any:
 
 def _device() -> torch.device:
     if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)  # streams and events are made on the current one
+        return device
     return torch.device("cpu")
 
 

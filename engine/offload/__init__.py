@@ -3,6 +3,7 @@
     files.py      files that are read and written beside the computation
     buffers.py    the memory that they are read to and written from
     optimizer.py  masters and the optimizer's states, tile by tile
+    needs.py      how much room these are going to take
     params.py     this rank's pieces of the parameters (stage 3)
     opening.py    all of it, as a configuration says
 

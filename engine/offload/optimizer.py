@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
@@ -12,12 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..optim.build import ELEMENTWISE
-from ..optim.lamb import Lamb
-from ..optim.lion import Lion
 from ..zero.shard import ShardedParam
 from .buffers import Buffer, Pool, hollow, round_up
 from .files import About, Disk, File, OffloadError, Ticket
+from .needs import bytes_per_element
 
 if TYPE_CHECKING:
     from ..config.offload import OffloadOptimizerConfig
@@ -107,6 +104,8 @@ class _Tile:
     number: int
     params: Sequence[ShardedParam]
     places: dict[tuple[ShardedParam, str], _Place] = field(default_factory=dict)
+    hollow: dict[tuple[ShardedParam, str], Tensor] = field(default_factory=dict)
+    """What stands in the places of states that are in the file alone."""
     size: int = 0
     room: int = 0
     """What the image is expected to grow to."""
@@ -155,7 +154,7 @@ class OnDisk:
     def attach(self, optimizer: Optimizer, tiles: Tiles) -> None:
         """Raises OffloadError if the disk has no room for everything, unless `fast_init` leaves that to the steps."""
         self._optimizer = optimizer
-        per_element = _bytes_per_element(optimizer)
+        per_element = bytes_per_element(optimizer)
         for number, params in enumerate(tiles):
             tile = _Tile(number, params)
             states = 0
@@ -185,14 +184,16 @@ class OnDisk:
                 self._ready(tile)
                 if self._section.pipeline_read:
                     self._read_ahead(self._tiles[tile.number + 1 :])
+                replaced = self._forget_replaced(tile)
                 if tile.buffer is not None:
                     self._install(tile, tile.buffer)
                 yield tile.params
-                if changed:
+                if changed or replaced:
+                    self._forget_removed(tile)
                     for param, key, tensor in self._tensors(tile):
                         self._keep(tile, param, key, tensor)
                 self._hollow_out(tile)
-                if changed and tile.size:
+                if (changed or replaced) and tile.size:
                     self._write(tile)
                     if not self._section.pipeline_write:
                         self._settle(tile)
@@ -212,13 +213,16 @@ class OnDisk:
                 self._write(tile)
         self._settle()
         memory = self._file.mapped()
+        replaced = False
         for tile in self._tiles:
+            replaced = self._forget_replaced(tile) or replaced
             self._install(tile, Buffer(memory[tile.offset : tile.offset + round_up(tile.size)]))
         try:
             yield
-            if changed:
+            if changed or replaced:
                 self._file.sync()
                 for tile in self._tiles:
+                    self._forget_removed(tile)
                     self._replace(tile, memory)
                 self._settle()
         finally:
@@ -266,6 +270,27 @@ class OnDisk:
         for (param, key), place in tile.places.items():
             self._put(param, key, place.view(buffer))
 
+    def _forget_replaced(self, tile: _Tile) -> bool:
+        """Forget the places of states that were removed or replaced while the file had them; whether there are any.
+
+        What is there instead is kept like a state that was added.
+        """
+        assert self._optimizer is not None
+        gone = [
+            (param, key)
+            for param, key in tile.places
+            if key != MASTER
+            and self._optimizer.state.get(_master(param), {}).get(key) is not tile.hollow.get((param, key))
+        ]
+        for place in gone:
+            del tile.places[place]
+        return bool(gone)
+
+    def _forget_removed(self, tile: _Tile) -> None:
+        """Forget the places of states that were removed while they were in memory."""
+        kept = {(param, key) for param, key, _ in self._tensors(tile)}
+        tile.places = {place: where for place, where in tile.places.items() if place in kept or place[1] == MASTER}
+
     # --- out of memory
 
     def _drop(self, tile: _Tile) -> None:
@@ -305,7 +330,8 @@ class OnDisk:
     def _hollow_out(self, tile: _Tile) -> None:
         """Leave shapes in the place of masters and states."""
         for (param, key), place in tile.places.items():
-            self._put(param, key, hollow(place.shape, place.dtype))
+            tile.hollow[param, key] = hollow(place.shape, place.dtype)
+            self._put(param, key, tile.hollow[param, key])
 
     def _tensors(self, tile: _Tile) -> list[tuple[ShardedParam, str, Tensor]]:
         """What the tile's image is to have."""
@@ -367,28 +393,3 @@ def _master(param: ShardedParam) -> nn.Parameter:
 def _spaced(nbytes: int) -> int:
     """Tensors begin on cache lines."""
     return round_up(nbytes, 64)
-
-
-@torch.no_grad()
-def _bytes_per_element(optimizer: Optimizer) -> dict[nn.Parameter, int]:
-    """Bytes of state for each element of each master, as one step of a master of two elements shows.
-
-    Empty for an optimizer that is not known to step any tensor by itself: its needs are seen at its first step.
-    """
-    if type(optimizer) not in (*ELEMENTWISE, Lion, Lamb):
-        return {}
-    found = {}
-    for group in optimizer.param_groups:
-        if not group["params"]:
-            continue
-        trial = nn.Parameter(torch.zeros(2, dtype=group["params"][0].dtype))
-        trial.grad = torch.zeros_like(trial)
-        twin = object.__new__(type(optimizer))
-        vars(twin).update(vars(optimizer))
-        vars(twin).pop("step", None)  # a scheduler's, which counts steps of the real one
-        twin.param_groups = [{**group, "params": [trial]}]
-        twin.state = type(optimizer.state)(dict)
-        inspect.unwrap(type(twin).step)(twin)  # without the hooks, which would take it for a step of the training
-        states = [value for value in twin.state[trial].values() if isinstance(value, Tensor) and value.shape == (2,)]
-        found.update(dict.fromkeys(group["params"], sum(value.element_size() for value in states)))
-    return found

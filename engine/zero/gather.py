@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from ..comm import Comm
+from ..comm import Comm, Content
 from ..lane import Ticket
 from .shard import Cut, ShardedParam
+from .trail import Trail
 
 KEPT_BUFFERS: Final = 2
 """Of those that have been read: one is being filled while the other is."""
@@ -52,6 +54,13 @@ class Gatherer:
         self._with_broadcasts = with_broadcasts
         self._inflight: dict[ShardedParam, _Batch] = {}
         self._free: list[Tensor] = []
+        self.trail: Trail | None = None
+        """What has been gathered, where that is to be checked."""
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether what ranks gather does not mix if it differs."""
+        return self._comm.tells_apart and not self._with_broadcasts
 
     def under_way(self, param: ShardedParam) -> bool:
         return param in self._inflight
@@ -73,7 +82,7 @@ class Gatherer:
     def expect(self, params: Iterable[ShardedParam]) -> None:
         """Have those of `params` that are on a disk read ahead, as far as there is room for them."""
         for param in params:
-            if param.home is None or param.resident or param in self._inflight:
+            if param.home is None or param.resident or param in self._inflight or param.secondary is not None:
                 continue
             if not param.home.expect(param):
                 return
@@ -113,11 +122,14 @@ class Gatherer:
             else:
                 param.read_piece(column[: param.stop - param.start])
         ticket: Ticket
+        content = content_of(params)
+        if self.trail is not None:
+            self.trail.add(content)
         if self._with_broadcasts:
             for source in range(comm.size):
                 ticket = comm.broadcast(rows[source], source, "parameter")
         else:
-            ticket = comm.all_gather(rows, "parameter", module)
+            ticket = comm.all_gather(rows, "parameter", module, content)
         batch = _Batch(params, rows, ticket, comm)
         self._inflight.update(dict.fromkeys(params, batch))
 
@@ -146,6 +158,12 @@ class Gatherer:
                 start, stop = near_cut(param, self._near).bounds(self._near.rank)
                 param.secondary = param.flat[start:stop].clone()
         self._keep(batch.rows)
+
+
+def content_of(params: Sequence[ShardedParam]) -> Content:
+    """What a gather of `params` brings."""
+    numbers = ",".join([str(param.index) for param in params])
+    return Content(crc32(numbers.encode()) & 0x7FFFFFFF, tuple([param.name for param in params]))
 
 
 def near_cut(param: ShardedParam, near: Comm) -> Cut:

@@ -311,7 +311,7 @@ class _Gathering(dict[str, "nn.Parameter | None"]):
 
 @contextlib.contextmanager
 def GatheredParameters(
-    params: nn.Parameter | nn.Module | Iterable[nn.Parameter],
+    params: nn.Parameter | nn.Module | Iterable[nn.Parameter | None],
     modifier_rank: int | None = None,
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
@@ -319,9 +319,9 @@ def GatheredParameters(
     """Within this block `params` are whole. What rank `modifier_rank` writes to them is then every rank's.
 
     Without one they are to be read only: what is written is lost where they are in pieces, and where they are not,
-    ranks come to differ. Every rank must take part. Parameters that are not under ZeRO pass unchanged. `fwd_module` is
-    an error: parameters that are used outside their module are found without it. Raises RuntimeError if a backward in
-    the block released what `modifier_rank` was to write to.
+    ranks come to differ. Every rank must take part. Parameters that are not under ZeRO pass unchanged, and so does
+    None, a bias that is not there. `fwd_module` is an error: parameters that are used outside their module are found
+    without it. Raises RuntimeError if a backward in the block released what `modifier_rank` was to write to.
     """
     if fwd_module is not None:
         raise ValueError("GatheredParameters: fwd_module: a module's use of others' parameters is seen; leave it out")
@@ -330,7 +330,7 @@ def GatheredParameters(
         return
     if isinstance(params, nn.Module):
         params = params.parameters()
-    listed = [params] if isinstance(params, Tensor) else list(params)
+    listed = [params] if isinstance(params, Tensor) else [param for param in params if param is not None]
     for param in listed:
         if not isinstance(param, Tensor):
             raise TypeError(f"GatheredParameters: {type(param).__name__} is not a parameter, nor a module")

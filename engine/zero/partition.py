@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..comm import Comm
+from ..deadlock import DeadlockWatch
 from ..hooks import Hooks
 from .fetch import Fetcher, FetchSettings
 from .gather import Gatherer, batches
@@ -23,6 +24,7 @@ from .holder import Holder, forget, hold, holder
 from .reduce import Reducer, ReduceSettings
 from .shard import Cut, ShardedParam
 from .sparse import SparseReducer, sparse_params
+from .trail import Trail
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,9 @@ class Zero:
             ),
         )  # fmt: skip
         self.gatherer = Gatherer(comms.parameters, comms.near, with_broadcasts=not settings.allgather_partitions)
+        if settings.stage == 3 and size > 1 and not self.gatherer.tells_apart:
+            self.gatherer.trail = Trail(comms.parameters)
+        self.deadlocks = _watch(comms) if settings.stage == 3 and size > 1 else None
         self.fetcher: Fetcher | None = None
         self._handles: list[RemovableHandle] = []
         for sharded_param in self.params:
@@ -158,6 +163,11 @@ class Zero:
         if self.fetcher is not None:
             self.fetcher.finish_backward()
 
+    def check_trail(self, everyone: Comm) -> None:
+        """Before the step: raise RuntimeError on all ranks of the job if ranks were seen to run different modules."""
+        if self.gatherer.trail is not None:
+            self.gatherer.trail.check(everyone)
+
     def collect(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Masters with the step's reduced gradient, of those that have one, which is their `grad` now too.
 
@@ -188,18 +198,28 @@ class Zero:
         self.gatherer.finish(self.gatherer.pending)
 
     def close(self) -> None:
-        """Leave the model whole and without hooks, and end the lanes. On all ranks."""
-        self.gatherer.bring([p for p in self.params if not p.resident], self.settings.allgather_bucket_size)
-        for handle in self._handles:
-            handle.remove()
-        if self.fetcher is not None:
-            self.fetcher.remove()
-        for param in self.params:
-            forget(param.param)
-        for comm in self.comms:
-            comm.close()
+        """Leave the model whole and without hooks; end the lanes, and destroy their groups. On all ranks."""
+        try:
+            self.gatherer.bring([p for p in self.params if not p.resident], self.settings.allgather_bucket_size)
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            if self.fetcher is not None:
+                self.fetcher.remove()
+            for param in self.params:
+                forget(param.param)
+            for comm in self.comms:
+                comm.close()
 
     @property
     def size(self) -> int:
         """Ranks that the parameters are cut for."""
         return self._comm.size
+
+
+def _watch(comms: Comms) -> DeadlockWatch | None:
+    """Where the lanes are threads: a GPU's streams do not tell the host what they wait for."""
+    if not comms.parameters.tells_apart:
+        return None
+    named = {"parameters": comms.parameters, "gradients": comms.gradients}
+    return DeadlockWatch(named if comms.near is None else {**named, "near": comms.near})

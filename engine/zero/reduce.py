@@ -115,6 +115,20 @@ class Reducer:
         for bucket in self._buckets:
             bucket.waiting = set(bucket.params)
 
+    def peek(self, param: ShardedParam) -> Tensor | None:
+        """This rank's piece [n] of a gradient that has been reduced, in its own memory, and before `after`; None where
+        there is none. With one rank, or where the optimizer communicates, it is what this rank has [numel]."""
+        if self.local:
+            grad = self._kept.get(param, param.param.grad)
+            return None if grad is None else grad.view(-1)
+        if param not in self._slots or param not in self._used:
+            return None
+        bucket, slot = self._slots[param]
+        if not bucket.holds or bucket.reduced is None:
+            return None
+        offset = bucket.offsets[slot]
+        return bucket.reduced[offset : offset + param.stop - param.start]
+
     # --- at the step
 
     def collect(self) -> None:

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from .absent import Absent
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -120,7 +122,7 @@ class ShardedParam:
 
     `shard` [n] is the piece in the model's precision. While the whole parameter is always there (stages 1 and 2) it is
     a view of it; in stage 3 it has storage of its own, and the parameter's is emptied between uses. Meanwhile the
-    parameter's data are a stand-in of the same shape: it reads as NaN and cannot be written to. `master` [n] is what
+    parameter is `Absent`: it has its shape, and a use fetches it or is an error. `master` [n] is what
     the optimizer sees, in fp32 where the model is in a half precision, and otherwise the shard itself. In stage 0
     all three are the whole parameter. A frozen parameter has no master.
 
@@ -133,6 +135,8 @@ class ShardedParam:
         self.param = param
         self.index = index
         self.shape = param.shape
+        self.dtype = param.dtype
+        self.device = param.device
         self.numel = param.numel()
         self.cut = cut
         self.rank = rank
@@ -145,6 +149,10 @@ class ShardedParam:
         """This rank's piece in the hierarchical partition, as long as it is of the present weights."""
         self.ledger = Ledger()
         """Where this is counted while it is whole; shared by those of a model that are fetched."""
+        self.fetch: Callable[[ShardedParam], None] | None = None
+        """Makes it whole if a module runs, or a backward, to which it then belongs."""
+        self._version = param._version
+        """Of the parameter, when the master was last seen to agree with it."""
         self._whole = param.data
         """What has the storage, full or emptied, and with it all views that autograd saved."""
         self._stand_in: Tensor | None = None
@@ -182,7 +190,7 @@ class ShardedParam:
 
     def make_master(self, device: torch.device | None = None, *, pin: bool = False) -> nn.Parameter:
         """What the optimizer steps, on `device` (the parameter's own by default); `pin` locks its pages."""
-        place = device or self.param.device
+        place = device or self.device
         if self.can_share_master(place):
             self.master = self.param if self.cut.pieces == 1 and self.persistent else nn.Parameter(self.shard)
         else:
@@ -203,7 +211,7 @@ class ShardedParam:
         if self.home is not None:
             self.home.write(self, piece)
         else:
-            self.shard.copy_(piece, non_blocking=True)
+            self.shard.copy_(piece, non_blocking=self.shard.is_cuda)  # the host may read its own at once
         self.secondary = None
 
     @property
@@ -228,6 +236,23 @@ class ShardedParam:
             self.master.data.view(-1).copy_(piece)
         self.secondary = None
 
+    def take_edits(self) -> None:
+        """Before the master is stepped or saved: what the script has written to the parameter in place goes there, as
+        `load_state_dict` does between steps. What is as it was published keeps the master's precision.
+        """
+        if not self.persistent or self.param._version == self._version:
+            return
+        self._version = self.param._version
+        if self.master is None or self.master_is_shard:
+            return
+        mine, piece = self.master.data.view(-1), self.shard.to(self.master.device)
+        mine.copy_(torch.where(mine.to(piece.dtype) == piece, mine, piece.to(mine.dtype)))
+
+    @property
+    def edited(self) -> bool:
+        """Whether `take_edits` may find something."""
+        return self.persistent and self.param._version != self._version
+
     def fill(self, rows: Tensor, cut: Cut | None = None) -> None:
         """Write the gathered `rows` [pieces, chunk], cut as `cut` has it, to the parameter's own storage."""
         self.allocate()
@@ -243,6 +268,8 @@ class ShardedParam:
         storage = self._whole.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.numel * self._whole.element_size())
+        if type(self.param) is Absent:
+            self.param.__class__ = nn.Parameter
         self.param.data = self._whole
 
     def release(self) -> None:
@@ -250,10 +277,12 @@ class ShardedParam:
         if self.persistent:
             return
         if self._stand_in is None:
-            # Not the emptied storage: to read that is to read anything, or the end of the process.
+            # For a class of the script's own, which is not changed: it reads as this, and cannot be written to. Not the emptied storage: to read that is to read anything, or the end of the process.
             nothing = float("nan") if self._whole.is_floating_point() or self._whole.is_complex() else 0
             self._stand_in = torch.full((), nothing, dtype=self._whole.dtype, device=self._whole.device)
         self.param.data = self._stand_in.expand(self.shape)
+        if type(self.param) is nn.Parameter:
+            self.param.__class__ = Absent
         self._whole.untyped_storage().resize_(0)
         self.resident = False
         self.ledger.leave(self)

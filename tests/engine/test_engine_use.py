@@ -192,3 +192,67 @@ def _alone() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+# --- the end of an engine
+
+
+def groups_left(rank: int, config: dict[str, Any], pipeline: bool) -> tuple[int, list[str]]:
+    """How many process groups more there are after an engine than before, and what using it says."""
+    before = dist.distributed_c10d._world.pg_map.copy()
+    model: torch.nn.Module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    if pipeline:
+        model = ds.PipelineModule(list(model), num_stages=2, loss_fn=torch.nn.functional.mse_loss)
+    engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
+    x = torch.ones(1, 4)
+    if pipeline:
+        engine.train_batch(iter([(x, x)] * 4))
+    else:
+        loss = engine(x).sum()
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    engine.destroy()
+    after = dist.distributed_c10d._world.pg_map
+    uses = [lambda: engine.train_batch(iter([(x, x)] * 4)), lambda: engine.save_checkpoint("nowhere")]
+    if not pipeline:
+        uses += [lambda: engine(x), lambda: engine.backward(loss), engine.step]
+    said = []
+    for use in uses:
+        with pytest.raises(RuntimeError) as error:
+            use()
+        said.append(str(error.value))
+    return len(after) - len(before), said
+
+
+@pytest.mark.parametrize(
+    ("ranks_of_it", "more"),
+    [
+        (2, {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}),
+        (4, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}),
+        (4, {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2}),
+        (4, {"tensor_parallel": {"autotp_size": 2}}),
+    ],
+    ids=["stage 3", "hpZ", "pipeline", "tensor"],
+)
+def test_destroy_leaves_no_process_group_and_an_engine_that_says_so(
+    ranks: Ranks, ranks_of_it: int, more: dict[str, Any]
+) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **more}
+    for groups, said in ranks.run(ranks_of_it, groups_left, config, "pipeline" in more):
+        assert groups == 0
+        assert set(said) == {
+            "the engine was destroyed: its model, engine.module, is as any other; to train on, call initialize again"
+        }
+
+
+@pytest.mark.parametrize("what", ["step", "train_batch"])
+def test_a_model_of_which_everything_is_frozen_is_not_trained(what: str) -> None:
+    engine = start(torch.nn.Linear(2, 2).requires_grad_(False))
+    with pytest.raises(RuntimeError, match=rf"engine.{what}: the optimizer has no parameters: those of the model were"):
+        engine.step() if what == "step" else engine.train_batch(iter([torch.ones(1, 2)]))
+    with pytest.raises(RuntimeError, match=r"engine.backward: the loss depends on no parameter that is trained"):
+        engine.backward(engine(torch.ones(1, 2)).sum())
+    other = start(torch.nn.Linear(2, 2), optimizer=None)
+    with pytest.raises(RuntimeError, match=rf"engine.{what}: there is no optimizer: pass one"):
+        other.step() if what == "step" else other.train_batch(iter([torch.ones(1, 2)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import itertools
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,7 @@ from models import Small, batches, build
 from ranks import Ranks
 from torch import Tensor, nn
 
+from dsprof.engine import initialize
 from dsprof.engine.comm import open_comm
 from dsprof.engine.config import load
 from dsprof.engine.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
@@ -460,6 +463,43 @@ def test_states_can_be_replaced_as_a_checkpoint_does(tmp_path: Path) -> None:
         assert seen[1][1:] == [[2.5] * 4, [1.0] * 4]
 
 
+@pytest.mark.parametrize("way", ["clear", "pop one", "load", "within"])
+def test_states_that_are_removed_or_replaced_do_not_come_back(tmp_path: Path, way: str) -> None:
+    """Whoever does it: a script between steps, or a checkpoint, to go on as if there were no file."""
+    found = []
+    for on_disk in (True, False):
+        with disk(tmp_path) as opened:
+            section = OffloadOptimizerConfig(device="nvme")
+            store: OnDisk | InMemory = OnDisk(opened, CPU, section) if on_disk else InMemory(CPU)
+            pieces, optimizer = stepped(store, OPTIMIZERS["amsgrad"], [5, 4])
+            with store.at_once(changed=False):
+                saved = copy.deepcopy(optimizer.state_dict())
+            if way == "clear":
+                optimizer.state.clear()
+            elif way == "pop one":
+                del optimizer.state[pieces[1].master]
+            elif way == "load":
+                for state in saved["state"].values():
+                    state["exp_avg"].fill_(0.5)
+                optimizer.load_state_dict(saved)
+                with store.at_once(changed=False):
+                    assert optimizer.state[pieces[1].master]["exp_avg"].tolist() == [0.5] * 4
+            else:
+                with store.at_once():
+                    optimizer.state.pop(pieces[0].master)
+            for _ in range(2):
+                for (piece,) in store.through():
+                    piece.master.grad = torch.full_like(piece.master, 0.25)
+                    optimizer.step()
+                    piece.master.grad = None
+            with store.at_once(changed=False):
+                found.append([
+                    [piece.master.tolist(), *(value.tolist() for value in optimizer.state[piece.master].values())]
+                    for piece in pieces
+                ])  # fmt: skip
+    assert found[0] == found[1]
+
+
 def test_a_parameter_written_to_from_outside_takes_its_master_along(tmp_path: Path) -> None:
     with disk(tmp_path) as opened:
         store = OnDisk(opened, CPU, OffloadOptimizerConfig(device="nvme"))
@@ -765,3 +805,60 @@ def test_states_that_do_not_fit_into_memory_train_from_disk(tmp_path: Path) -> N
     assert in_memory.returncode == 1
     assert "can't allocate memory" in in_memory.stderr
     assert from_disk.stdout.startswith("trained"), from_disk.stderr
+
+
+# --- with the engine
+
+
+def weights_after(rank: int, zero: dict[str, Any]) -> dict[str, Tensor]:
+    model = build(odd=True)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 20, **zero},
+    }
+    engine = initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    for ids in batches(2, 1, 4)[:, 0, rank]:
+        engine.backward(engine(ids))
+        engine.step()
+    engine.destroy()
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def hierarchical(rank: int, folder: str) -> list[str]:
+    """What differs with the hierarchical partition, whose second pieces stay where the device can reach them."""
+    expected, wrong = weights_after(rank, {}), []
+    small = {"stage3_prefetch_bucket_size": 1000, "stage3_max_live_parameters": 3000, "stage3_max_reuse_distance": 0}
+    for device in ("cpu", "nvme"):
+        section = {"device": device, **({"nvme_path": folder} if device == "nvme" else {})}
+        found = weights_after(rank, {"zero_hpz_partition_size": 2, "offload_param": section, **small})
+        wrong += [f"{device}: {name}" for name, value in expected.items() if not torch.equal(found[name], value)]
+    return wrong
+
+
+def test_the_hierarchical_partition_trains_the_same_with_pieces_elsewhere(tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks.run(4, hierarchical, str(tmp_path)) == [[]] * 4
+
+
+def test_a_single_tile_that_leaves_pipelines_nothing_to_do_is_told_of(tmp_path: Path) -> None:
+    def warnings_of(model: nn.Module, size: int) -> list[str]:
+        section = {"device": "nvme", "nvme_path": str(tmp_path), "pipeline_read": True, "pipeline_write": True}
+        zero = {"stage": 2, "sub_group_size": size, "offload_optimizer": section}
+        config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": zero}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            initialize(model=model, model_parameters=model.parameters(), config=config)[0].destroy()
+        return [str(warning.message) for warning in caught if "pipeline_" in str(warning.message)]
+
+    try:
+        layers = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(4)))
+        where = "zero_optimization.offload_optimizer"
+        why = "has no effect; what a rank steps, 400 elements, is one tile of at most 1000000000 (sub_group_size)"
+        assert warnings_of(layers, 1_000_000_000) == [
+            f'{where}.pipeline_read: {why}: write "sub_group_size": 100 or less',
+            f'{where}.pipeline_write: {why}: write "sub_group_size": 100 or less',
+        ]
+        assert warnings_of(layers, 100) == []
+        assert "there is one parameter, and a tile has one" in warnings_of(nn.Linear(9, 9, bias=False), 1000)[0]
+    finally:
+        dist.destroy_process_group()
