@@ -16,6 +16,9 @@ from typing import Any, Final
 
 Fact = dict[str, Any]
 
+HOME: Final = Path(__file__).parent.parent
+"""Where dsprof is."""
+
 LOADER: Final = "_dsprof_number"
 """Attribute by which the rows of a DataLoader find its facts: the number is their `value`."""
 
@@ -44,7 +47,7 @@ def send_to(sink: Callable[[Fact], None] | None) -> None:
 def caller_site() -> str | None:
     """`file:line` of the nearest frame in the user's own code; in an installed package if there is none."""
     torch_home = str(Path(sys.modules["torch"].__file__ or "").parent)
-    here = str(Path(__file__).parent)
+    here = str(HOME)
     installed: str | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -56,6 +59,16 @@ def caller_site() -> str | None:
             installed = installed or site
         frame = frame.f_back
     return installed
+
+
+def by_engine() -> bool:
+    """Whether dsprof's engine is making what is being made, of a data set that the script gave it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == str(HOME / "engine" / "dataloader.py"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def process() -> Fact:
@@ -85,6 +98,7 @@ def watch_dataloaders() -> None:
             "prefetch_factor": loader.prefetch_factor,
             "persistent_workers": bool(loader.persistent_workers),
             "iterable": isinstance(loader.dataset, IterableDataset),
+            "by_engine": by_engine(),
         }
 
     _after_init(DataLoader, describe)

@@ -13,10 +13,11 @@ from torch import nn
 from . import monitors
 from .config import Config
 from .precision import LossScaler
+from .surface import Surface
 from .zero import Zero
 
 
-class Answers(nn.Module):
+class Answers(Surface):
     """The part of an Engine that changes nothing."""
 
     module: nn.Module

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
+WORKERS: Final = 2
+"""Processes that load a rank's data by default: DeepSpeed has two a GPU."""
+
 _END: Final = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a training stood in its data."""
+
+    epoch: int
+    samples: int | None
+    """Of that pass, what each rank had taken; None before it began."""
 
 
 class ShardedLoader:
@@ -33,16 +49,22 @@ class ShardedLoader:
         sampler: Sampler[Any] | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
-        num_workers: int = 2,
+        num_workers: int = WORKERS,
         pin_memory: bool | None = None,
         seed: int = 0,
     ) -> None:
-        """`pin_memory`: by default where there is a GPU. `num_workers`: processes that load; DeepSpeed has two a GPU.
+        """`pin_memory`: by default where there is a GPU. `num_workers`: processes that load.
 
         Raises TypeError if `dataset` is neither kind of data set, ValueError for a sampler of a stream.
         """
         self.dataset = dataset
         self.batch_size = batch_size
+        self.announces = True
+        """Whether to warn where a pass goes on in the middle, for scripts that would skip its beginning themselves."""
+        self._world_size = world_size
+        self._rank = rank
+        self._resume: _Place | None = None
+        self._pass: _Pass | None = None
         if isinstance(dataset, IterableDataset):
             if sampler is not None:
                 raise ValueError("an IterableDataset comes in its own order: leave the sampler out")
@@ -71,12 +93,113 @@ class ShardedLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
+        self._pass = _Pass(self)
+        return self._pass
 
     def set_epoch(self, epoch: int) -> None:
         """Have the next pass shuffle as that of `epoch`, and the ones after it count on."""
         if isinstance(self.data_sampler, DistributedSampler):
             self.data_sampler.set_epoch(epoch)
+
+    def rewind(self) -> None:
+        """Begin the next pass with its first sample, although a checkpoint was in the middle of it."""
+        self._resume = None
+
+    def state_dict(self, behind: int = 0) -> dict[str, Any] | None:
+        """Where the pass stands, the same on all ranks; None with a `sampler` of the caller's, which alone knows.
+
+        The last `behind` micro-batches count as if they had not been taken.
+        """
+        sampler = self.data_sampler
+        if not isinstance(sampler, _CountingSampler | None):
+            return None
+        about = {"of": None if sampler is None else len(self.dataset), "epoch": 0 if sampler is None else sampler.next}  # type: ignore[arg-type]
+        if self._resume is not None:
+            return {
+                **about,
+                "samples": None if self._resume.samples is None else self._resume.samples * self._world_size,
+            }
+        if self._pass is None or self._pass.over or (sampler is not None and sampler.is_set):
+            return {**about, "samples": None}
+        samples = max(0, self._pass.samples - behind * self.batch_size)
+        if sampler is not None:
+            about["epoch"], samples = sampler.epoch, min(samples, sampler.num_samples)
+        return {**about, "samples": samples * self._world_size}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Go on where `state_dict` was asked: with the next pass, or with one that is under way.
+
+        Another number of ranks or another batch size goes on behind the same samples. What cannot be is warned of.
+        """
+        sampler = self.data_sampler
+        if not isinstance(sampler, _CountingSampler | None):
+            return self._warn("its sampler is the script's own: the training data begin where that says")
+        if state is None:
+            return self._warn("the checkpoint does not say where the training data were: they go on as they are")
+        length = None if sampler is None else len(self.dataset)  # type: ignore[arg-type]
+        samples, epoch = state["samples"], state["epoch"]
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        if length != state["of"]:
+            self._warn(
+                f"training_data has {_count(length)} samples and had {_count(state['of'])}: epoch {epoch} begins anew"
+            )
+            samples = None
+        elif samples is not None and samples % self._world_size:
+            self._warn(
+                f"{samples} samples of epoch {epoch} were taken, which the {self._world_size} ranks do not divide: the "
+                f"last {samples % self._world_size} of them come again"
+            )
+        self._resume = _Place(epoch, None if samples is None else samples // self._world_size)
+        return None
+
+    def _warn(self, text: str) -> None:
+        if self._rank == 0:
+            warnings.warn(f"load_checkpoint: {text}", stacklevel=4)
+
+    def _open(self) -> tuple[Iterator[Any], int]:
+        """The batches of the next pass, and how many of this rank's samples they leave out at its beginning."""
+        place, self._resume = self._resume, None
+        sampler = self.data_sampler
+        epoch = sampler.begin() if isinstance(sampler, _CountingSampler) else 0
+        resumed = place is not None and place.samples is not None and place.epoch == epoch
+        skip = (place.samples or 0) if resumed and place is not None else 0
+        if isinstance(sampler, _CountingSampler):
+            sampler.skip = skip
+        elif isinstance(self._loader.dataset, _EveryNth):
+            self._loader.dataset.skip = skip
+        if skip and self.announces and self._rank == 0:
+            warnings.warn(
+                f"the training data go on in epoch {epoch} after {skip * self._world_size} samples, where the "
+                "checkpoint was: leave it out if the script skips them itself, or call "
+                "engine.training_dataloader.rewind() before",
+                stacklevel=4,
+            )
+        # A DataLoader draws the seed of its workers when a pass begins: this one had begun before.
+        with torch.random.fork_rng(devices=()) if resumed else nullcontext():
+            return iter(self._loader), skip
+
+
+class _Pass:
+    """One pass over a ShardedLoader, which knows how far it is."""
+
+    def __init__(self, loader: ShardedLoader) -> None:
+        self._loader = loader
+        self._batches, self.samples = loader._open()
+        self.over = False
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        if not self.over and self._loader._resume is not None:
+            self._batches, self.samples = self._loader._open()
+        batch = _END if self.over else next(self._batches, _END)
+        if batch is _END:
+            self.over = True
+            raise StopIteration
+        self.samples += self._loader.batch_size
+        return batch
 
 
 class RepeatingLoader:
@@ -101,22 +224,40 @@ class RepeatingLoader:
         )
 
 
+def endless(loader: Iterable[Any]) -> RepeatingLoader:
+    """The batches of an engine's loader, drawn by the engine itself: no script skips any of them."""
+    if isinstance(loader, ShardedLoader):
+        loader.announces = False
+    return RepeatingLoader(loader)
+
+
 class _CountingSampler(DistributedSampler[Any]):
     """Begins with epoch 0 and goes on to the next with every pass, except to one that the caller has set."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_set = True
+        self.is_set = True
+        self.skip = 0
+        """Samples that the next iterator leaves out at its beginning."""
+
+    @property
+    def next(self) -> int:
+        """The epoch of the next pass."""
+        return self.epoch + (not self.is_set)
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
-        self._is_set = True
+        self.is_set = True
+
+    def begin(self) -> int:
+        """Go on to the epoch of the next pass."""
+        self.epoch = self.next
+        self.is_set = False
+        return self.epoch
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._is_set:
-            self.epoch += 1
-        self._is_set = False
-        return super().__iter__()
+        skip, self.skip = self.skip, 0
+        return islice(super().__iter__(), skip, None)
 
 
 class _EveryNth(IterableDataset[Any]):
@@ -126,10 +267,20 @@ class _EveryNth(IterableDataset[Any]):
         self._samples = samples
         self._index = index
         self._n = n
+        self.skip = 0
+        """Rows that the next iterator leaves out at its beginning."""
 
     def __iter__(self) -> Iterator[Any]:
-        for row in zip(*[iter(self._samples)] * self._n, strict=False):
+        return self._read(self.skip)
+
+    def _read(self, skip: int) -> Iterator[Any]:
+        samples = islice(self._samples, skip * self._n, None)
+        for row in zip(*[samples] * self._n, strict=False):
             yield row[self._index]
 
     def __len__(self) -> int:
         return len(self._samples) // self._n  # type: ignore[arg-type]
+
+
+def _count(samples: int | None) -> str:
+    return "an unknown number of" if samples is None else str(samples)

@@ -84,6 +84,7 @@ def look() -> dict[str, Any]:
     engine.step()
     weight, bias = model[0].weight, model[0].bias
     found["cut"] = [hasattr(weight, "ds_id"), hasattr(bias, "ds_id")]
+    found["pieces"] = [weight.ds_tensor.numel(), weight.partition_numel(), bias.ds_status.name]
     found["shape"] = [list(weight.ds_shape), weight.ds_numel]
     found["status"] = [weight.ds_status.name]
     with deepspeed.zero.GatheredParameters([weight]):

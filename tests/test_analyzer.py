@@ -110,6 +110,19 @@ def test_a_slow_loader_is_a_data_stall_with_a_number_of_workers() -> None:
     }  # fmt: skip
 
 
+def test_a_data_set_that_the_engine_was_given_is_told_where_it_was_given() -> None:
+    loader = {"fact": "dataloader", "rank": 0, "num_workers": 2, "site": "/home/me/train.py:12", "by_engine": True}
+    first = analyze(Job(data=constant(300), facts=[loader]).trace()).findings[0]
+    assert first.code == "data.stall"
+    (fix,) = first.fixes
+    call = f"DataLoader(..., num_workers={first.evidence[2].expected}, persistent_workers=True)"
+    assert (
+        fix.title
+        == f"initialize(training_data={call}) (train.py:12); of a data set it makes a DataLoader with 2 workers"
+    )
+    assert fix.patch[0] == {"file": "/home/me/train.py", "line": 12, "argument": "training_data", "value": call}
+
+
 def test_a_loader_that_burns_cpu_gains_nothing_from_workers_where_no_core_is_idle() -> None:
     job = Job(data=constant(60), cpu_share=1.0)
     job.facts = [{"fact": "process", "rank": rank, "cores": 2, "threads": 1} for rank in range(2)]

@@ -258,7 +258,8 @@ def test_a_script_runs_on_the_engine_in_every_process(tmp_path: Path) -> None:
     assert found == {
         "local rank": True,
         "worker": "0.19.8+dsprof",
-        "cut": [True, False],
+        "cut": [True, True],
+        "pieces": [16, 16, "AVAILABLE"],
         "shape": [[4, 8], 32],
         "status": ["NOT_AVAILABLE", "AVAILABLE"],
         "whole": True,

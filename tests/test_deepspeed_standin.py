@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import sys
@@ -54,6 +55,14 @@ from deepspeed.runtime.zero import GatheredParameters, Init
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
 from deepspeed.utils import RepeatingLoader, log_dist, logger
 from deepspeed.utils.logging import logger
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
+from deepspeed.runtime.utils import move_to_device
+from deepspeed.runtime.zero.partition_parameters import zero_wrapper_for_fp_tensor_constructor
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+from deepspeed.utils import safe_get_local_fp32_param, safe_set_full_fp32_param, safe_set_full_grad
+from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint
 deepspeed.zero.Init, deepspeed.zero.GatheredParameters, deepspeed.zero.register_external_parameter
 deepspeed.checkpointing.checkpoint, deepspeed.checkpointing.configure, deepspeed.checkpointing.is_configured
 deepspeed.comm.all_reduce, deepspeed.comm.ReduceOp.SUM, deepspeed.comm.get_local_rank, deepspeed.comm.log_summary
@@ -119,13 +128,28 @@ def test_the_names_are_the_engines_own(deepspeed: ModuleType) -> None:
     assert deepspeed.DeepSpeedEngine is engine.Engine
     assert deepspeed.DeepSpeedConfigError is ConfigError
     assert deepspeed.comm.all_reduce is dist.all_reduce
-    assert deepspeed.zero.Init is engine.zero.Init
+    assert deepspeed.zero.GatheredParameters is engine.zero.GatheredParameters
 
 
 def test_the_version_is_deepspeeds_and_says_whose_it_is(deepspeed: ModuleType) -> None:
     assert deepspeed.__version__ == "0.19.8+dsprof"
     version = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
     assert version == (0, 19, 8)
+
+
+def test_libraries_find_it_installed(deepspeed: ModuleType) -> None:
+    """Transformers and Accelerate look there, and not for the module alone."""
+    assert importlib.metadata.version("deepspeed") == importlib.metadata.version("DeepSpeed") == deepspeed.__version__
+    assert importlib.metadata.metadata("deepspeed")["Summary"] == "dsprof's training engine under DeepSpeed's names"
+    assert importlib.metadata.version("torch") == torch.__version__
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("deepspeed-mii")
+
+
+def test_where_it_is_not_asked_for_nothing_says_it_is_installed() -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        with pytest.raises(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version("deepspeed")
 
 
 # --- what there is not
@@ -138,9 +162,8 @@ def test_the_version_is_deepspeeds_and_says_whose_it_is(deepspeed: ModuleType) -
         ("from deepspeed import init_inference", "deepspeed.init_inference", "the engine trains and does not serve"),
         ("from deepspeed.moe.layer import MoE", "deepspeed.moe", "write the layer with torch.nn"),
         ("deepspeed.moe.layer.MoE", "deepspeed.moe", "write the layer with torch.nn"),
-        ("from deepspeed.utils import safe_get_full_grad", "utils.safe_get_full_grad", "get_global_grad_norm"),
         ("from deepspeed.utils import set_z3_leaf_modules", "deepspeed.utils.set_z3_leaf_modules", '"stage": 2'),
-        ("import deepspeed.utils.zero_to_fp32", "deepspeed.utils.zero_to_fp32", "engine.save_16bit_model(folder)"),
+        ("import deepspeed.checkpoint.ds_to_universal", "deepspeed.checkpoint.ds_to_universal", "any number of ranks"),
         ("from deepspeed.ops.op_builder import CPUAdamBuilder", "deepspeed.ops.op_builder", "leave it out"),
         ("from deepspeed.launcher.runner import main", "deepspeed.launcher", "dsprof run --engine dsprof --num_gpus N"),
         ("deepspeed.get_accelerator().create_op_builder", "create_op_builder", "builds no kernels"),
@@ -252,6 +275,17 @@ def test_seeds_are_those_of_all_generators(deepspeed: ModuleType) -> None:
     assert draw() == draw()
 
 
+def test_copies_to_be_saved_keep_ties_and_kinds(deepspeed: ModuleType) -> None:
+    whole = torch.arange(6.0)
+    state = {"a": whole[:2], "b": whole[:2], "c": [whole[2:], 3]}
+    copy = deepspeed.checkpoint.utils.clone_tensors_for_torch_save(state)
+    assert copy["a"] is copy["b"]
+    assert copy["a"].untyped_storage().nbytes() == 8
+    assert (copy["a"].tolist(), copy["c"][0].tolist(), copy["c"][1]) == ([0, 1], [2, 3, 4, 5], 3)
+    moved = deepspeed.runtime.utils.move_to_device(state, "meta", lambda item: item.numel() > 2)
+    assert (moved["a"].device.type, moved["c"][0].device.type) == ("cpu", "meta")
+
+
 def test_a_parameter_that_is_whole_is_described_as_no_other(deepspeed: ModuleType) -> None:
     weight = nn.Parameter(torch.zeros(3))
     assert not any(hasattr(weight, name) for name in DESCRIPTIONS)
@@ -309,6 +343,23 @@ def test_tp_model_init_goes_into_the_configuration(deepspeed: ModuleType) -> Non
         deepspeed.initialize(model=model, config=SMALL)
     with pytest.raises(ValueError, match="config is not supported"):
         deepspeed.tp_model_init(model, 2, torch.float32, config={})
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_libraries_ask_an_engine(deepspeed: ModuleType) -> None:
+    model = nn.Linear(4, 1)
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config_params={**SMALL, "steps_per_print": float("inf")}
+    )
+    assert engine.config["zero_optimization"]["stage"] == engine.config.get("zero_optimization", {}).get("stage") == 0
+    assert ("optimizer" in engine.config, "scheduler" in engine.config) == (True, False)
+    assert engine.config.get("scheduler", "none") == engine.config.get("no such key", "none") == "none"
+    with pytest.raises(KeyError):
+        engine.config["scheduler"]
+    assert optimizer.overflow is False
+    assert engine.get_batch_info() == (2, 2, 1)
+    engine.tput_timer.update_epoch_count()
+    engine.destroy()
 
 
 def test_a_configuration_may_be_looked_at(deepspeed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

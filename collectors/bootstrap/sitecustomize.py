@@ -117,6 +117,12 @@ class StandIn:
             self.names().check(name)
         return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
+    def find_distributions(self, context: Any) -> list[Any]:
+        """What importlib.metadata knows of deepspeed: libraries ask that whether it is there, and how new."""
+        if (getattr(context, "name", None) or "").lower() != "deepspeed":
+            return []
+        return [self.names().distribution()]
+
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module: ModuleType = self.names().make(spec.name)
         return module

@@ -19,12 +19,14 @@ code.
     folder.py      tags, `latest`, and how a new checkpoint takes its place at once or not at all
     team.py        ranks that succeed together or fail together
     whole.py       the model alone, in one file
+    offline.py     the model alone, read without an engine
 """
 
 from .loading import load
+from .offline import weights_of
 from .saving import save
 from .state import Trainee
 from .team import CheckpointError
 from .whole import save_16bit_model
 
-__all__ = ["CheckpointError", "Trainee", "load", "save", "save_16bit_model"]
+__all__ = ["CheckpointError", "Trainee", "load", "save", "save_16bit_model", "weights_of"]

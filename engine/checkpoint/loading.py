@@ -19,7 +19,7 @@ from .folder import find, latest_tag
 from .optimizer import OptimizerLoading, OptimizerState, group_names
 from .pieces import Contents, Piece
 from .saving import COUNTERS, FORMAT
-from .state import Holdings, Trainee, buffers, device_of, holdings, merged, weights
+from .state import Holdings, Trainee, buffers, device_of, holdings, loader_of, merged, own_buffer, weights
 from .team import CheckpointError, Team, gather_over
 from .values import set_random_states, unpack
 
@@ -37,8 +37,10 @@ def load(
 
     Returns its path and the client's state. Without a file `latest` nothing is loaded, which is warned about, and
     both are None. With `load_module_strict`, parameters and buffers must be those of the checkpoint; else what both
-    have is loaded. `load_module_only` loads the weights and nothing else. Random number generators go on as they were
-    if there are as many pipeline, data-parallel and tensor-parallel ranks as there were.
+    have is loaded. `load_module_only` loads the weights and nothing else. The loader that `initialize` made of
+    `training_data` goes on behind the samples that were taken. Random number generators, and buffers that ranks had each
+    their own values of, go on as they were if there are as many pipeline, data-parallel and tensor-parallel ranks as
+    there were; else buffers are as the first replica had them.
 
     Raises CheckpointError on all ranks. If that is because a file cannot be read, the weights may be neither the old
     ones nor the new; nothing is touched before it is known that the checkpoint fits and is complete.
@@ -205,6 +207,9 @@ class _Loading:
         engine.micro_steps -= engine.micro_steps % engine.config.gradient_accumulation_steps
         engine.hooks.step = engine.global_steps
         engine.hooks.microbatch = 0
+        loader = loader_of(engine)
+        if loader is not None:
+            loader.load_state_dict(self._training.get("data"))
         if self._same_ranks:
             own = self._value(f"rank/{self._team.rank}")
             set_random_states(own["random"], device_of(engine.zero))
@@ -265,7 +270,9 @@ class _Loading:
             flat = buffer.view(-1) if buffer.is_contiguous() else torch.empty_like(buffer.reshape(-1))
             if not buffer.is_contiguous():
                 self._copies.append((buffer, flat))
-            pieces.append(Piece(f"buffer/{name}", flat, buffer.numel()))
+            own = own_buffer(name, self._team.rank)
+            saved_as = own if self._same_ranks and own in self._contents else f"buffer/{name}"
+            pieces.append(Piece(saved_as, flat, buffer.numel()))
         return pieces
 
     def _value(self, name: str) -> Any:

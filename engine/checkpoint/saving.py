@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +14,7 @@ from .cuts import part_name, tensor_cut
 from .folder import Place, check_tag, write_synced
 from .optimizer import optimizer_state
 from .pieces import Piece, shares, write
-from .state import Holdings, Trainee, buffers, device_of, holdings, merged, weights
+from .state import Holdings, Trainee, buffers, device_of, digests, holdings, loader_of, merged, own_buffer, weights
 from .team import CheckpointError, Team, gather_over
 from .values import pack, plain, random_states
 
@@ -55,6 +55,11 @@ def save(
                 doing, lambda: _values(engine, client_state or {}, exclude_frozen_parameters, replica, team.rank)
             )
             mine += team.together(doing, lambda: _buffers(engine, replica))
+            everyones = team.gather(
+                (engine.parallel.mesh.dp_rank, team.together(doing, lambda: digests(engine.module)))
+            )
+            common = merged(found for dp_rank, found in everyones if dp_rank == 0)
+            mine += team.together(doing, lambda: _own_buffers(engine, common, team.rank))
             place = Place(Path(folder), name)
             team.from_first(doing, place.open)
             try:
@@ -127,6 +132,17 @@ def _buffers(engine: Trainee, replica: Sequence[_Described]) -> list[Piece]:
     return list(shares(mine, 0, 1))
 
 
+def _own_buffers(engine: Trainee, common: Mapping[str, bytes], rank: int) -> list[Piece]:
+    """The buffers of this rank that are not as those in `common`, the ones every other layout of ranks will read."""
+    found = digests(engine.module)
+    mine = [
+        Piece(own_buffer(name, rank), buffer.reshape(-1), buffer.numel())
+        for name, buffer in buffers(engine.module).items()
+        if found[name] != common[name]
+    ]
+    return list(shares(mine, 0, 1))
+
+
 def _values(
     engine: Trainee, client_state: dict[str, Any], without_frozen: bool, replica: Sequence[_Described], rank: int
 ) -> dict[str, bytes]:
@@ -140,9 +156,11 @@ def _values(
         "format": FORMAT,
         "mesh": (mesh.pp, mesh.dp, mesh.tp),
         "counters": {name: getattr(engine, name) for name in COUNTERS},
+        "data": _data(engine),
         "weights": merged(each.weights for each in held),
         "cuts": merged(each.cuts for each in held),
         "buffers": merged(each.buffers for each in held),
+        "aliases": merged(each.aliases for each in held),
         "without_frozen": without_frozen,
         "reduction_orders": [each.order for each in replica],
         "loss_scaler": engine.scaler.state_dict() if engine.scaler.dynamic else None,
@@ -162,6 +180,13 @@ def _values(
         about = {"kind": type(engine.lr_scheduler).__name__, "state": state}
         values["lr_scheduler"] = pack(about, "lr_scheduler.state_dict()")
     return values
+
+
+def _data(engine: Trainee) -> dict[str, Any] | None:
+    """Where the engine's own loader stands. A step that is under way begins anew, so its micro-batches come again."""
+    loader = loader_of(engine)
+    under_way = engine.micro_steps % engine.config.gradient_accumulation_steps
+    return None if loader is None else loader.state_dict(behind=under_way)
 
 
 def _finish(engine: Trainee, place: Place, save_latest: bool) -> None:

@@ -3,11 +3,12 @@
 Names in a checkpoint, tensors first:
 
     weight/NAME             a parameter: its master, in fp32 where the model is in half precision
-    buffer/NAME             a persistent buffer; the first replica's counts
+    buffer/NAME             a persistent buffer, as the first replica has it
+    buffer/NAME/R           as rank R has it, where that is otherwise
     optimizer/KEY/NAME      the optimizer's state KEY of a parameter, element by element
     optimizer/KEY/NAME/R    such a state of rank R that is not the parameter's, element by element
 
-    training                counters, loss scale, shapes, how the job's ranks were divided
+    training                counters, loss scale, shapes, how the job's ranks were divided, where the data stand
     optimizer  lr_scheduler  client_state
     rank/R                  what is rank R's own: its random number generators
 
@@ -17,6 +18,8 @@ it, NAME@P/N is part P of N. What several ranks have alike is written once.
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..dataloader import ShardedLoader
 from ..hooks import Hooks
 from ..offload import States
 from ..precision import LossScaler
@@ -52,6 +56,7 @@ class Trainee(Protocol):
     scaler: LossScaler
     hooks: Hooks
     states: States
+    training_dataloader: Any
     global_steps: int
     global_samples: int
     micro_steps: int
@@ -73,6 +78,8 @@ class Holdings:
     buffers: dict[str, torch.Size]
     twins: dict[str, str]
     """Further names of buffers that are there -> the first."""
+    aliases: dict[str, str]
+    """Further names of parameters, tied ones -> those in `weights`."""
 
 
 def holdings(engine: Trainee, *, without_frozen: bool = False) -> Holdings:
@@ -89,7 +96,14 @@ def holdings(engine: Trainee, *, without_frozen: bool = False) -> Holdings:
         [param.name for param in params if not param.trainable],
         {name: buffer.shape for name, buffer in kept.items()},
         {name: first[id(buffer)] for name, buffer in kept.items() if first[id(buffer)] != name},
+        {name: held for name, held in names(engine).items() if held != name and held in cuts},
     )
+
+
+def names(engine: Trainee) -> dict[str, str]:
+    """All names that this rank's parameters have in a state dict, tied ones several -> those in the whole model."""
+    by_param = engine.zero.by_param
+    return {name: by_param[param].name for name, param in engine.module.named_parameters(remove_duplicate=False)}
 
 
 def merged(parts: Iterable[Mapping[str, T]]) -> dict[str, T]:
@@ -140,3 +154,25 @@ def buffers(module: nn.Module) -> dict[str, Tensor]:
         for name, buffer in owner._buffers.items()
         if buffer is not None and name not in owner._non_persistent_buffers_set
     }
+
+
+def own_buffer(name: str, rank: int) -> str:
+    """What the buffer `name` of one rank is called."""
+    return f"buffer/{name}/{rank}"
+
+
+def digests(module: nn.Module) -> dict[str, bytes]:
+    """A hash of each persistent buffer, bit for bit."""
+    return {name: _digest(buffer) for name, buffer in buffers(module).items()}
+
+
+def _digest(buffer: Tensor) -> bytes:
+    host = buffer.detach().cpu().contiguous()
+    content = (ctypes.c_char * host.nbytes).from_address(host.data_ptr()) if host.nbytes else b""
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def loader_of(engine: Trainee) -> ShardedLoader | None:
+    """The engine's own loader; one of the script's is the script's to set."""
+    loader = engine.training_dataloader
+    return loader if isinstance(loader, ShardedLoader) else None

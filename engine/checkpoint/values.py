@@ -58,11 +58,23 @@ def plain(value: Any, name: str) -> Any:
         return kind(dict(items)) if kind is not dict else dict(items)
     if kind in _COLLECTIONS:
         return kind(plain(item, f"{name}[{at}]") for at, item in enumerate(value))
+    number = _number(value)
+    if number is not None:
+        return number
     raise CheckpointError(
         f"{name} is a {kind.__module__}.{kind.__qualname__}, and loading one would have to run code. Write it as None, "
-        "numbers, texts, tensors, or dicts, lists, tuples and sets of these: float(x) or x.tolist() for what is "
-        "NumPy's, vars(x) for a namespace, str(x) for a path, x.state_dict() for an object that has one"
+        "numbers, texts, tensors, or dicts, lists, tuples and sets of these: x.tolist() for an array of NumPy's, vars(x) "
+        "for a namespace, str(x) for a path, x.state_dict() for an object that has one"
     )
+
+
+def _number(value: Any) -> Any:
+    """A number of NumPy's as one of Python's, None if it is no such: they look alike when printed."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.generic):
+        return None
+    plain_one = value.item()
+    return plain_one if type(plain_one) in _PLAIN else None
 
 
 # --- random number generators

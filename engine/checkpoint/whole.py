@@ -15,7 +15,7 @@ from torch import Tensor
 from ..zero.shard import ShardedParam
 from .cuts import as_saved, join, tensor_cut
 from .folder import replace_whole
-from .state import Trainee, buffers, merged
+from .state import Trainee, buffers, merged, names
 from .team import Team, gather_over
 
 
@@ -43,7 +43,7 @@ def save_16bit_model(
         return False
     team = Team()
     with engine.hooks.span("phase", "checkpoint", purpose="checkpoint"):
-        state = _collect(engine, with_frozen=not exclude_frozen_parameters)
+        state = collect(engine, with_frozen=not exclude_frozen_parameters)
 
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ class _Contribution:
     """All names of the parameters that are there, a tied one having several -> those they have in the whole model."""
 
 
-def _collect(engine: Trainee, *, with_frozen: bool) -> dict[str, Tensor]:
+def collect(engine: Trainee, *, with_frozen: bool) -> dict[str, Tensor]:
     """The state dict in host memory, on rank 0; elsewhere it is empty. On all ranks.
 
     Each rank of the first replica sends rank 0 what it counts, and rank 0 takes them rank after rank.
@@ -91,7 +91,7 @@ def _collect(engine: Trainee, *, with_frozen: bool) -> dict[str, Tensor]:
     contribution = _Contribution(
         [_sent(param) for param in params],
         [_Sent(name, buffer.shape, buffer.dtype) for name, buffer in kept.items()],
-        {key: zero.by_param[param].name for key, param in engine.module.named_parameters(remove_duplicate=False)},
+        names(engine),
     )
     replica = gather_over(parallel.model, contribution)
     first_replica, receives = parallel.mesh.dp_rank == 0, parallel.mesh.rank == 0
@@ -118,8 +118,8 @@ def _collect(engine: Trainee, *, with_frozen: bool) -> dict[str, Tensor]:
             kept_buffers.setdefault(each.name, _receive(engine, each, source))
     cuts = {each.name: each.cut for other in replica for each in other.params}
     wholes = {name: _join(cuts[name], parts.pop(name)) for name in list(parts)}
-    names = merged(other.names for other in replica)
-    return {key: wholes[name] for key, name in names.items() if name in wholes} | kept_buffers
+    everywhere = merged(other.names for other in replica)
+    return {key: wholes[name] for key, name in everywhere.items() if name in wholes} | kept_buffers
 
 
 def _sent(param: ShardedParam) -> _Sent:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, PrivateAttr
+import math
+
+from pydantic import Field, PrivateAttr, field_validator
 
 from .checkpointing import ActivationCheckpointingConfig, CheckpointConfig
 from .debugging import CommsLoggerConfig, CsvMonitorConfig, FlopsProfilerConfig, TensorBoardConfig
@@ -29,7 +31,8 @@ class Config(Section):
     """Forward and backward passes of a rank in an optimizer step. Default: solved from the other two, else 1."""
 
     steps_per_print: Whole | None = Field(default=None, gt=0)
-    """Optimizer steps between lines on rank 0 that tell of step, learning rate and throughput. Default: no lines."""
+    """Optimizer steps between lines on rank 0 that tell of step, learning rate and throughput. Infinity, as Accelerate
+    writes it: none. Default: no lines."""
 
     optimizer: OptimizerConfig | None = None
     """The optimizer, unless the script passes its own."""
@@ -109,6 +112,11 @@ class Config(Section):
     """Layers divided into stages."""
 
     _warnings: list[str] = PrivateAttr(default_factory=list)
+
+    @field_validator("steps_per_print", mode="before")
+    @classmethod
+    def _never(cls, value: object) -> object:
+        return None if value == math.inf else value
 
     @property
     def warnings(self) -> list[str]:

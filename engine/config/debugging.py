@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated, Final
 
-from .model import Section, Whole
+from pydantic import BeforeValidator, Field
+
+from .model import Complaint, Section, Whole, shown
+
+KINDS: Final = ("all_gather", "all_reduce", "all_to_all", "broadcast", "recv", "reduce_scatter", "send")
+"""Communications of the engine."""
+
+DEEPSPEED_KINDS: Final = {
+    "all_gather_into_tensor": "all_gather", "all_to_all_single": "all_to_all", "irecv": "recv", "isend": "send",
+    "reduce_scatter_tensor": "reduce_scatter",
+}  # fmt: skip
+"""DeepSpeed's name -> ours, of those that it tells apart by the function that was called."""
+
+
+def _kinds(value: object) -> object:
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        return value
+    names = tuple(DEEPSPEED_KINDS.get(name, name) for name in value)
+    if wrong := next((name for name in names if name not in KINDS), None):
+        raise Complaint(
+            f"{shown(wrong)} is no communication of the engine; write some of {', '.join(map(shown, KINDS))}"
+        )
+    return names
+
+
+CommunicationKinds = Annotated[tuple[str, ...], BeforeValidator(_kinds)]
 
 
 class CommsLoggerConfig(Section):
@@ -19,8 +44,9 @@ class CommsLoggerConfig(Section):
     prof_all: bool = True
     """All kinds of communication; false: those in `prof_ops`."""
 
-    prof_ops: tuple[str, ...] = ()
-    """Names of the kinds to collect, such as `all_reduce`, where `prof_all` is false."""
+    prof_ops: CommunicationKinds = ()
+    """Kinds to collect where `prof_all` is false: `all_gather`, `all_reduce`, `all_to_all`, `broadcast`, `recv`,
+    `reduce_scatter`, `send`, or DeepSpeed's names of these."""
 
 
 class FlopsProfilerConfig(Section):
@@ -46,7 +72,8 @@ class FlopsProfilerConfig(Section):
 
 
 class TensorBoardConfig(Section):
-    """Loss, learning rate and loss scale as TensorBoard event files, written by rank 0."""
+    """Loss, learning rate and loss scale as TensorBoard event files, written by rank 0, against samples seen; with
+    `wall_clock_breakdown` the times too."""
 
     enabled: bool = False
     """Write them."""
@@ -59,7 +86,8 @@ class TensorBoardConfig(Section):
 
 
 class CsvMonitorConfig(Section):
-    """Loss, learning rate and loss scale as CSV files, a file for each, written by rank 0."""
+    """Loss, learning rate and loss scale as CSV files, a file for each, written by rank 0, against samples seen; with
+    `wall_clock_breakdown` the times too."""
 
     enabled: bool = False
     """Write them."""

@@ -40,6 +40,21 @@ class Section(BaseModel):
         section = None if field is None else as_section(field.annotation)
         return () if section is None else (section,)
 
+    # DeepSpeed's `engine.config` is a dict, and so scripts read it.
+
+    def __contains__(self, key: str) -> bool:
+        return self.get(key) is not None
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of `key`, its default where the configuration has none; `default` if that is None too."""
+        found = getattr(self, key) if key in type(self).model_fields else None
+        return default if found is None else found
+
 
 SectionType = type[Section]
 """For models with a key `type`, in which the name means that key."""

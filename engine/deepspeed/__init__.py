@@ -2,6 +2,7 @@
 
     names         which names there are, module by module, and what stands behind each
     absent        what DeepSpeed has and this has not, and what to write instead
+    installed     what importlib.metadata says of it
     start         initialize, tp_model_init, DeepSpeedConfig
     zero          what scripts ask parameters of stage 3
     accelerator   get_accelerator()
@@ -18,9 +19,10 @@ from types import ModuleType
 from typing import Any
 
 from .absent import refusal
+from .installed import distribution
 from .names import MODULES, VERSION
 
-__all__ = ["VERSION", "check", "make"]
+__all__ = ["VERSION", "check", "distribution", "make"]
 
 
 def check(name: str) -> None:

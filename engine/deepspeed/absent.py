@@ -7,12 +7,6 @@ from typing import Final
 
 _KERNELS: Final = "the engine uses torch's own kernels: write the module with torch.nn"
 _SERVING: Final = "the engine trains and does not serve: leave it out here, or run this script on DeepSpeed itself"
-_WHOLE: Final = (
-    "write deepspeed.zero.GatheredParameters([param]), within which it is whole; what is written to it there counts "
-    "with modifier_rank=0"
-)
-_GRADIENTS: Final = "engine.get_global_grad_norm() has the norm; gradients themselves are cut, and gone after the step"
-_STATES: Final = "engine.optimizer.state has this rank's piece of each state"
 _WEIGHTS: Final = (
     "engine.load_checkpoint reads a checkpoint at any number of ranks and any stage, and "
     "engine.save_16bit_model(folder) writes the weights to one file, in fp32 if there is neither fp16 nor bf16"
@@ -29,7 +23,12 @@ _RANDOM: Final = "checkpoint saves and restores random numbers by itself: leave 
 
 MODULES: Final[Mapping[str, str]] = {
     "deepspeed.autotuning": "try values one by one under dsprof run, which says what each of them changed",
-    "deepspeed.checkpoint": _WEIGHTS,
+    "deepspeed.checkpoint.constants": _WEIGHTS,
+    "deepspeed.checkpoint.deepspeed_checkpoint": _WEIGHTS,
+    "deepspeed.checkpoint.ds_to_universal": _WEIGHTS,
+    "deepspeed.checkpoint.reshape_utils": _WEIGHTS,
+    "deepspeed.checkpoint.universal_checkpoint": _WEIGHTS,
+    "deepspeed.checkpoint.zero_checkpoint": _WEIGHTS,
     "deepspeed.compile": "pass torch.compile(model) to deepspeed.initialize",
     "deepspeed.compression": "quantize or prune the model itself",
     "deepspeed.elasticity": "a checkpoint loads at any number of ranks: write the batch sizes themselves",
@@ -77,15 +76,16 @@ MODULES: Final[Mapping[str, str]] = {
     "deepspeed.runtime.zero.utils": "the engine's optimizer is the one that deepspeed.initialize returns",
     "deepspeed.sequence": "write tensor_parallel in the configuration; Ulysses is not there",
     "deepspeed.utils.groups": _GROUPS,
-    "deepspeed.utils.tensor_fragment": _WHOLE,
     "deepspeed.utils.timer": "dsprof run times every phase of a step; dsprof.span(name) adds one of the script's own",
     "deepspeed.utils.z3_leaf_module": _LEAVES,
-    "deepspeed.utils.zero_to_fp32": _WEIGHTS,
 }
 """Module -> what to write in the place of anything that is in it or below it."""
 
 NAMES: Final[Mapping[str, str]] = {
     "CheckpointFunction": "write deepspeed.checkpointing.checkpoint(function, *args)",
+    "DeepSpeedCheckpoint": _WEIGHTS,
+    "ZeROCheckpoint": _WEIGHTS,
+    "DeepSpeedAccelerator": "get_accelerator() has the accelerator; it cannot be replaced",
     "DeepSpeedDataLoader": "pass training_data= to deepspeed.initialize, or a DataLoader of your own",
     "DeepSpeedHybridEngine": _SERVING,
     "DeepSpeedInferenceConfig": _SERVING,
@@ -112,6 +112,7 @@ NAMES: Final[Mapping[str, str]] = {
     "default_inference_config": _SERVING,
     "dist": "write deepspeed.comm",
     "get_config_from_args": _CONFIG_SCHEDULE,
+    "enable_universal_checkpoint": _WEIGHTS,
     "get_cuda_rng_tracker": _RANDOM,
     "get_lr_from_config": _CONFIG_SCHEDULE,
     "get_op_builder": "the engine builds no kernels of DeepSpeed's: leave it out",
@@ -129,18 +130,6 @@ NAMES: Final[Mapping[str, str]] = {
     "partition_uniform": "dsprof.engine.partition has the ways of dividing layers",
     "replace_transformer_layer": _KERNELS,
     "revert_transformer_layer": _KERNELS,
-    "safe_get_full_fp32_param": _WHOLE,
-    "safe_get_full_grad": _GRADIENTS,
-    "safe_get_full_optimizer_state": _STATES,
-    "safe_get_local_fp32_param": _STATES,
-    "safe_get_local_grad": _GRADIENTS,
-    "safe_get_local_optimizer_state": _STATES,
-    "safe_set_full_fp32_param": _WHOLE,
-    "safe_set_full_grad": _GRADIENTS,
-    "safe_set_full_optimizer_state": _STATES,
-    "safe_set_local_fp32_param": _STATES,
-    "safe_set_local_grad": _GRADIENTS,
-    "safe_set_local_optimizer_state": _STATES,
     "set_accelerator": "GPUs are used if torch sees any, else the CPU; CUDA_VISIBLE_DEVICES chooses",
     "set_autotp_mode": "tensor_parallel in the configuration is enough: leave it out",
     "set_num_layers": "nothing outlives a backward here: leave it out",
@@ -150,7 +139,10 @@ NAMES: Final[Mapping[str, str]] = {
     "unwrap_model_for_generation": (
         "write deepspeed.zero.GatheredParameters(engine.module.parameters()), and call engine.module in that block"
     ),
+    "set_z3_leaf_modules_by_name": _LEAVES,
+    "set_z3_leaf_modules_by_suffix": _LEAVES,
     "z3_leaf_module": _LEAVES,
+    "z3_leaf_parameter": _LEAVES,
 }
 """Name in a module -> what to write in its place."""
 

@@ -44,9 +44,18 @@ _ZERO: Names = _of(
     ".deepspeed.zero", "Init", "GatheredParameters", "register_external_parameter", "ZeroParamStatus", "ZeroParamType"
 )
 
-_SCHEDULES: Names = _of(".lr", "LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+VALID_LR_SCHEDULES: Final = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+
+_SCHEDULES: Names = {**_of(".lr", *VALID_LR_SCHEDULES), **_of(".deepspeed.names", "VALID_LR_SCHEDULES")}
 
 _ADAM: Names = _of(".deepspeed.optimizers", "FusedAdam", "DeepSpeedCPUAdam")
+
+_FRAGMENTS: Names = _of(
+    ".deepspeed.fragments", "safe_get_full_fp32_param", "safe_set_full_fp32_param", "safe_get_full_grad",
+    "safe_set_full_grad", "safe_get_full_optimizer_state", "safe_set_full_optimizer_state", "safe_get_local_fp32_param",
+    "safe_set_local_fp32_param", "safe_get_local_grad", "safe_set_local_grad", "safe_get_local_optimizer_state",
+    "safe_set_local_optimizer_state", "safe_update_full_grad_vectorized",
+)  # fmt: skip
 
 _LOGS: Names = _of(".deepspeed.logs", "logger", "log_dist", "log_dist_once")
 
@@ -85,6 +94,8 @@ MODULES: Final[Mapping[str, Names]] = {
     },
     "deepspeed.accelerator": _ACCELERATOR,
     "deepspeed.accelerator.real_accelerator": _ACCELERATOR,
+    "deepspeed.checkpoint": {},
+    "deepspeed.checkpoint.utils": _of(".deepspeed.utils", "clone_tensors_for_torch_save"),
     "deepspeed.checkpointing": _CHECKPOINTING,
     "deepspeed.comm": _COMM,
     "deepspeed.comm.comm": _COMM,
@@ -109,13 +120,20 @@ MODULES: Final[Mapping[str, Names]] = {
     "deepspeed.runtime.pipe.engine": _PIPELINE_ENGINE,
     "deepspeed.runtime.pipe.module": _LAYERS,
     "deepspeed.runtime.pipe.topology": _TOPOLOGY,
-    "deepspeed.runtime.utils": _of(".deepspeed.utils", "see_memory_usage", "set_random_seed"),
+    "deepspeed.runtime.utils": _of(".deepspeed.utils", "see_memory_usage", "set_random_seed", "move_to_device"),
     "deepspeed.runtime.zero": _ZERO,
     "deepspeed.runtime.zero.partition_parameters": {
         **_ZERO,
-        **_of(".deepspeed.zero", "unregister_external_parameter"),
+        **_of(".deepspeed.zero", "unregister_external_parameter", "zero_wrapper_for_fp_tensor_constructor"),
     },
-    "deepspeed.utils": {**_LOGS, **_of(".dataloader", "RepeatingLoader")},
+    "deepspeed.utils": {**_LOGS, **_of(".dataloader", "RepeatingLoader"), **_FRAGMENTS},
     "deepspeed.utils.logging": {**_LOGS, **_of(".deepspeed.logs", "print_dist", "warning_once")},
+    "deepspeed.utils.tensor_fragment": _FRAGMENTS,
+    "deepspeed.utils.zero_to_fp32": _of(
+        ".deepspeed.zero_to_fp32",
+        "get_fp32_state_dict_from_zero_checkpoint",
+        "load_state_dict_from_zero_checkpoint",
+        "convert_zero_checkpoint_to_fp32_state_dict",
+    ),
     "deepspeed.zero": _ZERO,
 }

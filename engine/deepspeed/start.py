@@ -18,6 +18,8 @@ from ..config import Config, load
 from ..config.loading import read
 from ..divide import stages_of
 from ..engine import Engine
+from ..zero.holder import holder
+from ..zero.shard import ShardedParam
 
 Source = str | Path | dict[str, Any]
 
@@ -113,6 +115,16 @@ def last_engine(asker: str) -> Engine:
     if not alive:
         raise RuntimeError(f"{asker}: there is no engine yet; call deepspeed.initialize first")
     return alive[-1]
+
+
+def engine_of(param: nn.Parameter) -> tuple[Engine, ShardedParam] | None:
+    """The engine that trains `param`, and what it has of it; None if none does (any more)."""
+    held = holder(param)
+    for ref in reversed(_ENGINES):
+        engine = ref()
+        if engine is not None and held is not None and engine.zero.by_param.get(param) is held.sharded:
+            return engine, held.sharded
+    return None
 
 
 def _loaded(source: Source, model: nn.Module | None = None) -> Config:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import random
 import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,39 @@ def set_random_seed(seed: int) -> None:
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed % 2**63)
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """A copy of `item` with its tensors on `device`, however nested: a view would be saved with all it is a view of.
+    Tied weights stay tied."""
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        if not tensor.numel() or key not in copies:
+            copies[key] = tensor.detach().to(device, copy=True)
+        return copies[key]
+
+    return map_tensors(item, copy)
+
+
+def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """`item` with its tensors on `device`, however nested; with `criterion_func` those of which it is true."""
+    return map_tensors(item, lambda tensor: tensor.to(device), criterion_func)
+
+
+def map_tensors(
+    item: Any, change: Callable[[torch.Tensor], torch.Tensor], wanted: Callable[[Any], bool] | None = None
+) -> Any:
+    """`item` with its `wanted` tensors changed, in dicts, lists and tuples of the same kind."""
+    if isinstance(item, torch.Tensor):
+        return change(item) if wanted is None or wanted(item) else item
+    if isinstance(item, Mapping):
+        return type(item)({key: map_tensors(value, change, wanted) for key, value in item.items()})  # type: ignore[call-arg]
+    if isinstance(item, list | tuple):
+        make = getattr(type(item), "_make", type(item))  # a named tuple takes its fields one by one
+        return make(map_tensors(value, change, wanted) for value in item)
+    return item
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

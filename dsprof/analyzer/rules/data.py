@@ -82,7 +82,11 @@ def stall(context: Context, change: Change, gain: Gain, alone: Gain) -> Finding:
         evidence.append(Evidence("seen as", "time between the optimizer and the next forward", ""))
     site = loader.get("site") if loader else None
     fixes: list[Fix] = []
-    if loader:
+    if loader and loader.get("by_engine"):
+        call = f"DataLoader(..., num_workers={workers}, persistent_workers=True)"
+        title = f"initialize(training_data={call}){at(site)}; of a data set it makes a DataLoader with {now} workers"
+        fixes.append(code_fix(title, "training_data", call, site, alone))
+    elif loader:
         title = f"DataLoader(num_workers={workers}, persistent_workers=True){at(site)}"
         title += "; its IterableDataset must be split by get_worker_info()" if loader.get("iterable") else ""
         fixes.append(code_fix(title, "num_workers", workers, site, alone))

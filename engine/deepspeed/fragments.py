@@ -1,0 +1,227 @@
+"""What an engine has of a parameter beside the parameter: the fp32 weight that the optimizer steps, its states, and the
+gradient between backward and step. `deepspeed.utils.safe_get_full_fp32_param` and its kin, for every ZeRO stage.
+
+"full" is the whole of the parameter (of this tensor-parallel rank's part of it); every rank must take part. "local" is
+this rank's piece [n], without communication. A getter returns a copy, and None for a parameter that no engine has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ..engine import Engine
+from ..zero.holder import holder
+from ..zero.shard import ShardedParam
+from .start import engine_of
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """The weight as the optimizer steps it: in fp32 where the model is in fp16 or bf16."""
+    found = engine_of(param)
+    if found is None:
+        return None
+    engine, held = found
+    with engine.states.at_once(changed=False):
+        return _whole(held, _weight(held))
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """This rank's piece of it."""
+    found = engine_of(param)
+    if found is None:
+        return None
+    with found[0].states.at_once(changed=False):
+        return _weight(found[1]).clone()
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Have every rank go on from `value`, of the parameter's shape, the same on all. The model has it at once."""
+    engine, held = _known(param)
+    _same_shape(held, value, held.shape)
+    with engine.states.at_once():
+        _write_weight(held, value.detach().reshape(-1)[held.start : held.stop])
+    if held.resident:
+        held.flat.copy_(value.detach().reshape(-1))
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Have this rank's piece be `value` [n]. Every rank must give its own: whole parameters are gathered anew."""
+    engine, held = _known(param)
+    with engine.states.at_once():
+        _same_shape(held, value, _weight(held).shape)
+        _write_weight(held, value.detach())
+        if held.resident:
+            held.flat.copy_(_whole(held, value.detach()).view(-1))
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """The optimizer's state of that key, as `exp_avg`. Raises ValueError on all ranks if there is none (yet)."""
+    found = engine_of(param)
+    if found is None:
+        return None
+    engine, held = found
+    with engine.states.at_once(changed=False):
+        state = _state(engine, held, optim_state_key)
+        return _whole(held, state, missing=_no_state(engine, held, optim_state_key))
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """This rank's piece of it. Raises ValueError if there is none (yet)."""
+    found = engine_of(param)
+    if found is None:
+        return None
+    with found[0].states.at_once(changed=False):
+        return _there(found[0], found[1], optim_state_key).clone()
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Have the state of that key be `value`, of the parameter's shape. Raises ValueError if there is none (yet)."""
+    engine, held = _known(param)
+    _same_shape(held, value, held.shape)
+    with engine.states.at_once():
+        if held.stop > held.start:
+            state = _there(engine, held, optim_state_key)
+            state.copy_(
+                value.detach().reshape(-1)[held.start : held.stop] if held.cut.pieces > 1 else value.reshape(-1)
+            )
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Have this rank's piece of the state be `value` [n]. Raises ValueError if there is none (yet)."""
+    engine, held = _known(param)
+    with engine.states.at_once():
+        state = _there(engine, held, optim_state_key)
+        _same_shape(held, value, state.shape)
+        state.copy_(value.detach())
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The gradient as the step will use it before clipping: the mean over ranks, without loss scale, of the
+    micro-batches so far. None before a backward, after the step, for a parameter that no rank used, and where
+    gradients are not reduced before the last micro-batch (stages 0 and 1)."""
+    found = engine_of(param)
+    if found is None:
+        return param.grad
+    local = safe_get_local_grad(param)
+    return None if local is None else _whole(found[1], local)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    """This rank's piece of it."""
+    found = engine_of(param)
+    if found is None:
+        return None
+    engine, held = found
+    reduced = engine.zero.reducer.peek(held)
+    if reduced is None:
+        return None
+    return reduced.to(held.master_dtype) * (engine.zero.reducer.after / engine.scaler.scale)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Have the step use `value`, of the parameter's shape, the same on all ranks. Raises ValueError if there is no
+    gradient that it could replace."""
+    _, held = _known(param)
+    _same_shape(held, value, held.shape)
+    flat = value.detach().reshape(-1)
+    safe_set_local_grad(param, flat if held.cut.pieces == 1 else flat[held.start : held.stop])
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Have the step use `value` [n] for this rank's piece."""
+    engine, held = _known(param)
+    reduced = engine.zero.reducer.peek(held)
+    if reduced is None:
+        raise ValueError(
+            f"{held.name} has no gradient to be replaced: call this between engine.backward, of the step's last "
+            "micro-batch in ZeRO stages 0 and 1, and engine.step"
+        )
+    _same_shape(held, value, reduced.shape)
+    reduced.copy_(value.detach() * (engine.scaler.scale / engine.zero.reducer.after))
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """Replace the gradient of each parameter that has one by `update_func(gradient, parameter)`."""
+    for param in param_list:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            safe_set_full_grad(param, update_func(grad, param))
+
+
+# --- inside
+
+
+def _known(param: nn.Parameter) -> tuple[Engine, ShardedParam]:
+    found = engine_of(param)
+    if found is None:
+        raise ValueError(f"a parameter of shape {tuple(param.shape)} is of no engine's model: call initialize first")
+    return found
+
+
+def _weight(held: ShardedParam) -> Tensor:
+    """This rank's piece [n] of what the optimizer steps; of a frozen parameter, of itself."""
+    if held.master is not None:
+        return held.master.data.view(-1)
+    piece = torch.empty(held.stop - held.start, dtype=held.param.dtype, device=held.param.device)
+    held.read_piece(piece)
+    return piece
+
+
+def _write_weight(held: ShardedParam, piece: Tensor) -> None:
+    held.write_piece(piece.to(held.param.device))
+    if held.master is not None and not held.master_is_shard:
+        held.master.data.view(-1).copy_(piece)
+
+
+def _state(engine: Engine, held: ShardedParam, key: str) -> Tensor | None:
+    """This rank's piece [n] of an optimizer's state, in its own memory."""
+    states = {} if engine.optimizer is None or held.master is None else engine.optimizer.state.get(held.master, {})
+    state = states.get(key)
+    if not isinstance(state, Tensor) or held.master is None or state.shape != held.master.shape:
+        return None
+    return state.view(-1)
+
+
+def _there(engine: Engine, held: ShardedParam, key: str) -> Tensor:
+    state = _state(engine, held, key)
+    if state is None:
+        raise ValueError(_no_state(engine, held, key))
+    return state
+
+
+def _no_state(engine: Engine, held: ShardedParam, key: str) -> str:
+    states = {} if engine.optimizer is None or held.master is None else engine.optimizer.state.get(held.master, {})
+    have = ", ".join(sorted(k for k in states if _state(engine, held, k) is not None)) or "none before its first step"
+    return f"{held.name} has no optimizer state {key!r}; it has {have}"
+
+
+def _whole(held: ShardedParam, piece: Tensor | None, missing: str = "") -> Tensor:
+    """The parameter-shaped tensor of which this rank has `piece` [n]. Raises ValueError, saying what is `missing`, on
+    all ranks if one has none although its piece has elements."""
+    if held.cut.pieces == 1:
+        if piece is None:
+            raise ValueError(missing)
+        return piece.to(held.param.device, held.master_dtype, copy=True).view(held.shape)
+    found = holder(held.param)
+    assert found is not None
+    length = held.stop - held.start
+    rows = torch.zeros(found.comm.size, held.cut.chunk + 1, dtype=held.master_dtype, device=held.param.device)
+    if piece is not None:
+        rows[found.comm.rank, :length] = piece
+    rows[found.comm.rank, -1] = 1 if piece is not None or length == 0 else 0
+    found.comm.all_gather(rows, "parameter").wait()
+    if not bool(rows[:, -1].all()):
+        raise ValueError(missing)
+    whole = torch.empty(held.numel, dtype=rows.dtype, device=rows.device)
+    held.cut.from_rows(rows[:, :-1], whole)
+    return whole.view(held.shape)
+
+
+def _same_shape(held: ShardedParam, value: Tensor, shape: torch.Size) -> None:
+    if value.shape != shape:
+        raise ValueError(f"{held.name}: a value of shape {tuple(value.shape)} was given for one of {tuple(shape)}")
