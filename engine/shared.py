@@ -67,7 +67,7 @@ class SharedParameters:
                     _sum(batch, sharing.comm)
 
     def close(self) -> None:
-        """End the lanes."""
+        """End the lanes, and destroy their groups. On all ranks."""
         for sharing in self._sharings:
             sharing.comm.close()
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from .layers import layer_of
 from .rehearsal import Arrangement, Change, Mismatch, Stack, rehearse
-from .roles import Role
+from .roles import Role, Roles
 from .styles import PlanError, pattern_of
 from .told import Telling
 from .trial import Trial, joined
@@ -51,11 +51,10 @@ class _Kind:
     first_error: str = ""
 
 
-def fit(
-    model: nn.Module, trials: Sequence[Trial], roles: Mapping[str, Role], stack: Stack | None, size: int
-) -> Arrangement:
+def fit(model: nn.Module, trials: Sequence[Trial], found: Roles, stack: Stack | None, size: int) -> Arrangement:
     """What is to be arranged for the first and the last rank to pass a rehearsal; PlanError if nothing helps."""
-    always = _without_fast_paths(model, roles)
+    roles = found.roles
+    always = Arrangement(_without_fast_paths(model, roles), shares=tuple(found.shares.items()))
     kinds = _kinds(model, roles, stack, size)
     kind_of = {region: kind for kind in kinds for region in kind.regions}
     while True:
@@ -71,19 +70,21 @@ def fit(
             kind.first_error = kind.first_error or str(mismatch)
             following = next(kind.options, None)
             if following is None:
-                place = next(iter(kind.regions.values()))
+                region, place = next(iter(kind.regions.items()))
+                rows = [role for role in roles.values() if role.region == region and role.style == "row"]
+                by_heads = rows[0].heads < rows[0].layer.inputs
                 raise PlanError(
-                    f"tensor parallelism: cannot tell how to cut {place or 'the model'}: over {size} ranks it does not "
-                    f"compute what it did ({kind.first_error}). Have it take its sizes from the outputs of its layers "
-                    "(`q.view(b, t, -1, head_dim)`), or leave it whole with a plan: "
-                    f'{{"{pattern_of(place)}": "whole", "*": "auto"}}'
+                    f"tensor parallelism: cannot tell how to cut {place or rows[0].module}: over {size} ranks it does "
+                    f"not compute what it did ({kind.first_error}). Have it take its sizes from the outputs of its "
+                    f"layers{' (`q.view(b, t, -1, head_dim)`)' if by_heads else ''}, or leave it whole with a plan: "
+                    f'{{"{pattern_of(place or rows[0].module)}": "whole", "*": "auto"}}'
                 ) from mismatch
             kind.chosen = following
         else:
             return arrangement
 
 
-def _without_fast_paths(model: nn.Module, roles: Mapping[str, Role]) -> Arrangement:
+def _without_fast_paths(model: nn.Module, roles: Mapping[str, Role]) -> tuple[Change, ...]:
     """In evaluation torch's TransformerEncoderLayer computes with the weights of its layers, whatever these are."""
     cut = {name.rpartition(".")[0] for name, role in roles.items() if role.style != "whole"}
     found = []
@@ -92,13 +93,14 @@ def _without_fast_paths(model: nn.Module, roles: Mapping[str, Role]) -> Arrangem
             found.append(Change(name, "activation_relu_or_gelu", module.activation_relu_or_gelu, 0))
         elif isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
             found.append(Change(name, "use_nested_tensor", True, False))
-    return Arrangement(tuple(found))
+    return tuple(found)
 
 
 def _joined(parts: Sequence[Arrangement]) -> Arrangement:
     return Arrangement(
         tuple(change for part in parts for change in part.changes),
         tuple(telling for part in parts for telling in part.tellings),
+        tuple(share for part in parts for share in part.shares),
     )
 
 
@@ -134,29 +136,46 @@ def _common(names: Sequence[str]) -> str:
 def _options(
     model: nn.Module, places: Sequence[str], members: Sequence[Role], stack: Stack | None, size: int
 ) -> Iterator[_Option]:
-    """The least change first; those of a configuration after all others."""
-    numbers = _numbers(members, size)
+    """The least change first; those of a configuration after all others, and last what may count groups of heads."""
+    numbers, tellings = _numbers(members, size), _tellings(places[0], members, stack, size)
+    groups = {number: [part for part in parts if part not in numbers.get(number, ())]
+              for number, parts in _groups(members, size).items()}  # fmt: skip
     own = _candidates(model, places, numbers, "")
-    yield from _combinations(own, _tellings(places[0], members, stack, size), own_only=True)
-    both = [*own, *_candidates(model, places, numbers, "config")]
-    if len(both) > len(own):
-        yield from _combinations(both, _tellings(places[0], members, stack, size), own_only=False)
+    of_config = _candidates(model, places, numbers, "config")
+    of_groups = [changes for holder in ("", "config") for changes in _candidates(model, places, groups, holder)]
+    yield from _combinations([], own, tellings)
+    if of_config:
+        yield from _combinations(own, of_config, tellings)
+    if of_groups:
+        yield from _combinations([*own, *of_config], of_groups, tellings)
 
 
 def _combinations(
-    candidates: Sequence[list[Change]], tellings: Sequence[tuple[str, Telling] | None], own_only: bool
+    known: Sequence[list[Change]], more: Sequence[list[Change]], tellings: Sequence[tuple[str, Telling] | None]
 ) -> Iterator[_Option]:
+    """With one of `more` at least, unless there are none `known`."""
     tried = 0
-    for effort in range(len(candidates) + 2):
+    new = {id(changes) for changes in more}
+    for effort in range(len(known) + len(more) + 2):
         for telling in tellings:
             count = effort - (telling is not None)
-            for chosen in itertools.combinations(candidates, count) if count >= 0 else ():
+            for chosen in itertools.combinations([*known, *more], count) if count >= 0 else ():
+                if known and not any(id(changes) in new for changes in chosen):
+                    continue
                 for changes in itertools.product(*chosen):
                     if tried == _TRIES:
                         return
                     tried += 1
-                    if own_only or any("." in change.attribute for change in changes):
-                        yield _Option(changes, () if telling is None else (telling,))
+                    yield _Option(changes, () if telling is None else (telling,))
+
+
+def _groups(members: Sequence[Role], size: int) -> dict[int, list[int]]:
+    """The same of what divides the heads: in a fused projection of grouped queries nothing tells how many groups."""
+    heads = {role.heads for role in members if role.style == "row" and role.heads < role.layer.inputs}
+    return {
+        groups: [groups // size] for number in heads for groups in range(size, number) if number % groups == 0
+        and groups % size == 0
+    }  # fmt: skip
 
 
 def _numbers(members: Sequence[Role], size: int) -> dict[int, list[int]]:

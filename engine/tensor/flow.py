@@ -21,10 +21,10 @@ class Source(NamedTuple):
     """Where a gradient can lead back to."""
 
     kind: str
-    """`layer`, `parameter` or `input`."""
+    """`layer`, `parameter`, `buffer` or `input`."""
 
     name: str
-    """Module, or name of the parameter."""
+    """Module, or name of the parameter or buffer."""
 
     number: int
     """Of the call, for a layer."""
@@ -38,6 +38,14 @@ class Bands:
     copies: int = 1
 
 
+@dataclass(frozen=True)
+class Share:
+    """How a parameter or buffer that is applied between two layers is cut with what it is applied to."""
+
+    dim: int
+    bands: Bands
+
+
 class Flow:
     """The dependences in one trial."""
 
@@ -45,9 +53,11 @@ class Flow:
         self._tensors: dict[Source, Tensor] = {}
         for index, call in enumerate(trial.calls):
             self._tensors[Source("layer", call.module, index)] = call.wrote
+        buffers = dict(trial.module.named_buffers())
         for name, tensor in trial.stand_ins.items():
             if tensor.requires_grad:
-                self._tensors[Source("parameter", f"{trial.root}.{name}".strip("."), 0)] = tensor
+                kind = "buffer" if name in buffers else "parameter"
+                self._tensors[Source(kind, f"{trial.root}.{name}".strip("."), 0)] = tensor
         for index, tensor in enumerate(trial.inputs.tensors()):
             if tensor.requires_grad:
                 self._tensors[Source("input", "", index)] = tensor
@@ -57,16 +67,15 @@ class Flow:
         return list(self._gradients(x, list(self._tensors)))
 
     def reach(self, x: Tensor, sources: Sequence[Source], first: int, count: int) -> dict[Source, Tensor]:
-        """Which outputs of each layer reach `count` features of `x` from the `first` on: booleans [outputs]."""
+        """What of each source reaches `count` features of `x` from the `first` on: booleans, of a layer [outputs], of
+        any other in its shape."""
         gradients = self._gradients(x[..., first : first + count], sources)
         found = {}
         for source in sources:
+            shape = self._tensors[source].shape
             gradient = gradients.get(source)
-            features = self._tensors[source].shape[-1]
-            if gradient is None:
-                found[source] = torch.zeros(features, dtype=torch.bool)
-            else:
-                found[source] = _nonzero(gradient).reshape(-1, features).any(0)
+            reached = torch.zeros(shape, dtype=torch.bool) if gradient is None else _nonzero(gradient)
+            found[source] = reached.reshape(-1, shape[-1]).any(0) if source.kind == "layer" else reached
         return found
 
     def _gradients(self, x: Tensor, sources: Sequence[Source]) -> dict[Source, Tensor]:
@@ -87,9 +96,11 @@ def _nonzero(gradient: Tensor) -> Tensor:
     return gradient.ne(0)  # NaN is not equal to 0 either
 
 
-def pieces(flow: Flow, call: Call, sources: Sequence[Source], count: int) -> dict[str, Bands] | None:
+def pieces(
+    flow: Flow, call: Call, sources: Sequence[Source], count: int
+) -> tuple[dict[str, Bands], dict[Source, Share]] | None:
     """How the layers that `call` reads are to be cut so that each of `count` ranks has what its share of the input
-    needs; None if that cannot be.
+    needs, and how the parameters and buffers on the way are; None if that cannot be.
 
     The input is cut into `count` stretches of features.
     """
@@ -99,11 +110,28 @@ def pieces(flow: Flow, call: Call, sources: Sequence[Source], count: int) -> dic
     width = features // count
     reached = [flow.reach(call.read, sources, rank * width, width) for rank in range(count)]
     found: dict[str, Bands] = {}
+    shares: dict[Source, Share] = {}
     for source in sources:
-        bands = _bands([reach[source] for reach in reached])
-        if bands is None or found.setdefault(source.name, bands) != bands:
-            return None
-    return found
+        needed = [reach[source] for reach in reached]
+        if source.kind == "layer":
+            bands = _bands(needed)
+            if bands is None or found.setdefault(source.name, bands) != bands:
+                return None
+        elif (share := _share(needed)) is not None:
+            shares[source] = share
+    return found, shares
+
+
+def _share(needed: Sequence[Tensor]) -> Share | None:
+    """From the elements that each rank needs of a tensor; None if there is no dimension along which they differ."""
+    for dim in range(needed[0].dim()):
+        if needed[0].shape[dim] < 2:
+            continue
+        along = [reached.movedim(dim, -1).reshape(-1, reached.shape[dim]).any(0) for reached in needed]
+        bands = _bands(along) or _even(along)
+        if bands is not None and bands.copies < len(needed):
+            return Share(dim, bands)
+    return None
 
 
 def parts(flow: Flow, call: Call, sources: Sequence[Source]) -> int:
@@ -120,6 +148,16 @@ def parts(flow: Flow, call: Call, sources: Sequence[Source]) -> int:
         if any(int((other[source] & ~first[source]).sum()) > 1 for source in sources):
             return features // width
     return 1
+
+
+def _even(needed: Sequence[Tensor]) -> Bands | None:
+    """Equal stretches, where behind a norm and a ReLU some of the elements [count] seem to be needed by no rank."""
+    stack = torch.stack(list(needed))
+    ranks, count = stack.shape
+    if count % ranks or not stack.any(1).all():
+        return None
+    others = stack.unflatten(1, (ranks, -1)).any(2) & ~torch.eye(ranks, dtype=torch.bool)
+    return None if others.any() else Bands((count,))
 
 
 def _bands(reached: Sequence[Tensor]) -> Bands | None:

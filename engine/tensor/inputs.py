@@ -6,6 +6,8 @@ Their values do not matter: layers answer with stand-ins (trial.py). What has to
 from __future__ import annotations
 
 import inspect
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -45,11 +47,16 @@ def given_inputs(example: Any) -> Inputs:
     return Inputs(args=tuple(example) if isinstance(example, tuple | list) else (example,))
 
 
+_NAMED: Final = {"input_ids": "ids", "pixel_values": "image", "input_features": "signal", "input_values": "signal"}
+"""What transformers calls a main input -> its kind."""
+
+
 def guesses(model: nn.Module, tokens: int) -> Iterator[Inputs]:
     """Inputs that `model` might take, the likeliest first, with sequences of a multiple of `tokens`.
 
     The kind is read off the layers in the order in which they are registered: an embedding wants token ids, a
-    convolution an image, a linear layer or a norm features. A module of transformers names its main input.
+    convolution an image or a signal, a linear layer or a norm features. A module of transformers names its main input,
+    and may take several kinds at once.
     """
     try:
         parameters = inspect.signature(model.forward).parameters
@@ -59,11 +66,20 @@ def guesses(model: nn.Module, tokens: int) -> Iterator[Inputs]:
     required = [p.name for p in several if p.default is p.empty]
     named = getattr(model, "main_input_name", None)
     more: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
-    for value in _values(model, tokens):
-        if isinstance(named, str) and named in parameters:
-            ids = {"decoder_input_ids": value} if "decoder_input_ids" in parameters else {}
-            yield Inputs(kwargs={named: value, **ids, **more})
-        elif len(required) <= 1 and several:
+    values = _values(model, tokens)
+    if isinstance(named, str) and named in parameters:
+        if "decoder_input_ids" in parameters and "ids" in values:
+            more["decoder_input_ids"] = values["ids"][0]
+        kinds = sorted(values, key=lambda kind: kind != _NAMED.get(named))
+        others = {name: values[kind] for name, kind in _NAMED.items()
+                  if name in parameters and name != named and kind in values}  # fmt: skip
+        for value in (value for kind in kinds for value in values[kind]):
+            for chosen in itertools.product(*others.values()) if others else ():
+                yield Inputs(kwargs={named: value, **dict(zip(others, chosen, strict=True)), **more})
+            yield Inputs(kwargs={named: value, **more})
+        return
+    for value in (value for kind in values.values() for value in kind):
+        if len(required) <= 1 and several:
             yield Inputs(args=(value,), kwargs=more)
         elif required:
             yield Inputs(args=(value,) * len(required), kwargs=more)
@@ -81,25 +97,34 @@ def variants(model: nn.Module, inputs: Inputs) -> Iterator[Inputs]:
         yield Inputs(kwargs={**inputs.kwargs, "attention_mask": mask})
 
 
-def _values(model: nn.Module, tokens: int) -> Iterator[Tensor]:
-    kinds: dict[str, nn.Module] = {}
+def _values(model: nn.Module, tokens: int) -> dict[str, list[Tensor]]:
+    """Kind -> values of that kind; kinds in the order of the layers that want them."""
+    firsts: dict[str, nn.Module] = {}
     for module in model.modules():
         kind = _kind(module)
         if kind is not None:
-            kinds.setdefault(kind, module)
-    for kind, module in kinds.items():
-        if kind == "image":
-            for side in _sides(model):
-                yield torch.rand(_BATCH, int(module.in_channels), *side)  # type: ignore[arg-type]
-            continue
-        for length in _lengths(model, tokens):
-            if kind == "ids":
-                rows = int(module.num_embeddings)  # type: ignore[arg-type]
-                yield torch.arange(_BATCH * length).view(_BATCH, length) % rows
-            else:
-                yield torch.rand(_BATCH, length, _width(module))
-        if kind == "features":
-            yield torch.rand(_BATCH * 4, _width(module))
+            firsts.setdefault(kind, module)
+    found: dict[str, list[Tensor]] = {}
+    for kind, module in firsts.items():
+        if isinstance(module, nn.Conv2d):
+            found[kind] = [_random(_BATCH, module.in_channels, *side) for side in _sides(model, module)]
+        elif isinstance(module, nn.Conv1d):
+            lengths = _signal_lengths(model)
+            found[kind] = [_random(_BATCH, module.in_channels, length) for length in lengths]
+            if module.in_channels == 1:
+                found[kind] += [_random(_BATCH, length) for length in lengths]
+        elif isinstance(module, nn.Embedding):
+            found[kind] = [torch.arange(_BATCH * length).view(_BATCH, length) % module.num_embeddings
+                           for length in _lengths(model, tokens)]  # fmt: skip
+        else:
+            width = _width(module)
+            found[kind] = [_random(_BATCH, length, width) for length in _lengths(model, tokens)]
+            found[kind].append(_random(_BATCH * 4, width))
+    return found
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0))
 
 
 def _kind(module: nn.Module) -> str | None:
@@ -107,6 +132,8 @@ def _kind(module: nn.Module) -> str | None:
         return "ids"
     if isinstance(module, nn.Conv2d):
         return "image"
+    if isinstance(module, nn.Conv1d):
+        return "signal"
     return "features" if _width(module) else None
 
 
@@ -124,8 +151,9 @@ def _lengths(model: nn.Module, tokens: int) -> list[int]:
     return list(dict.fromkeys([2 * tokens * -(-3 // tokens), *([tokens] if tokens > 1 else [2]), *tables]))
 
 
-def _sides(model: nn.Module) -> list[tuple[int, int]]:
-    """Height and width of an image: what the model or its configuration says, else the usual ones."""
+def _sides(model: nn.Module, conv: nn.Conv2d) -> list[tuple[int, int]]:
+    """Height and width of an image: what the model or its configuration says; what its table of positions would be for,
+    if these are of square patches, with a class token or two; else the usual ones."""
     said = []
     for holder in (model, getattr(model, "config", None), *model.modules()):
         for name in ("image_size", "img_size", "input_size"):
@@ -134,4 +162,33 @@ def _sides(model: nn.Module) -> list[tuple[int, int]]:
                 said.append((value, value))
             elif isinstance(value, Sequence) and len(value) == 2 and all(isinstance(side, int) for side in value):
                 said.append((value[0], value[1]))
-    return list(dict.fromkeys([*said, (224, 224), (32, 32), (28, 28), (64, 64)]))
+    for rows in _tables(model):
+        for patches in (rows, rows - 1, rows - 2):
+            side = math.isqrt(max(0, patches))
+            if side > 1 and side * side == patches:
+                said.append((side * conv.stride[0], side * conv.stride[1]))
+    return list(dict.fromkeys([*said, (32, 32), (28, 28), (64, 64), (224, 224)]))
+
+
+def _signal_lengths(model: nn.Module) -> list[int]:
+    """Of a signal: what the table of positions would be for, behind all convolutions; else enough for a few tokens."""
+    convs = [module for module in model.modules() if isinstance(module, nn.Conv1d)]
+    step = math.prod(conv.stride[0] for conv in convs)
+    field, jump = 1, 1
+    for conv in convs:
+        field += (conv.kernel_size[0] - 1) * conv.dilation[0] * jump
+        jump *= conv.stride[0]
+    return list(dict.fromkeys([*(step * rows for rows in _tables(model)), field + 5 * step]))
+
+
+def _tables(model: nn.Module) -> list[int]:
+    """Rows of what may be tables of positions: parameters [1, rows, width] or [rows, width], and embeddings."""
+    found = []
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None and (
+                (param.dim() == 3 and param.shape[0] == 1)
+                or (param.dim() == 2 and (layer_of(module) is None or isinstance(module, nn.Embedding)))
+            ):
+                found.append(param.shape[-2])
+    return list(dict.fromkeys(rows for rows in found if rows > 1))

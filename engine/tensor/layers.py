@@ -78,17 +78,44 @@ def layer_of(module: nn.Module) -> Layer | None:
 
 
 def derive(module: nn.Module, base: type[nn.Module]) -> None:
-    """Have the class of `module` derive from `base`, right before torch's own layer; a Conv1D's from it first."""
+    """Have the class of `module` derive from `base`, right before torch's own layer; that of a layer which does without
+    torch's own, such as a Conv1D, from `base` first."""
     made: Any = _derived
-    module.__class__ = made(type(module), base)
+    module.__class__ = made(type(module), base, _computes_itself(module))
+
+
+class _Reached(Exception):
+    """torch's own forward has been called."""
+
+
+class _Probe(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        raise _Reached
+
+
+def _computes_itself(module: nn.Module) -> bool:
+    """Whether a subclass of nn.Linear computes what that does, and does not call it: tried on a small weight."""
+    cls = type(module)
+    if not isinstance(module, nn.Linear) or cls.forward is nn.Linear.forward:
+        return False
+    weight, bias, x = torch.eye(3, 2) + 0.5, torch.arange(3.0), torch.arange(8.0).view(2, 2, 2)
+    parameters = {**module._parameters, "weight": weight, "bias": None if module.bias is None else bias}
+    made: Any = _derived
+    small = object.__new__(made(cls, _Probe, False))
+    vars(small).update(vars(module), _parameters=parameters, in_features=2, out_features=3)
+    try:
+        found = cls.forward(small, x)
+        return torch.equal(found, F.linear(x, weight, parameters["bias"]))
+    except Exception:  # it needs more than that, or calls torch's
+        return False
 
 
 @functools.cache
-def _derived(cls: Any, base: Any) -> Any:  # mypy does not take a class for hashable
+def _derived(cls: Any, base: Any, first: bool) -> Any:  # mypy does not take a class for hashable
     (stock,) = base.__bases__
     if cls is stock:
         return base
-    bases = (base, cls) if stock is nn.Module else (cls, base)
+    bases = (base, cls) if first or stock is nn.Module else (cls, base)
     return type(cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 

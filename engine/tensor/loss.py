@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..comm import Comm
 
@@ -47,6 +47,29 @@ def vocabulary_cross_entropy(
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()
+
+
+class VocabularyCrossEntropy(nn.Module):
+    """The mean cross-entropy of logits [..., V] for classes [...]: a pipeline's loss_fn with which the logits of a head
+    that is cut stay cut, so that no rank has all of them. Where nothing is cut it is `F.cross_entropy`."""
+
+    def __init__(self, *, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self._parts: tuple[Comm, int | None] = Comm(None, None), None
+
+    def cut(self, comm: Comm, vocabulary: int) -> None:
+        """From now on logits are this rank's columns of them."""
+        self._parts = comm, vocabulary
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        """A scalar, the same on every rank that has a part of the logits."""
+        comm, vocabulary = self._parts
+        return vocabulary_cross_entropy(
+            logits, target, comm, vocabulary=vocabulary, ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+        )  # fmt: skip
 
 
 def _check(target: Tensor, classes: int) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from ..comm import Comm
+from ..pipe.module import PipelineModule
 from .attention import Heads, HeadsAttention
 from .cut import TensorCut, cut_in_place, even_cut, mark_partial
+from .flow import Share
 from .layers import (
     Column,
     ColumnConv1D,
@@ -25,13 +27,18 @@ from .layers import (
     derive,
     layer_of,
 )
+from .norm import Features, cut_batch_norm, is_batch_norm
 from .plan import TensorPlan
-from .planner import plan_for
+from .planner import decided, plan_for
+from .rehearsal import Stretch, cut_of_share
 from .rng import RankStream
 from .roles import Role
+from .row import NO_BLOCKS, blocks_here, widest
 from .sequence import cut_sequence
 from .styles import PlanError
 from .told import tell
+
+ELSEWHERE: Final = "could not plan; its error says why"
 
 
 def parallelize(
@@ -55,14 +62,17 @@ def parallelize(
     """
     made: TensorPlan | None = None
     cause: PlanError | None = None
+    row: Stretch | None = None
+    if sequence_parallel and comm.size > 1 and isinstance(model, PipelineModule) and not isinstance(plan, TensorPlan):
+        row, cause = _row_of(model, comm.size, plan, example, everyone or comm)
     try:
         if isinstance(plan, TensorPlan):
             made = plan
             _check_given(model, plan, comm.size)
-        else:
+        elif cause is None:
             made = plan_for(
                 model, comm.size, plan=plan, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim,
-                example=example,
+                example=example, row=row,
             )  # fmt: skip
     except PlanError as error:
         cause = error
@@ -75,6 +85,21 @@ def parallelize(
     if made.size > 1:
         _apply(model, made, comm)
     return made
+
+
+def _row_of(
+    model: PipelineModule, size: int, plan: Mapping[str, str] | str | None, example: Any, everyone: Comm
+) -> tuple[Stretch | None, PlanError | None]:
+    """Where the blocks are in the pipeline, or why that is not to be told here. On all ranks of `everyone`."""
+    mine: list[int] = []
+    cause: PlanError | None = None
+    try:
+        _, trials, found = decided(model, size, plan, size, example)
+        mine = blocks_here(model, trials, found.roles)
+    except PlanError as error:
+        cause = error
+    row = widest(mine, everyone, model.bounds[-1])
+    return row, cause or (PlanError(NO_BLOCKS) if row is None else None)
 
 
 def _check_given(model: nn.Module, plan: TensorPlan, size: int) -> None:
@@ -100,7 +125,7 @@ def _agreed(comm: Comm, planned: str | None, cause: PlanError | None, rank: str)
     if cause is not None:
         return cause
     if failed:
-        return PlanError(f"{rank} {failed[0]} could not plan; its error says why")
+        return PlanError(f"{rank} {failed[0]} {ELSEWHERE}")
     differs = [other for other, answer in enumerate(answers) if answer != answers[0]]
     if differs:
         return PlanError(f"{rank}s {differs} planned otherwise than rank 0: the model must be the same on all")
@@ -130,13 +155,15 @@ def _apply(model: nn.Module, plan: TensorPlan, comm: Comm) -> None:
         elif role.style in ("row", "row_split"):
             _cut_row(module, role, Row(comm, role.module, along, role.style == "row_split", stream))
         elif role.style == "vocab":
-            _cut_vocabulary(module, role, comm)
+            cut_vocabulary(module, role, comm)
         elif role.style == "heads":
             _cut_attention(module, role, Heads(comm, role.module, along, stream))
     for change in plan.arrangement.changes:
         change.make(model.get_submodule(change.module))
     for name, telling in plan.arrangement.tellings:
         tell(model.get_submodule(name), telling)
+    for name, share in plan.arrangement.shares:
+        _cut_share(model, name, share, comm)
     for name in plan.partial:
         mark_partial(params[name])
     if plan.stack is not None:
@@ -166,7 +193,8 @@ def _cut_row(module: nn.Module, role: Role, state: Any) -> None:
     _set_counts(module, role, inputs=cut.local_shape[cut.dim])
 
 
-def _cut_vocabulary(module: nn.Module, role: Role, comm: Comm) -> None:
+def cut_vocabulary(module: nn.Module, role: Role, comm: Comm) -> None:
+    """Leave in an embedding this rank's band of the rows."""
     assert isinstance(module, nn.Embedding)
     cut = even_cut(role.layer.shape, 0, comm.size, comm.rank)
     cut_in_place(module.weight, cut)
@@ -189,6 +217,19 @@ def _cut_attention(module: nn.Module, role: Role, state: Any) -> None:
     cut_in_place(module.out_proj.weight, even_cut((width, width), 1, size, rank))
     derive(module, HeadsAttention)
     module.tensor = state
+
+
+def _cut_share(model: nn.Module, name: str, share: Share, comm: Comm) -> None:
+    owner, _, attribute = name.rpartition(".")
+    module = model.get_submodule(owner)
+    whole = getattr(module, attribute)
+    cut = cut_of_share(share, whole.shape, comm.size, comm.rank)
+    if isinstance(whole, nn.Parameter):
+        cut_in_place(whole, cut)
+    elif is_batch_norm(module):
+        cut_batch_norm(module, Features(comm, owner, cut))
+    elif tuple(whole.shape) == cut.shape:  # and not another name of one that is cut
+        setattr(module, attribute, cut.take(whole))
 
 
 def _cut(role: Role, shape: tuple[int, ...], dim: int, comm: Comm) -> TensorCut:

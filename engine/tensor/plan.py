@@ -74,6 +74,9 @@ class TensorPlan:
     element_size: int = 4
     """Bytes of an activation's element."""
 
+    others: tuple[tuple[str, str], ...] = ()
+    """Modules with weights, and their classes, that are no layers and so are whole."""
+
     def cost(self, batch: int, sequence: int, alpha_s: float, beta_bytes_per_s: float) -> Cost:
         """The alpha-beta model of a ring: a collective of S bytes over n ranks takes (n-1) (alpha + S / (n beta)), and
         an all-reduce twice that.
@@ -129,10 +132,12 @@ class TensorPlan:
             if role.bands is not None and role.bands.copies > 1:
                 yield name, "all_reduce", "backward", layer.inputs * layer.outputs
         if self.stack is not None:
-            width = next(role.layer.outputs for role in self.roles
-                         if role.style == "heads" or (role.region is not None and role.style == "row"))  # fmt: skip
-            yield self.stack.last, "all_gather", "forward", tokens * width
-            yield self.stack.first, "all_gather", "backward", tokens * width
+            leaving = [role for role in self.roles
+                       if role.style == "heads" or (role.region is not None and role.style == "row")]  # fmt: skip
+            ends: list[tuple[str, _When]] = [(self.stack.last, "forward"), (self.stack.first, "backward")]
+            for block, when in ends:  # which may be on other stages of a pipeline
+                if any(Stack((block,), self.stack.dim).holds(role.module) for role in self.roles):
+                    yield block, "all_gather", when, tokens * leaving[0].layer.outputs
 
     def __str__(self) -> str:
         lines = [f"tensor parallel plan over {self.size} ranks" + ("" if self.roles else ": nothing is cut")]
@@ -148,6 +153,12 @@ class TensorPlan:
             lines.append(f"  {name or 'the model'}: {said}")
         if self.stack is not None:
             lines.append(f"  sequence (dimension {self.stack.dim}) cut from {self.stack.first} to {self.stack.last}")
+        if self.others:
+            named = [f"{name} ({kind})" for name, kind, _ in _folded([(*other, "") for other in self.others])]
+            lines.append(f"  whole, for they are no layers that can be cut: {', '.join(named)}")
+        if self.arrangement.shares:
+            names = [name for name, _, _ in _folded([(name, "", "") for name, _ in self.arrangement.shares])]
+            lines.append(f"  cut with what they are applied to: {', '.join(names)}")
         if self.partial:
             names = [name for name, _, _ in _folded([(name, "", "") for name in self.partial])]
             lines.append(f"  gradients summed over the ranks: {', '.join(names)}")

@@ -7,13 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from .decision import decide
 from .fit import fit
 from .inputs import Inputs, given_inputs, guesses, variants
 from .layers import layer_of, layers_of
 from .plan import TensorPlan
-from .rehearsal import Stack
-from .roles import Role, decide
+from .rehearsal import Stack, Stretch
+from .roles import Role, Roles
+from .row import note_join, row_here
 from .sequence import find_stack, uncut_in
 from .styles import PlanError, Wanted, own_plan, own_styles, pattern_of, wanted_styles
 from .trial import Trial, joined, note_output, note_randomness, observe
@@ -27,13 +30,15 @@ def plan_for(
     sequence_parallel: bool = False,
     sequence_dim: int = 1,
     example: Any = None,
+    row: Stretch | None = None,
 ) -> TensorPlan:
     """How `model` is to be cut over `size` tensor-parallel ranks. It is not changed, and its weights are not read.
 
     `plan` is None for the model's own plan (`tp_plan` of transformers) where there is one, with what it leaves open
     derived; `"derive"` to derive all of it; or a dict of patterns and styles (styles.py). Whatever it comes from is
     rehearsed. `example` is what the model's forward takes, a tuple or a dict: needed where no input can be made up.
-    With `sequence_parallel` activations between the cut regions of the blocks are cut along `sequence_dim`.
+    With `sequence_parallel` activations between the cut regions of the blocks are cut along `sequence_dim`. In a
+    pipeline `row` says where these are; without it, they are all taken to be on this rank.
 
     Raises PlanError, naming the module, for what cannot be told or carried out.
     """
@@ -41,28 +46,41 @@ def plan_for(
         raise PlanError(f"tensor parallelism over {size} ranks: write 1 or more")
     if size == 1:
         return TensorPlan(1)
-    wanted = _wanted(model, plan)
-    trials = _trials(model, size if sequence_parallel else 1, wanted, example)
-    found = decide(model, trials, wanted, size)
+    wanted, trials, found = decided(model, size, plan, size if sequence_parallel else 1, example)
+    if sequence_parallel and row is None:
+        row = row_here(model, trials, found.roles)
     trials += _variants(trials)
     cuts = any(role.style != "whole" for role in found.roles.values())
     if not cuts and "auto" in wanted.values() and not _stages(model)[0]:
         reasons = "; ".join(f"{role.module}: {role.why}" for role in list(found.roles.values())[:5])
         raise PlanError(f"tensor parallelism over {size} ranks: found nothing to cut ({reasons or 'no layers'})")
-    stack = find_stack(model, found.roles, sequence_dim) if sequence_parallel else None
+    stack = find_stack(model, found.roles, sequence_dim, row) if sequence_parallel else None
     partial = list(found.partial)
     if stack is not None:
-        partial += [name for name in uncut_in(model, stack, found.roles) if name not in partial]
+        uncut = uncut_in(model, stack, found.roles)
+        partial += [name for name in uncut if name not in partial and name not in found.shares]
+        _refuse_batch_norms(model, stack, found)
         for trial in trials:
             _note_end(trial, stack)
     for trial in trials:
         note_randomness(trial)
-    arrangement = fit(model, trials, found.roles, stack, size)
+    arrangement = fit(model, trials, found, stack, size)
     random = _random_regions(trials, found.roles)
     element_size = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
     return TensorPlan(
-        size, tuple(found.roles.values()), arrangement, stack, tuple(partial), random, element_size
+        size, tuple(found.roles.values()), arrangement, stack, tuple(partial), random, element_size,
+        _others(model, found),
     )  # fmt: skip
+
+
+def decided(
+    model: nn.Module, size: int, plan: Mapping[str, str] | str | None, tokens: int, example: Any
+) -> tuple[dict[str, Wanted], list[Trial], Roles]:
+    """What is wanted of each layer, what was seen when the model was tried on sequences of a multiple of `tokens`, and
+    how each layer is to be cut. Raises as `plan_for`."""
+    wanted = _wanted(model, plan)
+    trials = _trials(model, tokens, wanted, example)
+    return wanted, trials, decide(model, trials, wanted, size)
 
 
 def _wanted(model: nn.Module, plan: Mapping[str, str] | str | None) -> dict[str, Wanted]:
@@ -146,12 +164,38 @@ def _variants(trials: Sequence[Trial]) -> list[Trial]:
     return found
 
 
+def _refuse_batch_norms(model: nn.Module, stack: Stack, found: Roles) -> None:
+    """One between the regions would normalize by this rank's part of the sequence."""
+    for name, module in model.named_modules():
+        ours = any(share.startswith(f"{name}.") for share in found.shares)
+        if isinstance(module, _BatchNorm) and stack.holds(name) and not ours:
+            raise PlanError(
+                f"sequence_parallel: {name} is a batch norm between {stack.first} and {stack.last}, where a rank has "
+                "a part of the sequence and would normalize by that alone; switch it off"
+            )
+
+
+def _others(model: nn.Module, found: Roles) -> tuple[tuple[str, str], ...]:
+    """Modules, and their classes, that hold matrices and are neither cut nor told of: convolutions, experts."""
+    told = {name for role in found.roles.values() for name in (role.module, f"{role.module}.out_proj".lstrip("."))}
+    return tuple(
+        (name, type(module).__name__) for name, module in model.named_modules()
+        if name not in told and any(
+            param is not None and param.dim() > 1 and joined(name, key) not in found.shares
+            for key, param in module._parameters.items()
+        )
+    )  # fmt: skip
+
+
 def _brief(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _note_end(trial: Trial, stack: Stack) -> None:
     """Keep what the blocks of `stack` return, if they are among what was tried; they must all be, or none."""
+    if stack.row is not None:
+        note_join(trial, stack)
+        return
     prefix = f"{trial.root}." if trial.root else ""
     used = [block for block in (stack.first, stack.last) if any(c.module.startswith(f"{block}.") for c in trial.calls)]
     if len(used) == 2:

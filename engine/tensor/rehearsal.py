@@ -9,14 +9,17 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from .cut import TensorCut
+from .flow import Share
 from .layers import Layer
 from .roles import Role
 from .told import Telling, plain, tell
@@ -52,11 +55,26 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """A stretch of a pipeline's layers, over however many stages: those from number `first` to `last`, of `count`."""
+
+    first: int
+    last: int
+    count: int
+
+    def arrives_cut(self, start: int) -> bool:
+        """Whether a stage that begins with layer `start` is sent parts of activations."""
+        return start > 0 and self.first <= start <= self.last + 1
+
+
+@dataclass(frozen=True)
 class Stack:
     """The blocks in and between which activations are cut along the sequence."""
 
     blocks: tuple[str, ...]
     dim: int
+    row: Stretch | None = None
+    """Where they are, in a pipeline."""
 
     @property
     def first(self) -> str:
@@ -79,6 +97,8 @@ class Arrangement:
 
     changes: tuple[Change, ...] = ()
     tellings: tuple[tuple[str, Telling], ...] = ()
+    shares: tuple[tuple[str, Share], ...] = ()
+    """Parameters and buffers that are cut like what they are applied to."""
 
 
 class Mismatch(Exception):
@@ -95,19 +115,40 @@ def rehearse(
     """Run the tried module as `rank` of `size` will: with gradients and without, and in training, where dropout lets
     only shapes be compared. Raises Mismatch."""
     modules = {joined(trial.root, name): module for name, module in trial.module.named_modules()}
+    shares = dict(arrangement.shares)
+
+    def part(name: str, x: Tensor) -> Tensor:
+        share = shares.get(joined(trial.root, name))
+        return x if share is None else cut_of_share(share, x.shape, size, rank).take(x)
+
     for grad, training in ((True, False), (False, False), (True, True))[: 3 if trial.trains else 2]:
-        with torch.set_grad_enabled(grad), arranged(modules, arrangement), ExitStack() as edges:
+        with torch.set_grad_enabled(grad), arranged(modules, arrangement), _NoHeadsRefused(), ExitStack() as edges:
             rank_run = _RankRun(trial, roles, stack, size, rank, exact=not training)
-            if stack is not None and stack.first in modules:
+            if stack is not None and stack.row is not None:
+                edges.enter_context(rank_run.row(trial.module, stack.row))
+            elif stack is not None and stack.first in modules:
                 edges.enter_context(rank_run.sequence(modules[stack.first], modules[stack.last]))
             try:
-                found = tensors_of(run(trial, rank_run.answer, training=training))
+                found = tensors_of(run(trial, rank_run.answer, training=training, part=part))
             except Mismatch:
                 raise
             except Exception as error:
                 text = f"{rank_run.last} is followed by {type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 raise Mismatch(rank_run.region, text) from error
             rank_run.finish(found)
+
+
+class _NoHeadsRefused(TorchFunctionMode):
+    """An arrangement that leaves a rank no key heads fails as any other wrong one does. torch 2.11 divides by their
+    number in grouped-query attention, which would end the process."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            tensors = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
+            if any(x.numel() == 0 for x in tensors):
+                raise ValueError("attention is asked for no heads")
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -172,9 +213,12 @@ class _RankRun:
             raise Mismatch(self.region, f"{missing[0]} is used less often than by the whole model")
         if any(role.style == "column" and role.region is None for role in self._roles.values()):
             return
-        if len(outputs) != len(self._trial.outputs):
-            raise Mismatch(self.region, f"{len(outputs)} outputs instead of {len(self._trial.outputs)}")
-        for found, expected in zip(outputs, self._trial.outputs, strict=True):
+        whole = self._trial.outputs if self._exact else self._trial.trained
+        if len(outputs) != len(whole):
+            raise Mismatch(self.region, f"{len(outputs)} outputs instead of {len(whole)}")
+        # A pipeline's stage may pass on what is cut.
+        expected_outputs, _ = on_first_activation(self._piece, tuple(whole), {})
+        for found, expected in zip(outputs, expected_outputs, strict=True):
             self._compare(found, expected.detach(), "the output")
 
     @contextmanager
@@ -204,6 +248,34 @@ class _RankRun:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def row(self, model: nn.Module, row: Stretch) -> AbstractContextManager[None]:
+        """The same in a pipeline, whichever part of the blocks the tried stage has."""
+        from .row import Edges, of_first, passage, passed_by
+
+        assert self._stack is not None
+        run, stack = self, self._stack
+
+        class Rehearsed(Edges):
+            def arrive(self, value: Any) -> Any:
+                run._along = stack.dim
+                return of_first(lambda x: run._piece(x).clone(), value)
+
+            def cut(self, value: Any) -> Any:
+                return self.arrive(value)
+
+            def join(self, value: Any) -> Any:
+                whole = run._trial.blocks[stack.last]
+
+                def joined(x: Tensor) -> Tensor:
+                    run._compare(x, run._piece(whole), f"the output of {stack.last}")
+                    return whole.clone()
+
+                value = of_first(joined, value)
+                run._along = None
+                return value
+
+        return passed_by(model, lambda start, stop: passage(row, start, stop, Rehearsed()))
 
     def _compare(self, found: Tensor, expected: Tensor, what: str) -> None:
         if found.shape != expected.shape:
@@ -246,6 +318,11 @@ def cut_of_outputs(role: Role, size: int, rank: int) -> TensorCut:
     return TensorCut(
         shape=(role.layer.outputs,), dim=0, bands=role.bands.sizes, size=size, rank=rank, copies=role.bands.copies
     )  # fmt: skip
+
+
+def cut_of_share(share: Share, shape: Sequence[int], size: int, rank: int) -> TensorCut:
+    """How a parameter or buffer of this `shape` is cut."""
+    return TensorCut(shape=tuple(shape), dim=share.dim, bands=share.bands.sizes, size=size, rank=rank)
 
 
 def _index(wrote: Tensor, role: Role, size: int, rank: int) -> Tensor:

@@ -52,12 +52,13 @@ class RankStream:
         self._entered = {by}
         generator.manual_seed(_mix(seed, self._rank + 1))
 
-    def leave(self) -> None:
-        """Go on with the stream of all ranks."""
+    def leave(self, *, forget: bool = True) -> None:
+        """Go on with the stream of all ranks. Without `forget`, the next `leave` goes on from there again."""
         if self._shared is not None:
             generator, state = self._shared
             generator.set_state(state)
-        self._shared = None
+        if forget:
+            self._shared = None
 
 
 def _generator(device: torch.device) -> torch.Generator:

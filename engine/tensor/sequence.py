@@ -10,19 +10,31 @@ from torch import Tensor, nn
 
 from ..comm import Comm
 from .ops import join, split
-from .rehearsal import Stack, on_first_activation
+from .rehearsal import Stack, Stretch, on_first_activation
 from .rng import RankStream
 from .roles import Role
+from .row import cut_row, stack_of
 from .styles import PlanError
 from .trial import joined
 
 
-def find_stack(model: nn.Module, roles: Mapping[str, Role], dim: int) -> Stack:
+def find_stack(model: nn.Module, roles: Mapping[str, Role], dim: int, row: Stretch | None = None) -> Stack:
     """The blocks that activations pass one after the other: those with cut regions in one ModuleList, Sequential, or
-    other module whose children are numbered.
+    other module whose children are numbered; in a pipeline, the layers of `row`.
 
     Raises PlanError if there are none, or if a layer in one of them needs the whole sequence.
     """
+    stack = _numbered(model, roles, dim) if row is None else stack_of(model, row, dim)
+    for layer, role in roles.items():
+        if stack.holds(layer) and role.region is None and role.style not in ("whole", "heads"):
+            raise PlanError(
+                f"sequence_parallel: {layer} is {role.style}, which needs the whole sequence, in the blocks where it "
+                "is cut; make it column or row, or leave it whole"
+            )
+    return stack
+
+
+def _numbered(model: nn.Module, roles: Mapping[str, Role], dim: int) -> Stack:
     children: list[str] = []
     holding: list[str] = []
     regions = [name for name, role in roles.items() if role.region is not None or role.style == "heads"]
@@ -39,14 +51,7 @@ def find_stack(model: nn.Module, roles: Mapping[str, Role], dim: int) -> Stack:
             "sequence_parallel: the model has no ModuleList or Sequential of blocks with layers that are cut; switch "
             "it off"
         )
-    stack = Stack(tuple(children[children.index(holding[0]) : children.index(holding[-1]) + 1]), dim)
-    for layer, role in roles.items():
-        if stack.holds(layer) and role.region is None and role.style not in ("whole", "heads"):
-            raise PlanError(
-                f"sequence_parallel: {layer} is {role.style}, which needs the whole sequence, in the blocks where it "
-                "is cut; make it column or row, or leave it whole"
-            )
-    return stack
+    return Stack(tuple(children[children.index(holding[0]) : children.index(holding[-1]) + 1]), dim)
 
 
 def uncut_in(model: nn.Module, stack: Stack, roles: Mapping[str, Role]) -> list[str]:
@@ -75,6 +80,9 @@ def cut_sequence(model: nn.Module, stack: Stack, comm: Comm) -> None:
 
     In between dropout draws for this rank's part alone.
     """
+    if stack.row is not None:
+        cut_row(model, stack, comm)
+        return
     stream = RankStream(comm.rank)
     first = model.get_submodule(stack.first)
 

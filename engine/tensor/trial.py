@@ -7,22 +7,31 @@ little time and memory, wherever its weights are.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections import Counter
+import sys
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from .inputs import Inputs
 from .layers import Layer, derive, layers_of
+from .norm import is_batch_norm
 from .told import plain
+
+_HOLDERS: Final = (dict, OrderedDict, list, set)
+
+_WIDE: Final = 1 << 20
+"""Elements of a buffer at most for which it is asked what depends on it."""
 
 Answer = Callable[[str, Layer, Tensor], Tensor]
 """What a layer answers: its name, what it is, and its input -> its output."""
@@ -59,6 +68,9 @@ class Trial:
     outputs: list[Tensor] = field(default_factory=list)
     trains: bool = False
     """Whether it runs in training mode too: `note_randomness`."""
+
+    trained: list[Tensor] = field(default_factory=list)
+    """What it returned then; there may be more or fewer of them."""
 
     blocks: dict[str, Tensor] = field(default_factory=dict)
     """Module -> its output, of those that `note_output` was asked for."""
@@ -101,7 +113,7 @@ def note_randomness(trial: Trial) -> None:
         return call.wrote.detach().clone()
 
     try:
-        run(trial, answer, training=True)
+        trial.trained = tensors_of(run(trial, answer, training=True))
     except Exception:  # a batch norm over one value, for instance
         return
     trial.trains = next(again, None) is None
@@ -121,33 +133,46 @@ def note_output(trial: Trial, name: str, module: nn.Module) -> None:
         handle.remove()
 
 
-def run(trial: Trial, answer: Answer, *, training: bool = False) -> Any:
-    """What the tried module returns, with `answer` in its layers' place. The process's generator is left as it was, and
-    so are attributes of the modules: what a forward counts, or keeps for the next one, is not of these inputs."""
-    with _restored(trial.module):
+def run(
+    trial: Trial, answer: Answer, *, training: bool = False, part: Callable[[str, Tensor], Tensor] | None = None
+) -> Any:
+    """What the tried module returns, with `answer` in its layers' place, and `part` of the stand-ins' names and values
+    in that of the stand-ins. The process's generator is left as it was, and so are attributes of the modules: what a
+    forward counts, or keeps for the next one, is not of these inputs. Nothing is compiled."""
+    with _restored(trial.module), _uncompiled():
         trial.module.train(training)
         with torch.random.fork_rng(devices=[]), _keeping(), _answering(trial.root, trial.module, answer):
             torch.manual_seed(0)
             # A forward may empty what holds its inputs, and write to buffers.
             inputs = trial.inputs.replaced(lambda x: x)
-            stand_ins = {name: x if x.requires_grad else x.clone() for name, x in trial.stand_ins.items()}
+            buffers = dict(trial.module.named_buffers())
+            stand_ins = {name: x.clone() if name in buffers else x for name, x in trial.stand_ins.items()}
+            if part is not None:
+                stand_ins = {name: part(name, x) for name, x in stand_ins.items()}
             return functional_call(
                 trial.module, _everywhere(trial.module, stand_ins), inputs.args, dict(inputs.kwargs), tie_weights=False
             )
 
 
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Run what torch.compile was asked to compile as it is written. If the compiler is not loaded, there is nothing."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
 @contextmanager
 def _restored(root: nn.Module) -> Iterator[None]:
-    """Afterwards the modules have the attributes and buffers that they have now: the same objects, not copies."""
-    before = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in root.modules()]
+    """Afterwards the modules have the attributes that they have now: the same objects, not copies; and the dicts (of
+    buffers and hooks, for instance), lists and sets among them hold the same."""
+    before: list[tuple[Any, Any]] = []
+    for module in root.modules():
+        before.append((vars(module), dict(vars(module))))
+        before += [(held, copy.copy(held)) for held in vars(module).values() if type(held) in _HOLDERS]
     try:
         yield
     finally:
-        for attributes, values, buffers in before:
-            attributes.clear()
-            attributes.update(values)
-            attributes["_buffers"].clear()
-            attributes["_buffers"].update(buffers)
+        for held, contents in before:
+            held.clear()
+            (held.extend if isinstance(held, list) else held.update)(contents)
 
 
 def _everywhere(module: nn.Module, stand_ins: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -221,10 +246,16 @@ def _stand_ins(module: nn.Module) -> dict[str, Tensor]:
             else:
                 found[name] = torch.rand(param.shape).add_(0.5).requires_grad_()
     for name, buffer in module.named_buffers():
-        if buffer.is_meta:
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if is_batch_norm(owner) and buffer.is_floating_point():
+            found[name] = torch.rand(buffer.shape, generator=torch.Generator().manual_seed(2)).add_(0.5)
+        elif buffer.is_meta:
             found[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
         else:
             found[name] = buffer.detach().to("cpu", torch.float32 if buffer.is_floating_point() else None, copy=True)
+        # To a norm's statistics torch has no gradient; ours, of a batch norm, has. What is large is a mask or a table.
+        if found[name].is_floating_point() and found[name].numel() <= _WIDE:
+            found[name].requires_grad_(is_batch_norm(owner) or not isinstance(owner, _NormBase))
     return found
 
 
@@ -276,12 +307,25 @@ class _AttentionTrial(nn.MultiheadAttention):
         return found, torch.full((*batch, *heads, length, keys), 1 / keys)
 
 
+class _BatchNormTrial(_BatchNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        """In evaluation with gradients for the statistics."""
+        if self.training or self.running_mean is None or self.running_var is None:
+            return super().forward(x)
+        shape = [1, -1, *[1] * (x.dim() - 2)]
+        y = (x - self.running_mean.view(shape)) / (self.running_var.view(shape) + self.eps).sqrt()
+        return y if self.weight is None else y * self.weight.view(shape) + self.bias.view(shape)
+
+
 @contextmanager
 def _answering(prefix: str, root: nn.Module, answer: Answer) -> Iterator[None]:
     bases: dict[str, type[nn.Module]] = {
         "linear": _LinearTrial, "conv1d": _Conv1DTrial, "embedding": _EmbeddingTrial, "attention": _AttentionTrial,
     }  # fmt: skip
-    before = []
+    before: list[tuple[Any, type[nn.Module]]] = []
+    for norm in filter(is_batch_norm, list(root.modules())):
+        before.append((norm, type(norm)))
+        derive(norm, _BatchNormTrial)
     for name, layer in layers_of(root).items():
         module: Any = root.get_submodule(name)
         before.append((module, type(module)))
@@ -292,7 +336,7 @@ def _answering(prefix: str, root: nn.Module, answer: Answer) -> Iterator[None]:
     finally:
         for module, kind in before:
             module.__class__ = kind
-            del module.answer
+            vars(module).pop("answer", None)
 
 
 def joined(prefix: str, name: str) -> str:

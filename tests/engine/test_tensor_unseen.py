@@ -1,0 +1,442 @@
+"""The planner on what it was not written for: parameters that are cut with what they are applied to, adapters, layers
+that compute by themselves, inputs of other kinds; and a wide choice of transformers' models."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import Ranks
+from tensor_models import Block, FusedAttention, Gated, compare_gradients, error_of, tensor_comm, token_ids
+from torch import Tensor, nn
+
+from dsprof.engine.tensor import PlanError, TensorPlan, cut_of, parallelize, plan_for
+from dsprof.engine.tensor.trial import tensors_of
+
+torch.set_num_threads(1)
+
+
+def styles(plan: TensorPlan) -> dict[str, str]:
+    return {role.module: role.style for role in plan.roles}
+
+
+# --- what is cut with what it is applied to
+
+
+def batch_norms() -> nn.Module:
+    """Between the layers that are cut: statistics, a gain for each feature, groups of features."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8), nn.LayerNorm(8),
+        nn.Linear(8, 12), nn.BatchNorm1d(12, momentum=None), nn.GroupNorm(4, 12), nn.ReLU(), nn.Linear(12, 8),
+    )  # fmt: skip
+
+
+class Sinks(nn.Module):
+    """Attention with a number for each head, and one for each feature of each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.heads = 4
+        self.sinks = nn.Parameter(torch.rand(4))
+        self.gain = nn.Parameter(torch.rand(4, 4))
+        self.table = nn.Parameter(torch.rand(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, self.heads, 4).permute(2, 0, 3, 1, 4)
+        scores = q * self.gain.view(1, -1, 1, 4) @ k.transpose(-2, -1) + self.table[:t].t().view(1, -1, 1, t)
+        scores = torch.cat([scores, self.sinks.view(1, -1, 1, 1).expand(b, -1, t, 1)], -1)
+        y: Tensor = self.out((scores.softmax(-1)[..., :-1] @ v).transpose(1, 2).flatten(2))
+        return y
+
+
+def test_parameters_that_differ_between_the_parts_are_cut_with_them() -> None:
+    plan = plan_for(nn.Sequential(Sinks(), nn.LayerNorm(16)), 2)
+    assert {name: (share.dim, share.bands.sizes) for name, share in plan.arrangement.shares} == {
+        "0.sinks": (0, (4,)), "0.gain": (0, (4,)), "0.table": (1, (4,)),
+    }  # fmt: skip
+    assert "  cut with what they are applied to: 0.sinks, 0.gain, 0.table" in str(plan)
+    assert plan.partial == ()
+
+
+def cut_norms_and_sinks(rank: int) -> None:
+    comm = tensor_comm()
+    x = torch.rand(6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    whole = batch_norms().double()
+    cut = copy.deepcopy(whole)
+    plan = parallelize(cut, comm)
+    assert sorted(styles(plan).values()) == ["column", "column", "row", "row"]
+    for training in (True, True, False):  # twice, for statistics that have been cut before
+        whole.train(training)
+        cut.train(training)
+        whole.zero_grad()
+        cut.zero_grad()
+        expected, found = whole(x), cut(x)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        expected.square().sum().backward()
+        found.square().sum().backward()
+        compare_gradients(whole, cut, comm)
+        for (name, one), (_, other) in zip(whole.named_buffers(), cut.named_buffers(), strict=True):
+            torch.testing.assert_close(other, one, msg=name)
+    torch.manual_seed(2)
+    whole = nn.Sequential(Sinks(), nn.LayerNorm(16)).double()
+    cut = copy.deepcopy(whole)
+    parallelize(cut, comm)
+    assert isinstance(cut[0], Sinks)
+    assert tuple(cut[0].table.shape) == (8, 2)
+    assert cut_of(cut[0].table) is not None
+    x = torch.rand(2, 8, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (whole(x) ** 2).sum().backward()
+    (cut(x) ** 2).sum().backward()
+    compare_gradients(whole, cut, comm)
+
+
+def test_batch_norms_and_parameters_of_heads_compute_the_same(ranks: Ranks) -> None:
+    ranks.run(2, cut_norms_and_sinks)
+
+
+class Scaled(nn.Module):
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("gain", torch.arange(1.0, 17), persistent=persistent)
+        self.rest = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.rest(F.layer_norm(self.down(F.silu(self.up(x)) * self.gain), [8]))
+        return y
+
+
+def test_a_buffer_is_cut_unless_it_is_saved() -> None:
+    assert styles(plan_for(Scaled(False), 2))["down"] == "row"
+    found = styles(plan_for(Scaled(True), 2))
+    assert (found["up"], found["down"], found["rest.2"]) == ("whole", "whole", "row")
+
+
+def test_a_batch_norm_does_not_see_a_part_of_the_sequence() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(16)
+            self.mlp = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.mlp(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+    model = nn.Sequential(nn.Embedding(30, 16), Normed(), Normed())
+    assert styles(plan_for(model, 2))["1.mlp.0"] == "column"
+    message = error_of(lambda: plan_for(model, 2, sequence_parallel=True))
+    assert message.startswith("sequence_parallel: 1.norm is a batch norm between 1 and 2")
+
+
+# --- layers
+
+
+class Adapted(nn.Module):
+    """A layer that is frozen, and an adapter of low rank beside it."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.low, self.high = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + self.high(self.low(x))
+        return y
+
+
+@pytest.mark.parametrize("rank", [4, 3])  # of which the second does not divide
+def test_adapters_do_not_keep_their_layers_whole(rank: int) -> None:
+    plan = plan_for(nn.Sequential(Adapted(8, 32, rank), nn.ReLU(), Adapted(32, 8, rank)), 2)
+    assert styles(plan) == {
+        "0.base": "column", "0.low": "whole", "0.high": "column", "2.base": "row", "2.low": "row", "2.high": "whole",
+    }  # fmt: skip
+
+
+class Casting(nn.Linear):
+    """Computes what nn.Linear does, without it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight.to(x.dtype).t()
+        return y if self.bias is None else y + self.bias
+
+
+class Doubling(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * (x @ self.weight.t())
+
+
+def casting_layers(rank: int) -> None:
+    comm = tensor_comm()
+    torch.manual_seed(1)
+    whole = nn.Sequential(Casting(8, 16), nn.ReLU(), Casting(16, 8, bias=False)).double()
+    cut = copy.deepcopy(whole)
+    assert set(styles(parallelize(cut, comm)).values()) == {"column", "row"}
+    x = torch.rand(3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    torch.testing.assert_close(cut(x), whole(x), rtol=1e-10, atol=1e-10)
+    assert isinstance(cut[0], Casting)
+
+
+def test_a_layer_that_computes_what_torchs_does_by_itself(ranks: Ranks) -> None:
+    ranks.run(2, casting_layers)
+    message = error_of(lambda: plan_for(nn.Sequential(Doubling(8, 16), nn.ReLU(), Doubling(16, 8)), 2))
+    assert "0: its weight is used outside its forward" in message
+
+
+def test_the_advice_names_a_layer_where_the_model_is_all_there_is() -> None:
+    message = error_of(lambda: plan_for(nn.Sequential(nn.Linear(8, 16), nn.PReLU(16), nn.Linear(16, 8)), 2))
+    assert message.startswith("tensor parallelism: cannot tell how to cut 2: over 2 ranks it does not compute what it")
+    assert message.endswith(
+        "Have it take its sizes from the outputs of its layers, or leave it whole with a plan: "
+        '{"2": "whole", "*": "auto"}'
+    )
+
+
+def test_groups_in_a_fused_projection_of_grouped_queries() -> None:
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads, self.groups = 8, 4
+            self.qkv, self.out = nn.Linear(32, 4 * 4 * 4), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            b, t, _ = x.shape
+            qkv = self.qkv(x).view(b, t, self.groups, self.heads // self.groups + 2, 4)
+            q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in qkv.split([self.heads // self.groups, 1, 1], 3))
+            y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            out: Tensor = self.out(y.transpose(1, 2).flatten(2))
+            return out
+
+    plan = plan_for(nn.Sequential(Grouped(), nn.LayerNorm(32)), 2)
+    assert {(c.attribute, c.before, c.after) for c in plan.arrangement.changes} == {("heads", 8, 4), ("groups", 4, 2)}
+
+
+def test_what_is_whole_for_being_no_layer_is_said() -> None:
+    model = nn.Sequential(nn.Embedding(30, 8), nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
+    model.append(nn.GRU(8, 8))
+    assert "  whole, for they are no layers that can be cut: 2 (GRU)" in str(plan_for(model, 2))
+
+
+# --- trying
+
+
+def test_nothing_is_compiled() -> None:
+    compiled = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    model.compile(backend=backend)
+    whole = nn.Sequential(torch.compile(Gated(8, 8), backend=backend), nn.LayerNorm(8))
+    plan_for(nn.Sequential(model, nn.LayerNorm(8)), 2)
+    plan_for(whole, 2)
+    assert compiled == []
+    whole(torch.ones(1, 2, 8))
+    assert len(compiled) == 1  # and afterwards it is
+
+
+def test_hooks_that_a_forward_installs_are_taken_away_again() -> None:
+    class Recording(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+            self.hooked = False
+            self.seen: list[int] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.hooked:
+                self.mlp.register_forward_hook(lambda *_: self.seen.append(1))
+                self.hooked = True
+            return x + self.mlp(x)
+
+    model = Recording()
+    plan_for(model, 2)
+    model(torch.ones(1, 8))
+    assert model.seen == [1]
+
+
+def test_a_model_that_returns_less_in_training() -> None:
+    class Memory(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 8))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            y = self.mlp(x)
+            return (y,) if self.training else (y, x)
+
+    plan = plan_for(Memory(), 2)
+    assert (styles(plan)["mlp.3"], plan.random_regions) == ("row", (0,))
+
+
+def test_an_image_whose_size_only_the_table_of_positions_tells() -> None:
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patches = nn.Conv2d(3, 16, 8, 8)
+            self.first = nn.Parameter(torch.zeros(1, 1, 16))
+            self.position = nn.Parameter(torch.zeros(1, 26, 16))  # 5 x 5, and a class token
+            self.block = Block(16, FusedAttention(16, 4), Gated(16, 24))
+
+        def forward(self, images: Tensor) -> Tensor:
+            x = self.patches(images).flatten(2).transpose(1, 2)
+            x = torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.position
+            y: Tensor = self.block(x)
+            return y
+
+    assert sorted(styles(plan_for(Patches(), 2)).values()) == ["column", "column", "row", "row"]
+
+
+def test_a_signal() -> None:
+    class Sound(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Sequential(nn.Conv1d(5, 16, 3, padding=1), nn.GELU(), nn.Conv1d(16, 16, 3, 2, 1))
+            self.position = nn.Embedding(24, 16)
+            self.block = Block(16, FusedAttention(16, 4), Gated(16, 24))
+
+        def forward(self, signal: Tensor) -> Tensor:
+            x = self.conv(signal).transpose(1, 2)
+            y: Tensor = self.block(x + self.position.weight)  # of one length only
+            return y
+
+    found = styles(plan_for(Sound(), 2))
+    assert (found["block.attention.c_attn"], found["block.mlp.down"]) == ("column", "row")
+
+
+# --- models of transformers
+
+TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
+GROUPED = {**TEXT, "num_key_value_heads": 2}
+IMAGE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "image_size": 16, "patch_size": 4}  # fmt: skip
+TWO_STACKS = {"vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+              "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "decoder_start_token_id": 2,
+              "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1}  # fmt: skip
+CLIP = {"text_config": {**TEXT, "max_position_embeddings": 16, "projection_dim": 16},
+        "vision_config": {**IMAGE, "projection_dim": 16}, "projection_dim": 16}  # fmt: skip
+
+MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
+    # Model -> configuration, its sizes, and how many layers are cut over two ranks.
+    "MistralForCausalLM": ("MistralConfig", {**GROUPED, "sliding_window": 4}, 16),
+    "Qwen2ForCausalLM": ("Qwen2Config", GROUPED, 16),
+    "Gemma2ForCausalLM": ("Gemma2Config", {**GROUPED, "head_dim": 16, "query_pre_attn_scalar": 16}, 16),
+    "Gemma3ForCausalLM": ("Gemma3TextConfig", {**GROUPED, "head_dim": 16, "query_pre_attn_scalar": 16}, 16),
+    "PhiForCausalLM": ("PhiConfig", TEXT, 14),
+    "OPTForCausalLM": ("OPTConfig", {**TEXT, "ffn_dim": 48, "max_position_embeddings": 32, "word_embed_proj_dim": 32},
+                       14),
+    "GPTJForCausalLM": ("GPTJConfig", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4,
+                                       "n_positions": 32}, 14),
+    "Starcoder2ForCausalLM": ("Starcoder2Config", GROUPED, 14),
+    "CohereForCausalLM": ("CohereConfig", {**GROUPED, "use_qk_norm": True}, 16),
+    "Olmo2ForCausalLM": ("Olmo2Config", GROUPED, 8),  # its norms are over all heads
+    "GptOssForCausalLM": ("GptOssConfig", {**GROUPED, "head_dim": 8, "num_local_experts": 4}, 10),
+    "MixtralForCausalLM": ("MixtralConfig", {**GROUPED, "num_local_experts": 4}, 10),
+    "FalconForCausalLM": ("FalconConfig", {**TEXT, "new_decoder_architecture": True, "num_kv_heads": 2}, 10),
+    "MambaForCausalLM": ("MambaConfig", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
+                                         "state_size": 8}, 2),
+    "RobertaForMaskedLM": ("RobertaConfig", {**TEXT, "max_position_embeddings": 40}, 14),
+    "DebertaForMaskedLM": ("DebertaConfig", {**TEXT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, 14),
+    "T5ForConditionalGeneration": ("T5Config", {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48,
+                                   "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}, 19),
+    "BartForConditionalGeneration": ("BartConfig", {**TWO_STACKS, "max_position_embeddings": 32}, 35),
+    "WhisperForConditionalGeneration": ("WhisperConfig", {**TWO_STACKS, "num_mel_bins": 8, "max_source_positions": 16,
+                                        "max_target_positions": 16}, 34),
+    "CLIPModel": ("CLIPConfig", CLIP, 25),
+    "DeiTForImageClassification": ("DeiTConfig", IMAGE, 12),
+    "SwinForImageClassification": ("SwinConfig", {"image_size": 32, "patch_size": 4, "embed_dim": 16,
+                                   "depths": [1, 1], "num_heads": [2, 4], "window_size": 4}, 12),
+}  # fmt: skip
+SAMPLE = ["GptOssForCausalLM", "DebertaForMaskedLM", "SwinForImageClassification", "WhisperForConditionalGeneration",
+          "FalconForCausalLM", "CLIPModel"]  # fmt: skip
+
+
+def build(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model, the same in every process, and its inputs."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+
+    torch.manual_seed(0)
+    config, sizes, _ = MODELS[name]
+    model = getattr(transformers, name)(getattr(transformers, config)(**sizes)).eval()
+    generator = torch.Generator().manual_seed(1)
+    for param in model.parameters():
+        if not param.any():  # nothing would be seen of what is applied to nothing
+            nn.init.uniform_(param, -0.1, 0.1, generator=generator)
+    inputs: dict[str, Tensor] = {}
+    if name == "CLIPModel" or "image_size" in sizes:
+        inputs["pixel_values"] = torch.rand(2, 3, *[sizes.get("image_size", 16)] * 2, generator=generator)
+    if name.startswith("Whisper"):
+        inputs["input_features"] = torch.rand(2, 8, 32, generator=generator)
+    elif "image_size" not in sizes:
+        inputs["input_ids"] = token_ids(64).clamp(min=3)
+    if name.endswith("ConditionalGeneration"):
+        inputs["decoder_input_ids"] = token_ids(64)[:, :6].clamp(min=3)
+    return model, inputs
+
+
+def cut_and_compare(rank: int, names: list[str]) -> dict[str, int]:
+    """In fp32, for the sake of experts and of masks that know nothing else."""
+    comm = tensor_comm()
+    found = {}
+    for name in names:
+        whole, inputs = build(name)
+        cut = copy.deepcopy(whole)
+        try:
+            plan = parallelize(cut, comm, "derive")
+        except PlanError as error:
+            raise AssertionError(f"{name}: {error}") from error
+        expected, got = tensors_of(whole(**inputs)), tensors_of(cut(**inputs))
+        weights = [torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) for x in expected]
+        for one, other in zip(expected, got, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        for outputs in (expected, got):
+            torch.stack([(x * w).sum() for x, w in zip(outputs, weights, strict=True)]).sum().backward()
+        for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
+            if one.grad is None and other.grad is not None and not other.grad.any():
+                other.grad = None  # of experts that no token chose
+        largest = max(float(x.grad.abs().max()) for x in whole.parameters() if x.grad is not None)
+        compare_gradients(whole, cut, comm, 1e-4 * max(1.0, largest))
+        found[name] = sum(role.style != "whole" for role in plan.roles)
+    return found
+
+
+def test_a_sample_of_transformers_models(ranks: Ranks) -> None:
+    assert ranks.run(2, cut_and_compare, SAMPLE)[0] == {name: MODELS[name][2] for name in SAMPLE}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in SAMPLE])
+def test_more_of_transformers_models(ranks: Ranks, name: str) -> None:
+    assert ranks.run(2, cut_and_compare, [name])[0] == {name: MODELS[name][2]}
+
+
+@pytest.mark.slow
+def test_transformers_models_over_four_ranks(ranks: Ranks) -> None:
+    names = [name for name in MODELS if not name.startswith(("Falcon", "Swin"))]
+    for first in range(0, len(names), 5):
+        ranks.run(4, cut_and_compare, names[first : first + 5])
+
+
+@pytest.mark.slow
+def test_what_is_refused_of_transformers_is_named() -> None:
+    """Slopes of ALiBi are made for all heads outside the attention."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+    message = error_of(lambda: plan_for(transformers.BloomForCausalLM(config), 2))
+    assert message.startswith("tensor parallelism: cannot tell how to cut transformer.h.0.self_attention: over 2 ranks")
+    assert message.endswith('whole with a plan: {"transformer.h.*.self_attention": "whole", "*": "auto"}')
+    whole = {"transformer.h.*.self_attention": "whole", "*": "auto"}
+    found = styles(plan_for(transformers.BloomForCausalLM(config), 2, plan=whole))
+    assert found["transformer.h.1.mlp.dense_4h_to_h"] == "row"
