@@ -27,6 +27,7 @@ def trace_rows(capture: Capture, rank: int, restart: int) -> pd.DataFrame:
     rows = _measured(capture)
     main = _training_thread(rows)
     rows["lane"] = _lanes(rows, main)
+    _tell_inner_waits(rows)
     steps = _steps(rows, main)
     on_gpu = any(fact["fact"] == "device" for fact in capture.facts)
     rows = pd.concat([rows, steps, *_between_phases(rows, main, on_gpu)], ignore_index=True)
@@ -177,6 +178,21 @@ def _between_phases(rows: pd.DataFrame, main: int, on_gpu: bool) -> list[pd.Data
             gaps("optimizer", "forward", "data")
             gaps("backward", "forward", "data")
     return found
+
+
+def _tell_inner_waits(rows: pd.DataFrame) -> None:
+    """Give a wait of c10d's within a communication that the engine told of, such as a norm, what it told of that."""
+    engine = rows["engine"].eq(True)
+    comm = rows[(rows["kind"] == "comm") & engine & rows["dur_ns"].notna()].sort_values("start_ns", kind="stable")
+    waits = rows[(rows["kind"] == "wait") & ~engine & rows["dur_ns"].notna()]
+    for thread, inner in waits.groupby("thread"):
+        around = comm[comm["thread"] == thread]
+        at = np.searchsorted(around["start_ns"].to_numpy(np.int64), inner["start_ns"].to_numpy(np.int64), "right") - 1
+        if around.empty:
+            continue
+        within = (at >= 0) & (_end(inner) <= _end(around)[at])
+        told = ["purpose", "module", "stage", "microbatch"]
+        rows.loc[inner.index[within], told] = around.iloc[at[within]][told].set_axis(inner.index[within])
 
 
 def _backward_waits(rows: pd.DataFrame) -> pd.DataFrame:

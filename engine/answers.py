@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from . import monitors
-from .config import Config
 from .precision import LossScaler
 from .surface import Surface
 from .zero import Zero
@@ -21,7 +20,6 @@ class Answers(Surface):
     """The part of an Engine that changes nothing."""
 
     module: nn.Module
-    config: Config
     zero: Zero
     scaler: LossScaler
     optimizer: torch.optim.Optimizer | None
@@ -48,10 +46,6 @@ class Answers(Surface):
     def zero_optimization_stage(self) -> int:
         """0 to 3."""
         return self.zero.settings.stage
-
-    def gradient_clipping(self) -> float:
-        """The norm that gradients are clipped to; 0 if they are not."""
-        return self.config.gradient_clipping
 
     def fp16_enabled(self) -> bool:
         """Whether the model runs in fp16."""
@@ -112,10 +106,6 @@ class Answers(Surface):
         if self._monitors.comms is None:
             raise RuntimeError('engine.log_summary: write "comms_logger": {"enabled": true} in the configuration')
         self._monitors.comms.log_summary(show_straggler)
-
-    def steps_per_print(self) -> int | None:
-        """Every how many steps progress is told."""
-        return self.config.steps_per_print
 
     def _groups(self) -> Iterable[dict[str, Any]]:
         return self.optimizer.param_groups if self.optimizer is not None else ()

@@ -25,6 +25,7 @@ class _Settings:
     hooks: Hooks = field(default_factory=Hooks)
     on_host: bool = False
     configured: bool = False
+    mpu: Any = None
 
 
 _settings: Final = _Settings()
@@ -80,6 +81,7 @@ def configure(
         checkpoint_in_cpu = load(deepspeed_config, world_size=world_size).activation_checkpointing.cpu_checkpointing
     _settings.on_host = bool(checkpoint_in_cpu)
     _settings.configured = True
+    _settings.mpu = mpu_
 
 
 def is_configured() -> bool:
@@ -96,6 +98,14 @@ def attach(hooks: Hooks, section: ActivationCheckpointingConfig) -> None:
     _settings.hooks = hooks
     if not _settings.configured:
         _settings.on_host = section.cpu_checkpointing
+
+
+def model_parallel_rank() -> int:
+    """This rank among those that share layers, by what `configure` was given."""
+    mpu = _settings.mpu
+    if mpu is None:
+        return 0
+    return int((getattr(mpu, "get_tensor_model_parallel_rank", None) or mpu.get_model_parallel_rank)())
 
 
 def _model_parallel_size(mpu: Any) -> int:

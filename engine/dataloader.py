@@ -28,6 +28,15 @@ class _Place:
     """Of that pass, what each rank had taken; None before it began."""
 
 
+@dataclass(slots=True)
+class _Progress:
+    """How far a pass is. Apart from it: the loader must not keep a pass alive, whose end ends its workers."""
+
+    samples: int
+    """Of this rank."""
+    over: bool = False
+
+
 class ShardedLoader:
     """Micro-batches of `batch_size` samples, those of data-parallel rank `rank` of `world_size`.
 
@@ -64,7 +73,7 @@ class ShardedLoader:
         self._world_size = world_size
         self._rank = rank
         self._resume: _Place | None = None
-        self._pass: _Pass | None = None
+        self._progress: _Progress | None = None
         if isinstance(dataset, IterableDataset):
             if sampler is not None:
                 raise ValueError("an IterableDataset comes in its own order: leave the sampler out")
@@ -93,8 +102,7 @@ class ShardedLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        self._pass = _Pass(self)
-        return self._pass
+        return _Pass(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Have the next pass shuffle as that of `epoch`, and the ones after it count on."""
@@ -113,15 +121,15 @@ class ShardedLoader:
         sampler = self.data_sampler
         if not isinstance(sampler, _CountingSampler | None):
             return None
-        about = {"of": None if sampler is None else len(self.dataset), "epoch": 0 if sampler is None else sampler.next}  # type: ignore[arg-type]
+        epoch = 0 if sampler is None else sampler.next
+        about: dict[str, Any] = {"of": self._samples_in_all, "epoch": epoch, "samples": None}
         if self._resume is not None:
-            return {
-                **about,
-                "samples": None if self._resume.samples is None else self._resume.samples * self._world_size,
-            }
-        if self._pass is None or self._pass.over or (sampler is not None and sampler.is_set):
-            return {**about, "samples": None}
-        samples = max(0, self._pass.samples - behind * self.batch_size)
+            samples = self._resume.samples if self._resume.epoch == epoch else None
+            return about if samples is None else {**about, "samples": samples * self._world_size}
+        progress = self._progress
+        if progress is None or progress.over or (sampler is not None and sampler.is_set):
+            return about
+        samples = max(0, progress.samples - behind * self.batch_size)
         if sampler is not None:
             about["epoch"], samples = sampler.epoch, min(samples, sampler.num_samples)
         return {**about, "samples": samples * self._world_size}
@@ -136,8 +144,7 @@ class ShardedLoader:
             return self._warn("its sampler is the script's own: the training data begin where that says")
         if state is None:
             return self._warn("the checkpoint does not say where the training data were: they go on as they are")
-        length = None if sampler is None else len(self.dataset)  # type: ignore[arg-type]
-        samples, epoch = state["samples"], state["epoch"]
+        length, samples, epoch = self._samples_in_all, state["samples"], state["epoch"]
         if sampler is not None:
             sampler.set_epoch(epoch)
         if length != state["of"]:
@@ -153,12 +160,17 @@ class ShardedLoader:
         self._resume = _Place(epoch, None if samples is None else samples // self._world_size)
         return None
 
+    @property
+    def _samples_in_all(self) -> int | None:
+        """None of a stream: not every one knows."""
+        return None if self.data_sampler is None else len(self.dataset)  # type: ignore[arg-type]
+
     def _warn(self, text: str) -> None:
         if self._rank == 0:
             warnings.warn(f"load_checkpoint: {text}", stacklevel=4)
 
-    def _open(self) -> tuple[Iterator[Any], int]:
-        """The batches of the next pass, and how many of this rank's samples they leave out at its beginning."""
+    def _open(self) -> tuple[Iterator[Any], _Progress]:
+        """The batches of the next pass, and where that begins."""
         place, self._resume = self._resume, None
         sampler = self.data_sampler
         epoch = sampler.begin() if isinstance(sampler, _CountingSampler) else 0
@@ -177,7 +189,9 @@ class ShardedLoader:
             )
         # A DataLoader draws the seed of its workers when a pass begins: this one had begun before.
         with torch.random.fork_rng(devices=()) if resumed else nullcontext():
-            return iter(self._loader), skip
+            batches = iter(self._loader)
+        self._progress = _Progress(skip)
+        return batches, self._progress
 
 
 class _Pass:
@@ -185,20 +199,19 @@ class _Pass:
 
     def __init__(self, loader: ShardedLoader) -> None:
         self._loader = loader
-        self._batches, self.samples = loader._open()
-        self.over = False
+        self._batches, self._progress = loader._open()
 
     def __iter__(self) -> _Pass:
         return self
 
     def __next__(self) -> Any:
-        if not self.over and self._loader._resume is not None:
-            self._batches, self.samples = self._loader._open()
-        batch = _END if self.over else next(self._batches, _END)
+        if not self._progress.over and self._loader._resume is not None:
+            self._batches, self._progress = self._loader._open()
+        batch = _END if self._progress.over else next(self._batches, _END)
         if batch is _END:
-            self.over = True
+            self._progress.over = True
             raise StopIteration
-        self.samples += self._loader.batch_size
+        self._progress.samples += self._loader.batch_size
         return batch
 
 

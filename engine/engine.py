@@ -13,28 +13,25 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import checkpoint
+from .absent import ABSENT
 from .batch import loss_of, to_device
 from .config import Config
 from .hooks import Hooks
-from .norm import global_norm, unscale_and_clip_
 from .offload import Offload
-from .onebit import OneBitAdam
 from .parallel import Parallel
-from .precision import LossScaler, cast_floating, overflowed
-from .telling import Telling
-from .tiles import tiles_of
+from .precision import LossScaler, cast_floating
+from .stepping import Stepping
 from .zero import Zero
-from .zero.shard import ShardedParam
+from .zero.absent import plainly
 
 CHECK_DATA_EVERY: Final = 50
 """Steps after which tensor-parallel ranks are held to the same data again; they are in the first, too."""
 
 
-class Engine(Telling):
+class Engine(Stepping):
     """A model that trains as `config` says. Made by `dsprof.engine.initialize`."""
 
     def __init__(
@@ -67,21 +64,13 @@ class Engine(Telling):
         self.states = offload.states
         """Masters and the optimizer's states, wherever they are between steps."""
         self._norm: float | None = None
-        self.tiles = tiles_of(zero.trainable, config.zero_optimization.sub_group_size)
-        """What is stepped at once."""
-        if optimizer is not None:
-            optimizer.overflow = False  # type: ignore[attr-defined]
-            self.states.attach(optimizer, self.tiles)
+        self._start_stepping()
         self._monitors = self._start_monitors()
         self._losses: list[Tensor] = []
         self._paced: tuple[int, float] | None = None
         """Samples seen when progress was told last, and when that was."""
         self._own_data: Iterator[Any] | None = None
         self._frozen = [param for param in zero.params if param.master is None]
-        self._stepped_masters = {id(master) for group in self._groups() for master in group["params"]}
-        """A parameter that no group of the optimizer has does not count into the norm."""
-        self._counted = {id(p.master) for p in zero.trainable if parallel.shared.counts(p.param)}
-        """Nor does one that another rank of the same replica counts."""
         self._in_no_sync = False
         self._boundary_override: bool | None = None
         self._backward_done = False
@@ -141,12 +130,13 @@ class Engine(Telling):
             raise RuntimeError("engine.step inside engine.no_sync(): leave the block before you step")
         if not self._backward_done:
             raise RuntimeError("engine.step without engine.backward(loss): do not call loss.backward() yourself")
-        for param in self._frozen:
-            if param.param.grad is not None:
-                raise RuntimeError(
-                    f"engine.step: {param.name} was frozen when the engine was made, and has a gradient now, which "
-                    "nothing would use: unfreeze it before initialize, or make the engine anew"
-                )
+        with plainly():
+            thawed = next((param.name for param in self._frozen if param.param.grad is not None), None)
+        if thawed is not None:
+            raise RuntimeError(
+                f"engine.step: {thawed} was frozen when the engine was made, and has a gradient now, which nothing "
+                "would use: unfreeze it before initialize, or make the engine anew"
+            )
         self._backward_done = False
         self._stepped = False
         self.global_samples += self.train_micro_batch_size_per_gpu() * self.dp_world_size
@@ -159,13 +149,18 @@ class Engine(Telling):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One whole step: `gradient_accumulation_steps` micro-batches of `data_iter`; their mean loss on this rank.
 
-        Raises RuntimeError without an optimizer, or one without parameters.
+        Raises RuntimeError without an optimizer, or one without parameters. If the data end within the step, what came
+        of them is forgotten, and StopIteration goes on to the caller.
         """
         self._refuse_untrained("train_batch")
         self.module.train()
-        losses = []
+        losses: list[Tensor] = []
         for _ in range(self.gradient_accumulation_steps()):
-            loss = self._loss_of(data_iter)
+            try:
+                loss = self._loss_of(data_iter)
+            except StopIteration:
+                self._forget_partial_step(len(losses))
+                raise
             self.backward(loss)
             self.step()
             losses.append(loss.detach().float())
@@ -208,6 +203,18 @@ class Engine(Telling):
         finally:
             self._in_no_sync = False
 
+    def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """Have the model compiled, with options of `torch.compile` as `compile_kwargs` or by name.
+
+        Raises RuntimeError where parameters come and go: in stage 3.
+        """
+        if self.zero.fetcher is not None:
+            raise RuntimeError(
+                "engine.compile: ZeRO stage 3 fetches parameters while modules run, which torch.compile cannot follow: "
+                "use stage 0, 1 or 2, or leave it out"
+            )
+        self.module.compile(backend=backend, **(compile_kwargs or {}), **more)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients there are."""
         self.zero.clear()
@@ -222,8 +229,8 @@ class Engine(Telling):
         try:
             return getattr(self.module, name)
         except AttributeError:
-            kind = type(self.module).__name__
-            raise AttributeError(f"the engine has no {name!r}, and neither has its {kind}") from None
+            instead = f": {ABSENT[name]}" if name in ABSENT else f", and neither has its {type(self.module).__name__}"
+            raise AttributeError(f"the engine has no {name!r}{instead}") from None
 
     # --- checkpoints
 
@@ -237,6 +244,8 @@ class Engine(Telling):
     ) -> bool:
         """Save the training to `save_dir`/`tag`, on all ranks: see `checkpoint.save`."""
         self._refuse_destroyed()
+        self._stepped_masters()
+        self._take_edits()
         return checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
@@ -250,6 +259,7 @@ class Engine(Telling):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from a checkpoint, on all ranks: its path and the client's state. See `checkpoint.load`."""
         self._refuse_destroyed()
+        self._stepped_masters()
         return checkpoint.load(
             self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
         )
@@ -273,9 +283,12 @@ class Engine(Telling):
         if self._destroyed:
             return
         self._destroyed = True
+        self._own_data = None  # ends its workers, for which a garbage collection would wait
         with contextlib.ExitStack() as rest:  # the others are closed even if one fails
             for close in (self._undo, self._offload.close, self.parallel.close, self.zero.close, self._monitors.stop):
                 rest.callback(close)
+            if self._turn is not None:
+                rest.callback(self._turn.end)
 
     # --- inside
 
@@ -292,16 +305,11 @@ class Engine(Telling):
             raise RuntimeError(
                 f"engine.{what}: there is no optimizer: pass one to initialize, or configure `optimizer`"
             )
-        if not self._stepped_masters:
+        if not any(group["params"] for group in self._groups()):
             raise RuntimeError(
                 f"engine.{what}: the optimizer has no parameters: those of the model were frozen when the engine was "
                 "made; unfreeze what is to be trained before initialize"
             )
-
-    @property
-    def _skips(self) -> bool:
-        """Whether a step is skipped that would write infinities or NaN."""
-        return self.config.fp16.enabled or (self.config.bf16.enabled and self.config.bf16.check_grad_overflow)
 
     def _batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
         """Where the next micro-batch comes from: what was passed, else the engine's own data over and over."""
@@ -309,53 +317,22 @@ class Engine(Telling):
             return data_iter
         if self.training_dataloader is None:
             raise ValueError("train_batch: pass an iterator of batches, or training_data to initialize")
-        from .dataloader import RepeatingLoader
+        from .dataloader import endless
 
-        self._own_data = self._own_data or iter(RepeatingLoader(self.training_dataloader))
+        self._own_data = self._own_data or endless(self.training_dataloader)
         return self._own_data
 
     def _loss_of(self, data_iter: Iterator[Any] | None) -> Tensor:
         return loss_of(self, to_device(next(self._batches(data_iter)), self.device))
 
-    def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
-        """Norm, overflow, clipping, optimizer, and the new weights to where they are needed."""
-        reducer = self.zero.reducer
-        self.zero.check_trail(self.parallel.everyone)
-        self.zero.collect()
-        self.parallel.shared.sum_gradients(self.zero.by_param.get)
-        masters = [param.master for param in self.zero.trainable if id(param.master) in self._stepped_masters]
-        pairs = [(id(master), master.grad) for master in masters if master is not None and master.grad is not None]
-        scale = self.scaler.scale / reducer.after
-        counted = [grad for owner, grad in pairs if owner in self._counted]
-        wait = None if self.zero.deadlocks is None else self.zero.deadlocks.wait
-        value = global_norm(counted, self._norm_groups(), self.hooks, device=self.device, wait=wait).item()
-        grads = [grad for _, grad in pairs]
-        self._norm = value / scale
-        overflow = self._skips and overflowed(value)
-        self.optimizer.overflow = overflow  # type: ignore[union-attr]  # where scripts look for it
-        if overflow:
-            self.skipped_steps += 1
-            self.hooks.mark("overflow", value=self.scaler.scale)
-        else:
-            unscale_and_clip_(grads, value, loss_scale=scale, max_norm=self.config.gradient_clipping)
-            self._step_optimizer()
-            self._stepped = True
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**lr_kwargs)
-        reducer.settle()
+    def _forget_partial_step(self, microbatches: int) -> None:
+        """The data have ended after so many of a step's micro-batches: be as before the first."""
         self.zero.clear()
-        if isinstance(self.optimizer, OneBitAdam):
-            reducer.keep_local(self.optimizer.wants_local_gradients)
-        self.scaler.update(overflow)
-        self._tell()
-        self.global_steps += 1
-        self.hooks.step = self.global_steps
-
-    def _norm_groups(self) -> list[dist.ProcessGroup]:
-        """Groups over which the squares of the counted gradients are to be summed, one after the other."""
-        data, model = self.parallel.data.group, self.parallel.model.group
-        apart = self.zero.settings.stage > 0 or self.zero.reducer.local
-        return [group for group in (data if apart else None, model) if group is not None]
+        self.micro_steps -= microbatches
+        self.global_samples -= microbatches * self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        self.hooks.microbatch = self.micro_steps % self.gradient_accumulation_steps()
+        if microbatches:
+            self._losses.clear()
 
     def _check_data(self, batch: Any) -> None:
         """Raise ValueError on all tensor-parallel ranks if they are about to train on different data."""
@@ -363,27 +340,3 @@ class Engine(Telling):
             from .tensor import check_same
 
             check_same(batch, self.parallel.tensor)
-
-    def _step_optimizer(self) -> None:
-        """Tile by tile: the weights of one travel while the next is computed."""
-        several = len(self.tiles) > 1
-        grads = {p: p.master.grad for p in self.zero.trainable if p.master is not None} if several else {}
-        self._set_gradients(dict.fromkeys(grads))
-        for number, tile in enumerate(self.states.through()):
-            if several:
-                self._set_gradients({param: grads[param] for param in tile})
-            with self.hooks.span("phase", "optimizer", purpose="optimizer", value=float(number)):
-                if isinstance(self.optimizer, OneBitAdam):
-                    self.optimizer.step(last_tile=number + 1 == len(self.tiles))
-                elif self.optimizer is not None:
-                    self.optimizer.step()
-            if several:
-                self._set_gradients(dict.fromkeys(tile))
-            self.zero.publish(tile)
-        self.zero.finish_publish()
-
-    @staticmethod
-    def _set_gradients(grads: Mapping[ShardedParam, Tensor | None]) -> None:
-        for param, grad in grads.items():
-            if param.master is not None:
-                param.master.grad = grad

@@ -7,10 +7,13 @@ it before the step. Where it is dynamic, an overflow lowers it and a long stretc
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
+
+DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""By their names in a configuration."""
 
 
 class Fp16(Protocol):

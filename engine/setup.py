@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,13 @@ from .parallel import mesh_of, open_parallel, share
 from .pipe.engine import PipelineEngine
 from .pipe.module import PipelineModule
 from .pipe.transfer import open_links
-from .precision import loss_scaler, model_dtype
+from .precision import DTYPES, loss_scaler, model_dtype
 from .tiles import idle_pipelines
 from .zero import Comms, Zero, ZeroSettings
 from .zero.fetch import FetchSettings
 from .zero.holder import EarlyParam, holder
+from .zero.memory import refuse_overlaps
 from .zero.shard import ShardedParam
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def initialize(
@@ -90,10 +89,15 @@ def initialize(
         if settings.dump_state:
             print(settings.model_dump_json(indent=2))
 
+    vain = list(_in_vain(optimizer, lr_scheduler, settings))
+    own = {"optimizer": optimizer, "scheduler": lr_scheduler}
+    settings = settings.model_copy(update={name: None for name, passed in own.items() if passed is not None})
+
     hooks = Hooks()
     device = _device()
     mesh = mesh_of(settings.pipeline.stages, settings.tensor_parallel.size)
     arrange(model, settings, mesh)
+    refuse_overlaps(model)
     _place(model, device, model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled))
     parallel = open_parallel(mesh, hooks)
     check_alike(model, parallel, model.names() if isinstance(model, PipelineModule) else None)
@@ -104,8 +108,6 @@ def initialize(
     checkpointing.attach(hooks, settings.activation_checkpointing)
     undo = remat.from_config(settings.activation_checkpointing).apply(model, hooks)
     offload = open_offload(settings, device, hooks, rank)
-    for note in offload.notes if rank == 0 else ():
-        warnings.warn(note, stacklevel=2)
     _check_parameters(model, settings)
     zero = Zero(
         model, _zero_settings(settings), _open_comms(settings, mesh, device, hooks), hooks,
@@ -114,6 +116,8 @@ def initialize(
     )  # fmt: skip
     made = _optimizer(optimizer, model_parameters, settings, zero, parallel.data, hooks)
     scheduler = _scheduler(lr_scheduler, settings, made)
+    for note in (*vain, *offload.notes) if rank == 0 else ():
+        warnings.warn(note, stacklevel=2)
     loader = train_dataloader
     if training_data is not None:
         if train_dataloader is not None:
@@ -301,6 +305,8 @@ def _optimizer(
         )
     if given is not None:
         client = given if isinstance(given, torch.optim.Optimizer) else given(listed)
+        if client is given and model_parameters is not None and main.rank == 0:
+            _compare(_groups(listed), client.param_groups)
         optim.adopt(client, masters, shards=shards, allow_untested=config.zero_allow_untested_optimizer)
         return client
     if config.optimizer is None:
@@ -331,6 +337,28 @@ def _shard(param: ShardedParam, zero: Zero, main: Comm) -> optim.Shard:
     bounds = tuple(param.cut.bounds(row) for row in range(pieces))
     group = main.group if pieces > 1 else None
     return optim.Shard(param.shape, bounds, group, optim.wants_muon(param.name, param.param))
+
+
+def _compare(listed: list[dict[str, Any]], stepped: list[dict[str, Any]]) -> None:
+    """Warn if `model_parameters` are others than those of the script's optimizer, which counts."""
+    ours, theirs = ({id(p) for group in groups for p in group["params"] if p.requires_grad}
+                    for groups in (listed, stepped))  # fmt: skip
+    if ours != theirs:
+        warnings.warn(
+            f"initialize: model_parameters has {len(ours - theirs)} parameters to train that optimizer= has not, and "
+            f"not {len(theirs - ours)} that it has; it has no effect: the optimizer's own are trained",
+            stacklevel=4,
+        )
+
+
+def _in_vain(optimizer: Any, scheduler: Any, config: Config) -> Iterator[str]:
+    """What the configuration says without effect beside what the script passes."""
+    if optimizer is not None and config.optimizer is not None:
+        yield "optimizer: has no effect; the script passes its own to initialize"
+    if scheduler is not None and config.scheduler is not None:
+        yield "scheduler: has no effect; the script passes its own to initialize"
+    elif optimizer is None and config.optimizer is None and config.scheduler is not None:
+        yield 'scheduler: has no effect; there is no optimizer: write "optimizer" too, or pass one to initialize'
 
 
 def _scheduler(given: Any, config: Config, optimizer: torch.optim.Optimizer | None) -> Any:

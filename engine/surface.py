@@ -14,9 +14,9 @@ from torch.utils.data import Dataset, Sampler
 from .checkpoint import Trainee
 from .checkpoint.whole import collect
 from .dataloader import WORKERS, ShardedLoader
+from .knobs import Knobs
 
 if TYPE_CHECKING:
-    from .config import Config
     from .parallel import Parallel
     from .zero import Zero
 
@@ -32,7 +32,7 @@ class Throughput:
         self.epoch_count += 1
 
 
-class Surface(nn.Module):
+class Surface(Knobs):
     """That part of an Engine."""
 
     def __init__(self) -> None:
@@ -40,34 +40,49 @@ class Surface(nn.Module):
         self.tput_timer = Throughput()
 
     module: nn.Module
-    config: Config
     zero: Zero
     parallel: Parallel
+    training_dataloader: Any
+    micro_steps: int
 
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether `save_16bit_model` writes what stage 3 has in pieces."""
-        return self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Have a step take so many samples from now on, in more or fewer micro-batches of the same size.
 
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Whether a rank keeps only its pieces of gradients."""
-        return self.zero.settings.stage >= 2
+        Raises ValueError if they do not make up whole micro-batches on every replica, RuntimeError within a step."""
+        each = self.config.train_micro_batch_size_per_gpu * self.parallel.mesh.dp
+        if train_batch_size < 1 or train_batch_size % each:
+            raise ValueError(
+                f"set_train_batch_size: {train_batch_size} samples are no multiple of the {each} of a micro-batch over "
+                f"the {self.parallel.mesh.dp} replicas; write {max(1, round(train_batch_size / each)) * each}"
+            )
+        before = self.config.gradient_accumulation_steps
+        if self.micro_steps % before:
+            raise RuntimeError("set_train_batch_size in the middle of a step: call it after a step has been taken")
+        sizes = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": train_batch_size // each}
+        self.config = self.config.model_copy(update=sizes)
+        self.micro_steps = self.micro_steps // before * sizes["gradient_accumulation_steps"]  # so that a step begins
 
-    def zero_optimization_partition_weights(self) -> bool:
-        """Whether a rank keeps only its pieces of parameters."""
-        return self.zero.settings.stage >= 3
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Count so many samples in each micro-batch that the script passes from now on, and as many micro-batches.
 
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows overflows."""
-        return self.config.fp16.enabled and self.config.fp16.loss_scale == 0
+        Raises RuntimeError if the engine made the loader, whose batches have the size that they had."""
+        if micro_batch_size < 1:
+            raise ValueError(f"set_train_micro_batch_size: {micro_batch_size} samples; write 1 or more")
+        if isinstance(self.training_dataloader, ShardedLoader):
+            raise RuntimeError(
+                "set_train_micro_batch_size: the loader that initialize made goes on with batches of "
+                f"{self.training_dataloader.batch_size} samples; pass a loader of your own as train_dataloader="
+            )
+        samples = micro_batch_size * self.config.gradient_accumulation_steps * self.parallel.mesh.dp
+        sizes = {"train_batch_size": samples, "train_micro_batch_size_per_gpu": micro_batch_size}
+        self.config = self.config.model_copy(update=sizes)
 
-    def wall_clock_breakdown(self) -> bool:
-        """Whether times of phases are printed."""
-        return self.config.wall_clock_breakdown
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples of a step and of a rank's micro-batch, and micro-batches a step."""
-        config = self.config
-        return config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    def empty_partition_cache(self) -> None:
+        """Release parameters that stage 3 keeps for their next use, and memory that the device's allocator keeps."""
+        if self.zero.fetcher is not None:
+            self.zero.fetcher.finish_backward()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def get_data_parallel_rank(self) -> int:
         """Which replica this rank is of."""

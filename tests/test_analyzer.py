@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -305,7 +306,40 @@ def test_two_groups_that_reduce_gradients_are_not_judged_by_one_bucket() -> None
     trace.rows["group"] = trace.rows["group"].astype(object)
     trace.rows.loc[second, "group"] = "1"
     reason = analyze(trace).not_run["comm.exposed"]
-    assert reason == "gradients are not reduced once a step, in one backward, by one group"
+    assert reason == (
+        "no other bucket size was tried: gradients are reduced by 2 process groups, and buckets are those of one"
+    )
+
+
+@pytest.mark.parametrize(
+    ("points", "reason"),
+    [
+        ("B I0 W0 I1 W", "backward waits for collectives before its last gradients are issued"),  # ZeRO 1 and 2
+        ("B I0 B I1 W", "gradients are reduced in several backwards of a step"),
+        ("B I0 I2 I1 W", "other collectives are issued among those of the gradients"),
+        ("B W2 I0 I1 W", "backward waits for collectives before its last gradients are issued"),
+        ("I0 I1 W", "gradients are reduced where no backward was seen to begin before"),
+        ("B I0 I1 W", None),
+    ],
+)
+def test_why_gradients_cannot_be_cut_anew(points: str, reason: str | None) -> None:
+    from dsprof.analyzer.link import Link
+    from dsprof.analyzer.replay import PARTS, Event, NotRecut, Program, rebucket, run
+
+    kinds: dict[str, Any] = {"I": "issue", "W": "wait", "B": "backward"}
+    events = tuple(Event(kinds[point[0]], int(point[1:]) if point[1:] else None) for point in points.split())
+    one = np.ones(1)
+    program = Program(
+        ranks=(0,), steps=np.array([0]), events=(events,), work=(np.ones((len(events) + 1, 1, PARTS)),),
+        start=np.zeros((1, 1)), transfer=(one,) * 3, wire=(0 * one,) * 3, size=(one,) * 3, group=("0",) * 3,
+        gradient=(True, True, False),
+    )  # fmt: skip
+    link = Link(1.0, 0.0, 0.0, True)
+    if reason is None:
+        assert run(rebucket(program, [2], link, 0.0)).shape == (1, 1)
+        return
+    with pytest.raises(NotRecut, match=reason):
+        rebucket(program, [2], link, 0.0)
 
 
 def test_the_loader_that_is_slow_is_the_one_named() -> None:

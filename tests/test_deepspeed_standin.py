@@ -61,6 +61,11 @@ from deepspeed.runtime.utils import move_to_device
 from deepspeed.runtime.zero.partition_parameters import zero_wrapper_for_fp_tensor_constructor
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from deepspeed.utils import safe_get_local_fp32_param, safe_set_full_fp32_param, safe_set_full_grad
+from deepspeed.module_inject.layers import set_autotp_mode
+from deepspeed.utils import groups, OnDevice, get_data_parallel_group, set_z3_leaf_modules
+from deepspeed.utils.groups import _get_data_parallel_group, _get_data_parallel_world_size, get_model_parallel_rank
+from deepspeed.utils.z3_leaf_module import get_z3_leaf_modules, z3_leaf_module
+from deepspeed import OnDevice
 from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint
 deepspeed.zero.Init, deepspeed.zero.GatheredParameters, deepspeed.zero.register_external_parameter
@@ -162,7 +167,8 @@ def test_where_it_is_not_asked_for_nothing_says_it_is_installed() -> None:
         ("from deepspeed import init_inference", "deepspeed.init_inference", "the engine trains and does not serve"),
         ("from deepspeed.moe.layer import MoE", "deepspeed.moe", "write the layer with torch.nn"),
         ("deepspeed.moe.layer.MoE", "deepspeed.moe", "write the layer with torch.nn"),
-        ("from deepspeed.utils import set_z3_leaf_modules", "deepspeed.utils.set_z3_leaf_modules", '"stage": 2'),
+        ("from deepspeed.runtime.pipe.topology import PipelineParallelGrid", "PipelineParallelGrid", "engine.grid"),
+        ("deepspeed.utils.groups._get_expert_parallel_group", "_get_expert_parallel_group", "with torch.nn"),
         ("import deepspeed.checkpoint.ds_to_universal", "deepspeed.checkpoint.ds_to_universal", "any number of ranks"),
         ("from deepspeed.ops.op_builder import CPUAdamBuilder", "deepspeed.ops.op_builder", "leave it out"),
         ("from deepspeed.launcher.runner import main", "deepspeed.launcher", "dsprof run --engine dsprof --num_gpus N"),
@@ -183,7 +189,7 @@ def test_the_rest_is_refused_with_what_to_write(deepspeed: ModuleType, statement
 def test_scripts_may_ask_whether_it_is_there(deepspeed: ModuleType) -> None:
     assert importlib.util.find_spec("deepspeed") is not None
     assert not hasattr(deepspeed, "init_inference")
-    assert not hasattr(deepspeed.utils, "groups")
+    assert not hasattr(deepspeed, "inference")
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("deepspeed.moe")
 
@@ -341,8 +347,17 @@ def test_tp_model_init_goes_into_the_configuration(deepspeed: ModuleType) -> Non
     model = deepspeed.tp_model_init(nn.Linear(4, 4), tp_size=2, dtype=torch.float32)
     with pytest.raises(ConfigError, match=r"tensor_parallel\.autotp_size"):  # of one rank
         deepspeed.initialize(model=model, config=SMALL)
-    with pytest.raises(ValueError, match="config is not supported"):
-        deepspeed.tp_model_init(model, 2, torch.float32, config={})
+    with pytest.raises(ValueError, match=r"tp_size=2, and the configuration has tensor_parallel.autotp_size = 4"):
+        deepspeed.tp_model_init(model, 2, torch.float32, config={"tensor_parallel": {"autotp_size": 4}})
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_mpu_of_sequences_is_refused(deepspeed: ModuleType) -> None:
+    mpu = argparse.Namespace(get_sequence_parallel_world_size=lambda: 2)
+    with pytest.raises(ValueError, match=r"mpu \(Namespace\) has no get_model_parallel_world_size\(\).* leave it out"):
+        deepspeed.initialize(model=nn.Linear(4, 4), config=SMALL, mpu=mpu)
+    with pytest.raises(ValueError, match=r"set_autotp_mode: .*write training=True, or leave it out"):
+        deepspeed.module_inject.set_autotp_mode()
 
 
 @pytest.mark.usefixtures("alone")
@@ -368,3 +383,95 @@ def test_a_configuration_may_be_looked_at(deepspeed: ModuleType, monkeypatch: py
     assert config.train_micro_batch_size_per_gpu == 2
     with pytest.raises(deepspeed.DeepSpeedConfigError):
         deepspeed.DeepSpeedConfig({"train_batch_size": 7})
+
+
+# --- leaves, places, streams
+
+
+class Experts(nn.Module):
+    """Two modules with parameters in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.experts[0](x)
+        return out
+
+
+@pytest.mark.usefixtures("alone")
+def test_leaves_are_marked_and_stage_3_says_what_it_cannot_do_with_them(deepspeed: ModuleType) -> None:
+    model = nn.Sequential(Experts(), nn.Linear(2, 2))
+    utils = deepspeed.utils
+    assert utils.set_z3_leaf_modules(model, [Experts]) == utils.get_z3_leaf_modules(model) == [model[0]]
+    assert utils.unset_z3_leaf_modules(model, ["Experts"]) == [model[0]]
+    assert utils.set_z3_leaf_modules_by_name(model, ["0", "7"], raise_if_not_found=False) == ([model[0]], ["7"])
+    assert utils.set_z3_leaf_modules_by_suffix(model, ["experts.0"], flag=False) == ([model[0].experts[0]], [])
+    with pytest.raises(ValueError, match=r"no module of \['MoE'\]; it has Experts, Linear, ModuleList, Sequential"):
+        utils.set_z3_leaf_modules(model, ["MoE"])
+    with pytest.raises(ValueError, match=r"no module \['7'\]; named_modules\(\) tells their names"):
+        utils.set_z3_leaf_modules_by_name(model, ["7"])
+
+    def made(stage: int) -> Any:
+        config = {**SMALL, "zero_optimization": {"stage": stage}}
+        return deepspeed.initialize(model=model, config=config)[0]
+
+    made(2).destroy()
+    with pytest.raises(ValueError, match=r'0 \(Experts\) is marked by set_z3.*"zero_optimization": {"stage": 2}'):
+        made(3)
+    utils.set_z3_leaf_module(model[0], False)
+    utils.set_z3_leaf_modules(model, [nn.Linear])  # with nothing below them
+    made(3).destroy()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_is_made_on_a_device(deepspeed: ModuleType) -> None:
+    with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
+        made = nn.Linear(4, 4)
+    assert (made.weight.is_meta, made.weight.dtype, torch.get_default_dtype()) == (True, torch.bfloat16, torch.float32)
+    with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta", enabled=False):
+        assert nn.Linear(4, 4).weight.dtype == torch.float32
+    with pytest.raises(ValueError, match="initialize: weight is on the meta device and has no elements: make the"):
+        deepspeed.initialize(model=made, config=SMALL)
+    with pytest.raises(ValueError, match=r"OnDevice: dtype=torch\.int8; write torch\.float32"):
+        deepspeed.OnDevice(dtype=torch.int8)
+
+
+def test_what_is_computed_again_in_a_stream_of_its_own_draws_the_same(
+    deepspeed: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Megatron's scripts have it: the tracker in the layers, the checkpoint around them."""
+    from dsprof.engine import checkpointing
+
+    monkeypatch.setattr(checkpointing, "_settings", checkpointing._Settings())
+    tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
+    monkeypatch.setattr(tracker, "_seeds", {})
+    with pytest.raises(ValueError, match=r"there is no such stream; call deepspeed\.checkpointing\.model_para"):
+        tracker.fork().__enter__()
+    masks: list[torch.Tensor] = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        with tracker.fork():
+            masks.append(torch.rand(x.shape, device=x.device))
+        return x * masks[-1]
+
+    def of_rank(rank: int) -> float:
+        mpu = argparse.Namespace(get_model_parallel_rank=lambda: rank, get_model_parallel_world_size=lambda: 2)
+        deepspeed.checkpointing.configure(mpu)
+        deepspeed.checkpointing.model_parallel_cuda_manual_seed(5)
+        assert tracker.get_states() == {"model-parallel-rng": 5 + 2718 + rank}
+        x = torch.ones(3, device=deepspeed.get_accelerator().current_device_name(), requires_grad=True)
+        checkpoint = deepspeed.checkpointing.checkpoint
+        checkpoint(layer, checkpoint(layer, x)).sum().backward()
+        first, second, *again = masks[-4:]
+        assert not torch.equal(first, second)
+        assert {tuple(mask.tolist()) for mask in again} == {tuple(first.tolist()), tuple(second.tolist())}
+        assert x.grad is not None
+        assert torch.equal(x.grad, first * second)
+        return torch.rand(()).item()
+
+    assert of_rank(0) == of_rank(1), "what is outside the stream is the same on all ranks"
+    assert not torch.equal(masks[0], masks[4])
+    with pytest.raises(ValueError, match="there is one with it"):
+        tracker.add("model-parallel-rng", 1)

@@ -424,6 +424,10 @@ def test_each_collective_is_recorded_once_and_numbered_alike_on_both_ranks(kind:
         assert set(rows.loc[rows["thread"] == lane, "kind"]) == {"comm"}
         waits = rows[(rows["kind"] == "wait") & rows["group"].isna()]
         assert len(waits) == 3 * 5  # two of the default group, the norm, the one on the lane's group, the barrier
+        norms = waits[waits["purpose"] == "norm"]
+        assert len(norms) == 3
+        assert of(norms, "stage", "microbatch") == [(0, 0)] * 3
+        assert waits["purpose"].notna().sum() == 3
         told = rows[(rows["kind"] == "wait") & rows["group"].notna()]
         assert {(row.group, row.seq % 4) for row in told.itertuples()} <= {("1", 0), ("1", 1), ("1", 2)}
 

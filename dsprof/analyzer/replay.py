@@ -250,16 +250,23 @@ def _work_between(time: RankTime, when: Int) -> Float:
     return np.stack([spent[part] for part in WORK], axis=-1)
 
 
-def rebucket(program: Program, sizes: list[int], link: Link, host_ms: float) -> Program | None:
+class NotRecut(Exception):
+    """Of a program whose gradients cannot be cut anew, why not."""
+
+
+def rebucket(program: Program, sizes: list[int], link: Link, host_ms: float) -> Program:
     """The program with its gradient collectives cut anew into buckets of `sizes` bytes, moved over `link`.
 
     Each bucket is issued when its last byte is ready. When bytes become ready is known at the measured issues and
     taken as linear in the compute between them. `host_ms` is the issuing thread's cost of one collective.
-    None where gradients are not reduced in one backward, by one group: then this says nothing.
+    Raises NotRecut unless gradients are reduced one after the other in one backward, by one group.
     """
     old = [c for c, gradient in enumerate(program.gradient) if gradient]
-    if not old or len({program.group[c] for c in old}) > 1:
-        return None
+    groups = {program.group[c] for c in old}
+    if not old:
+        raise NotRecut("no gradients are reduced in these steps")
+    if len(groups) > 1:
+        raise NotRecut(f"gradients are reduced by {len(groups)} process groups, and buckets are those of one")
     count = len(program.steps)
     new = [len(program.transfer) + i for i in range(len(sizes))]
     ready = np.cumsum([float(np.mean(program.size[c])) for c in old])
@@ -268,11 +275,10 @@ def rebucket(program: Program, sizes: list[int], link: Link, host_ms: float) -> 
     for r in range(len(program.ranks)):
         mine = program.events[r]
         at = [i for i, event in enumerate(mine) if event.what == "issue" and event.collective in old]
-        if [mine[i].collective for i in at] != old or at != list(range(at[0], at[0] + len(at))):
-            return None
+        if [mine[i].collective for i in at] != old:
+            raise NotRecut("the ranks do not reduce the same gradients in the same order")
+        _check_in_a_row(mine, old)
         first, last = at[0], at[-1]
-        if first == 0 or mine[first - 1].what != "backward":
-            return None
         stretch = program.work[r][first : last + 1]  # from the start of backward to the last issue
         total = stretch.sum(axis=0)
         cost = host_ms * (len(old) - len(sizes))
@@ -295,3 +301,21 @@ def rebucket(program: Program, sizes: list[int], link: Link, host_ms: float) -> 
         group=(*program.group, *[program.group[old[0]]] * len(sizes)),
         gradient=(*[False] * len(program.gradient), *[True] * len(sizes)),
     )
+
+
+def _check_in_a_row(events: tuple[Event, ...], gradients: list[int]) -> None:
+    """Raise NotRecut if a rank does more, from the start of backward to its last gradients, than reduce those."""
+    at = [i for i, event in enumerate(events) if event.what == "issue" and event.collective in gradients]
+    backward = max((i for i in range(at[0]) if events[i].what == "backward"), default=None)
+    if backward is None:
+        raise NotRecut("gradients are reduced where no backward was seen to begin before")
+    between = {event.what for i, event in enumerate(events[: at[-1]]) if i > backward and i not in at}
+    if "backward" in between:
+        raise NotRecut("gradients are reduced in several backwards of a step")
+    if "wait" in between:
+        raise NotRecut(
+            "backward waits for collectives before its last gradients are issued, and what it would wait for with "
+            "other buckets is not known"
+        )
+    if between:
+        raise NotRecut("other collectives are issued among those of the gradients")

@@ -38,9 +38,9 @@ def load(
     Returns its path and the client's state. Without a file `latest` nothing is loaded, which is warned about, and
     both are None. With `load_module_strict`, parameters and buffers must be those of the checkpoint; else what both
     have is loaded. `load_module_only` loads the weights and nothing else. The loader that `initialize` made of
-    `training_data` goes on behind the samples that were taken. Random number generators, and buffers that ranks had each
-    their own values of, go on as they were if there are as many pipeline, data-parallel and tensor-parallel ranks as
-    there were; else buffers are as the first replica had them.
+    `training_data` goes on behind the samples that were taken. Random number generators, and buffers of which each
+    rank had its own values, go on as they were if there are as many pipeline, data-parallel and tensor-parallel ranks
+    as there were; else buffers are as the first replica had them.
 
     Raises CheckpointError on all ranks. If that is because a file cannot be read, the weights may be neither the old
     ones nor the new; nothing is touched before it is known that the checkpoint fits and is complete.

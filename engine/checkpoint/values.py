@@ -63,8 +63,8 @@ def plain(value: Any, name: str) -> Any:
         return number
     raise CheckpointError(
         f"{name} is a {kind.__module__}.{kind.__qualname__}, and loading one would have to run code. Write it as None, "
-        "numbers, texts, tensors, or dicts, lists, tuples and sets of these: x.tolist() for an array of NumPy's, vars(x) "
-        "for a namespace, str(x) for a path, x.state_dict() for an object that has one"
+        "numbers, texts, tensors, or dicts, lists, tuples and sets of these: x.tolist() for an array of NumPy's, "
+        "vars(x) for a namespace, str(x) for a path, x.state_dict() for an object that has one"
     )
 
 

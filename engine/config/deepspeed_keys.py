@@ -48,6 +48,7 @@ TOP: Final[dict[str, Foreign]] = {
     "compression_training": _refused("quantize or prune the model itself; DeepSpeed has removed it too"),
     "curriculum_learning": _refused("let the data set or its sampler choose; DeepSpeed has removed it too"),
     "data_efficiency": _refused("let the data set or its sampler choose, and pass it as `training_data=`"),
+    "data_parallel_size": _no_effect("ranks that do not share layers or a pipeline train on other data"),
     "datastates_ckpt": _refused("`save_checkpoint` writes through torch.distributed.checkpoint and takes no other way"),
     "disable_allgather": _no_effect(
         'it has none in DeepSpeed either; for broadcasts write "zero_optimization": {"allgather_partitions": false}'
@@ -194,14 +195,25 @@ FLOPS_PROFILER: Final[dict[str, Foreign]] = {
     "recompute_fwd_factor": _no_effect("what is computed again is counted as it happens"),
 }
 
+_BY_ANALYSIS = "layers are cut by what depends on what in the model"
+
 TENSOR_PARALLEL: Final[dict[str, Foreign]] = {
-    name: _refused("only the number of ranks is read, and more than one is not available yet")
-    for name in (
-        "dtype", "injection_policy_tuple", "keep_module_on_host", "kernel_inject", "partition_config", "preset_model",
-        "replace_with_kernel_inject", "tensor_parallel", "tp", "tp_grain_size", "tp_overlap_comm",
-        "vocab_parallel_ce_backend", "vocab_parallel_lm_head",
-    )
-}  # fmt: skip
+    "dtype": _refused('write "bf16": {"enabled": true}, or "fp16"'),
+    "injection_policy_tuple": _refused(f'{_BY_ANALYSIS}; to say it yourself write "plan"'),
+    "keep_module_on_host": _refused("the parts of layers are made where the model is"),
+    "kernel_inject": _refused("the model's own modules are cut, not replaced"),
+    "partition_config": _refused(
+        f'{_BY_ANALYSIS}; to say it yourself write "plan": {{"layers.*.self_attn.o_proj": "row"}}'
+    ),
+    "preset_model": _no_effect(_BY_ANALYSIS),
+    "replace_with_kernel_inject": _refused("the model's own modules are cut, not replaced"),
+    "tensor_parallel": _refused('write "autotp_size" without a section within the section'),
+    "tp": _refused('write "autotp_size": 2 instead of "tp": {"tp_size": 2}'),
+    "tp_grain_size": _no_effect("attention is cut by head, and other layers into equal parts"),
+    "tp_overlap_comm": _no_effect("a layer waits for the sum it works on, and for no other"),
+    "vocab_parallel_ce_backend": _no_effect("it is computed in torch's own operations"),
+    "vocab_parallel_lm_head": _no_effect('the planner finds out whether the head is cut; write "plan" to say it'),
+}
 
 PIPELINE: Final[dict[str, Foreign]] = {
     "grad_partitioned": _no_effect("it concerns pipelines with tensor parallelism"),

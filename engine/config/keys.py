@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
 from typing import Any, Final
 
 from .deepspeed_keys import FOREIGN, RENAMED, REPLACED, Foreign
 from .model import Section, join, sections, shown
+from .words import ALIASES, likeness, nearest
 
 MISPLACED_ABOVE: Final = 0.8
 """How like a misspelt key a neighbour must be to be named although another section has that very key."""
+FEW: Final = 12
+"""Keys that fit into a line."""
 
 
 @dataclass
@@ -93,25 +95,22 @@ class _Look:
 
     def _unknown(self, key: str, model: type[Section], where: str) -> str:
         foreign = FOREIGN.get(where, {})
-        near = nearest(key, [*model.model_fields, *foreign])
+        near, theirs = nearest(key, model.model_fields), nearest(key, foreign)
         elsewhere = self._sections_with(key)
-        if elsewhere and likeness(key, near) < MISPLACED_ABOVE:
+        if elsewhere and (near is None or likeness(key, near) < MISPLACED_ABOVE):
             return f"not a key here but of {' and of '.join(elsewhere)}; move it there"
-        if near in foreign:
-            return f"unknown key; the nearest is {near}, which DeepSpeed has and this engine has not"
-        return f"unknown key; the nearest is {near}"
+        if theirs is not None and (near is None or likeness(key, theirs) > max(likeness(key, near), MISPLACED_ABOVE)):
+            return f"unknown key; the nearest is {theirs}, which DeepSpeed has and this engine has not"
+        if near is not None:
+            return f"unknown key; the nearest is {near}"
+        meant = ALIASES.get(key.lower(), "")
+        if elsewhere := self._sections_with(meant):
+            return f"unknown key; {meant} is of {' and of '.join(elsewhere)}; move it there"
+        if len(model.model_fields) <= FEW:
+            return f"unknown key, and none here is like it; the keys are {', '.join(model.model_fields)}"
+        return "unknown key, and none here is like it; docs/engine-config.md has all keys"
 
     def _sections_with(self, key: str) -> list[str]:
         """Sections that have a key of this name, unless half of all sections do."""
         found = [path or "the top" for path, section in sections(self.root) if key in section.model_fields]
         return [] if key in ("enabled", "type", "params") else list(dict.fromkeys(found))
-
-
-def nearest(word: str, words: list[str]) -> str:
-    """The one of `words` most like `word`; among equals the first."""
-    return max(words, key=lambda other: likeness(word, other))
-
-
-def likeness(one: str, other: str) -> float:
-    """From 0, nothing in common, to 1, the same but for the case."""
-    return SequenceMatcher(None, one.lower(), other.lower()).ratio()

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
 
 from .model import Betas, Complaint, Number, Params, Section, SectionType, Whole, shown, torch_params
+from .words import nearest
 
 
 class AdamParams(Params):
@@ -201,8 +202,10 @@ def optimizer_type(value: object) -> object:
 
 def _known(value: str) -> str:
     if value not in OPTIMIZERS:
+        near = nearest(value, OPTIMIZERS)
+        hint = "" if near is None else f" the nearest is {near};"
         raise Complaint(
-            f"{shown(value)} is not an optimizer of this engine: they are {', '.join(OPTIMIZERS)};"
+            f"{shown(value)} is not an optimizer of this engine: they are {', '.join(OPTIMIZERS)};{hint}"
             " write one of them, or pass the optimizer itself to `initialize(optimizer=...)`"
         )
     return value

@@ -51,6 +51,15 @@ def one_precision(config: Config, world_size: int) -> Iterator[Remark]:
         yield Remark("bf16.enabled", 'true, and fp16.enabled is true too; write "enabled": false in one of them')
 
 
+def switched_off(config: Config, world_size: int) -> Iterator[Remark]:
+    for name in type(config).model_fields:
+        section = getattr(config, name)
+        if not isinstance(section, Section) or getattr(section, "enabled", True):
+            continue
+        if section.model_fields_set and "enabled" not in section.model_fields_set:
+            yield Remark(name, 'has no effect; it takes "enabled": true', error=False)
+
+
 def loss_scale(config: Config, world_size: int) -> Iterator[Remark]:
     fp16 = config.fp16
     if not fp16.enabled:
@@ -113,6 +122,32 @@ def secondary_partition(config: Config, world_size: int) -> Iterator[Remark]:
             "zero_optimization.zero_hpz_partition_size",
             f"{size} does not divide the {ranks} data-parallel ranks; write {divisors(ranks)}",
         )
+
+
+SENT: Final = (
+    "allgather_bucket_size", "allgather_partitions", "contiguous_gradients", "reduce_bucket_size", "reduce_scatter",
+    "round_robin_gradients",
+)  # fmt: skip
+FETCHED: Final = (
+    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold",
+    "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size",
+)  # fmt: skip
+
+
+def nobody_to_send_to(config: Config, world_size: int) -> Iterator[Remark]:
+    if data_parallel_ranks(config, world_size) > 1:
+        return
+    zero, nothing = config.zero_optimization, ""
+    keys = [key for key in SENT if zero.stage >= 1 or key not in STAGE_1]
+    if zero.stage == 3 and (zero.offload_param is None or zero.offload_param.device == "none"):
+        keys += FETCHED
+    if zero.overlap_comm and zero.stage < 3:  # as it is not by default
+        keys.append("overlap_comm")
+    top = ("communication_data_type", "gradient_predivide_factor", "prescale_gradients", "sparse_gradients")
+    given = [*without_effect(zero, "zero_optimization", keys, nothing), *without_effect(config, "", top, nothing)]
+    if given:
+        names, verb = ", ".join(remark.where for remark in given), "has" if len(given) == 1 else "have"
+        yield Remark(names, f"{verb} no effect; there is one data-parallel rank, with nobody to send to", error=False)
 
 
 def sparse_embeddings(config: Config, world_size: int) -> Iterator[Remark]:
@@ -264,7 +299,8 @@ WHOLE_MATRICES: Final = ("Lamb", "Muon")
 """Optimizers whose step depends on more of a parameter than each element."""
 
 RULES: Final[tuple[Rule, ...]] = (
-    one_precision, loss_scale, accumulation_type, scaling_of_gradients, keys_of_higher_stages, secondary_partition,
-    sparse_embeddings, one_bit, nesterov, length_of_warm_up, offloading, share_of_the_optimizer, files,
-    model_parallel_sizes, keys_of_pipelines, keys_of_cut_layers, recomputation, logged_communications,
+    one_precision, switched_off, loss_scale, accumulation_type, scaling_of_gradients, keys_of_higher_stages,
+    secondary_partition, nobody_to_send_to, sparse_embeddings, one_bit, nesterov, length_of_warm_up, offloading,
+    share_of_the_optimizer, files, model_parallel_sizes, keys_of_pipelines, keys_of_cut_layers, recomputation,
+    logged_communications,
 )  # fmt: skip

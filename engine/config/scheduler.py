@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from .model import Complaint, Number, Params, Rates, Section, SectionType, Whole, shown, torch_params
+from .words import nearest
 
 WarmupType = Literal["log", "linear"]
 
@@ -163,9 +164,11 @@ def scheduler_type(value: object) -> object:
 
 def _known(value: str) -> str:
     if value not in SCHEDULERS:
+        near = nearest(value, SCHEDULERS)
+        hint = "" if near is None else f" the nearest is {near};"
         raise Complaint(
             f"{shown(value)} is not a schedule that a configuration can describe: they are {', '.join(SCHEDULERS)};"
-            " write one of them, or pass the schedule itself to `initialize(lr_scheduler=...)`"
+            f"{hint} write one of them, or pass the schedule itself to `initialize(lr_scheduler=...)`"
         )
     return value
 

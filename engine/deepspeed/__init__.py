@@ -5,6 +5,10 @@
     installed     what importlib.metadata says of it
     start         initialize, tp_model_init, DeepSpeedConfig
     zero          what scripts ask parameters of stage 3
+    groups        which ranks work together
+    leaves        set_z3_leaf_modules
+    placing       OnDevice
+    streams       random numbers of what ranks divide
     accelerator   get_accelerator()
     comm  optimizers  logs  utils
 

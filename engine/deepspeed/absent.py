@@ -14,12 +14,9 @@ _WEIGHTS: Final = (
 _MEMORY: Final = "it needs no engine: run that line without --engine dsprof"
 _CUSTOM_OPTIMIZER: Final = 'write "optimizer": {"type": ..., "params": {...}} in the configuration'
 _CONFIG_SCHEDULE: Final = 'write "scheduler": {"type": ..., "params": {...}} in the configuration'
-_LEAVES: Final = (
-    "in stage 3 every rank must run the same modules in the same order; for experts that ranks choose by themselves "
-    'write "zero_optimization": {"stage": 2}'
-)
-_GROUPS: Final = "make groups with torch.distributed.new_group; engine.dp_world_size says how many train on other data"
-_RANDOM: Final = "checkpoint saves and restores random numbers by itself: leave it out"
+_EXPERTS: Final = "experts are trained like all parameters, not spread over ranks: write the layer with torch.nn"
+_SEQUENCES: Final = "write tensor_parallel in the configuration; Ulysses is not there"
+_TENSOR_PARALLEL: Final = "tensor_parallel in the configuration cuts the model's own layers: leave it out"
 
 MODULES: Final[Mapping[str, str]] = {
     "deepspeed.autotuning": "try values one by one under dsprof run, which says what each of them changed",
@@ -38,8 +35,9 @@ MODULES: Final[Mapping[str, str]] = {
     "deepspeed.launcher": "dsprof run starts the ranks: dsprof run --engine dsprof --num_gpus N train.py",
     "deepspeed.linear": _KERNELS,
     "deepspeed.model_implementations": _SERVING,
-    "deepspeed.module_inject": "tensor_parallel in the configuration cuts the model's own layers: leave it out",
-    "deepspeed.moe": "experts are trained like all parameters, not spread over ranks: write the layer with torch.nn",
+    "deepspeed.module_inject.auto_tp": _TENSOR_PARALLEL,
+    "deepspeed.module_inject.replace_module": _TENSOR_PARALLEL,
+    "deepspeed.moe": _EXPERTS,
     "deepspeed.monitor": 'write "tensorboard" or "csv_monitor" in the configuration',
     "deepspeed.nebula": _WEIGHTS,
     "deepspeed.nvme": "write zero_optimization.offload_optimizer or offload_param with a path",
@@ -61,7 +59,7 @@ MODULES: Final[Mapping[str, str]] = {
     "deepspeed.runtime.hybrid_engine": _SERVING,
     "deepspeed.runtime.pipe.schedule": "dsprof.engine.schedule has the schedules: make_plan and its actions",
     "deepspeed.runtime.pipe.p2p": "the pipeline sends by itself: leave it out",
-    "deepspeed.runtime.sequence_parallel": "write tensor_parallel in the configuration; Ulysses is not there",
+    "deepspeed.runtime.sequence_parallel": _SEQUENCES,
     "deepspeed.runtime.state_dict_factory": _WEIGHTS,
     "deepspeed.runtime.superoffload": "write zero_optimization.offload_optimizer",
     "deepspeed.runtime.swap_tensor": "write zero_optimization.offload_optimizer or offload_param with a path",
@@ -74,10 +72,8 @@ MODULES: Final[Mapping[str, str]] = {
     "deepspeed.runtime.zero.stage_1_and_2": _MEMORY,
     "deepspeed.runtime.zero.tiling": "stage 3 fetches by module: cut a large layer into several",
     "deepspeed.runtime.zero.utils": "the engine's optimizer is the one that deepspeed.initialize returns",
-    "deepspeed.sequence": "write tensor_parallel in the configuration; Ulysses is not there",
-    "deepspeed.utils.groups": _GROUPS,
+    "deepspeed.sequence": _SEQUENCES,
     "deepspeed.utils.timer": "dsprof run times every phase of a step; dsprof.span(name) adds one of the script's own",
-    "deepspeed.utils.z3_leaf_module": _LEAVES,
 }
 """Module -> what to write in the place of anything that is in it or below it."""
 
@@ -95,14 +91,26 @@ NAMES: Final[Mapping[str, str]] = {
     "DualPipeVEngine": 'write "pipeline": {"schedule": "zero-bubble"} in the configuration',
     "DualPipeVModule": 'write deepspeed.pipe.PipelineModule, and "pipeline": {"schedule": "zero-bubble"}',
     "InferenceEngine": _SERVING,
-    "OnDevice": 'write "with torch.device(...):", or deepspeed.zero.Init, which cuts parameters as they are made',
-    "PipelineParallelGrid": _GROUPS,
+    "PipelineParallelGrid": (
+        "initialize makes it: engine.grid of a pipeline has its methods; of other engines, deepspeed.utils.groups"
+    ),
     "SynchronizedWallClockTimer": "dsprof run times every phase of a step, and waits for no device to do so",
     "ThroughputTimer": "dsprof run times every step",
     "TiledLinear": "stage 3 fetches by module: cut a large layer into several",
     "TiledLinearReturnBias": "stage 3 fetches by module: cut a large layer into several",
     "ZenFlowCPUAdam": "write zero_optimization.offload_optimizer",
     "ZenFlowSelectiveAdamW": "write zero_optimization.offload_optimizer",
+    "_create_expert_and_data_parallel": _EXPERTS,
+    "_create_expert_data_and_model_parallel": _EXPERTS,
+    "_create_model_parallel": _TENSOR_PARALLEL,
+    "_get_expert_data_parallel_group": _EXPERTS,
+    "_get_expert_data_parallel_rank": _EXPERTS,
+    "_get_expert_data_parallel_world_size": _EXPERTS,
+    "_get_expert_parallel_group": _EXPERTS,
+    "_get_expert_parallel_rank": _EXPERTS,
+    "_get_expert_parallel_world_size": _EXPERTS,
+    "_get_sequence_parallel_group": _SEQUENCES,
+    "_init_tp_mesh_device": _TENSOR_PARALLEL,
     "add_tuning_arguments": _CONFIG_SCHEDULE,
     "all_gather_coalesced": "write all_gather_into_tensor for each",
     "all_reduce_coalesced": "write all_reduce for each",
@@ -113,36 +121,25 @@ NAMES: Final[Mapping[str, str]] = {
     "dist": "write deepspeed.comm",
     "get_config_from_args": _CONFIG_SCHEDULE,
     "enable_universal_checkpoint": _WEIGHTS,
-    "get_cuda_rng_tracker": _RANDOM,
     "get_lr_from_config": _CONFIG_SCHEDULE,
     "get_op_builder": "the engine builds no kernels of DeepSpeed's: leave it out",
-    "get_z3_leaf_modules": _LEAVES,
-    "groups": _GROUPS,
     "inference_all_reduce": "write all_reduce",
     "init_inference": _SERVING,
     "initialize_mesh_device": "write torch.distributed.device_mesh.init_device_mesh",
     "instrument_w_nvtx": "write dsprof.span(name) around it",
     "memory_status": "write deepspeed.runtime.utils.see_memory_usage(message, force=True)",
-    "model_parallel_cuda_manual_seed": _RANDOM,
-    "model_parallel_reconfigure_tp_seed": _RANDOM,
     "partition_activations_in_checkpoint": 'write "cpu_checkpointing": true in activation_checkpointing',
     "partition_balanced": "dsprof.engine.partition has the ways of dividing layers",
     "partition_uniform": "dsprof.engine.partition has the ways of dividing layers",
     "replace_transformer_layer": _KERNELS,
     "revert_transformer_layer": _KERNELS,
+    "set_tensor_model_parallel_rank": _TENSOR_PARALLEL,
+    "set_tensor_model_parallel_world_size": _TENSOR_PARALLEL,
     "set_accelerator": "GPUs are used if torch sees any, else the CPU; CUDA_VISIBLE_DEVICES chooses",
-    "set_autotp_mode": "tensor_parallel in the configuration is enough: leave it out",
     "set_num_layers": "nothing outlives a backward here: leave it out",
-    "set_z3_leaf_module": _LEAVES,
-    "set_z3_leaf_modules": _LEAVES,
-    "unset_z3_leaf_modules": _LEAVES,
     "unwrap_model_for_generation": (
         "write deepspeed.zero.GatheredParameters(engine.module.parameters()), and call engine.module in that block"
     ),
-    "set_z3_leaf_modules_by_name": _LEAVES,
-    "set_z3_leaf_modules_by_suffix": _LEAVES,
-    "z3_leaf_module": _LEAVES,
-    "z3_leaf_parameter": _LEAVES,
 }
 """Name in a module -> what to write in its place."""
 

@@ -38,7 +38,13 @@ _CONFIG: Names = {**_of(".deepspeed.start", "DeepSpeedConfig"), "DeepSpeedConfig
 _CHECKPOINTING: Names = {
     **_of(".checkpointing", "checkpoint", "configure", "is_configured", "reset"),
     "non_reentrant_checkpoint": ".checkpointing:checkpoint",
-}
+    **_of(
+        ".deepspeed.streams", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed",
+        "model_parallel_reconfigure_tp_seed",
+    ),
+    "_CUDA_RNG_STATE_TRACKER": ".deepspeed.streams:STREAMS",
+    "_MODEL_PARALLEL_RNG_TRACKER_NAME": ".deepspeed.streams:MODEL_PARALLEL",
+}  # fmt: skip
 
 _ZERO: Names = _of(
     ".deepspeed.zero", "Init", "GatheredParameters", "register_external_parameter", "ZeroParamStatus", "ZeroParamType"
@@ -56,6 +62,38 @@ _FRAGMENTS: Names = _of(
     "safe_set_local_fp32_param", "safe_get_local_grad", "safe_set_local_grad", "safe_get_local_optimizer_state",
     "safe_set_local_optimizer_state", "safe_update_full_grad_vectorized",
 )  # fmt: skip
+
+_LEAVES: Names = _of(
+    ".deepspeed.leaves", "set_z3_leaf_modules", "unset_z3_leaf_modules", "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix", "set_z3_leaf_module", "get_z3_leaf_modules",
+)  # fmt: skip
+
+_GROUPS: Names = {
+    **_of(
+        ".deepspeed.groups", "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size",
+        "get_tensor_model_parallel_group", "get_tensor_model_parallel_rank", "get_tensor_model_parallel_world_size",
+        "get_tensor_model_parallel_src_rank",
+    ),
+    "get_model_parallel_group": ".deepspeed.groups:get_tensor_model_parallel_group",
+    "get_model_parallel_rank": ".deepspeed.groups:get_tensor_model_parallel_rank",
+    "get_model_parallel_world_size": ".deepspeed.groups:get_tensor_model_parallel_world_size",
+}  # fmt: skip
+
+_INNER_GROUPS: Names = {
+    "_clone_world_group": ".deepspeed.groups:clone_world_group",
+    "_get_broadcast_src_rank": ".deepspeed.groups:get_broadcast_src_rank",
+    "_get_data_parallel_group": ".deepspeed.groups:get_data_parallel_group",
+    "_get_data_parallel_group_ranks": ".deepspeed.groups:get_data_parallel_group_ranks",
+    "_get_data_parallel_rank": ".deepspeed.groups:get_data_parallel_rank",
+    "_get_data_parallel_world_size": ".deepspeed.groups:get_data_parallel_world_size",
+    "_get_model_parallel_world_size": ".deepspeed.groups:get_tensor_model_parallel_world_size",
+    "_get_sequence_data_parallel_group": ".deepspeed.groups:get_data_parallel_group",
+    "_get_sequence_data_parallel_rank": ".deepspeed.groups:get_data_parallel_rank",
+    "_get_sequence_data_parallel_world_size": ".deepspeed.groups:get_data_parallel_world_size",
+    "_get_sequence_parallel_rank": ".deepspeed.groups:get_sequence_parallel_rank",
+    "_get_sequence_parallel_world_size": ".deepspeed.groups:get_sequence_parallel_world_size",
+}
+"""Not for scripts, by their names, and yet many use them."""
 
 _LOGS: Names = _of(".deepspeed.logs", "logger", "log_dist", "log_dist_once")
 
@@ -82,7 +120,8 @@ MODULES: Final[Mapping[str, Names]] = {
         "__version_patch__": ".deepspeed.names:PATCH",
         "TORCH_DISTRIBUTED_DEFAULT_PORT": ".deepspeed.names:DEFAULT_PORT",
         **_VERSION,
-        **_of(".deepspeed.start", "initialize", "tp_model_init"),
+        **_of(".deepspeed.start", "initialize", "tp_model_init", "set_autotp_mode"),
+        **_of(".deepspeed.placing", "OnDevice"),
         "init_distributed": ".setup:init_distributed",
         "add_config_arguments": ".arguments:add_config_arguments",
         **_of(".deepspeed.accelerator", "get_accelerator"),
@@ -101,6 +140,8 @@ MODULES: Final[Mapping[str, Names]] = {
     "deepspeed.comm.comm": _COMM,
     "deepspeed.constants": {"TORCH_DISTRIBUTED_DEFAULT_PORT": ".deepspeed.names:DEFAULT_PORT"},
     "deepspeed.git_version_info": _VERSION,
+    "deepspeed.module_inject": _of(".deepspeed.start", "set_autotp_mode"),
+    "deepspeed.module_inject.layers": _of(".deepspeed.start", "set_autotp_mode"),
     "deepspeed.ops": {},
     "deepspeed.ops.adagrad": _of(".deepspeed.optimizers", "DeepSpeedCPUAdagrad"),
     "deepspeed.ops.adam": _ADAM,
@@ -126,9 +167,19 @@ MODULES: Final[Mapping[str, Names]] = {
         **_ZERO,
         **_of(".deepspeed.zero", "unregister_external_parameter", "zero_wrapper_for_fp_tensor_constructor"),
     },
-    "deepspeed.utils": {**_LOGS, **_of(".dataloader", "RepeatingLoader"), **_FRAGMENTS},
+    "deepspeed.utils": {
+        **_LOGS,
+        **_of(".dataloader", "RepeatingLoader"),
+        **_of(".deepspeed.placing", "OnDevice"),
+        **_FRAGMENTS,
+        **_GROUPS,
+        **_LEAVES,
+    },
+    "deepspeed.utils.groups": {**_GROUPS, **_INNER_GROUPS},
+    "deepspeed.utils.init_on_device": _of(".deepspeed.placing", "OnDevice"),
     "deepspeed.utils.logging": {**_LOGS, **_of(".deepspeed.logs", "print_dist", "warning_once")},
     "deepspeed.utils.tensor_fragment": _FRAGMENTS,
+    "deepspeed.utils.z3_leaf_module": {**_LEAVES, **_of(".deepspeed.leaves", "z3_leaf_module")},
     "deepspeed.utils.zero_to_fp32": _of(
         ".deepspeed.zero_to_fp32",
         "get_fp32_state_dict_from_zero_checkpoint",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,12 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import setup
-from ..config import Config, load
+from ..config import Config, ConfigError, load
 from ..config.loading import read
 from ..divide import stages_of
 from ..engine import Engine
 from ..zero.holder import holder
 from ..zero.shard import ShardedParam
+from .leaves import check_leaves, get_z3_leaf_modules
 
 Source = str | Path | dict[str, Any]
 
@@ -54,19 +56,26 @@ def initialize(
     """`dsprof.engine.initialize`, with what `tp_model_init` was asked for in the configuration.
 
     An `mpu` is taken if it has the ranks as the engine has them: `tensor_parallel.autotp_size` neighbours share each
-    layer. Raises ValueError if not.
+    layer. Raises ValueError if not, for a model without elements, and for a leaf that stage 3 would not keep together.
     """
     if dist_init_required is not False:
         setup.init_distributed(distributed_port=distributed_port)
     sources = [config, config_params, getattr(args, "deepspeed_config", None)]
     given = [source for source in sources if source is not None]
     asked = None if model is None else _ASKED.get(model)
-    if len(given) == 1 and asked is not None:
-        config = given[0] = _with_tensor_parallel(given[0], asked, model)
+    if model is not None:
+        _check_elements(model)
+    if len(given) == 1:
+        source = given[0] if asked is None else _with_tensor_parallel(given[0], asked)
+        config = source if mpu is not None else _counted_once(source)
         args = config_params = None
-    if len(given) == 1 and mpu is not None:
-        _check_mpu(mpu, _loaded(given[0], model))
-        mpu = None
+        if asked is not None:
+            _check_dtype(asked, _loaded(config, model))
+        if mpu is not None:
+            _check_mpu(mpu, _loaded(config, model))
+            mpu = None
+        if model is not None and get_z3_leaf_modules(model):
+            check_leaves(model, _loaded(config, model).zero_optimization.stage)
     made = setup.initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port, mpu,
         dist_init_required, collate_fn, config, mesh_param, config_params,
@@ -80,10 +89,11 @@ def tp_model_init(
 ) -> nn.Module:
     """Have `initialize` cut the layers of `model` over `tp_size` ranks; until then it stays as it is, and is returned.
 
-    Raises ValueError for a `tp_group` that is not this rank's, which are the `tp_size` neighbours it is among.
+    Raises ValueError for a `config` with another size, and for a `tp_group` that is not this rank's, which are the
+    `tp_size` neighbours it is among. Of the configuration no more is read here: `initialize` takes its own.
     """
     if config is not None:
-        raise ValueError("tp_model_init: config is not supported; give the configuration to initialize")
+        _check_size(tp_size, _raw(config))
     if tp_group is not None:
         first = dist.get_rank() // tp_size * tp_size
         ranks = dist.get_process_group_ranks(tp_group)
@@ -94,6 +104,15 @@ def tp_model_init(
             )
     _ASKED[model] = _Asked(tp_size, dtype)
     return model
+
+
+def set_autotp_mode(training: bool = False) -> None:
+    """Nothing is left to be done: `tensor_parallel` in the configuration has layers cut for training."""
+    if not training:
+        raise ValueError(
+            "set_autotp_mode: the engine trains and does not serve; write training=True, or leave it out: "
+            "tensor_parallel in the configuration is enough"
+        )
 
 
 def DeepSpeedConfig(config: Source, mpu: Any = None, mesh_device: Any = None) -> Config:
@@ -133,34 +152,85 @@ def _loaded(source: Source, model: nn.Module | None = None) -> Config:
     return load(source, world_size=size, pipeline_stages=None if model is None else stages_of(model))
 
 
-def _with_tensor_parallel(source: Source, asked: _Asked, model: nn.Module | None) -> dict[str, Any]:
-    """The configuration with the size that was asked for, which it may name itself."""
-    raw = dict(read(Path(source)) if isinstance(source, str | Path) else source)
-    section = dict(raw.get("tensor_parallel") or {})
-    for key in ("autotp_size", "tp_size"):
-        if section.get(key, asked.size) != asked.size:
+def _check_elements(model: nn.Module) -> None:
+    """Raise ValueError for a model that was made where tensors have no elements."""
+    name = next((name for name, param in model.named_parameters() if param.is_meta), None)
+    if name is not None:
+        raise ValueError(
+            f"initialize: {name} is on the meta device and has no elements: make the model within deepspeed.zero.Init, "
+            "which cuts parameters as they are made, or give it elements first, as model.to_empty(device=...) and "
+            "load_state_dict do"
+        )
+
+
+def _raw(source: Source) -> dict[str, Any]:
+    """The configuration as it is written; an empty one for what is none, of which `load` says why."""
+    try:
+        raw = read(Path(source)) if isinstance(source, str | Path) else source
+    except ConfigError:
+        return {}
+    return dict(raw) if isinstance(raw, Mapping) else {}
+
+
+def _sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The number of ranks that share layers, under each name that the configuration has it by."""
+    section = raw.get("tensor_parallel")
+    return {key: section[key] for key in ("autotp_size", "tp_size") if key in section} if section else {}
+
+
+def _check_size(size: int, raw: Mapping[str, Any]) -> None:
+    """Raise ValueError if the configuration has another number of ranks that share layers."""
+    for key, other in _sizes(raw).items():
+        if other != size:
             raise ValueError(
-                f"initialize: tp_model_init was called with tp_size={asked.size}, and the configuration has "
-                f"tensor_parallel.{key} = {section[key]}: give both the same, or leave one of them out"
+                f"tp_model_init was called with tp_size={size}, and the configuration has tensor_parallel.{key} = "
+                f"{other}: give both the same, or leave one of them out"
             )
-    if not section.keys() & {"autotp_size", "tp_size"}:
-        section["autotp_size"] = asked.size
-    raw["tensor_parallel"] = section
-    loaded = _loaded(raw, model)
-    dtype = torch.bfloat16 if loaded.bf16.enabled else torch.float16 if loaded.fp16.enabled else torch.float32
+
+
+def _with_tensor_parallel(source: Source, asked: _Asked) -> Source:
+    """The configuration with the size that was asked for, which it may name itself."""
+    raw = _raw(source)
+    _check_size(asked.size, raw)
+    if not raw or _sizes(raw):
+        return source
+    return {**raw, "tensor_parallel": {**(raw.get("tensor_parallel") or {}), "autotp_size": asked.size}}
+
+
+def _counted_once(source: Source) -> Source:
+    """The configuration with the samples of a step as `train_batch_size`, where it has a multiple of them.
+
+    Without an mpu DeepSpeed multiplies by all ranks, and so counts a sample as often as ranks share its layers.
+    Transformers and Accelerate write that number.
+    """
+    raw = _raw(source)
+    total, micro = raw.get("train_batch_size"), raw.get("train_micro_batch_size_per_gpu")
+    steps, size = raw.get("gradient_accumulation_steps", 1), max([1, *_sizes(raw).values()])
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if total is None or micro is None or size == 1 or ranks % size or total != micro * steps * ranks:
+        return source
+    if dist.get_rank() == 0:
+        warnings.warn(
+            f"train_batch_size = {total} counts each sample once for each of the {size} ranks that share its layers; "
+            f"a step takes {total // size} samples ({micro} x {steps} micro-batches x {ranks // size} replicas)",
+            stacklevel=3,
+        )
+    return {**raw, "train_batch_size": total // size}
+
+
+def _check_dtype(asked: _Asked, config: Config) -> None:
+    """Raise ValueError if the configuration trains in another type than tp_model_init was asked for."""
+    dtype = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else torch.float32
     if dtype != asked.dtype:
         raise ValueError(
             f"initialize: tp_model_init was called with dtype={asked.dtype}, and the configuration asks for {dtype}: "
             'write "bf16": {"enabled": true}, "fp16", or neither, as tp_model_init has it'
         )
-    return raw
 
 
 def _check_mpu(mpu: Any, config: Config) -> None:
     """Raise ValueError unless the script's own idea of who shares layers is the engine's."""
-    # Megatron renamed them.
-    size = (getattr(mpu, "get_tensor_model_parallel_world_size", None) or mpu.get_model_parallel_world_size)()
-    rank = (getattr(mpu, "get_tensor_model_parallel_rank", None) or mpu.get_model_parallel_rank)()
+    size, rank = _told(mpu, "world_size"), _told(mpu, "rank")
     ours = config.tensor_parallel.size
     mine = dist.get_rank() % ours if dist.is_initialized() else 0
     if (size, rank) != (ours, mine):
@@ -169,3 +239,14 @@ def _check_mpu(mpu: Any, config: Config) -> None:
             f"number {mine} of {ours}: write tensor_parallel.autotp_size, which cuts whole layers over ranks that are "
             "neighbours (layers that the script has cut itself are not supported)"
         )
+
+
+def _told(mpu: Any, what: str) -> int:
+    """What it says of the ranks that share layers; Megatron renamed its functions."""
+    ask = getattr(mpu, f"get_tensor_model_parallel_{what}", None) or getattr(mpu, f"get_model_parallel_{what}", None)
+    if ask is None:
+        raise ValueError(
+            f"initialize: mpu ({type(mpu).__name__}) has no get_model_parallel_{what}(), which tells what ranks "
+            "share layers: leave it out; one that divides sequences over ranks (Ulysses) has no counterpart here"
+        )
+    return int(ask())

@@ -24,7 +24,8 @@ def round_up(nbytes: int, unit: int = PAGE) -> int:
 def aligned(nbytes: int, pin: bool = False) -> Tensor:
     """Host memory [nbytes], uint8, that begins on a page and ends with one; page-locked with `pin`."""
     nbytes = round_up(nbytes)
-    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pin)
+    with torch.inference_mode(False):  # it is used again, by training
+        memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pin)
     start = -memory.data_ptr() % PAGE
     return memory[start : start + nbytes]
 

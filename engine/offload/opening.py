@@ -29,15 +29,23 @@ class Offload:
     take_piece: Callable[[ShardedParam], None] | None
     """Moves this rank's piece of a parameter away; None where they stay."""
     disks: dict[Path, Disk] = field(default_factory=dict)
+    pieces: PieceFile | None = None
+    """Where these pieces are, if it is a file."""
 
     @property
     def notes(self) -> list[str]:
-        """What the user may want to know."""
-        return [
+        """What the user may want to know, once pieces have been taken."""
+        found = [
             f"{disk.key}: {disk.note}, so files are read and written through the page cache"
             for disk in self.disks.values()
             if disk.note
         ]
+        if self.pieces is not None and self.pieces.in_memory and not self.pieces.in_file:
+            found.append(
+                f"zero_optimization.offload_param.max_in_cpu: lets all {self.pieces.in_memory} elements of rank 0 stay "
+                "in host memory, so nothing is on disk; write a smaller number, or 0"
+            )
+        return found
 
     def close(self) -> None:
         """Finish reading and writing, and free the room on the disks. Masters, states and pieces there are lost."""
@@ -68,9 +76,11 @@ def open_offload(config: Config, device: torch.device, hooks: Hooks, rank: int =
         elif states.device == "nvme":
             store = OnDisk(disk("offload_optimizer", states.nvme_path), device, states)
     take: Callable[[ShardedParam], None] | None = None
+    file: PieceFile | None = None
     if pieces is not None and zero.stage == 3:
         if pieces.device == "cpu":
             take = partial(to_host, pin=pieces.pin_memory)
         elif pieces.device == "nvme":
-            take = PieceFile(disk("offload_param", pieces.nvme_path), device, pieces).take
-    return Offload(store, take, disks)
+            file = PieceFile(disk("offload_param", pieces.nvme_path), device, pieces)
+            take = file.take
+    return Offload(store, take, disks, file)

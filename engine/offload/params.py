@@ -63,6 +63,11 @@ class PieceFile:
         self.in_memory = 0
         """Elements that stay in host memory."""
 
+    @property
+    def in_file(self) -> bool:
+        """Whether anything is on the disk."""
+        return bool(self._records)
+
     def take(self, param: ShardedParam) -> None:
         """Move this rank's piece of `param` to the file, or, if `max_in_cpu` allows, to host memory.
 

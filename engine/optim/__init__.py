@@ -7,13 +7,15 @@ tiled     the common ground of those below
 lion      Lion
 lamb      LAMB, with norms of whole parameters
 muon      Muon, which gathers whole matrices, and AdamW for the rest
+turn      when an optimizer may step
 
 Every optimizer may be stepped in tiles: several calls of `step` a training step, each with the gradients of some
 masters only. So nothing is counted per call; a master without a gradient is left alone.
 """
 
-from .adopt import adopt
+from .adopt import adopt, renew, settles_groups
 from .build import build
 from .shard import Shard, wants_muon
+from .turn import Turn
 
-__all__ = ["Shard", "adopt", "build", "wants_muon"]
+__all__ = ["Shard", "Turn", "adopt", "build", "renew", "settles_groups", "wants_muon"]

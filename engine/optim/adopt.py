@@ -74,6 +74,44 @@ def adopt(
     optimizer.state.update(states)
 
 
+def settles_groups(optimizer: Optimizer) -> bool:
+    """Whether it cannot have other parameters than those it was made with."""
+    from ..onebit import OneBitAdam  # which is built on this package
+
+    return isinstance(optimizer, Muon | OneBitAdam)
+
+
+def renew(optimizer: Optimizer, replace: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Put masters where parameters of the model have come into the optimizer's groups since it was adopted or made, as
+    by `add_param_group`. `replace` maps the latter to the former.
+
+    Raises ValueError for a parameter that has no master, or comes a second time, and for optimizers that settle their
+    groups when they are made; nothing is changed then.
+    """
+    if settles_groups(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} settles its parameter groups when it is made: give initialize all of them"
+        )
+    masters = set(replace.values())
+    seen: set[nn.Parameter] = set()
+    groups: list[list[nn.Parameter]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        groups.append([])
+        for param in group["params"]:
+            master = param if param in masters else replace.get(param)
+            if master is None or master in seen:
+                raise ValueError(
+                    f"the optimizer's parameter group {number} has a parameter of shape {tuple(param.shape)} that "
+                    + ("another one has, too" if master is not None else "the engine does not train: it is of another "
+                       "model, or was frozen when the engine was made. Unfreeze what is to be trained later before "
+                       "initialize, and leave it out of the optimizer until then")
+                )  # fmt: skip
+            seen.add(master)
+            groups[-1].append(master)
+    for group, params in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = params
+
+
 def _check(optimizer: Optimizer, in_pieces: bool, allow_untested: bool) -> None:
     name = type(optimizer).__name__
     for kind, why in _NEVER.items():

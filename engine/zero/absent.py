@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 TELLS: Final = frozenset({
-    "size", "dim", "ndimension", "numel", "element_size", "stride", "storage_offset", "get_device", "dim_order", "type",
+    "size", "dim", "ndimension", "numel", "element_size", "stride", "storage_offset", "get_device", "dim_order",
     "is_contiguous", "is_floating_point", "is_complex", "is_signed", "__len__", "_has_compatible_shallow_copy_type",
     "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "untyped_storage", "data_ptr",
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
@@ -20,8 +20,12 @@ TELLS: Final = frozenset({
 ELEMENTS: Final = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 """Attributes that lead to them."""
 
-CONVERSIONS: Final = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous"})
-"""Functions that return the tensor itself where there is nothing to do, as `model.to(device)` has."""
+CONVERSIONS: Final = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "contiguous"})
+"""Functions that return the tensor itself where there is nothing to do, as `model.to(device)` may have."""
+
+
+plainly: Final = torch._C.DisableTorchFunctionSubclass
+"""A context in which attributes of many parameters are asked for faster, be they absent or not."""
 
 
 class Absent(nn.Parameter):
@@ -44,7 +48,7 @@ class Absent(nn.Parameter):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name.startswith("__") else ""
         if attribute == "data" and name == "__set__" and args[1] is args[0]:
             return None  # model.to(device) with nothing to do
-        with torch._C.DisableTorchFunctionSubclass():
+        with plainly():
             if name in TELLS or (name in ("__get__", "__set__", "__delete__") and attribute not in ELEMENTS):
                 return func(*args, **more)
             absent = _absent((args, more))
@@ -53,19 +57,21 @@ class Absent(nn.Parameter):
             left = [param for param in absent if isinstance(param, cls)]
             if not left:
                 return func(*args, **more)
-            if name in CONVERSIONS and (result := func(*args, **more)) is args[0]:
-                return result
-        _refuse(left[0], attribute or name)
+            if name in CONVERSIONS:
+                result = func(*args, **more)
+                if result is args[0] or not isinstance(result, Tensor):
+                    return result
+        raise _refusal(left[0], attribute or name)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        with torch._C.DisableTorchFunctionSubclass():
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with plainly():
             return f"Parameter {_name(self)} in pieces (ZeRO stage 3), shape {tuple(self.shape)}, {self.dtype}"
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        _refuse(self, "a copy")
+        raise _refusal(self, "deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse(self, "a copy")
+        raise _refusal(self, "pickle")
 
 
 def _absent(value: Any) -> list[Absent]:
@@ -84,8 +90,8 @@ def _fetch(param: Tensor) -> None:
     from .holder import holder
 
     found = holder(param)
-    if found is not None and found.sharded.fetch is not None:
-        found.sharded.fetch(found.sharded)
+    if found is not None and found.sharded.fetches is not None:
+        found.sharded.fetches.used(found.sharded)
 
 
 def _name(param: Tensor) -> str:
@@ -95,8 +101,8 @@ def _name(param: Tensor) -> str:
     return "of an engine that is gone" if found is None else found.sharded.name
 
 
-def _refuse(param: Tensor, what: str) -> NoReturn:
-    raise RuntimeError(
+def _refusal(param: Tensor, what: str) -> RuntimeError:
+    return RuntimeError(
         f"the parameter {_name(param)} is in pieces (ZeRO stage 3), and is fetched while the model's modules or a "
         f"backward run; `{what}` of it at another time takes `with zero.GatheredParameters(parameters):` around it, on "
         "all ranks, and modifier_rank=0 there to change it. engine.save_16bit_model saves the whole model"

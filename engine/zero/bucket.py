@@ -47,4 +47,4 @@ class Bucket:
     def apart(self) -> bool:
         """Whether the masters, and with them the reduced gradients, are on another device than the parameters."""
         owner = self.params[0]
-        return owner.master is not None and owner.master.device != owner.param.device
+        return owner.master is not None and owner.master.device != owner.device

@@ -9,8 +9,8 @@ outputs. Reading a parameter by its name (`self.head.weight`) fetches it for the
 is fetched with that module. What autograd kept of a parameter is fetched when backward unpacks it, however it comes
 there: by a second backward, past an operation in place, through a loss that no module returned.
 
-A parameter that is read while no module runs, or through a reference that a module took earlier, is not fetched: it
-reads as NaN. `zero.GatheredParameters` makes it whole.
+A parameter that is used through a reference that a module took earlier is fetched by its stand-in (`absent.py`), and
+one that is used while no module runs is an error. `zero.GatheredParameters` makes it whole.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class Fetcher:
         for param in sharded.values():
             if not param.persistent:
                 param.ledger = self.ledger
+                param.fetches = self
                 param.release()
                 self._by_storage[param.storage_key] = param
 
@@ -160,7 +161,7 @@ class Fetcher:
         def hook(module: nn.Module, args: Any) -> None:
             call = _Call(owner, with_grad=torch.is_grad_enabled())
             self._calls.append(call)
-            call.net = self._spread_net()
+            call.net = self.spread_net()
             if call.net is not None:
                 call.net.__enter__()
             if is_root and not _in_backward() and not any(other.starts_pass for other in self._calls):
@@ -219,7 +220,7 @@ class Fetcher:
 
     # --- uses that no hook announces
 
-    def _spread_net(self) -> saved_tensors_hooks | None:
+    def spread_net(self) -> saved_tensors_hooks | None:
         """Have `unpacked` called for the parameters that autograd saves from now on; None if it is already.
 
         Hooks that are there, as those of a checkpoint, do their part within ours.
@@ -265,6 +266,10 @@ class Fetcher:
             if remember and param not in call.owner.params:
                 call.owner.params.append(param)
         self._fetch([param], name)
+
+    def used(self, param: ShardedParam) -> None:
+        """`param` is used while it is in pieces."""
+        self.used_elsewhere(param, remember=True)
 
     # --- fetching
 

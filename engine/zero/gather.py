@@ -32,7 +32,7 @@ def batches(params: Iterable[ShardedParam], limit: int) -> Iterator[list[Sharded
     batch: list[ShardedParam] = []
     size = 0
     for param in params:
-        if batch and (size + param.numel > limit or param.param.dtype != batch[0].param.dtype):
+        if batch and (size + param.numel > limit or param.dtype != batch[0].dtype):
             yield batch
             batch, size = [], 0
         batch.append(param)
@@ -75,7 +75,7 @@ class Gatherer:
         kinds: dict[tuple[torch.dtype, bool], list[ShardedParam]] = {}
         for param in params:
             if param not in self._inflight:
-                kinds.setdefault((param.param.dtype, param.secondary is not None), []).append(param)
+                kinds.setdefault((param.dtype, param.secondary is not None), []).append(param)
         for (_, near), batch in kinds.items():
             self._start(batch, self._near if near and self._near is not None else self._comm, module)
 
@@ -111,9 +111,8 @@ class Gatherer:
     def _start(self, params: list[ShardedParam], comm: Comm, module: str | None) -> None:
         near = comm is self._near
         widths = [near_cut(p, comm).chunk if near else p.cut.chunk for p in params]
-        first = params[0].param
         # One buffer: this rank's row is what it sends.
-        rows = self._buffer(comm.size * sum(widths), first).view(comm.size, -1)
+        rows = self._buffer(comm.size * sum(widths), params[0]).view(comm.size, -1)
         columns = torch.split(rows[comm.rank], widths)
         for param, column in zip(params, columns, strict=True):
             if near:
@@ -133,12 +132,13 @@ class Gatherer:
         batch = _Batch(params, rows, ticket, comm)
         self._inflight.update(dict.fromkeys(params, batch))
 
-    def _buffer(self, size: int, like: Tensor) -> Tensor:
+    def _buffer(self, size: int, like: ShardedParam) -> Tensor:
         """A buffer [size], one that is free if it is large enough: on a CPU, fresh pages cost as much as the gather."""
         for at, free in enumerate(self._free):
             if free.numel() >= size and free.dtype == like.dtype and free.device == like.device:
                 return self._free.pop(at)[:size]
-        return torch.empty(size, dtype=like.dtype, device=like.device)
+        with torch.inference_mode(False):  # it is used again, by training
+            return torch.empty(size, dtype=like.dtype, device=like.device)
 
     def _keep(self, rows: Tensor) -> None:
         """Keep the buffer of `rows` for the next gather: the largest few."""
@@ -156,7 +156,8 @@ class Gatherer:
             offset += cut.chunk
             if self._near is not None and param.secondary is None and not param.persistent:
                 start, stop = near_cut(param, self._near).bounds(self._near.rank)
-                param.secondary = param.flat[start:stop].clone()
+                with torch.inference_mode(False):
+                    param.secondary = param.flat[start:stop].clone()
         self._keep(batch.rows)
 
 

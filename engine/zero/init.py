@@ -319,9 +319,10 @@ def GatheredParameters(
     """Within this block `params` are whole. What rank `modifier_rank` writes to them is then every rank's.
 
     Without one they are to be read only: what is written is lost where they are in pieces, and where they are not,
-    ranks come to differ. Every rank must take part. Parameters that are not under ZeRO pass unchanged, and so does
-    None, a bias that is not there. `fwd_module` is an error: parameters that are used outside their module are found
-    without it. Raises RuntimeError if a backward in the block released what `modifier_rank` was to write to.
+    ranks come to differ. What is computed from them may be differentiated after the block. Every rank must take part.
+    Parameters that are not under ZeRO pass unchanged, and so does None, a bias that is not there. `fwd_module` is an
+    error: parameters that are used outside their module are found without it. Raises RuntimeError if a backward in the
+    block released what `modifier_rank` was to write to.
     """
     if fwd_module is not None:
         raise ValueError("GatheredParameters: fwd_module: a module's use of others' parameters is seen; leave it out")
@@ -344,8 +345,10 @@ def GatheredParameters(
         if not found.sharded.resident:
             found.gatherer.bring([found.sharded], found.sharded.numel)
         found.sharded.users += 1
+    nets = (f.sharded.fetches.spread_net() for f in held if f.sharded.fetches is not None)
     try:
-        yield
+        with next(nets, None) or contextlib.nullcontext():  # a backward after the block finds what was used in it
+            yield
         if modifier_rank is not None:
             for found in held:
                 _take_written(found, modifier_rank)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Comm
+from .absent import plainly
 from .bucket import Bucket
 from .shard import ShardedParam
 
@@ -91,6 +92,8 @@ class Reducer:
 
         Raises RuntimeError if parameters got no gradient and the configuration says that this is an error.
         """
+        if self.local and last:
+            self._refuse([p for p in self._params if p.param.grad is None and p not in self._kept])
         if self.local or (self._settings.stage <= 1 and not last):
             return
         for bucket in self._buckets[self._next :]:
@@ -100,12 +103,7 @@ class Reducer:
                 else:
                     bucket.waiting.discard(param)
                     bucket.absent.append(param)
-        absent = [p.name for bucket in self._buckets for p in bucket.absent]
-        if absent and not self._settings.ignore_unused:
-            raise RuntimeError(
-                f"{len(absent)} parameters got no gradient in this backward, the first: {absent[0]}. Every parameter "
-                "must contribute to the loss, or be frozen; or set zero_optimization.ignore_unused_parameters to true"
-            )
+        self._refuse([param for bucket in self._buckets for param in bucket.absent])
         self._launch_complete()
         self._drain(0)
         if self._late:
@@ -114,6 +112,14 @@ class Reducer:
         self._next = 0
         for bucket in self._buckets:
             bucket.waiting = set(bucket.params)
+
+    def _refuse(self, absent: list[ShardedParam]) -> None:
+        if absent and not self._settings.ignore_unused:
+            raise RuntimeError(
+                f"{len(absent)} parameters got no gradient in this backward, the first: {absent[0].name}. Every "
+                "parameter must contribute to the loss, or be frozen; or set "
+                "zero_optimization.ignore_unused_parameters to true"
+            )
 
     def peek(self, param: ShardedParam) -> Tensor | None:
         """This rank's piece [n] of a gradient that has been reduced, in its own memory, and before `after`; None where
@@ -137,7 +143,7 @@ class Reducer:
             for param in self._params:
                 self._collect_local(param)
             return
-        if any(bucket.apart and bucket.params[0].param.is_cuda for bucket in self._buckets):
+        if any(bucket.apart and bucket.params[0].device.type == "cuda" for bucket in self._buckets):
             torch.cuda.current_stream().synchronize()  # copies to host memory are over
         for bucket in self._buckets:
             if not bucket.holds or bucket.reduced is None:
@@ -151,10 +157,11 @@ class Reducer:
 
     def clear(self) -> None:
         """Forget the gradients there are."""
-        for param in self._params:
-            param.param.grad = None
-            if param.master is not None:
-                param.master.grad = None
+        with plainly():
+            for param in self._params:
+                param.param.grad = None
+                if param.master is not None:
+                    param.master.grad = None
         self._kept.clear()
         self._ever_used |= self._used
         self._used.clear()
@@ -176,7 +183,7 @@ class Reducer:
         seen = dict.fromkeys(self._order)
         order = [*seen, *(p for bucket in self._buckets for p in bucket.params if p not in seen)]
         places = {param: place for place, param in enumerate(self._params)}
-        agreed = torch.tensor([places[p] for p in order], dtype=torch.int64, device=self._params[0].param.device)
+        agreed = torch.tensor([places[p] for p in order], dtype=torch.int64, device=self._params[0].device)
         self._comm.broadcast(agreed, 0, "other").wait()
         self._order = None
         self._plan(self._params[place] for place in agreed.tolist())
@@ -211,7 +218,7 @@ class Reducer:
         Dividing by a power of two commutes with a sum in fp32, so it is done before.
         """
         size, factor = self._comm.size, self._settings.predivide_factor
-        wide = all((self._settings.dtype or p.param.dtype).itemsize >= 4 for p in self._params)
+        wide = all((self._settings.dtype or p.dtype).itemsize >= 4 for p in self._params)
         exact = size & (size - 1) == 0 and wide and factor == 1.0
         return (1.0 / size, 1.0) if self._settings.prescale or exact else (1.0 / factor, factor / size)
 
@@ -220,7 +227,7 @@ class Reducer:
         self._buckets: list[Bucket] = []
         for param in order:
             owner = None if param.master is None else param.master.device
-            key = (self._settings.dtype or param.param.dtype, param.param.device, owner)
+            key = (self._settings.dtype or param.dtype, param.device, owner)
             bucket = open_buckets.setdefault(key, Bucket([], key[0]))
             bucket.params.append(param)
             bucket.numel += param.numel
@@ -273,7 +280,7 @@ class Reducer:
         """The smallest free buffer that holds `size` elements: on a CPU, fresh pages cost as much as the reduction."""
         fitting = [b for b in self._free if b.numel() >= size and b.dtype == bucket.dtype]
         if not fitting:
-            return torch.empty(size, dtype=bucket.dtype, device=bucket.params[0].param.device)
+            return torch.empty(size, dtype=bucket.dtype, device=bucket.params[0].device)
         best = min(fitting, key=Tensor.numel)
         self._free = [buffer for buffer in self._free if buffer is not best]
         return best

@@ -7,6 +7,7 @@ is communicated together, so they can change at any time and no checkpoint depen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,6 +75,16 @@ class Home(Protocol):
 
     def expect(self, param: ShardedParam) -> bool:
         """Have the piece at hand soon, because it is going to be read; False if there is no room for more of that."""
+
+
+class Fetches(Protocol):
+    """Who brings parameters when they are needed."""
+
+    def used(self, param: ShardedParam) -> None:
+        """`param` is used: have it whole, if a module runs, or a backward, that it can be brought for."""
+
+    def spread_net(self) -> AbstractContextManager[object] | None:
+        """Within this, what autograd saves of parameters is brought when backward needs it; None if it is already."""
 
 
 class Ledger:
@@ -149,8 +160,8 @@ class ShardedParam:
         """This rank's piece in the hierarchical partition, as long as it is of the present weights."""
         self.ledger = Ledger()
         """Where this is counted while it is whole; shared by those of a model that are fetched."""
-        self.fetch: Callable[[ShardedParam], None] | None = None
-        """Makes it whole if a module runs, or a backward, to which it then belongs."""
+        self.fetches: Fetches | None = None
+        """Who brings it when a module needs it."""
         self._version = param._version
         """Of the parameter, when the master was last seen to agree with it."""
         self._whole = param.data
@@ -240,7 +251,7 @@ class ShardedParam:
         """Before the master is stepped or saved: what the script has written to the parameter in place goes there, as
         `load_state_dict` does between steps. What is as it was published keeps the master's precision.
         """
-        if not self.persistent or self.param._version == self._version:
+        if not self.edited:
             return
         self._version = self.param._version
         if self.master is None or self.master_is_shard:
@@ -269,7 +280,7 @@ class ShardedParam:
         if storage.size() == 0:
             storage.resize_(self.numel * self._whole.element_size())
         if type(self.param) is Absent:
-            self.param.__class__ = nn.Parameter
+            self.param.__class__ = nn.Parameter  # type: ignore[assignment]
         self.param.data = self._whole
 
     def release(self) -> None:
@@ -277,12 +288,14 @@ class ShardedParam:
         if self.persistent:
             return
         if self._stand_in is None:
-            # For a class of the script's own, which is not changed: it reads as this, and cannot be written to. Not the emptied storage: to read that is to read anything, or the end of the process.
+            # What a parameter of a class of the script's own, which cannot be made Absent, reads as: not the emptied
+            # storage, since to read that is to read anything, or the end of the process.
             nothing = float("nan") if self._whole.is_floating_point() or self._whole.is_complex() else 0
             self._stand_in = torch.full((), nothing, dtype=self._whole.dtype, device=self._whole.device)
-        self.param.data = self._stand_in.expand(self.shape)
+        if type(self.param) is not Absent:
+            self.param.data = self._stand_in.expand(self.shape)
         if type(self.param) is nn.Parameter:
-            self.param.__class__ = Absent
+            self.param.__class__ = Absent  # as torch does with lazy ones, the other way round
         self._whole.untyped_storage().resize_(0)
         self.resident = False
         self.ledger.leave(self)

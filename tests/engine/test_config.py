@@ -281,8 +281,8 @@ def test_values_that_cannot_be_taken(path: str, value: object, says: str) -> Non
         ({"params": {"lr": 1}}, 'type: missing, and it has no default; write a string, such as "AdamW"'),
         ({"type": "AdamV"},
          'type: "AdamV" is not an optimizer of this engine: they are Adam, AdamW, SGD, Lion, Lamb, Muon, OneBitAdam, '
-         "Adadelta, Adagrad, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop; write one of them, or pass the optimizer "
-         "itself to `initialize(optimizer=...)`"),
+         "Adadelta, Adagrad, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop; the nearest is Adam; write one of them, or "
+         "pass the optimizer itself to `initialize(optimizer=...)`"),
         ({"type": "AdamW", "params": {"lr": "auto"}}, f"params.lr: {AUTO} a number at least 0; the default is 0.001"),
         ({"type": "AdamW", "params": {"betas": [0.9, 1.0]}},
          "params.betas: [0.9, 1.0] is not two numbers, each at least 0 and below 1; the default is [0.9, 0.999]"),
@@ -319,8 +319,8 @@ def test_optimizers_that_cannot_be_taken(section: dict[str, Any], says: str) -> 
         ({"type": "WarmUp"},
          'type: "WarmUp" is not a schedule that a configuration can describe: they are WarmupLR, WarmupDecayLR, '
          "WarmupCosineLR, OneCycle, LRRangeTest, ConstantLR, CosineAnnealingLR, CosineAnnealingWarmRestarts, CyclicLR, "
-         "ExponentialLR, LinearLR, MultiStepLR, OneCycleLR, PolynomialLR, StepLR; write one of them, or pass the "
-         "schedule itself to `initialize(lr_scheduler=...)`"),
+         "ExponentialLR, LinearLR, MultiStepLR, OneCycleLR, PolynomialLR, StepLR; the nearest is WarmupLR; write "
+         "one of them, or pass the schedule itself to `initialize(lr_scheduler=...)`"),
     ],
 )  # fmt: skip
 def test_schedules_that_cannot_be_taken(section: dict[str, Any], says: str) -> None:
@@ -333,7 +333,7 @@ def test_one_wrong_value_does_not_hide_the_others() -> None:
         "optimizer": {"params": {"lr": 1e-3}}, "fp16": {"enabled": True}, "bf16": {"enabled": True, "nonsense": 1},
     }  # fmt: skip
     assert refused(raw) == [
-        "bf16.nonsense: unknown key; the nearest is enabled",
+        "bf16.nonsense: unknown key, and none here is like it; the keys are enabled, check_grad_overflow",
         'optimizer.type: missing, and it has no default; write a string, such as "AdamW"',
         "gradient_clipping: -1 is not a number at least 0; the default is 1.0",
         'bf16.enabled: true, and fp16.enabled is true too; write "enabled": false in one of them',

@@ -8,8 +8,8 @@ import pytest
 
 from dsprof.engine.config import Config, ConfigError, load
 from dsprof.engine.config.deepspeed_keys import FOREIGN, RENAMED, REPLACED
-from dsprof.engine.config.keys import nearest
 from dsprof.engine.config.model import join, sections
+from dsprof.engine.config.words import nearest
 
 ONE = {"train_batch_size": 1}
 NOT_OURS = "DeepSpeed's key, which this engine does not have; "
@@ -42,7 +42,14 @@ def warnings(raw: dict[str, Any]) -> list[str]:
         ({"zero_optimization": {"zero_quantized_weight": True}},
          "zero_optimization.zero_quantized_weight: unknown key; the nearest is zero_quantized_weights, which DeepSpeed "
          "has and this engine has not"),
-        ({"aio": {1: 2}}, "aio.1: unknown key; the nearest is block_size"),
+        ({"aio": {1: 2}}, "aio.1: unknown key, and none here is like it; the keys are block_size, queue_depth, "
+         "intra_op_parallelism"),
+        ({"moe": {}}, "moe: unknown key, and none here is like it; docs/engine-config.md has all keys"),
+        ({"learning_rate": 1}, "learning_rate: unknown key; lr is of optimizer.params; move it there"),
+        ({"optimizer": {"type": "Adam", "params": {"learning_rate": 1}}},
+         "optimizer.params.learning_rate: unknown key; the nearest is lr"),
+        ({"optimizer": {"type": "Adam", "params": {"wd": 1}}},
+         "optimizer.params.wd: unknown key; the nearest is weight_decay"),
         ({"reduce_bucket_size": 1}, "reduce_bucket_size: not a key here but of zero_optimization; move it there"),
         ({"lr": 1}, "lr: not a key here but of optimizer.params; move it there"),
         ({"bf16": {"loss_scale": 1}}, "bf16.loss_scale: not a key here but of fp16; move it there"),
@@ -58,7 +65,10 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(raw: dict[str, Any], 
 
 def test_the_nearest_is_the_most_alike_whatever_its_case() -> None:
     assert nearest("Momentun", ["momentum", "moment", "lr"]) == "momentum"
-    assert nearest("zzz", ["first", "second"]) == "first"
+    assert nearest("Wd", ["adam_w_mode", "weight_decay"]) == "weight_decay"
+    assert nearest("one", ["Oned", "oned"]) == "Oned"
+    assert nearest("zzz", ["first", "second"]) is None
+    assert nearest("zzz", []) is None
 
 
 # --- DeepSpeed's ----------------------------------------------------------------------------------
@@ -79,7 +89,7 @@ def test_the_nearest_is_the_most_alike_whatever_its_case() -> None:
         ({"bf16": {"bf16_optimizer_states": True}},
          f"bf16.bf16_optimizer_states: {NOT_OURS}optimizer states are kept in fp32"),
         ({"tensor_parallel": {"tp": {"tp_size": 2}}},
-         f"tensor_parallel.tp: {NOT_OURS}only the number of ranks is read, and more than one is not available yet"),
+         f'tensor_parallel.tp: {NOT_OURS}write "autotp_size": 2 instead of "tp": {{"tp_size": 2}}'),
     ],
 )  # fmt: skip
 def test_what_would_not_be_what_was_asked_for_is_refused(raw: dict[str, Any], says: str) -> None:

@@ -125,10 +125,34 @@ def test_the_model_says_how_many_stages_there_are() -> None:
          ['activation_checkpointing.every: has no effect; it takes "policy": "every_k"']),
         ({"comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]}},
          ['comms_logger.prof_ops: has no effect; to choose, write "prof_all": false too']),
+        ({"fp16": {"loss_scale": 128}, "bf16": {"enabled": False, "check_grad_overflow": False}, "csv_monitor": {},
+          "tensorboard": {"job_name": "a", "output_path": "b"}},
+         ['fp16: has no effect; it takes "enabled": true', 'tensorboard: has no effect; it takes "enabled": true']),
     ],
 )  # fmt: skip
 def test_what_has_no_effect(raw: dict[str, Any], says: list[str]) -> None:
+    assert load({**MICRO, **raw}, world_size=2).warnings == says
+
+
+NOBODY = "no effect; there is one data-parallel rank, with nobody to send to"
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (zero(1, reduce_bucket_size=5, allgather_bucket_size=5, sub_group_size=5) | {"communication_data_type": "fp32"},
+         [f"zero_optimization.allgather_bucket_size, zero_optimization.reduce_bucket_size, communication_data_type: "
+          f"have {NOBODY}"]),
+        (zero(2, overlap_comm=True), [f"zero_optimization.overlap_comm: has {NOBODY}"]),
+        (zero(3, stage3_prefetch_bucket_size=5), [f"zero_optimization.stage3_prefetch_bucket_size: has {NOBODY}"]),
+        (zero(3, stage3_prefetch_bucket_size=5, offload_param={"device": "cpu"}), []),
+        (zero(0, allgather_bucket_size=5),
+         ['zero_optimization.allgather_bucket_size: has no effect; the stage is 0, and it takes "stage": 1 or more']),
+    ],
+)  # fmt: skip
+def test_what_one_rank_has_no_use_for(raw: dict[str, Any], says: list[str]) -> None:
     assert load({**MICRO, **raw}).warnings == says
+    assert load({**MICRO, **raw, "pipeline": {"stages": 2}}, world_size=2).warnings == says
 
 
 @pytest.mark.parametrize(

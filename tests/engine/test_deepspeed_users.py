@@ -4,6 +4,7 @@ divides them; state dicts; loaders."""
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from dsprof.engine import Engine
 from dsprof.engine.checkpoint import CheckpointError, weights_of
-from dsprof.engine.deepspeed import fragments, start, zero, zero_to_fp32
+from dsprof.engine.deepspeed import fragments, groups, start, zero, zero_to_fp32
 
 RANKS = 2
 LR = 0.1
@@ -286,3 +287,91 @@ def _loads(rank: int) -> list[list[int]]:
 
 def test_a_loader_with_other_workers(ranks: Ranks) -> None:
     assert ranks.run(RANKS, _loads) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+
+
+# --- layers cut over ranks
+
+
+TP = 2
+
+
+def _perceptron() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def _batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    return torch.randn(2, 4, generator=generator), torch.randn(2, 3, generator=generator)
+
+
+def _as_transformers_has_it(rank: int) -> tuple[list[float], list[str]]:
+    """Trainer hands its whole configuration to tp_model_init, with the samples of all ranks as `train_batch_size`."""
+    config = {
+        "train_batch_size": 2 * dist.get_world_size(),
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0,
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"autotp_size": TP},
+    }
+    with pytest.raises(RuntimeError, match=r"groups\.get_data_parallel_rank: there is no engine yet; call deepspeed"):
+        groups.get_data_parallel_rank()
+    model = start.tp_model_init(model=_perceptron(), tp_size=TP, dtype=torch.float32, config=config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = start.initialize(model=model, optimizer=optimizer, config_params=config)[0]
+    assert config["train_batch_size"] == 2 * dist.get_world_size()
+    assert engine.train_batch_size() == 2 * dist.get_world_size() // TP
+    losses = []
+    for step in range(3):
+        x, y = _batch(step, groups.get_data_parallel_rank())
+        loss = nn.functional.mse_loss(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=groups.get_data_parallel_group())
+        losses.append(total.item() / groups.get_data_parallel_world_size())
+    _check_groups(rank)
+    engine.destroy()
+    return losses, [str(warning.message) for warning in caught if "train_batch_size" in str(warning.message)]
+
+
+def _check_groups(rank: int) -> None:
+    """Four ranks of which two share layers, or two that do: a group of one is not all of them."""
+    assert groups.get_tensor_model_parallel_world_size() == TP
+    assert groups.get_tensor_model_parallel_rank() == rank % TP
+    assert groups.get_tensor_model_parallel_src_rank() == rank // TP * TP
+    assert groups.get_data_parallel_group_ranks() == list(range(rank % TP, dist.get_world_size(), TP))
+    assert groups.get_broadcast_src_rank() == rank % TP
+    for group, ranks in (
+        (groups.get_tensor_model_parallel_group(), [rank // TP * TP, rank // TP * TP + 1]),
+        (groups.get_data_parallel_group(), groups.get_data_parallel_group_ranks()),
+    ):
+        assert dist.get_process_group_ranks(group) == ranks
+        total = torch.tensor([rank])
+        dist.all_reduce(total, group=group)
+        assert total.item() == sum(ranks)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_layers_are_cut_as_transformers_asks_for_it(ranks: Ranks, world_size: int) -> None:
+    replicas = world_size // TP
+    model = _perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    expected = []
+    for step in range(3):
+        x, y = (torch.cat(both) for both in zip(*(_batch(step, replica) for replica in range(replicas)), strict=True))
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    told = (
+        f"train_batch_size = {2 * world_size} counts each sample once for each of the 2 ranks that share its layers; a "
+        f"step takes {2 * replicas} samples (2 x 1 micro-batches x {replicas} replicas)"
+    )
+    for rank, (losses, said) in enumerate(ranks.run(world_size, _as_transformers_has_it)):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert said == ([told] if rank == 0 else [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,18 @@ class Plain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.last(self.middle(torch.tanh(self.first(x))))
+        return y
+
+
+class KeepsReferences(Plain):
+    """Modules' hooks do not see them, nor does a look at an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.middle.weight, self.first.bias]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(F.linear(self.first(x), *self.kept))
         return y
 
 
@@ -201,6 +214,14 @@ def penalised(call: Callable[[Tensor], Tensor], backward: Backward, x: Tensor) -
     backward(y + grad.pow(2).sum())
 
 
+def weights_penalised(call: Callable[[Tensor], Tensor], backward: Backward, x: Tensor) -> None:
+    """Backward finds what was used within the block."""
+    assert isinstance(call, nn.Module)
+    with ds.zero.GatheredParameters(call.parameters()):
+        penalty = torch.stack([param.pow(2).sum() for param in call.parameters()]).sum()
+    backward(call(x).pow(2).mean() + 0.1 * penalty)
+
+
 CASES: dict[str, tuple[type[nn.Module], Callable[..., None]]] = {
     "two backwards": (Plain, twice),
     "in place": (AddsInPlace, once),
@@ -214,6 +235,8 @@ CASES: dict[str, tuple[type[nn.Module], Callable[..., None]]] = {
     "all recomputed": (UsesDetached, recomputing_all),
     "parts recomputed": (Recomputes, once),
     "read early": (ReadsBeforeAnotherRuns, once),
+    "references kept": (KeepsReferences, once),
+    "weights penalised": (Plain, weights_penalised),
 }
 
 
@@ -250,35 +273,42 @@ def test_what_hooks_do_not_see_trains_to_the_reference(ranks: Ranks, name: str, 
 # --- parameters that are not there
 
 
-def reads(rank: int) -> list[Any]:
+def reads(rank: int) -> tuple[list[str], list[Any]]:
+    """What uses of a parameter outside the model say, and what may be asked of it."""
     model = Plain()
     engine = engine_for(model)
     weight = model.first.weight
-    found: list[Any] = [
-        bool(weight.sum().isnan()),
-        bool(weight.norm().isnan()),
-        "nan" in repr(weight),
-        [bool(p.isnan().all()) for p in copy.deepcopy(model).parameters()],
-        [bool(value.isnan().all()) for value in model.state_dict().values()],
-        (tuple(weight.shape), weight.dtype, weight.is_leaf),
+    said = []
+    for use in (
+        weight.sum, weight.norm, weight.item, lambda: weight.data, lambda: weight + 1, lambda: F.linear(weight, weight),
+        lambda: torch.stack([weight]), lambda: copy.deepcopy(model), lambda: pickle.dumps(weight), model.state_dict,
+        lambda: weight.requires_grad_(False).fill_(1.0), model.double,
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError) as error:
+            use()
+        said.append(str(error.value))
+    weight.requires_grad_(True)
+    asked = [
+        repr(weight), tuple(weight.shape), weight.numel(), weight.dtype, weight.is_leaf, weight.grad,
+        torch.zeros_like(weight).shape == weight.shape, isinstance(weight, nn.Parameter), model.to("cpu") is model,
         sum(p.stored_bytes for p in engine.zero.params),
-    ]
-    try:
-        with torch.no_grad():
-            weight.mul_(2.0)
-        found.append("")
-    except RuntimeError as error:
-        found.append(str(error))
-    return found
+    ]  # fmt: skip
+    with ds.zero.GatheredParameters(model.parameters()):
+        copied, state = copy.deepcopy(model), model.state_dict()
+        kinds = {type(param) for param in (*model.parameters(), *copied.parameters())}
+        asked += [kinds == {nn.Parameter}, all(torch.equal(copied.state_dict()[name], state[name]) for name in state)]
+    return said, asked
 
 
-def test_a_released_parameter_reads_as_nan_and_cannot_be_written(ranks: Ranks) -> None:
-    for total, norm, text, copied, state, kind, stored, error in ranks.run(2, reads):
-        assert (total, norm, text) == (True, True, True)
-        assert copied == state == [True] * 6
-        assert kind == ((WIDTH, WIDTH), torch.float32, True)
-        assert stored == 0
-        assert "single memory location" in error
+def test_a_parameter_in_pieces_tells_its_shape_and_refuses_to_be_used(ranks: Ranks) -> None:
+    for said, asked in ranks.run(2, reads):
+        for text in said:
+            assert "the parameter first.weight is in pieces (ZeRO stage 3), and is fetched while the model's" in text
+            assert "takes `with zero.GatheredParameters(parameters):` around it, on all ranks" in text
+        assert asked == [
+            "Parameter first.weight in pieces (ZeRO stage 3), shape (8, 8), torch.float32", (8, 8), 64,
+            torch.float32, True, None, True, True, True, 0, True, True,
+        ]  # fmt: skip
 
 
 def inside_gathered(rank: int) -> tuple[list[int], int, bool, int]:

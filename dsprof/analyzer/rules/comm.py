@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -160,11 +161,17 @@ def _replay_cut(context: Context, cut: _Cut, sizes: list[int], slower: float = 1
     """Step durations [S] with gradients cut into `sizes`. The present cut is replayed the same way, with modelled
     transfers, so that the model's own error cancels from the difference."""
     link = replace(cut.link, latency_ms=cut.link.latency_ms * slower, ms_per_byte=cut.link.ms_per_byte * slower)
-    recut = {id(program): replay.rebucket(program, sizes, link, cut.host_ms) for program in context.programs}
-    applies = sum(len(program.steps) for program in context.programs if recut[id(program)] is not None)
-    if applies < LEAST_COVERED * len(context.replayed_steps):
-        raise NotJudged("gradients are not reduced once a step, in one backward, by one group")
-    return context.over_steps(lambda program: replay.run(recut[id(program)] or program))
+    recut: dict[int, replay.Program] = {}
+    refused: Counter[str] = Counter()
+    for program in context.programs:
+        try:
+            recut[id(program)] = replay.rebucket(program, sizes, link, cut.host_ms)
+        except replay.NotRecut as reason:
+            refused[str(reason)] += len(program.steps)
+    steps = len(context.replayed_steps)
+    if steps - refused.total() < LEAST_COVERED * steps:
+        raise NotJudged(f"no other bucket size was tried: {refused.most_common(1)[0][0]}")
+    return context.over_steps(lambda program: replay.run(recut.get(id(program), program)))
 
 
 def _less_cpu_ms(context: Context, cut: _Cut, buckets: int) -> float:
