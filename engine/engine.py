@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from . import checkpoint
-from .absent import ABSENT
+from .api.absent import ABSENT
 from .batch import loss_of, to_device
 from .config import Config
 from .hooks import Hooks

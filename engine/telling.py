@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import monitors
-from .answers import Answers
+from .api.answers import Answers
 from .comm import Comm
 from .hooks import Hooks
 from .parallel import Parallel

@@ -15,9 +15,9 @@ from torch import nn
 
 from dsprof import engine as ds
 from dsprof.engine import Engine
-from dsprof.engine.absent import ABSENT
+from dsprof.engine.api.absent import ABSENT
+from dsprof.engine.api.settings import Settings
 from dsprof.engine.dataloader import ShardedLoader
-from dsprof.engine.knobs import Knobs
 
 TRAINED = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
 
@@ -93,7 +93,7 @@ def test_a_rank_alone_refuses_unused_parameters_too() -> None:
 
 def test_every_setting_is_answered() -> None:
     engine = start(nn.Linear(2, 2), stage=3)
-    questions = [name for name, _ in inspect.getmembers(Knobs, inspect.isfunction) if name not in dir(nn.Module)]
+    questions = [name for name, _ in inspect.getmembers(Settings, inspect.isfunction) if name not in dir(nn.Module)]
     assert len(questions) > 35
     answers = {name: getattr(engine, name)() for name in questions}
     assert answers["zero_reduce_bucket_size"] == 500_000_000

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .precision import DTYPES
+from ..precision import DTYPES
 
 if TYPE_CHECKING:
-    from .config import Config
-    from .config.offload import OffloadOptimizerConfig, OffloadParamConfig
+    from ..config import Config
+    from ..config.offload import OffloadOptimizerConfig, OffloadParamConfig
 
 
-class Knobs(nn.Module):
+class Settings(nn.Module):
     """The part of an Engine that repeats its configuration. Numbers of elements where sizes are asked for."""
 
     config: Config

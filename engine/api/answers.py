@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import monitors
-from .precision import LossScaler
-from .surface import Surface
-from .zero import Zero
+from .. import monitors
+from ..precision import LossScaler
+from ..zero import Zero
+from .libraries import Surface
 
 
 class Answers(Surface):

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
-from .checkpoint import Trainee
-from .checkpoint.whole import collect
-from .dataloader import WORKERS, ShardedLoader
-from .knobs import Knobs
+from ..checkpoint import Trainee
+from ..checkpoint.whole import collect
+from ..dataloader import WORKERS, ShardedLoader
+from .settings import Settings
 
 if TYPE_CHECKING:
-    from .parallel import Parallel
-    from .zero import Zero
+    from ..parallel import Parallel
+    from ..zero import Zero
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Throughput:
         self.epoch_count += 1
 
 
-class Surface(Knobs):
+class Surface(Settings):
     """That part of an Engine."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Surface(Knobs):
 
         `custom_load_fn(src=state_dict, dst=module)` may do the copying.
         """
-        from .zero import GatheredParameters
+        from ..zero import GatheredParameters
 
         with GatheredParameters(self.module, modifier_rank=0):
             if custom_load_fn is not None:
