@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..zero.absent import plainly
+
 Work = Callable[[], None]
 
 
@@ -148,7 +150,8 @@ class _Linear(torch.autograd.Function):
             if bias is not None and bias.requires_grad:
                 roots.append(bias)
                 gradients.append(out.sum(0))
-            torch.autograd.backward(roots, gradients)
+            with plainly():  # stage 3 may have let go of the parameters, whose elements this does not look at
+                torch.autograd.backward(roots, gradients)
 
         later(weights)
         return back, None, None, None
