@@ -371,6 +371,19 @@ def test_stages_of_a_pipeline_are_not_compared_as_if_they_did_the_same() -> None
     sends["name"], sends["peer"] = "send", 1
     analysis = analyze(Trace(trace.run, pd.concat([trace.rows, sends], ignore_index=True)))
     assert "rank.straggler" in analysis.not_run
+    assert "data.imbalance" in analysis.not_run
+
+
+@pytest.mark.parametrize("last", [512, 256])
+def test_inputs_are_compared_between_replicas_of_a_stage(last: int) -> None:
+    """Ranks 0 and 1 read tokens, 2 and 3 get activations, many times as large; rank 3 as many, or half as many."""
+    sizes = [32, 32, 512, last]
+    job = Job(ranks=4, tokens=lambda rank, step: sizes[rank], forward=lambda rank, step: 20 + sizes[rank] / 16)
+    trace = job.trace()
+    acted = trace.rows[(trace.rows["kind"] == "phase") & (trace.rows["name"] == "forward")].copy()
+    acted["kind"], acted["name"], acted["stage"] = "pipe", "F", acted["rank"] // 2
+    found = analyze(Trace(trace.run, pd.concat([trace.rows, acted], ignore_index=True)))
+    assert ("data.imbalance" in above_info(found)) == (last == 256)
 
 
 def test_a_worker_costs_something_too() -> None:

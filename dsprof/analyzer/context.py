@@ -79,6 +79,15 @@ class Context:
         return bool((self.rows["peer"].notna() & self.rows["step"].isin(self.step_numbers)).any())
 
     @property
+    def teams(self) -> list[npt.NDArray[np.bool_]]:
+        """Which of `ranks` are to do the same work, [R] a team: all, or those of a stage of the engine's pipeline."""
+        acted = self.rows[(self.rows["kind"] == "pipe") & self.rows["stage"].notna()]
+        if acted.empty:
+            return [np.ones(len(self.ranks), bool)]
+        stages = acted.groupby("rank")["stage"].agg(lambda found: tuple(sorted(set(found)))).reindex(list(self.ranks))
+        return [(stages == team).to_numpy(bool) for team in stages.dropna().unique()]
+
+    @property
     def ranks_missing(self) -> bool:
         """Whether the job had ranks whose steps were not captured."""
         return (self.run.world_size or 0) > len(self.ranks)

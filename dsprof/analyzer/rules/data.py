@@ -102,23 +102,34 @@ def stall(context: Context, change: Change, gain: Gain, alone: Gain) -> Finding:
 
 def explained_by_size(context: Context) -> tuple[Float, Float] | None:
     """The part of each rank's compute that its share of the input explains: ms above (+) or below (-) what an equal
-    share would cost, [R, S]; and the sizes. None where sizes are unknown or never differ between ranks.
+    share would cost, [R, S]; and the sizes. None where sizes are unknown or never differ between ranks that are to do
+    the same work.
 
     Compute is taken as linear in the input, with the slope from how a rank's own compute follows its own input; where
     a rank's input never varies, from the differences between ranks.
     """
     sizes = context.input_sizes()
-    if sizes is None or np.ptp(sizes, axis=0).max() == 0:
+    if sizes is None:
+        return None
+    between = _less_mean_of_team(context, sizes)
+    if not between.any():
         return None
     compute = context.work("compute")
     within = sizes - sizes.mean(axis=1, keepdims=True)
     if within.any():
         slope = float((within * (compute - compute.mean(axis=1, keepdims=True))).sum() / (within**2).sum())
     else:
-        between = sizes - sizes.mean(axis=0)
-        slope = float((between * (compute - compute.mean(axis=0))).sum() / (between**2).sum())
-    excess: Float = max(slope, 0.0) * (sizes - sizes.mean(axis=0))
+        slope = float((between * _less_mean_of_team(context, compute)).sum() / (between**2).sum())
+    excess: Float = max(slope, 0.0) * between
     return np.minimum(excess, 0.95 * compute), sizes
+
+
+def _less_mean_of_team(context: Context, values: Float) -> Float:
+    """`values` [R, S] without their mean over the ranks that are to do the same work."""
+    found = np.zeros_like(values)
+    for team in context.teams:
+        found[team] = values[team] - values[team].mean(axis=0)
+    return found
 
 
 def unequal(context: Context) -> Change | None:
@@ -129,6 +140,8 @@ def unequal(context: Context) -> Change | None:
         return None
     if context.input_sizes() is None:
         raise NotJudged("the sizes of the inputs to forward were not captured")
+    if context.in_stages and len(context.teams) == 1:
+        raise NotJudged("ranks are stages of a pipeline, so their inputs differ")
     explained = explained_by_size(context)
     return Change({"compute": explained[0]}) if explained is not None else None
 
@@ -138,8 +151,9 @@ def imbalance(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
     excess, compute = change.removed["compute"], context.work("compute")
     sizes = context.input_sizes()
     assert sizes is not None
-    spread = np.ptp(sizes, axis=0) / np.maximum(sizes.mean(axis=0), 1)
-    deviation = (compute - compute.mean(axis=0)).ravel()
+    spreads = [np.ptp(sizes[team], axis=0) / np.maximum(sizes[team].mean(axis=0), 1) for team in context.teams]
+    spread = np.max(spreads, axis=0)
+    deviation = _less_mean_of_team(context, compute).ravel()
     share = np.corrcoef(excess.ravel(), deviation)[0, 1] if excess.any() and deviation.any() else 0.0
     evidence = (
         Evidence("largest less smallest input of a step, of the mean", round(100 * float(spread.mean()), 1), "%", 0.0),
