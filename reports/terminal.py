@@ -100,8 +100,7 @@ def _headline(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
     rule = Text.assemble((f"[dsprof]{title}", "bold"), (f"{glyphs.rule * fill}{run}{glyphs.rule}", "dim"))
     console.print(rule, overflow="ellipsis", no_wrap=True)
     worst = next((finding for finding in analysis.findings if wording.is_problem(finding)), None)
-    healthy = worst is None and analysis.step_ms is not None
-    style = SEVERITY_STYLE[worst.severity] if worst else "bold green" if healthy else "bold yellow"
+    style = SEVERITY_STYLE[worst.severity] if worst else "bold green" if wording.is_healthy(analysis) else "bold yellow"
     console.print(Text(wording.headline(analysis), style=style))
 
 

@@ -109,6 +109,14 @@ def is_problem(finding: Finding) -> bool:
 INTERRUPTED: Final = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
+HEALTHY: Final = "healthy: "
+
+
+def is_healthy(analysis: Analysis) -> bool:
+    """Whether the verdict is that nothing is wrong, and nothing large unexplained."""
+    return headline(analysis).startswith(HEALTHY)
+
+
 def headline(analysis: Analysis) -> str:
     """The verdict in one sentence."""
     step = analysis.step_ms
@@ -128,6 +136,7 @@ def headline(analysis: Analysis) -> str:
     found = f"nothing found that is sure to shorten the {ms(step.mean)} step"
     lost = {
         "waiting for late ranks": analysis.budget.get("peer_wait", 0.0),
+        "waiting for other stages of the pipeline": analysis.budget.get("bubble", 0.0),
         "outside the phases of the loop": analysis.budget.get("other", 0.0),
     }
     large = [f"{percent(100 * part / step.mean)} is {what}" for what, part in lost.items() if part > 0.1 * step.mean]
@@ -135,7 +144,7 @@ def headline(analysis: Analysis) -> str:
         return f"{found}, but {' and '.join(large)}, which no rule here explains"
     if len(analysis.ranks_captured) < analysis.ranks_expected:
         return f"{found}, in {len(analysis.ranks_captured)} of {count(analysis.ranks_expected, 'rank')}"
-    return f"healthy: {found}"
+    return HEALTHY + found
 
 
 def _unfinished(analysis: Analysis) -> str:

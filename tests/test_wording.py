@@ -106,3 +106,16 @@ def test_findings_point_at_budget_parts() -> None:
     assert palette.part_of("comm.slow-link") == "comm_exposed"
     assert palette.part_of("run.hang") is None
     assert palette.part("unheard_of").label == "unheard of"
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [("bubble", "waiting for other stages of the pipeline"), ("peer_wait", "waiting for late ranks")],
+)
+def test_a_large_loss_that_no_rule_explains_is_not_healthy(part: str, words: str) -> None:
+    analysis = factories.healthy()
+    assert wording.is_healthy(analysis)
+    assert analysis.step_ms is not None
+    analysis.budget[part] = 0.4 * analysis.step_ms.mean
+    assert wording.headline(analysis).endswith(f"but 40 % is {words}, which no rule here explains")
+    assert not wording.is_healthy(analysis)

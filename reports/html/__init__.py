@@ -141,7 +141,7 @@ def _tone(analysis: Analysis) -> str:
     worst = next((finding for finding in analysis.findings if wording.is_problem(finding)), None)
     if worst is not None:
         return worst.severity
-    return "none" if analysis.step_ms is None else "good"
+    return "good" if wording.is_healthy(analysis) else "none"
 
 
 def _card(finding: Finding, cwd: str) -> dict[str, Any]:
