@@ -13,6 +13,7 @@ from torch import nn
 from .config import Config, ConfigError
 from .mesh import Mesh
 from .parallel import Parallel
+from .pipe.agreement import agree
 from .pipe.module import PipelineModule
 from .zero.holder import holder
 
@@ -28,6 +29,14 @@ def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
     if not isinstance(model, PipelineModule):
         return
     given = {key: getattr(pipeline, key) for key in pipeline.model_fields_set}
+    agree({
+        "pipeline.stages": mesh.pp,
+        "tensor_parallel.autotp_size": mesh.tp,
+        "pipeline.schedule": pipeline.schedule,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        **{f"pipeline.{key}": given.get(key) for key in ("virtual_stages", "partition_method")},
+        "pipeline.layer_costs": "a file" if pipeline.layer_costs is not None else None,
+    })  # fmt: skip
     virtual, method = given.get("virtual_stages"), given.get("partition_method")
     model.activation_checkpoint_interval = given.get(
         "activation_checkpoint_interval", model.activation_checkpoint_interval
@@ -75,8 +84,22 @@ def cut_layers(model: nn.Module, config: Config, parallel: Parallel, device: tor
     else:
         plan = tensor.parallelize(model, parallel.tensor, wanted, **where)
     tensor.same_random_numbers(parallel.tensor, device)
+    said = _of_each_stage(str(plan), parallel)
     if parallel.mesh.rank == 0:
-        print(plan, *notes, sep="\n", file=sys.stderr)
+        print(*said, *notes, sep="\n", file=sys.stderr)
+
+
+def _of_each_stage(plan: str, parallel: Parallel) -> list[str]:
+    """The plans of all pipeline ranks, each under its number. On all ranks."""
+    mesh = parallel.mesh
+    if mesh.pp == 1:
+        return [plan]
+    plans: list[str] = [""] * mesh.size
+    dist.all_gather_object(plans, plan if mesh.dp_rank == mesh.tp_rank == 0 else "", group=parallel.everyone.group)
+    return [
+        line for stage in range(mesh.pp)
+        for line in (f"pipeline rank {stage}:", plans[stage * mesh.dp * mesh.tp])
+    ]  # fmt: skip
 
 
 def _here(plan: dict[str, str], model: nn.Module, parallel: Parallel) -> dict[str, str]:

@@ -54,14 +54,15 @@ def initialize(
     config_params: str | Path | dict[str, Any] | None = None,
     *,
     train_dataloader: Any = None,
-    example: tuple[Any, ...] | dict[str, Any] | None = None,
+    example: Any = None,
 ) -> tuple[Engine, torch.optim.Optimizer | None, Any, Any]:
     """(engine, optimizer, dataloader, lr_scheduler), with the arguments of `deepspeed.initialize`.
 
     `config` is a dict or the path of a JSON file; `config_params` and `args.deepspeed_config` are older names of it.
     `optimizer` may be made already, or a function of the parameters; so may `lr_scheduler`, of the optimizer.
     `train_dataloader` is returned as it is, which some tutorials rely on. `example` is what the model's forward takes,
-    a tuple of arguments or a dict of them by name: needed where layers are cut over ranks and no input can be made up.
+    a tuple of arguments or a dict of them by name, and of a pipeline the input of its first layer: needed where layers
+    are cut over ranks and no input can be made up.
     Raises ConfigError for a configuration that cannot be, ValueError for arguments that contradict each other.
     """
     if model is None:

@@ -2,6 +2,7 @@
 
 layers.py    layers to be built where they are needed
 given.py     the row of them, as a script gives it
+agreement.py what all ranks must have alike
 module.py    which of them are here, and their calls
 answers.py   what scripts ask of the module, and absent.py what they ask in vain
 row.py       what tensor parallelism asks of it

@@ -42,6 +42,11 @@ class PipelineEngine(PlacedEngine):
         groups = [*(comm.group for comm in self._comms()), *links.groups]
         self._verdict = Verdict(self.parallel.everyone, groups, apart=mesh.dp * mesh.tp > 1)
         self._runner = Runner(module, mesh.pp_rank, links, self.hooks, self.device, self._verdict)
+        double = torch.tensor(float(any(param.dtype is torch.float64 for param in module.parameters())))
+        double = double.to(self.device)
+        self.parallel.everyone.all_reduce(double, "pipeline").wait()  # a rank that has no parameters is to know
+        self._loss_dtype = torch.float64 if double.item() else torch.float32
+        """Of losses that are returned: float64 in models of it."""
         self.hooks.stage = mesh.pp_rank
         self._began = time.perf_counter()
         self._batch_fn: Callable[[Any], Any] = _same
@@ -161,6 +166,13 @@ class PipelineEngine(PlacedEngine):
         """As `forward`. Raises PipelineError."""
         self.forward()
 
+    def no_sync(self) -> NoReturn:
+        """A step has all its micro-batches, and reduces when it can. Raises PipelineError."""
+        raise PipelineError(
+            "engine.no_sync: train_batch runs all micro-batches of a step, and reduces gradients once in ZeRO stages 0 "
+            'and 1; leave it out, and write "gradient_accumulation_steps" in the configuration'
+        )
+
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """What `train_batch` reads when it is given nothing."""
         self._own_data = iterator
@@ -269,7 +281,7 @@ class PipelineEngine(PlacedEngine):
             total += loss.double().mean()
         self.parallel.everyone.all_reduce(total, "pipeline").wait()
         mesh = self.parallel.mesh
-        return (total / (microbatches * mesh.dp * mesh.tp)).float()
+        return (total / (microbatches * mesh.dp * mesh.tp)).to(self._loss_dtype)
 
 
 class _Reduction:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .layers import LayerSpec, TiedLayerSpec, name_of
 
@@ -41,12 +42,31 @@ def named(layers: Sequence[Any] | nn.Sequential) -> list[Layer]:
     found = _children(layers) if isinstance(layers, nn.Sequential) else [(str(at), x) for at, x in enumerate(layers)]
     children = dict(found)
     for at, layer in enumerate(children.values()):
+        made = layer.func if isinstance(layer, functools.partial) else layer
+        if isinstance(made, type) and issubclass(made, nn.Module):
+            raise TypeError(
+                f"PipelineModule: layer {at} is the class {made.__name__}, which makes layers and is none; write "
+                f"LayerSpec({made.__name__}, ...), with its arguments"
+            )
         if not isinstance(layer, LayerSpec) and not callable(layer):
             raise TypeError(
                 f"PipelineModule: layer {at} is a {type(layer).__name__}; a layer is a LayerSpec, a module or a "
                 "function"
             )
     return [Layer(name, layer) for name, layer in children.items()]
+
+
+def told_of(layer: Layer, inputs: Any, *, by_name: bool) -> str:
+    """Where an error was raised: in `layer`, called on `inputs`. `by_name`: it is one of the modules of a model."""
+    plain = isinstance(inputs, Tensor) and not inputs.is_nested  # a nested one has no shape
+    what = f"a tensor of shape {tuple(inputs.shape)}" if plain else f"a {type(inputs).__name__}"
+    where = f"in layer {layer.name} ({layer.kind}) of the pipeline, called on {what}"
+    if not by_name:
+        return where
+    return (
+        f"{where} and nothing else: the model's own forward does not run, and what it makes for its modules (masks, "
+        "positions) has to be made in a layer"
+    )
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -79,7 +99,9 @@ def of_model(model: nn.Module, names: Iterable[Any]) -> list[Layer]:
         raise ValueError(
             f"PipelineModule: no layer has the parameter {missing[0]}"
             + (f" ({len(missing)} such in all)" if len(missing) > 1 else "")
-            + "; name the modules of all parameters, in the order in which they are called"
+            + "; name the modules of all parameters, in the order in which they are called. What the model's own "
+            "forward does between them does not run: wrap those whose outputs it adds in a module that does so, and "
+            "name that"
         )
     return layers
 

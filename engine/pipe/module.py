@@ -15,10 +15,11 @@ from torch import nn
 from .. import checkpointing
 from ..hooks import Hooks
 from ..partition import partition, read_costs
+from .agreement import check, everyones, row_of
 from .answers import UNKNOWN, ModuleAnswers
-from .given import Layer, named, of_model, shared_parameters
+from .given import Layer, named, of_model, shared_parameters, told_of
 from .layers import LayerSpec, TiedLayerSpec
-from .topology import ProcessTopology
+from .topology import ProcessTopology, stages_asked
 from .transfer import PipelineError
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class PipelineModule(ModuleAnswers):
         self._layers = named(layers) if model is None else of_model(model, list(layers))
         if not self._layers:
             raise ValueError("PipelineModule: no layers; pass the list of them")
+        self._by_name = model is not None
         self._shared = shared_parameters(self._layers, model)
         self.loss_fn = loss_fn
         self._topology = topology
@@ -107,7 +109,7 @@ class PipelineModule(ModuleAnswers):
         self._costs = costs
         self._checkpointable = checkpointable_layers
         self._checkpoint = activation_checkpoint_func
-        self.num_stages = _stages(num_stages, topology)
+        self.num_stages = stages_asked(num_stages, topology)
         self.bounds: list[int] = []
         """Layers `bounds[s]` to before `bounds[s + 1]` are stage s; empty until the stages are known."""
         self._rank = 0
@@ -162,22 +164,34 @@ class PipelineModule(ModuleAnswers):
         method: str | Sequence[int] | None = None,
         costs: Sequence[float] | str | Path | None = None,
     ) -> None:
-        """As `arrange`, on all ranks of the job. What fails on one rank fails on all: they would wait for it later.
+        """As `arrange`, on all ranks of the job, with the costs that rank 0 has: each that measures has others. What
+        fails on one rank fails on all: they would wait for it later.
 
-        Raises what failed here, and PipelineError, with what was said there, where it did not."""
+        Raises what failed here, and PipelineError, with what was said there, where it did not, and if the ranks'
+        layers or what they ask for differ."""
+        asked = self.partition_method if method is None else method
+        said = everyones((
+            {
+                "stages": num_stages,
+                "virtual_stages": virtual_stages or self.virtual_stages,
+                "partition_method": asked if isinstance(asked, str) else list(asked),
+                **row_of(self._layers, self._shared),
+            },
+            self._costs if costs is None else costs,
+        ))  # fmt: skip
+        check([told for told, _ in said])
         failed: Exception | None = None
         try:
-            self.arrange(num_stages, rank, virtual_stages, method, costs)
+            self.arrange(num_stages, rank, virtual_stages, method, said[0][1])
         except Exception as error:
             failed = error
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            said: list[str | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(said, None if failed is None else str(failed))
-            told = [(number, text) for number, text in enumerate(said) if text is not None]
-            if told and failed is None:
-                raise PipelineError(f"PipelineModule: rank {told[0][0]} has no layers: {told[0][1]}")
+        outcomes = everyones((None if failed is None else str(failed), self.bounds))
         if failed is not None:
             raise failed
+        for number, (text, _) in enumerate(outcomes):
+            if text is not None:
+                raise PipelineError(f"PipelineModule: rank {number} has no layers: {text}")
+        check([{"bounds": bounds} for _, bounds in outcomes])
 
     @property
     def forward_funcs(self) -> list[Callable[[Any], Any]]:
@@ -262,8 +276,12 @@ class PipelineModule(ModuleAnswers):
             for at, layer in enumerate(self._layers[start:stop], start):
                 assert layer.built is not None
                 call = _called(layer, layer.built)
-                with self.hooks.span("module", layer.name):
-                    inputs = call(inputs) if passage is None else passage(at, call, inputs)
+                try:
+                    with self.hooks.span("module", layer.name):
+                        inputs = call(inputs) if passage is None else passage(at, call, inputs)
+                except Exception as error:
+                    error.add_note(told_of(layer, inputs, by_name=self._by_name))
+                    raise
             return inputs
 
         run.__qualname__ = f"layers {start} to {stop - 1}"
@@ -349,21 +367,6 @@ def _called(layer: Layer, built: Callable[..., Any]) -> Callable[[Any], Any]:
     if isinstance(layer.source, TiedLayerSpec) and layer.source.forward_fn is not None:
         return functools.partial(layer.source.forward_fn, built)  # type: ignore[arg-type]
     return built
-
-
-def _stages(num_stages: int | None, topology: ProcessTopology | None) -> int | None:
-    if topology is None:
-        if num_stages is not None and num_stages < 1:
-            raise ValueError(f"PipelineModule: num_stages is {num_stages}; write 1 or more")
-        return num_stages
-    axes = topology.get_axis_names()
-    if "pipe" not in axes or axes[0] != "pipe":
-        raise ValueError(f"PipelineModule: the topology's axes are {axes}; `pipe` must be the first of them")
-    if num_stages not in (None, topology.get_dim("pipe")):
-        raise ValueError(
-            f"PipelineModule: num_stages is {num_stages}, and the topology has {topology.get_dim('pipe')}; pass one"
-        )
-    return topology.get_dim("pipe")
 
 
 def _place(num_stages: int) -> tuple[int]:

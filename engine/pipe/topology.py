@@ -118,3 +118,22 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+
+
+def stages_asked(num_stages: int | None, topology: ProcessTopology | None) -> int | None:
+    """The pipeline ranks that a PipelineModule's arguments ask for; None if they leave that to the configuration.
+
+    Raises ValueError if they contradict each other, or the topology's first axis is not `pipe`.
+    """
+    if topology is None:
+        if num_stages is not None and num_stages < 1:
+            raise ValueError(f"PipelineModule: num_stages is {num_stages}; write 1 or more")
+        return num_stages
+    axes = topology.get_axis_names()
+    if "pipe" not in axes or axes[0] != "pipe":
+        raise ValueError(f"PipelineModule: the topology's axes are {axes}; `pipe` must be the first of them")
+    if num_stages not in (None, topology.get_dim("pipe")):
+        raise ValueError(
+            f"PipelineModule: num_stages is {num_stages}, and the topology has {topology.get_dim('pipe')}; pass one"
+        )
+    return topology.get_dim("pipe")

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..comm import close_group, open_group, open_host_group
 from ..hooks import Hooks, Place
@@ -68,9 +68,12 @@ def message_of(output: Any, what: str) -> Message:
             "dicts if there are several, or divide the layers elsewhere"
         ) from None
     for tensor in tensors:
-        if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
-            kind = f"a tensor of {tensor.dtype}" if tensor.layout is torch.strided else "a sparse tensor"
-            raise PipelineError(f"{what} returned {kind}, which cannot be sent to the next stage")
+        kind = _unsendable(tensor)
+        if kind is not None:
+            raise PipelineError(
+                f"{what} returned {kind}, which cannot be sent to the next stage; return what is in it as plain "
+                "tensors, or divide the layers elsewhere"
+            )
     if 3 + sum(3 + tensor.dim() for tensor in tensors) > HEADER:
         raise PipelineError(f"{what} returned {len(tensors)} tensors, more than a message holds; stack some of them")
     return Message(tensors, [tensor.requires_grad for tensor in tensors], shape)
@@ -269,6 +272,17 @@ def open_links(mesh: Mesh, device: torch.device, hooks: Hooks, *, wraps: bool) -
         name = way + ("_around" if around else "")
         links.by_way[way, around] = Link(way, group, host, make_lane, device, name)
     return links
+
+
+def _unsendable(tensor: Tensor) -> str | None:
+    """What `tensor` is that a message has no room for; None for plain rows of numbers."""
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout is not torch.strided:
+        return "a sparse tensor"
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return f"a tensor of the class {type(tensor).__name__}"
+    return None if tensor.dtype in DTYPES else f"a tensor of {tensor.dtype}"
 
 
 def _text(text: str) -> Tensor:

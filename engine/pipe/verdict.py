@@ -114,8 +114,9 @@ class Verdict:
 
 
 def said(error: BaseException, where: str) -> str:
-    """An error in the words of others."""
-    return f"{where} of the pipeline failed: {type(error).__name__}: {error}"
+    """An error in the words of others, with its notes: in which layer it was raised."""
+    what = f"{where} of the pipeline failed: {type(error).__name__}: {error}"
+    return "; ".join([what, *getattr(error, "__notes__", [])])
 
 
 def _lost(error: BaseException) -> bool:

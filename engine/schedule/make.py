@@ -23,6 +23,9 @@ SCHEDULES: Final[dict[str, Callable[..., Plan]]] = {
 VIRTUAL: Final = frozenset({"interleaved"})
 """Schedules in which a rank can hold several parts of the model."""
 
+ALIASES: Final = {"zb": "zero-bubble", "zb-h1": "zero-bubble", "zbh1": "zero-bubble", "vpp": "interleaved"}
+"""What papers and other frameworks call them, where that is unlike."""
+
 
 def make_plan(schedule: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Plan:
     """The plan of a schedule, without transfers. Micro-batches may be fewer than stages.
@@ -30,7 +33,9 @@ def make_plan(schedule: str, ranks: int, microbatches: int, virtual_stages: int 
     Raises ValueError for a schedule that there is not, a size below 1, and virtual stages that the schedule has not.
     """
     if schedule not in SCHEDULES:
-        nearest = max(SCHEDULES, key=lambda name: SequenceMatcher(None, schedule.lower(), name).ratio())
+        nearest = ALIASES.get(schedule.lower()) or max(
+            SCHEDULES, key=lambda name: SequenceMatcher(None, schedule.lower(), name).ratio()
+        )
         raise ValueError(
             f'there is no pipeline schedule "{schedule}"; the nearest is "{nearest}" (of {", ".join(SCHEDULES)})'
         )

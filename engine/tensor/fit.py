@@ -15,11 +15,14 @@ from typing import Any, Final
 from torch import nn
 
 from .layers import layer_of
-from .rehearsal import Arrangement, Change, Mismatch, Stack, rehearse
+from .rehearsal import Arrangement, Change, Mismatch, OwnDecision, Stack, rehearse
 from .roles import Role, Roles
 from .styles import PlanError, pattern_of
 from .told import Telling
 from .trial import Trial, joined
+
+_SWITCH: Final = "switch sequence_parallel off"
+"""What may help, where the sequence is cut."""
 
 _TRIES: Final = 400
 """Options of one kind of region at most."""
@@ -65,8 +68,11 @@ def fit(model: nn.Module, trials: Sequence[Trial], found: Roles, stack: Stack | 
                     rehearse(trial, roles, arrangement, stack, size, rank)
         except Mismatch as mismatch:
             kind = None if mismatch.region is None else kind_of[mismatch.region]
+            if isinstance(mismatch, OwnDecision):
+                raise PlanError(_undecided(mismatch, kind, roles, stack)) from mismatch
             if kind is None:
-                raise PlanError(f"tensor parallelism over {size} ranks: {mismatch}") from mismatch
+                off = "" if stack is None or _SWITCH in str(mismatch) else f"; {_SWITCH}"
+                raise PlanError(f"tensor parallelism over {size} ranks: {mismatch}{off}") from mismatch
             kind.first_error = kind.first_error or str(mismatch)
             following = next(kind.options, None)
             if following is None:
@@ -76,12 +82,30 @@ def fit(model: nn.Module, trials: Sequence[Trial], found: Roles, stack: Stack | 
                 raise PlanError(
                     f"tensor parallelism: cannot tell how to cut {place or rows[0].module}: over {size} ranks it does "
                     f"not compute what it did ({kind.first_error}). Have it take its sizes from the outputs of its "
-                    f"layers{' (`q.view(b, t, -1, head_dim)`)' if by_heads else ''}, or leave it whole with a plan: "
+                    f"layers{' (`q.view(b, t, -1, head_dim)`)' if by_heads else ''}, "
+                    f"{'or leave' if stack is None else f'{_SWITCH}, or leave'} it whole with a plan: "
                     f'{{"{pattern_of(place or rows[0].module)}": "whole", "*": "auto"}}'
                 ) from mismatch
             kind.chosen = following
         else:
             return arrangement
+
+
+def _undecided(
+    mismatch: OwnDecision, kind: _Kind | None, roles: Mapping[str, Role], stack: Stack | None
+) -> str:  # fmt: skip
+    """What is said where code decides by a part: of what the layers of a region write, or of a sequence."""
+    said = (
+        f"tensor parallelism: {mismatch}, of which each rank has a part, and might decide otherwise than the others. "
+        "Have it compute with tensors (torch.where)"
+    )
+    if stack is not None:
+        said += f", or {_SWITCH}"
+    if kind is None:
+        return said
+    region, place = next(iter(kind.regions.items()))
+    name = place or next(role.module for role in roles.values() if role.region == region)
+    return f'{said}, or leave it whole with a plan: {{"{pattern_of(name)}": "whole", "*": "auto"}}'
 
 
 def _without_fast_paths(model: nn.Module, roles: Mapping[str, Role]) -> tuple[Change, ...]:

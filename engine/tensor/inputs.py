@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 from .layers import layer_of
 
 _BATCH: Final = 2
+_WIDTHS: Final = 3
+"""Of features that are tried."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Inputs:
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    fixed: frozenset[int] = frozenset()
+    """Numbers, among its tensors, of those to which no gradient flows."""
 
     def tensors(self) -> list[Tensor]:
         """The tensors among them, in whatever tuples, lists and dicts."""
@@ -35,7 +39,14 @@ class Inputs:
     def replaced(self, function: Callable[[Tensor], Tensor]) -> Inputs:
         """The same with `function` of each tensor."""
         args, kwargs = pytree.tree_map_only(Tensor, function, (self.args, dict(self.kwargs)))
-        return Inputs(args, kwargs)
+        return Inputs(args, kwargs, self.fixed)
+
+    def leaves(self) -> Inputs:
+        """The same, with floating-point tensors as leaves of a graph, unless they are fixed."""
+        numbers = itertools.count()
+        return self.replaced(
+            lambda x: x.detach().requires_grad_(next(numbers) not in self.fixed and x.is_floating_point())
+        )
 
 
 def given_inputs(example: Any) -> Inputs:
@@ -107,23 +118,27 @@ def _values(model: nn.Module, tokens: int) -> dict[str, list[Tensor]]:
     found: dict[str, list[Tensor]] = {}
     for kind, module in firsts.items():
         if isinstance(module, nn.Conv2d):
-            found[kind] = [_random(_BATCH, module.in_channels, *side) for side in _sides(model, module)]
+            found[kind] = [made_up(_BATCH, module.in_channels, *side) for side in _sides(model, module)]
         elif isinstance(module, nn.Conv1d):
             lengths = _signal_lengths(model)
-            found[kind] = [_random(_BATCH, module.in_channels, length) for length in lengths]
+            found[kind] = [made_up(_BATCH, module.in_channels, length) for length in lengths]
             if module.in_channels == 1:
-                found[kind] += [_random(_BATCH, length) for length in lengths]
+                found[kind] += [made_up(_BATCH, length) for length in lengths]
         elif isinstance(module, nn.Embedding):
             found[kind] = [torch.arange(_BATCH * length).view(_BATCH, length) % module.num_embeddings
                            for length in _lengths(model, tokens)]  # fmt: skip
         else:
-            width = _width(module)
-            found[kind] = [_random(_BATCH, length, width) for length in _lengths(model, tokens)]
-            found[kind].append(_random(_BATCH * 4, width))
+            shapes = [
+                (*lead, width)
+                for width in _widths(model)
+                for lead in (*((_BATCH, length) for length in _lengths(model, tokens)), (_BATCH * 4,))
+            ]
+            found[kind] = [made_up(*shape) for shape in shapes]
     return found
 
 
-def _random(*shape: int) -> Tensor:
+def made_up(*shape: int) -> Tensor:
+    """Numbers between 0 and 1."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(0))
 
 
@@ -143,6 +158,12 @@ def _width(module: nn.Module) -> int:
         return layer.inputs
     weight = module._parameters.get("weight")  # a norm's
     return weight.shape[0] if weight is not None and weight.dim() == 1 else 0
+
+
+def _widths(model: nn.Module) -> list[int]:
+    """Of features: what the first module that has them wants, and some others; a block may register in any order."""
+    widths = (_width(module) for module in model.modules() if _kind(module) == "features")
+    return list(itertools.islice(dict.fromkeys(widths), _WIDTHS))
 
 
 def _lengths(model: nn.Module, tokens: int) -> list[int]:

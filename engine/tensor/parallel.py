@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..comm import Comm
@@ -14,6 +14,7 @@ from ..pipe.module import PipelineModule
 from .attention import Heads, HeadsAttention
 from .cut import TensorCut, cut_in_place, even_cut, mark_partial
 from .flow import Share
+from .handed import Tried, try_stages
 from .layers import (
     Column,
     ColumnConv1D,
@@ -38,7 +39,9 @@ from .sequence import cut_sequence
 from .styles import PlanError
 from .told import tell
 
-ELSEWHERE: Final = "could not plan; its error says why"
+
+class ElsewhereError(PlanError):
+    """Another rank could not plan, and said why."""
 
 
 def parallelize(
@@ -63,8 +66,11 @@ def parallelize(
     made: TensorPlan | None = None
     cause: PlanError | None = None
     row: Stretch | None = None
+    tried: Tried | None = None
+    if isinstance(model, PipelineModule) and comm.size > 1 and not isinstance(plan, TensorPlan):
+        tried = try_stages(model, comm.size if sequence_parallel else 1, example, everyone)
     if sequence_parallel and comm.size > 1 and isinstance(model, PipelineModule) and not isinstance(plan, TensorPlan):
-        row, cause = _row_of(model, comm.size, plan, example, everyone or comm)
+        row, cause = _row_of(model, comm.size, plan, example, everyone or comm, tried)
     try:
         if isinstance(plan, TensorPlan):
             made = plan
@@ -72,7 +78,7 @@ def parallelize(
         elif cause is None:
             made = plan_for(
                 model, comm.size, plan=plan, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim,
-                example=example, row=row,
+                example=example, row=row, tried=tried,
             )  # fmt: skip
     except PlanError as error:
         cause = error
@@ -88,13 +94,14 @@ def parallelize(
 
 
 def _row_of(
-    model: PipelineModule, size: int, plan: Mapping[str, str] | str | None, example: Any, everyone: Comm
-) -> tuple[Stretch | None, PlanError | None]:
+    model: PipelineModule, size: int, plan: Mapping[str, str] | str | None, example: Any, everyone: Comm,
+    tried: Tried | None,
+) -> tuple[Stretch | None, PlanError | None]:  # fmt: skip
     """Where the blocks are in the pipeline, or why that is not to be told here. On all ranks of `everyone`."""
     mine: list[int] = []
     cause: PlanError | None = None
     try:
-        _, trials, found = decided(model, size, plan, size, example)
+        _, trials, found = decided(model, size, plan, size, example, tried)
         mine = blocks_here(model, trials, found.roles)
     except PlanError as error:
         cause = error
@@ -113,20 +120,19 @@ def _check_given(model: nn.Module, plan: TensorPlan, size: int) -> None:
 
 
 def _agreed(comm: Comm, planned: str | None, cause: PlanError | None, rank: str) -> PlanError | None:
-    """What all ranks of `comm` are to raise: `cause`, or that another one failed, or that the plans differ."""
+    """What all ranks of `comm` are to raise: `cause`, or why another one failed, or that the plans differ."""
     if comm.size == 1:
         return cause
-    digest = hashlib.blake2b((planned or "").encode(), digest_size=7).digest()
-    rows = torch.zeros((comm.size, 2), dtype=torch.int64, device=comm.device)
-    rows[comm.rank] = torch.tensor([planned is not None, int.from_bytes(digest, "little")])
-    comm.all_gather(rows, "tensor-parallel").wait()
-    answers = rows.tolist()
-    failed = [other for other, (good, _) in enumerate(answers) if not good]
+    said: list[tuple[str | None, str | None]] = [(None, None)] * comm.size
+    digest = None if planned is None else hashlib.blake2b(planned.encode(), digest_size=8).hexdigest()
+    own = None if cause is None or isinstance(cause, ElsewhereError) else str(cause)
+    dist.all_gather_object(said, (digest, own), group=comm.group)
     if cause is not None:
         return cause
-    if failed:
-        return PlanError(f"{rank} {failed[0]} {ELSEWHERE}")
-    differs = [other for other, answer in enumerate(answers) if answer != answers[0]]
+    for other, (_, why) in enumerate(said):
+        if why is not None:
+            return ElsewhereError(f"{rank} {other} could not plan: {why}")
+    differs = [other for other, answer in enumerate(said) if answer != said[0]]
     if differs:
         return PlanError(f"{rank}s {differs} planned otherwise than rank 0: the model must be the same on all")
     return None

@@ -82,8 +82,13 @@ class TensorPlan:
         an all-reduce twice that.
 
         `batch` is of the micro-batch, `sequence` in tokens, `alpha_s` seconds a message, `beta_bytes_per_s` the
-        bandwidth of a link.
+        bandwidth of a link. Raises ValueError for numbers that none of these can be.
         """
+        for name, value, least in (("batch", batch, 1), ("sequence", sequence, 1), ("alpha_s", alpha_s, 0)):
+            if not value >= least:
+                raise ValueError(f"TensorPlan.cost: {name} is {value}; write {least} or more")
+        if not beta_bytes_per_s > 0:
+            raise ValueError(f"TensorPlan.cost: beta_bytes_per_s is {beta_bytes_per_s}; write more than 0, bytes/s")
         made = []
         for module, name, when, elements in self._collectives(batch * sequence):
             size = elements * self.element_size

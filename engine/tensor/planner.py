@@ -9,9 +9,11 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..pipe.module import PipelineModule
 from .decision import decide
 from .fit import fit
-from .inputs import Inputs, given_inputs, guesses, variants
+from .handed import Tried, try_stages
+from .inputs import given_inputs, guesses, variants
 from .layers import layer_of, layers_of
 from .plan import TensorPlan
 from .rehearsal import Stack, Stretch
@@ -19,7 +21,7 @@ from .roles import Role, Roles
 from .row import note_join, row_here
 from .sequence import find_stack, uncut_in
 from .styles import PlanError, Wanted, own_plan, own_styles, pattern_of, wanted_styles
-from .trial import Trial, joined, note_output, note_randomness, observe
+from .trial import Trial, brief, joined, note_output, note_randomness, observe
 
 
 def plan_for(
@@ -31,14 +33,16 @@ def plan_for(
     sequence_dim: int = 1,
     example: Any = None,
     row: Stretch | None = None,
+    tried: Tried | None = None,
 ) -> TensorPlan:
     """How `model` is to be cut over `size` tensor-parallel ranks. It is not changed, and its weights are not read.
 
     `plan` is None for the model's own plan (`tp_plan` of transformers) where there is one, with what it leaves open
     derived; `"derive"` to derive all of it; or a dict of patterns and styles (styles.py). Whatever it comes from is
-    rehearsed. `example` is what the model's forward takes, a tuple or a dict: needed where no input can be made up.
-    With `sequence_parallel` activations between the cut regions of the blocks are cut along `sequence_dim`. In a
-    pipeline `row` says where these are; without it, they are all taken to be on this rank.
+    rehearsed. `example` is what the model's forward takes, a tuple or a dict, and of a pipeline what its first layer
+    takes: needed where no input can be made up. With `sequence_parallel` activations between the cut regions of the
+    blocks are cut along `sequence_dim`. In a pipeline `row` says where these are, and `tried` what was seen of the
+    stages; without them, all are taken to be on this rank.
 
     Raises PlanError, naming the module, for what cannot be told or carried out.
     """
@@ -46,12 +50,12 @@ def plan_for(
         raise PlanError(f"tensor parallelism over {size} ranks: write 1 or more")
     if size == 1:
         return TensorPlan(1)
-    wanted, trials, found = decided(model, size, plan, size if sequence_parallel else 1, example)
+    wanted, trials, found = decided(model, size, plan, size if sequence_parallel else 1, example, tried)
     if sequence_parallel and row is None:
         row = row_here(model, trials, found.roles)
     trials += _variants(trials)
     cuts = any(role.style != "whole" for role in found.roles.values())
-    if not cuts and "auto" in wanted.values() and not _stages(model)[0]:
+    if not cuts and "auto" in wanted.values() and not isinstance(model, PipelineModule):
         reasons = "; ".join(f"{role.module}: {role.why}" for role in list(found.roles.values())[:5])
         raise PlanError(f"tensor parallelism over {size} ranks: found nothing to cut ({reasons or 'no layers'})")
     stack = find_stack(model, found.roles, sequence_dim, row) if sequence_parallel else None
@@ -74,12 +78,13 @@ def plan_for(
 
 
 def decided(
-    model: nn.Module, size: int, plan: Mapping[str, str] | str | None, tokens: int, example: Any
-) -> tuple[dict[str, Wanted], list[Trial], Roles]:
+    model: nn.Module, size: int, plan: Mapping[str, str] | str | None, tokens: int, example: Any,
+    tried: Tried | None = None,
+) -> tuple[dict[str, Wanted], list[Trial], Roles]:  # fmt: skip
     """What is wanted of each layer, what was seen when the model was tried on sequences of a multiple of `tokens`, and
     how each layer is to be cut. Raises as `plan_for`."""
     wanted = _wanted(model, plan)
-    trials = _trials(model, tokens, wanted, example)
+    trials = _trials(model, tokens, wanted, example, tried)
     return wanted, trials, decide(model, trials, wanted, size)
 
 
@@ -93,22 +98,35 @@ def _wanted(model: nn.Module, plan: Mapping[str, str] | str | None) -> dict[str,
     return own_styles(model, {})
 
 
-def _trials(model: nn.Module, tokens: int, wanted: Mapping[str, Wanted], example: Any) -> list[Trial]:
+def _trials(
+    model: nn.Module, tokens: int, wanted: Mapping[str, Wanted], example: Any, tried: Tried | None
+) -> list[Trial]:
     """Trials of the model on `example`, or on what is made up; in the latter sequences are a multiple of `tokens`."""
-    if example is not None:
+    failed: dict[str, str] = {}
+    if isinstance(model, PipelineModule):
+        tried = tried or try_stages(model, tokens, example)
+        if not tried.failed:
+            return list(tried.trials)
+        if example is not None:
+            raise PlanError(f"tensor parallelism: {tried.failed}")
+        failed[""] = tried.failed
+        trials = _try_children("", model, tokens, failed, alone=False)
+        takes = "the first layer of the pipeline takes"
+    elif example is not None:
         try:
             return [observe("", model, given_inputs(example))]
         except Exception as error:
-            raise PlanError(f"tensor parallelism: the model does not take the example: {_brief(error)}") from error
-    failed: dict[str, str] = {}
-    trials = _try("", model, tokens, failed)
-    tried = {joined(trial.root, name) for trial in trials for name in layers_of(trial.module)}
+            raise PlanError(f"tensor parallelism: the model does not take the example: {brief(error)}") from error
+    else:
+        trials = _try("", model, tokens, failed)
+        takes = "its forward takes"
+    seen = {joined(trial.root, name) for trial in trials for name in layers_of(trial.module)}
     for name in wanted:
-        if name not in tried and wanted[name] != "whole":
+        if name not in seen and wanted[name] != "whole":
             place = max((root for root in failed if name.startswith(f"{root}.") or not root), key=len, default="")
             raise PlanError(
                 f"tensor parallelism: cannot tell how to cut {name}: {place or 'the model'} could not be tried on "
-                f"made-up inputs ({failed.get(place, 'it has no forward')}). Pass example= (what its forward takes) "
+                f"made-up inputs ({failed.get(place, 'it has no forward')}). Pass example= (what {takes}) "
                 f"to initialize or plan_for, or leave it whole with a plan: "
                 f'{{"{pattern_of(name)}": "whole", "*": "auto"}}'
             )
@@ -123,34 +141,25 @@ def _try(name: str, module: nn.Module, tokens: int, failed: dict[str, str], alon
     if not layers_of(module) or (layer_of(module) is not None and not alone):
         return []
     has_forward = type(module).forward is not nn.Module.forward
-    stages = _stages(module)
-    trials = []
-    for stage in stages if has_forward else ():
-        for inputs in guesses(module, tokens):
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of inputs that are not the right ones
-                    trials.append(observe(name, module, Inputs(inputs.args, {**inputs.kwargs, **stage})))
-                break
-            except Exception as error:
-                failed.setdefault(name, _brief(error))
-    if trials and len(trials) == len(stages):
-        return trials
+    for inputs in guesses(module, tokens) if has_forward else ():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of inputs that are not the right ones
+                return [observe(name, module, inputs)]
+        except Exception as error:
+            failed.setdefault(name, brief(error))
     alone = not has_forward or isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+    return _try_children(name, module, tokens, failed, alone)
+
+
+def _try_children(
+    name: str, module: nn.Module, tokens: int, failed: dict[str, str], alone: bool
+) -> list[Trial]:  # fmt: skip
     return [
         trial
         for child, inner in module.named_children()
         for trial in _try(joined(name, child), inner, tokens, failed, alone)
     ]
-
-
-def _stages(module: nn.Module) -> list[dict[str, int]]:
-    """How `module` is called: once, or of a pipeline once for each stage that is here. Others lie between these."""
-    from ..pipe.module import PipelineModule
-
-    if isinstance(module, PipelineModule):
-        return [{"stage": stage} for stage in module.stages]
-    return [{}]
 
 
 def _variants(trials: Sequence[Trial]) -> list[Trial]:
@@ -185,10 +194,6 @@ def _others(model: nn.Module, found: Roles) -> tuple[tuple[str, str], ...]:
             for key, param in module._parameters.items()
         )
     )  # fmt: skip
-
-
-def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _note_end(trial: Trial, stack: Stack) -> None:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from .cut import TensorCut
 from .flow import Share
 from .layers import Layer
+from .reads import Decided, Reads, mark
 from .roles import Role
 from .told import Telling, plain, tell
 from .trial import Trial, joined, run, tensors_of
@@ -109,6 +110,10 @@ class Mismatch(Exception):
         self.region = region
 
 
+class OwnDecision(Mismatch):
+    """The model's code decides by what it reads of a part, which no arrangement changes."""
+
+
 def rehearse(
     trial: Trial, roles: Mapping[str, Role], arrangement: Arrangement, stack: Stack | None, size: int, rank: int
 ) -> None:
@@ -119,11 +124,18 @@ def rehearse(
 
     def part(name: str, x: Tensor) -> Tensor:
         share = shares.get(joined(trial.root, name))
-        return x if share is None else cut_of_share(share, x.shape, size, rank).take(x)
+        return x if share is None else mark(cut_of_share(share, x.shape, size, rank).take(x))
 
     for grad, training in ((True, False), (False, False), (True, True))[: 3 if trial.trains else 2]:
-        with torch.set_grad_enabled(grad), arranged(modules, arrangement), _NoHeadsRefused(), ExitStack() as edges:
-            rank_run = _RankRun(trial, roles, stack, size, rank, exact=not training)
+        reads = Reads()
+        with (
+            torch.set_grad_enabled(grad),
+            arranged(modules, arrangement),
+            _NoHeadsRefused(),
+            reads,
+            ExitStack() as edges,
+        ):
+            rank_run = _RankRun(trial, roles, stack, size, rank, reads, exact=not training)
             if stack is not None and stack.row is not None:
                 edges.enter_context(rank_run.row(trial.module, stack.row))
             elif stack is not None and stack.first in modules:
@@ -132,6 +144,10 @@ def rehearse(
                 found = tensors_of(run(trial, rank_run.answer, training=training, part=part))
             except Mismatch:
                 raise
+            except Decided as error:
+                raise OwnDecision(
+                    rank_run.region, f"{rank_run.last} is followed by {error}() of an activation"
+                ) from error
             except Exception as error:
                 text = f"{rank_run.last} is followed by {type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 raise Mismatch(rank_run.region, text) from error
@@ -170,9 +186,11 @@ class _RankRun:
     """One run as one rank."""
 
     def __init__(
-        self, trial: Trial, roles: Mapping[str, Role], stack: Stack | None, size: int, rank: int, *, exact: bool
-    ) -> None:
+        self, trial: Trial, roles: Mapping[str, Role], stack: Stack | None, size: int, rank: int, reads: Reads, *,
+        exact: bool,
+    ) -> None:  # fmt: skip
         self._exact = exact
+        self._reads = reads
         self._trial = trial
         self._roles = roles
         self._stack = stack
@@ -203,8 +221,8 @@ class _RankRun:
         self.last = name
         if role.style == "column" and role.region is not None:
             self.region = role.region
-            return _index(call.wrote.detach(), role, self._size, self._rank)
-        return self._piece(call.wrote.detach()).clone()
+            return mark(_index(call.wrote.detach(), role, self._size, self._rank))
+        return self._given(call.wrote.detach())
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
         """Compare what the module returned, unless it is logits that stay cut."""
@@ -229,7 +247,7 @@ class _RankRun:
 
         def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             self._along = stack.dim
-            return on_first_activation(self._piece, args, kwargs)
+            return on_first_activation(self._given, args, kwargs)
 
         def end(_: nn.Module, __: Any, output: Any) -> Any:
             whole = self._trial.blocks[stack.last].detach()
@@ -259,7 +277,7 @@ class _RankRun:
         class Rehearsed(Edges):
             def arrive(self, value: Any) -> Any:
                 run._along = stack.dim
-                return of_first(lambda x: run._piece(x).clone(), value)
+                return of_first(run._given, value)
 
             def cut(self, value: Any) -> Any:
                 return self.arrive(value)
@@ -280,8 +298,15 @@ class _RankRun:
     def _compare(self, found: Tensor, expected: Tensor, what: str) -> None:
         if found.shape != expected.shape:
             raise Mismatch(self.region, f"{what} has shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
-        if self._exact and not torch.allclose(found.float(), expected.float(), RTOL, ATOL, equal_nan=True):
+        with self._reads.aside():
+            alike = not self._exact or torch.allclose(found.float(), expected.float(), RTOL, ATOL, equal_nan=True)
+        if not alike:
             raise Mismatch(self.region, f"{what} is not what the whole model computes")
+
+    def _given(self, x: Tensor) -> Tensor:
+        """`x` as code between regions gets it."""
+        piece = self._piece(x).clone()
+        return piece if self._along is None or x.dim() <= self._along else mark(piece)
 
     def _piece(self, x: Tensor) -> Tensor:
         if self._along is None or x.dim() <= self._along:

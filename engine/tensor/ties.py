@@ -24,7 +24,7 @@ from .cut import cut_of, even_cut
 from .layers import layer_of
 from .loss import VocabularyCrossEntropy
 from .ops import copy, join
-from .parallel import ELSEWHERE, cut_vocabulary, parallelize
+from .parallel import ElsewhereError, cut_vocabulary, parallelize
 from .plan import TensorPlan
 from .rehearsal import ATOL, RTOL
 from .roles import Role
@@ -225,12 +225,12 @@ def _agreed(offers: Mapping[str, _Offer], everyone: Comm) -> dict[str, str]:
 
 def _cause(error: PlanError, everyone: Comm) -> str:
     """What went wrong, on whichever rank that was."""
-    said: list[Any] = [str(error)]
+    own = None if isinstance(error, ElsewhereError) else str(error)
+    said: list[Any] = [own]
     if everyone.group is not None:
         said *= everyone.size
-        dist.all_gather_object(said, str(error), group=everyone.group)
-    texts = [str(text) for text in said]
-    return next((text for text in texts if ELSEWHERE not in text), texts[0])
+        dist.all_gather_object(said, own, group=everyone.group)
+    return str(next(text for text in said if text is not None))
 
 
 # --- carrying it out

@@ -65,7 +65,10 @@ class Trial:
     inputs: Inputs
     stand_ins: Mapping[str, Tensor]
     calls: list[Call] = field(default_factory=list)
+    returned: Any = None
     outputs: list[Tensor] = field(default_factory=list)
+    """The floating-point tensors in what it returned."""
+
     trains: bool = False
     """Whether it runs in training mode too: `note_randomness`."""
 
@@ -88,8 +91,7 @@ class Trial:
 def observe(name: str, module: nn.Module, inputs: Inputs) -> Trial:
     """Run `module`, whose name is `name`, and note what its layers read. Raises what its forward raises."""
     stand_ins = _stand_ins(module)
-    inputs = inputs.replaced(lambda x: x.detach().requires_grad_() if x.is_floating_point() else x)
-    trial = Trial(name, module, inputs, stand_ins)
+    trial = Trial(name, module, inputs.leaves(), stand_ins)
 
     def answer(name: str, layer: Layer, x: Tensor) -> Tensor:
         x = plain(x)
@@ -99,7 +101,8 @@ def observe(name: str, module: nn.Module, inputs: Inputs) -> Trial:
         trial.calls.append(Call(name, layer, x.clone() if x.is_floating_point() else x, x, wrote))
         return wrote.clone()
 
-    trial.outputs = tensors_of(run(trial, answer))
+    trial.returned = run(trial, answer)
+    trial.outputs = tensors_of(trial.returned)
     return trial
 
 
@@ -342,3 +345,8 @@ def _answering(prefix: str, root: nn.Module, answer: Answer) -> Iterator[None]:
 def joined(prefix: str, name: str) -> str:
     """`a` and `b` as `a.b`; either may be empty."""
     return f"{prefix}.{name}".strip(".")
+
+
+def brief(error: Exception) -> str:
+    """Its class, and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from pipelines import configuration, start
 from ranks import Ranks
 from torch import Tensor, nn
 
-from dsprof.engine.pipe import LayerSpec, PipelineError, PipelineModule, verdict
+from dsprof.engine.pipe import LayerSpec, PipelineError, PipelineModule, TiedLayerSpec, verdict
 
 mse = nn.functional.mse_loss
 
@@ -99,6 +101,8 @@ def test_one_replica_that_fails_ends_the_job(ranks: Ranks, how: str, stage: int,
     failing = 2 * stage + 1
     for rank, (said, seconds) in enumerate(ranks.run(4, replica_job, how, stage)):
         cause = f"PipelineError: rank {failing}: stage {stage} of the pipeline failed: {what}"
+        if how == "forward":
+            cause += "; in layer 0 (Breaks) of the pipeline, called on a tensor of shape (2, 4)"
         assert said[0] == (what if rank == failing else cause)
         assert "lost each other" in said[1] or "failed half-way" in said[1]
         assert seconds < 30  # and not the 60 of the group's timeout
@@ -120,3 +124,143 @@ def test_data_that_are_not_there_are_told_on_all_ranks(ranks: Ranks) -> None:
     for train, evaluate in ranks.run(2, unread_job):
         assert "train_batch: pass an iterator of batches" in train
         assert "eval_batch: pass an iterator of batches" in evaluate
+
+
+# --- ranks that want different pipelines
+
+
+def row(count: int = 4) -> list[Any]:
+    return [nn.Linear(4, 4) for _ in range(count)]
+
+
+def tied(last: str) -> list[Any]:
+    return [TiedLayerSpec("first", nn.Linear, 4, 4), nn.Tanh(), TiedLayerSpec(last, nn.Linear, 4, 4)]
+
+
+def different_job(rank: int) -> list[str]:
+    """The other rank's pipeline is another one, each time in another way."""
+    other = rank == 1
+
+    def begun(layers: list[Any], config: dict[str, Any], **more: Any) -> Any:
+        return start(PipelineModule(layers, 2, loss_fn=mse, **more), configuration(**config))
+
+    said = []
+    for attempt in (
+        lambda: begun(row(), {}, partition_method=[0, 1, 4] if other else [0, 3, 4]),
+        lambda: begun(row(5 if other else 4), {}),
+        lambda: begun([*row(), nn.Tanh() if other else nn.ReLU()], {}),
+        lambda: begun(tied("last" if other else "first"), {}),
+        lambda: begun([LayerSpec(nn.Linear, 4, 40 if other else 4), LayerSpec(nn.Linear, 4, 4), *row()], {}),
+        lambda: begun(row(), {"pipeline": {"schedule": "gpipe" if other else "1f1b"}}),
+        lambda: begun(row(), {"gradient_accumulation_steps": 3 if other else 4}),
+    ):
+        with pytest.raises(PipelineError) as refused:
+            attempt()
+        said.append(str(refused.value))
+    return said
+
+
+def test_ranks_with_different_pipelines_are_told_so_on_all(ranks: Ranks) -> None:
+    """They would train another model than anybody wrote, or wait for each other."""
+    first, second = ranks.run(2, different_job)
+    assert first == second
+    assert first == [
+        f"the ranks of the job have different pipelines: {what}; give all ranks the same"
+        for what in (
+            "partition_method: rank 1 has [0, 1, 4], and rank 0 has [0, 3, 4]",
+            "layers: rank 1 has 5 of them, and rank 0 has 4",
+            "layers: rank 1 has 4 (Tanh), and rank 0 has 4 (ReLU)",
+            "layers: rank 1 has 2 (Linear, tied as 'last'), and rank 0 has 2 (Linear, tied as 'first')",
+            "bounds: rank 1 has [0, 1, 6], and rank 0 has [0, 3, 6]",
+            "pipeline.schedule: rank 1 has gpipe, and rank 0 has 1f1b",
+            "gradient_accumulation_steps: rank 1 has 3, and rank 0 has 4",
+        )
+    ]
+
+
+def measured_job(rank: int) -> tuple[list[int], torch.dtype, bool]:
+    """Each rank has measured; what the second found would leave two layers to nobody."""
+    costs = [1.0, 1.0, 1.0, 9.0] if rank == 0 else [9.0, 1.0, 1.0, 1.0]
+    module = PipelineModule(row(), 2, loss_fn=mse, partition_method="measured", costs=costs).double()
+    engine = start(module, configuration())
+    batch = (torch.ones(2, 4, dtype=torch.float64), torch.zeros(2, 4, dtype=torch.float64))
+    whole = engine.eval_batch(iter([batch] * 4))
+    loss = engine.train_batch(iter([batch] * 4))
+    with pytest.raises(PipelineError, match=r"engine\.no_sync: train_batch runs all micro-batches"), engine.no_sync():
+        pass
+    engine.destroy()
+    return module.bounds, loss.dtype, bool((loss - whole).abs() < 1e-12)
+
+
+def test_layers_are_divided_by_what_the_first_rank_has_measured(ranks: Ranks) -> None:
+    """And the loss of a model in float64 is told in it."""
+    assert ranks.run(2, measured_job) == [([0, 3, 4], torch.float64, True)] * 2
+
+
+# --- what cannot be sent, and layers that take more than they get
+
+
+class OfItsOwn(Tensor):
+    pass
+
+
+def nested_of(x: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([x[0], x[1, :2]])
+
+
+def own_of(x: Tensor) -> Tensor:
+    return x.as_subclass(OfItsOwn)
+
+
+def unsendable_job(rank: int) -> list[str]:
+    said = []
+    for layer in (nested_of, own_of):
+        module = PipelineModule([nn.Linear(4, 4), layer, nn.Linear(4, 4)], 2, loss_fn=mse, partition_method=[0, 2, 3])
+        engine = start(module, configuration())
+        with pytest.raises(PipelineError) as refused:
+            engine.train_batch(iter([(torch.ones(2, 4), torch.ones(2, 4))] * 4))
+        said.append(str(refused.value).removeprefix("rank 0: "))
+        engine.destroy()
+    return said
+
+
+def test_tensors_that_are_more_than_numbers_in_rows_are_not_sent(ranks: Ranks) -> None:
+    for nested, own in ranks.run(2, unsendable_job):
+        ends = (
+            "returned {}, which cannot be sent to the next stage; return what is in it as plain tensors, or divide the "
+            "layers elsewhere"
+        )
+        assert nested == "layer 1 (nested_of), the last of stage 0 of the pipeline, " + ends.format("a nested tensor")
+        assert ends.format("a tensor of the class OfItsOwn") in own
+
+
+class Rotates(nn.Module):
+    """Takes what the model's own forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, angles: Tensor | None = None) -> Any:
+        assert angles is not None
+        return self.linear(x) * angles
+
+
+def test_an_error_names_the_layer_and_what_a_pipeline_leaves_out() -> None:
+    model = nn.ModuleDict({"up": nn.Linear(4, 4), "blocks": nn.ModuleList([Rotates()])})
+    part = PipelineModule(["up", "blocks"], model=model)
+    part.arrange(1, 0)
+    with pytest.raises(AssertionError) as failed:
+        part(torch.ones(2, 4))
+    assert failed.value.__notes__ == [
+        "in layer blocks.0 (Rotates) of the pipeline, called on a tensor of shape (2, 4) and nothing else: the model's "
+        "own forward does not run, and what it makes for its modules (masks, positions) has to be made in a layer"
+    ]
+    with pytest.raises(ValueError, match=r"wrap those whose outputs it adds in a module that does so"):
+        PipelineModule(["blocks"], model=model)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, functools.partial(nn.Linear, 4, 4)])
+def test_a_class_is_no_layer(layer: Any) -> None:
+    with pytest.raises(TypeError, match=r"layer 1 is the class Linear, .* write LayerSpec\(Linear, \.\.\.\)"):
+        PipelineModule([nn.Tanh(), layer])

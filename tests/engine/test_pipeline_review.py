@@ -135,7 +135,8 @@ def failed_job(rank: int, at: int, schedule: str) -> list[str]:
 def test_nothing_is_left_under_way_by_a_step_that_failed(ranks: Ranks, schedule: str) -> None:
     """The first stage of an evaluation sends and receives nothing, and is told nevertheless."""
     first, last = ranks.run(2, failed_job, 2, schedule)
-    cause = "rank 1: stage 1 of the pipeline failed: ArithmeticError: cannot go on"
+    where = "in layer 1 (Breaks) of the pipeline, called on a tensor of shape (2, 4)"
+    cause = f"rank 1: stage 1 of the pipeline failed: ArithmeticError: cannot go on; {where}"
     assert first == [cause, "done", "done", "done"]
     assert last == ["cannot go on", "done", "done", "done"]
     first, last = ranks.run(2, failed_job, 8 + 8 + 3, schedule)

@@ -28,8 +28,9 @@ from ranks import RankFailed, Ranks
 from recording import recorded
 from torch import Tensor, nn
 
+from dsprof import engine as ds
 from dsprof.engine.pipe import LayerSpec, PipelineError, PipelineModule, TiedLayerSpec
-from dsprof.engine.tensor import VocabularyCrossEntropy
+from dsprof.engine.tensor import PlanError, VocabularyCrossEntropy, plan_for
 
 
 class Case(NamedTuple):
@@ -226,6 +227,113 @@ def test_what_cannot_be_cut_along_the_sequence_is_refused_on_every_rank(ranks: R
     with pytest.raises(RankFailed, match=says) as error:
         ranks.run(4, refused, row)
     assert str(error.value).count("PlanError: sequence_parallel") == 4
+
+
+# --- stages that hand on more than one tensor
+
+
+class Turns(nn.Module):
+    """Looks tokens up, and makes what the blocks need beside: tables of rotary positions, and a mask."""
+
+    def __init__(self, named: bool) -> None:
+        super().__init__()
+        self.named = named
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.register_buffer("pace", 0.5 ** torch.arange(2.0))
+
+    def forward(self, batch: Any) -> Any:
+        ids: Tensor = batch["ids"] if self.named else batch
+        angles = (torch.arange(ids.shape[1])[:, None] * self.pace).repeat(1, 2)
+        return self.table(ids), (angles.cos(), angles.sin()), {"keep": ids > 0}
+
+
+class Turned(nn.Module):
+    """A block whose layers are registered in another order than they are called in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.out, self.qkv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, row: Any) -> Any:
+        x, (cos, sin), mask = row
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, 4)).permute(2, 0, 3, 1, 4)
+        q, k = (part * cos + part.roll(2, -1) * sin for part in (q, k))
+        scores = (q @ k.transpose(-2, -1)).masked_fill(~mask["keep"][:, None, None], -100.0)
+        x = x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return x + self.down(torch.relu(self.up(x))), (cos, sin), mask
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, row: Any) -> Tensor:
+        logits: Tensor = self.logits(row[0])
+        return logits
+
+
+def turning(named: bool, stages: int | None, virtual: int = 1) -> PipelineModule:
+    torch.manual_seed(6)
+    row = [Turns(named), *(Turned() for _ in range(4)), Head()]
+    return PipelineModule(
+        row, stages, loss_fn=loss_of, partition_method="uniform", virtual_stages=virtual
+    ).double()  # fmt: skip
+
+
+def hand_on(rank: int, named: bool, virtual: int, sequence: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+    """Weights after a step, those of one process, and what was printed."""
+    data = [({"ids": x} if named else x, y) for x, y in even(batches(1)[0][:, 0])]
+    whole = turning(named, 1)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, weight_decay=0.1)
+    for inputs, labels in data:
+        (loss_of(whole(inputs), labels) / MICROBATCHES).backward()
+    torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+    optimizer.step()
+    config = cut_config(Case(2, 1, 2, "interleaved" if virtual > 1 else "1f1b"), sequence_parallel=sequence)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        engine, *_ = ds.initialize(
+            model=turning(named, 2, virtual), config=config, example=data[0][0] if named else None
+        )  # fmt: skip
+    engine.train_batch(iter(data))
+    found = weights(engine)
+    engine.destroy()
+    return found, {name: param.detach() for name, param in whole.named_parameters()}, printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("named", "virtual", "sequence"),
+    [(False, 1, False), (True, 2, False), (True, 1, True)], ids=["guessed", "example-virtual", "sequence"],
+)  # fmt: skip
+def test_a_stage_is_planned_on_what_the_one_before_returns(
+    ranks: Ranks, named: bool, virtual: int, sequence: bool
+) -> None:
+    seen: set[str] = set()
+    printed = []
+    for found, expected, text in ranks.run(4, hand_on, named, virtual, sequence):
+        assert all((value - expected[name]).abs().max().item() < 1e-9 for name, value in found.items())
+        seen |= found.keys()
+        printed.append(text)
+    assert seen == expected.keys()
+    assert printed[1:] == ["", "", ""]
+    first, second = printed[0].removeprefix("pipeline rank 0:\n").split("pipeline rank 1:\n")
+    for number in range(1, 5):
+        here, there = (first, second) if (number < 3 if virtual == 1 else number in (1, 4)) else (second, first)
+        for layer, style in (("qkv", "column"), ("out", "row"), ("up", "column"), ("down", "row")):
+            assert any(line.split()[:2] == [f"{number}.{layer}", style] for line in here.splitlines())
+            assert f"{number}.{layer} " not in there
+
+
+def test_an_example_that_a_stage_does_not_take_is_refused_with_its_number() -> None:
+    model = turning(True, 1, virtual=2)
+    says = "tensor parallelism: stage 0 of the pipeline does not take the example: KeyError: 'ids'"
+    with pytest.raises(PlanError, match=says):
+        plan_for(model, 2, example={"x": 1})
+    plan_for(model, 2, example=({"ids": torch.ones(2, 4, dtype=torch.int64)},))  # a tuple of one argument
+    model.get_submodule("3").register_forward_pre_hook(lambda module, args: (args[0][0],))
+    with pytest.raises(PlanError, match="stage 1 of the pipeline does not take what stage 0 returns: ValueError: "):
+        plan_for(model, 2, example={"ids": torch.ones(2, 4, dtype=torch.int64)})
 
 
 # --- weights tied across stages

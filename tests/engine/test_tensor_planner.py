@@ -441,3 +441,15 @@ def test_sequence_parallelism_sends_as_much() -> None:
     plain, cut = (plan_for(language("fused"), 2, sequence_parallel=on).cost(1, 8, 0.0, 1e9) for on in (False, True))
     assert [one.name for one in cut.per_layer].count("all_gather") == 4
     assert sum(one.seconds for one in cut.per_layer[:8]) == pytest.approx(sum(one.seconds for one in plain.per_layer))
+
+
+def test_a_price_is_asked_of_numbers_that_can_be() -> None:
+    plan = plan_for(language("fused"), 2)
+    for given, says in (
+        ((0, 8, 0.0, 1e9), "batch is 0; write 1 or more"),
+        ((1, 0, 0.0, 1e9), "sequence is 0"),
+        ((1, 8, -1.0, 1e9), "alpha_s is -1.0"),
+        ((1, 8, 0.0, 0.0), "beta_bytes_per_s is 0.0; write more than 0"),
+    ):
+        with pytest.raises(ValueError, match=f"TensorPlan.cost: {says}"):
+            plan.cost(*given)

@@ -135,6 +135,79 @@ def test_a_batch_norm_does_not_see_a_part_of_the_sequence() -> None:
     assert message.startswith("sequence_parallel: 1.norm is a batch norm between 1 and 2")
 
 
+# --- decisions in Python
+
+
+class Deciding(nn.Module):
+    """Between the layers that are cut, or beside them, code goes one way or another."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "whole" and x.mean() > -1:
+            x = x * 2
+        h = self.up(x)
+        if self.how == "bool" and h.sum() > 0:
+            h = h * 2
+        if self.how == "item" and h.max().item() > 0:
+            h = h * 2
+        if self.how == "list" and max(h.flatten().tolist()) > 0:
+            h = h * 2
+        if self.how == "written":
+            kept = torch.zeros_like(h)
+            kept[..., :4] = h[..., :4]
+            h = h * 2 if kept.sum() > -1 else h
+        if self.how == "check" and not torch.isfinite(h).all():
+            h = h.clamp(-1, 1)
+        y = self.down(torch.relu(h))
+        if self.how == "after" and bool((y > 0).any()):
+            y = y * 2
+        return x + y
+
+
+def deciding(how: str) -> nn.Module:
+    return nn.Sequential(nn.Embedding(30, 16), Deciding(how), Deciding(how), nn.Linear(16, 30))
+
+
+@pytest.mark.parametrize(("how", "read"), [("bool", "bool"), ("item", "item"), ("list", "tolist"), ("written", "bool")])
+def test_code_that_decides_by_a_part_is_refused(how: str, read: str) -> None:
+    """All the ranks would go the same way in a rehearsal, and not on other data."""
+    message = error_of(lambda: plan_for(deciding(how), 2))
+    assert f"1.up is followed by {read}() of an activation, of which each rank has a part" in message
+    assert message.endswith('or leave it whole with a plan: {"1": "whole", "*": "auto"}')
+    plan = plan_for(deciding(how), 2, plan={"1": "whole", "2": "whole", "*": "auto"})
+    assert styles(plan)["1.up"] == "whole"
+
+
+def test_code_that_decides_by_what_all_ranks_have_is_not() -> None:
+    for how in ("whole", "check", "after"):
+        assert styles(plan_for(deciding(how), 2))["1.down"] == "row"
+    for how in ("whole", "after"):  # each rank has a part of the sequence
+        message = error_of(lambda how=how: plan_for(deciding(how), 2, sequence_parallel=True))  # type: ignore[misc]
+        assert "is followed by bool() of an activation" in message
+        assert "or switch sequence_parallel off" in message
+
+
+def test_where_the_sequence_is_cut_errors_say_so() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.over = nn.GRU(16, 16, batch_first=True)
+            self.mlp = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = x + self.mlp(self.over(x)[0])
+            return y
+
+    model = nn.Sequential(nn.Embedding(30, 16), Recurrent(), Recurrent())
+    assert styles(plan_for(model, 2))["1.mlp.2"] == "row"
+    message = error_of(lambda: plan_for(model, 2, sequence_parallel=True))
+    assert message.endswith("the input of 1.mlp.0 is not what the whole model computes; switch sequence_parallel off")
+
+
 # --- layers
 
 
