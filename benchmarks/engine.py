@@ -32,31 +32,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from block import Block
 from torch import Tensor, nn
 
 HERE = Path(__file__).parent
 VOCABULARY, WIDTH, LAYERS, HEADS, LENGTH = 2048, 256, 10, 4, 64
 BATCH, CLIP, LR = 4, 1.0, 3e-4
 Step = Callable[[Tensor], Tensor]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        q, k, v = (
-            part.view(batch, length, HEADS, WIDTH // HEADS).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).split(WIDTH, -1)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-        x = x + self.out(mixed.reshape(batch, length, WIDTH))
-        result: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return result
 
 
 class GPT(nn.Module):
@@ -66,7 +48,7 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(4 * VOCABULARY, WIDTH)
         self.positions = nn.Parameter(torch.zeros(1, LENGTH, WIDTH))
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(WIDTH, HEADS) for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
@@ -206,7 +188,7 @@ def pipeline(library: str, **section: Any) -> Callable[[], Step]:
 
             init_distributed("gloo", verbose=False)
 
-        layers = [LayerSpec(Tokens), *(LayerSpec(Block) for _ in range(LAYERS)), LayerSpec(Head)]
+        layers = [LayerSpec(Tokens), *(LayerSpec(Block, WIDTH, HEADS) for _ in range(LAYERS)), LayerSpec(Head)]
         module = PipelineModule(
             layers, num_stages=2, loss_fn=next_token, partition_method="uniform", seed_layers=True, base_seed=1
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from block import Block
 from torch import Tensor, nn
 
 CLIP, LR = 1.0, 1e-4
@@ -28,32 +29,12 @@ LARGE = Size(50304, 2048, 18, 16, 2048, 4)
 TINY = Size(128, 64, 2, 2, 32, 2)
 
 
-class Block(nn.Module):
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        width, self.heads = size.width, size.heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = (
-            part.view(batch, length, self.heads, -1).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).split(width, -1)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-        x = x + self.out(mixed.reshape(batch, length, width))
-        result: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return result
-
-
 class GPT(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.tokens = nn.Embedding(size.vocabulary, size.width)
         self.positions = nn.Parameter(torch.zeros(1, size.length, size.width))
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
 

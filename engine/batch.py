@@ -9,16 +9,21 @@ import torch
 from torch import Tensor
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """The tensors in a batch, however nested, on `device`."""
+def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with `change` made to each tensor in it, at any depth of tuples, lists and dicts."""
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
+        return change(value)
     if isinstance(value, dict):
-        return {key: to_device(item, device) for key, item in value.items()}
+        return {key: each_tensor(item, change) for key, item in value.items()}
     if isinstance(value, tuple | list):
         make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields one by one
-        return make(to_device(item, device) for item in value)
+        return make(each_tensor(item, change) for item in value)
     return value
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """The tensors in a batch, however nested, on `device`."""
+    return each_tensor(value, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def loss_of(model: Callable[..., Any], batch: Any) -> Tensor:

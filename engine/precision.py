@@ -10,7 +10,8 @@ import math
 from typing import Any, Final, Protocol
 
 import torch
-from torch import Tensor
+
+from .batch import each_tensor
 
 DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """By their names in a configuration."""
@@ -49,14 +50,7 @@ def overflowed(norm: float) -> bool:
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """`value` with the floating-point tensors in it, at any depth of tuples, lists and dicts, cast to `dtype`."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: cast_floating(item, dtype) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields one by one
-        return make(cast_floating(item, dtype) for item in value)
-    return value
+    return each_tensor(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 class LossScaler:

@@ -1,9 +1,11 @@
-"""What DeepSpeed's PipelineModule and PipelineEngine have and these have not, and what to write instead; plain data."""
+"""What DeepSpeed's PipelineModule and PipelineEngine have and these have not, and what to write instead."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, ClassVar, Final
+
+from torch import nn
 
 _CHECKPOINTS: Final = (
     "engine.save_checkpoint(folder) writes the layers of all stages under their names in the whole model, and "
@@ -40,3 +42,18 @@ ABSENT: Final[Mapping[str, str]] = {
     "tput_timer": _TIMES,
 }
 """Name -> what to write in its place."""
+
+
+class TellsAbsent(nn.Module):
+    """Says what to write instead of what DeepSpeed's class has and neither this one nor those after it have."""
+
+    told_as: ClassVar[str]
+    """DeepSpeed's name of the class."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name not in ABSENT:
+                raise
+        raise AttributeError(f"{self.told_as}.{name}: dsprof's engine does not have it: {ABSENT[name]}")

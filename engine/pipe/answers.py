@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
-from torch import nn
 
-from .absent import ABSENT
+from .absent import TellsAbsent
 from .topology import PipeDataParallelTopology, ProcessTopology
 
 if TYPE_CHECKING:
@@ -16,8 +15,10 @@ if TYPE_CHECKING:
 UNKNOWN: Final = "PipelineModule: its stages are not known yet; pass num_stages, or give it to initialize first"
 
 
-class ModuleAnswers(nn.Module):
+class ModuleAnswers(TellsAbsent):
     """The part of a PipelineModule that says where things are."""
+
+    told_as = "PipelineModule"
 
     num_stages: int | None
     bounds: list[int]
@@ -75,12 +76,3 @@ class ModuleAnswers(nn.Module):
         if interval < 0:
             raise ValueError(f"set_checkpoint_interval: {interval}; write 0, or the number of layers between two")
         self.activation_checkpoint_interval = interval
-
-    def __getattr__(self, name: str) -> Any:
-        """Say what to write instead of what DeepSpeed's has and this has not."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name not in ABSENT:
-                raise
-        raise AttributeError(f"PipelineModule.{name}: dsprof's engine does not have it: {ABSENT[name]}")

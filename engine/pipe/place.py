@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..engine import Engine
-from .absent import ABSENT
+from .absent import TellsAbsent
 from .grid import PipelineGrid
 from .module import PipelineModule
 
 
-class PlacedEngine(Engine):
+class PlacedEngine(TellsAbsent, Engine):
     """That part of a PipelineEngine."""
+
+    told_as = "PipelineEngine"
 
     module: PipelineModule
 
@@ -87,12 +87,3 @@ class PlacedEngine(Engine):
 
     def set_has_attention_mask(self, value: bool) -> None:
         """Nothing to set: whatever stages pass on arrives, masks of bools as well."""
-
-    def __getattr__(self, name: str) -> Any:
-        """What the engine does not have is the module's; what neither has and DeepSpeed's do, is told."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name not in ABSENT:
-                raise
-        raise AttributeError(f"PipelineEngine.{name}: dsprof's engine does not have it: {ABSENT[name]}")

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset
 
 VOCABULARY = 31
 
@@ -96,3 +97,16 @@ def reference(
         optimizer.step()
         losses.append(total)
     return losses
+
+
+class Numbers(Dataset[int]):
+    """Each sample is its own number."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index

@@ -7,21 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from models import Numbers
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, SequentialSampler, get_worker_info
+from torch.utils.data import IterableDataset, SequentialSampler, get_worker_info
 
 from dsprof.engine.dataloader import RepeatingLoader, ShardedLoader
-
-
-class Numbers(Dataset[int]):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class Stream(IterableDataset[int]):

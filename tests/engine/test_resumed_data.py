@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Numbers
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler
@@ -17,17 +18,6 @@ from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 from dsprof import engine as ds
 from dsprof.engine import Engine
 from dsprof.engine.dataloader import RepeatingLoader, ShardedLoader
-
-
-class Numbers(Dataset[int]):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class Stream(IterableDataset[int]):
