@@ -148,10 +148,12 @@ class Comm:
     @property
     def under_way(self) -> UnderWay | None:
         """The oldest that has not ended."""
-        begun = self._begun or deque()
-        while begun and begun[0][1].done:
-            begun.popleft()
-        return begun[0][0] if begun else None
+        self._forget_ended()
+        return self._begun[0][0] if self._begun else None
+
+    def _forget_ended(self) -> None:
+        while self._begun and self._begun[0][1].done:
+            self._begun.popleft()
 
     def break_off(self, error: BaseException) -> None:
         """Have everything that is under way on this lane, or comes later, fail. On all ranks."""
@@ -183,8 +185,7 @@ class Comm:
         )  # fmt: skip
         ticket = self._lane.submit(work, label)
         if self._begun is not None:
-            while self._begun and self._begun[0][1].done:
-                self._begun.popleft()
+            self._forget_ended()
             self._begun.append((UnderWay(self._seq, content), ticket))
         self._seq += 1
         return ticket

@@ -93,7 +93,7 @@ class Reducer:
         Raises RuntimeError if parameters got no gradient and the configuration says that this is an error.
         """
         if self.local and last:
-            self._refuse([p for p in self._params if p.param.grad is None and p not in self._kept])
+            self._refuse(p for p in self._params if p.param.grad is None and p not in self._kept)
         if self.local or (self._settings.stage <= 1 and not last):
             return
         for bucket in self._buckets[self._next :]:
@@ -103,7 +103,7 @@ class Reducer:
                 else:
                     bucket.waiting.discard(param)
                     bucket.absent.append(param)
-        self._refuse([param for bucket in self._buckets for param in bucket.absent])
+        self._refuse(param for bucket in self._buckets for param in bucket.absent)
         self._launch_complete()
         self._drain(0)
         if self._late:
@@ -113,10 +113,10 @@ class Reducer:
         for bucket in self._buckets:
             bucket.waiting = set(bucket.params)
 
-    def _refuse(self, absent: list[ShardedParam]) -> None:
-        if absent and not self._settings.ignore_unused:
+    def _refuse(self, absent: Iterable[ShardedParam]) -> None:
+        if not self._settings.ignore_unused and (found := list(absent)):
             raise RuntimeError(
-                f"{len(absent)} parameters got no gradient in this backward, the first: {absent[0].name}. Every "
+                f"{len(found)} parameters got no gradient in this backward, the first: {found[0].name}. Every "
                 "parameter must contribute to the loss, or be frozen; or set "
                 "zero_optimization.ignore_unused_parameters to true"
             )
