@@ -23,10 +23,11 @@ import socket
 import struct
 from typing import Final
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 """Version of the record layout. The native helper is built against it and refuses another one."""
-READABLE_FORMATS: Final = (1, 2)
-"""What can be read: format 1 had no records of the engine, and is otherwise the same."""
+READABLE_FORMATS: Final = (1, 2, 3)
+"""What can be read. Format 1 had no records of the engine. Before format 3 a wait did not name what it waited for, a
+forward did not say whether gradients were on, and a broadcast did not name its root."""
 
 # --- the record -------------------------------------------------------------------------------
 
@@ -40,7 +41,8 @@ RECORD_FIELDS: Final = (
     ("thread", "I", "<u4", "OS thread id"),
     ("group", "I", "<u4", "id in names.txt of the process group's name, 0: none. ENGINE, no comm or wait: the lane's"),
     ("seq", "I", "<u4", "number in the group (collectives) or in (group, src, dst, tag) (p2p), from 0; or NO_SEQ"),
-    ("peer", "i", "<i4", "rank in the group of the other side; -1: none. ENGINE: stage << 16 | micro-batch"),
+    ("peer", "i", "<i4", "rank in the group: of the other side (P2P), else the root; -1: none. "
+     "ENGINE: stage << 16 | micro-batch"),
     ("tag", "i", "<i4", "p2p tag; -1: none. ENGINE: id in names.txt of the module's name, 0: none; with P2P the peer"),
     ("host_ns", "I", "<u4", "comm: time the issuing thread spent in the call (to 4.29 s). ENGINE: id of the purpose"),
     ("kind", "B", "u1", "a `Kind`"),
@@ -54,7 +56,7 @@ RECORD_BYTES: Final = 64
 assert RECORD.size == RECORD_BYTES
 
 NO_SEQ: Final = 2**32 - 1
-"""`seq` of an engine's record that has no number."""
+"""`seq` of a wait that does not know what it waited for, and of an engine's record that has no number."""
 
 
 class Kind(enum.IntEnum):
@@ -91,7 +93,10 @@ class Flag(enum.IntFlag):
     P2P = 4
     """A send or a receive: it has a peer, and its `seq` counts within (group, src, dst, tag)."""
     ENGINE = 8
-    """Told by dsprof's engine (`collectors/engine_events.py`): some fields mean something else, see RECORD_FIELDS."""
+    """Told by dsprof's engine or a pipeline schedule, with stage, micro-batch, module and purpose: some fields mean
+    something else, see RECORD_FIELDS."""
+    GRAD = 16
+    """A forward with gradients on."""
 
 
 DTYPES: Final = (
@@ -188,13 +193,20 @@ COLLECTIVE_NAMES: Final = {
 SYNCHRONIZING: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 """Collectives no rank can leave before the last one has arrived."""
 
-PHASES: Final = ("data", "forward", "loss", "backward", "clip", "optimizer")
-"""`loss` (last module to backward) and `clip` (backward to optimizer) are derived on merge. Where the engine trains,
-`backward` and `optimizer` are its own `backward` and `step`, with what it waits for in them."""
+PHASES: Final = ("data", "loader_start", "forward", "loss", "backward", "clip", "optimizer", "checkpoint", "compile")
+"""`loader_start` is `iter(DataLoader)`: starting its workers. `checkpoint` is saving one, `compile` is torch.compile's
+own work. `loss` (last module to backward) and `clip` (backward to optimizer) are derived on merge. Where the engine
+trains, `backward` and `optimizer` are its own `backward` and `step`, with what it waits for in them."""
 
 BUDGET_PARTS: Final = (
     "compute", "comm_exposed", "peer_wait", "bubble", "data", "optimizer", "offload", "pause", "other",
 )  # fmt: skip
+
+BACKWARD_DONE: Final = "backward_done"
+"""Name of the `mark` row where the last gradient of a backward has been made, and DDP's reducer begins to wait."""
+
+TIME_KINDS: Final = ("training", "evaluation", "checkpointing", "compilation", "startup", "rest")
+"""What the run's wall time divides into."""
 
 # --- the trace table --------------------------------------------------------------------------
 
@@ -220,9 +232,11 @@ COLUMNS: Final = {
     "seq": "Int32",
     "peer": "Int32",
     "tag": "Int32",
+    "root": "Int32",
     "bytes": "Int64",
     "dtype": "category",
     "value": "float64",
+    "grad": "boolean",
     "corr": "Int64",
     "site": "category",
     "source": "category",

@@ -14,7 +14,9 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from . import palette, tables, wording
+from dsprof.analyzer import text
+
+from . import palette, tables
 from .tables import NS_PER_MS
 
 GRID = "rgba(138,144,153,0.25)"
@@ -71,10 +73,10 @@ def budget_bar(
             go.Bar(
                 name=look.label, y=labels, x=np.round(values, 3), orientation="h",
                 marker={"color": look.color, "line": {"width": 0}},
-                text=[wording.percent(share) if share >= 6 else "" for share in shares],
+                text=[text.percent(share) if share >= 6 else "" for share in shares],
                 textposition="inside", insidetextanchor="middle", textangle=0,
                 textfont={"color": look.ink, "size": 11},
-                customdata=[wording.percent(share) for share in shares],
+                customdata=[text.percent(share) for share in shares],
                 hovertemplate=hover.format(escape(look.label), look.meaning),
             )
         )  # fmt: skip
@@ -129,7 +131,7 @@ def step_time(
     if not whole.empty:
         traces.append(_line(slowest.columns, slowest.iloc[0], "whole step", palette.NEUTRAL, 2.5))
     figure = styled(traces, "Step time", "; ".join(notes), height=320, hovermode="x unified")
-    middle_steps = steps.loc[steps["middle"].astype(bool), "step"]
+    middle_steps = steps.loc[steps["ordinary"].astype(bool), "step"]
     if len(middle_steps):
         figure.add_vrect(
             x0=int(middle_steps.min()) - 0.5, x1=int(middle_steps.max()) + 0.5, fillcolor=palette.NEUTRAL, opacity=0.1,
@@ -159,14 +161,14 @@ def heatmap(steps: pd.DataFrame, *, max_columns: int = 500, max_rows: int = 128)
     joined, rows, columns = tables.coarsen(table, max_rows, max_columns)
     notes = []
     if rows > 1 or columns > 1:
-        notes.append(f"a cell is the maximum of {wording.count(rows, 'rank')} x {wording.count(columns, 'step')}")
+        notes.append(f"a cell is the maximum of {text.count(rows, 'rank')} x {text.count(columns, 'step')}")
     values = joined.to_numpy(dtype="float32")
     top = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
     ceiling = float(np.nanpercentile(values, 99)) if top > 0 else 0.0
     floor = 0.05 * float(tables.step_ms(steps).median()) if len(steps) else 1.0
     ceiling = max(top if top <= 3 * ceiling else ceiling, floor)
     if top > ceiling:
-        notes.append(f"full colour from {wording.ms(ceiling)}; the largest is {wording.ms(top)}")
+        notes.append(f"full colour from {text.ms(ceiling)}; the largest is {text.ms(top)}")
     trace = go.Heatmap(
         x=joined.columns.to_numpy(), y=[f"rank {rank}" if rows == 1 else f"ranks {rank}-" for rank in joined.index],
         z=np.round(values, 2), zmin=0, zmax=ceiling, hoverongaps=False, xgap=0, ygap=1 if len(joined) <= 40 else 0,
@@ -209,7 +211,7 @@ def collectives(table: pd.DataFrame, *, max_points: int = 3000) -> go.Figure:
         traces.append(
             go.Scatter(
                 x=part["bytes"].to_numpy(dtype="float64"), y=np.round(transfer / NS_PER_MS, 4), mode="markers",
-                name=escape(wording.clean(name)),
+                name=escape(text.clean(name)),
                 marker={"color": palette.SERIES[index % len(palette.SERIES)], "size": 7, "opacity": 0.55},
                 text=[_collective_hover(row) for row in part.itertuples()],
                 hovertemplate="%{text}<extra>%{fullData.name}</extra>",
@@ -219,7 +221,7 @@ def collectives(table: pd.DataFrame, *, max_points: int = 3000) -> go.Figure:
     if len(sized):
         powers = range(int(np.log2(sized["bytes"].min())), int(np.ceil(np.log2(sized["bytes"].max()))) + 1)
         ticks = [2**power for power in powers if power % max(1, len(powers) // 6) == 0]
-        figure.update_xaxes(tickvals=ticks, ticktext=[wording.size(tick) for tick in ticks])
+        figure.update_xaxes(tickvals=ticks, ticktext=[text.size(tick) for tick in ticks])
         wide = sized["transfer_ns"].max() > 10 * sized["transfer_ns"].min()
         figure.update_yaxes(**({"type": "log", "dtick": 1} if wide else {"rangemode": "tozero"}))
     figure.update_xaxes(title="bytes", type="log")
@@ -228,10 +230,10 @@ def collectives(table: pd.DataFrame, *, max_points: int = 3000) -> go.Figure:
 
 
 def _collective_hover(row: Any) -> str:
-    what = escape(wording.clean(row.purpose if pd.notna(row.purpose) else row.name))
+    what = escape(text.clean(row.purpose if pd.notna(row.purpose) else row.name))
     return (
-        f"{what}, group {escape(wording.clean(row.group))}, seq {row.seq}, step {row.step}"
-        f"<br>{wording.size(row.bytes)} in {wording.ms(row.transfer_ns / NS_PER_MS)}:"
+        f"{what}, group {escape(text.clean(row.group))}, seq {row.seq}, step {row.step}"
+        f"<br>{text.size(row.bytes)} in {text.ms(row.transfer_ns / NS_PER_MS)}:"
         f" {row.bytes / row.transfer_ns:.2f} GB/s"
         f"<br>last to arrive: rank {row.late_rank}"
     )

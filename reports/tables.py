@@ -60,7 +60,7 @@ def coarsen(table: pd.DataFrame, max_rows: int, max_columns: int) -> tuple[pd.Da
 
 def typical_step(steps: pd.DataFrame) -> int | None:
     """The step of the middle half whose duration is nearest to the mean; None without one."""
-    middle = steps[steps["middle"].astype(bool)]
+    middle = steps[steps["ordinary"].astype(bool)]
     if middle.empty:
         return None
     times = step_ms(middle).groupby(middle["step"]).mean()

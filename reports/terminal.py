@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from dsprof.analyzer import text
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
 
@@ -53,9 +54,9 @@ def render(analysis: Analysis, file: TextIO, *, color: bool | None = None, width
     glyphs = UNICODE if _can_encode(file, "".join(vars(UNICODE).values())) else ASCII
     with console.capture() as capture:
         _verdict(console, glyphs, analysis)
-    text = "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+    written = "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
     encoding = getattr(file, "encoding", None) or "utf-8"
-    file.write(text.encode(encoding, "replace").decode(encoding))
+    file.write(written.encode(encoding, "replace").decode(encoding))
 
 
 def _verdict(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
@@ -70,7 +71,7 @@ def _verdict(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
     if len(problems) > SHOWN_FINDINGS:
         hidden = problems[SHOWN_FINDINGS:]
         codes = ", ".join(finding.code for finding in hidden)
-        console.print(Text(f"\nand {wording.count(len(hidden), 'more finding')}: {codes}"))
+        console.print(Text(f"\nand {text.count(len(hidden), 'more finding')}: {codes}"))
     console.print()
     _notes(console, analysis)
 
@@ -86,22 +87,28 @@ def _console(file: TextIO, color: bool | None, width: int | None) -> Console:
     )  # fmt: skip
 
 
-def _can_encode(file: TextIO, text: str) -> bool:
+def _can_encode(file: TextIO, characters: str) -> bool:
     try:
-        text.encode(getattr(file, "encoding", None) or "utf-8")
+        characters.encode(getattr(file, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):
         return False
     return True
 
 
 def _headline(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
-    title, run = " verdict ", f" {wording.clean(analysis.run.id)} "
+    title, run = " verdict ", f" {text.clean(analysis.run.id)} "
     fill = max(2, console.width - len("[dsprof]") - len(title) - len(run) - 1)
     rule = Text.assemble((f"[dsprof]{title}", "bold"), (f"{glyphs.rule * fill}{run}{glyphs.rule}", "dim"))
     console.print(rule, overflow="ellipsis", no_wrap=True)
     worst = next((finding for finding in analysis.findings if wording.is_problem(finding)), None)
-    style = SEVERITY_STYLE[worst.severity] if worst else "bold green" if wording.is_healthy(analysis) else "bold yellow"
-    console.print(Text(wording.headline(analysis), style=style))
+    style = (
+        SEVERITY_STYLE[worst.severity]
+        if worst
+        else "bold green"
+        if analysis.verdict.status == "healthy"
+        else "bold yellow"
+    )
+    console.print(Text(analysis.verdict.headline, style=style))
 
 
 # --- the step as a tree ---------------------------------------------------------------------------
@@ -111,10 +118,10 @@ def _step_tree(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
     step = analysis.step_ms
     assert step is not None
     facts = (
-        f"  median {wording.number(step.median)}, p10-p90 {wording.number(step.p10)}-{wording.number(step.p90)},"
-        f" {wording.count(analysis.step_count, 'step')}, {wording.count(len(analysis.ranks_captured), 'rank')}"
+        f"  median {text.number(step.median)}, p10-p90 {text.number(step.p10)}-{text.number(step.p90)},"
+        f" {text.count(analysis.step_count, 'step')}, {text.count(len(analysis.ranks_captured), 'rank')}"
     )
-    console.print(Text.assemble(("step", "bold"), (f" {wording.ms(step.mean)}", "bold"), (facts, "dim")))
+    console.print(Text.assemble(("step", "bold"), (f" {text.ms(step.mean)}", "bold"), (facts, "dim")))
     causes = _causes(analysis.findings)
     shown = [part for part, value in analysis.budget.items() if value >= step.mean * 5e-4 or part in causes]
     grid = Table.grid(padding=(0, 2))
@@ -189,7 +196,7 @@ def _rank_lines(analysis: Analysis, part: str) -> list[RankLine]:
     lines = [RankLine(f"rank {rank}", table[part][rank], own[rank], rank in named) for rank in sorted(picked)]
     others = table.index.difference(picked)
     if len(others):
-        label = f"{wording.count(len(others), 'other')} (median)"
+        label = f"{text.count(len(others), 'other')} (median)"
         lines.append(RankLine(label, table[part][others].median(), own[others].median(), False))
     return lines
 
@@ -210,13 +217,13 @@ def _bar(glyphs: Glyphs, share: float) -> str:
 def _finding(console: Console, index: int, finding: Finding, cwd: str) -> None:
     head = Text.assemble(
         f"{index}. ", (finding.severity, SEVERITY_STYLE[finding.severity]), "  ", (finding.code, "bold"), "  ",
-        wording.clean(finding.title),
+        text.clean(finding.title),
     )  # fmt: skip
     console.print(head)
     grid = _labelled()
     saved = wording.gain(finding.gain)
     if saved or finding.confidence < 0.995:
-        sure = f"confidence {wording.percent(100 * finding.confidence)}"
+        sure = f"confidence {text.percent(100 * finding.confidence)}"
         grid.add_row(Text("gain", style="dim"), Text(f"{saved or 'not predicted'}, {sure}"))
     place = wording.where(finding.where)
     if place:
@@ -228,7 +235,7 @@ def _finding(console: Console, index: int, finding: Finding, cwd: str) -> None:
     label = "fix"
     for fix in finding.fixes:
         own = fix.gain if fix.gain is not None and fix.gain != finding.gain else None
-        title = wording.clean(fix.title) + (f" ({wording.gain(own)})" if own and own.ms > 0 else "")
+        title = text.clean(fix.title) + (f" ({wording.gain(own)})" if own and own.ms > 0 else "")
         grid.add_row(Text(label, style="dim"), Text(title))
         for line in wording.changes(fix, cwd):
             grid.add_row("", Text(f"  {line}", style="bold"))
@@ -253,15 +260,15 @@ def _notes(console: Console, analysis: Analysis) -> None:
     minor = [finding for finding in analysis.findings if not wording.is_problem(finding)]
     for finding in minor[:SHOWN_INFO]:
         saved = wording.gain(finding.gain)
-        text = f"{finding.code}: {wording.clean(finding.title)}" + (f"; {saved}, which is not sure" if saved else "")
-        grid.add_row(Text("info", style="dim"), Text(text, style="dim"))
+        remark = f"{finding.code}: {text.clean(finding.title)}" + (f"; {saved}, which is not sure" if saved else "")
+        grid.add_row(Text("info", style="dim"), Text(remark, style="dim"))
     if len(minor) > SHOWN_INFO:
         grid.add_row(Text("info", style="dim"), Text(f"and {len(minor) - SHOWN_INFO} more", style="dim"))
     remarked = {finding.code for finding in minor}
     passed = [code for code in analysis.passed if code not in remarked]
     if passed:
         grid.add_row(Text("passed", style="green"), Text(", ".join(passed)))
-    for reason, codes in wording.by_reason(analysis.not_run):
+    for reason, codes in wording.by_reason(analysis.not_judged):
         grid.add_row(Text("unjudged", style="dim"), Text(f"{', '.join(codes)}: {reason}", style="dim"))
     grid.add_row(Text("capture", style="dim"), Text(wording.capture_facts(analysis), style="dim"))
     for warning in wording.capture_warnings(analysis):

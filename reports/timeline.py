@@ -10,9 +10,10 @@ from typing import Any, Final
 import pandas as pd
 import plotly.graph_objects as go
 
+from dsprof.analyzer import text
 from dsprof.schema import PHASES
 
-from . import palette, tables, wording
+from . import palette, tables
 from .plots import styled
 from .tables import NS_PER_MS
 
@@ -190,7 +191,7 @@ class _Drawing:
         bars.dur_ms.append(round((end - start) / NS_PER_MS, 4))
         bars.lane.append(y)
         bars.height.append(height * 0.92)
-        bars.text.append(escape(wording.clean(item.name, 20)) if wide and item.kind != "step" else "")
+        bars.text.append(escape(text.clean(item.name, 20)) if wide and item.kind != "step" else "")
         bars.hover.append(self._hover(item, end, name))
         bars.pattern.append("/" if _never_ended(item) else "")
 
@@ -208,7 +209,7 @@ class _Drawing:
         """What is known of an event, for the pointer."""
         whole = "never ended" if _never_ended(item) else "not timed"
         if pd.notna(item.dur_ns):
-            whole = "mark" if item.kind == "mark" else wording.ms(item.dur_ns / NS_PER_MS)
+            whole = "mark" if item.kind == "mark" else text.ms(item.dur_ns / NS_PER_MS)
         lines = [f"<b>{_text(item.name)}</b> {whole}, from {self._at(int(item.start_ns)):,.2f} ms"]
         if item.kind == "step":
             lines = [f"<b>step {item.step}</b> {whole}"]
@@ -216,7 +217,7 @@ class _Drawing:
             lines.append(f"here: {part}")
         facts = []
         if pd.notna(item.bytes):
-            facts.append(wording.size(item.bytes))
+            facts.append(text.size(item.bytes))
         if pd.notna(item.group):
             facts.append(f"group {_text(item.group)}")
         if pd.notna(item.seq):
@@ -275,4 +276,4 @@ def _never_ended(item: Any) -> bool:
 
 
 def _text(value: object) -> str:
-    return escape(wording.clean(value))
+    return escape(text.clean(value))

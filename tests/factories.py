@@ -11,8 +11,9 @@ from typing import Any
 
 import pandas as pd
 
-from dsprof.analyzer.analysis import Analysis, CaptureQuality, StepTime
+from dsprof.analyzer.analysis import Analysis, CaptureQuality, StepTime, Verdict
 from dsprof.analyzer.finding import Evidence, Finding, Fix, Gain, Where
+from dsprof.analyzer.verdict import answer
 from dsprof.run import RankExit, RankInfo, RunInfo
 from dsprof.schema import BUDGET_PARTS, COLUMNS
 
@@ -65,8 +66,8 @@ def build(job: Job, findings: tuple[Finding, ...] = (), passed: tuple[str, ...] 
     if job.dies is not None:
         _last_step(job, begin, captured, rows)
 
-    table = pd.DataFrame(steps, columns=["rank", "step", "start_ns", "dur_ns", "middle", *BUDGET_PARTS])
-    middle = table[table["middle"].astype(bool)]
+    table = pd.DataFrame(steps, columns=["rank", "step", "start_ns", "dur_ns", "ordinary", *BUDGET_PARTS])
+    middle = table[table["ordinary"].astype(bool)]
     by_rank = middle.groupby("rank")[list(BUDGET_PARTS)].mean()
     budget = {} if middle.empty else {part: float(by_rank[part].mean()) for part in BUDGET_PARTS}
     times = table["dur_ns"] / MS
@@ -91,11 +92,15 @@ def build(job: Job, findings: tuple[Finding, ...] = (), passed: tuple[str, ...] 
         rows=_table(rows),
         findings=findings,
         passed=passed,
-        not_run={},
+        not_judged={},
         noise_ms=0.6,
+        step_is="",
+        time={},
+        verdict=Verdict("inconclusive", ""),
         capture=CaptureQuality(overhead_percent=0.21, dropped=0, clock_error_us=3.0),
     )  # fmt: skip
-    return replace(analysis, **changes)
+    analysis = replace(analysis, **changes)
+    return analysis if "verdict" in changes else replace(analysis, verdict=answer(analysis))
 
 
 def _step(
@@ -143,7 +148,7 @@ def _step(
         })  # fmt: skip
         steps.append({
             "rank": rank, "step": step, "start_ns": begin, "dur_ns": round(end * MS),
-            "middle": middle,
+            "ordinary": middle,
             "compute": forward[rank] - paused[rank] + job.backward, "comm_exposed": job.transfer,
             "peer_wait": wait, "bubble": 0.0, "data": data[rank], "optimizer": job.optimizer, "offload": 0.0,
             "pause": paused[rank], "other": job.gap,
@@ -339,4 +344,4 @@ def wide(ranks: int = 8, steps: int = 200) -> Analysis:
 
 def empty() -> Analysis:
     """A job that ended before its first optimizer step."""
-    return build(Job(steps=0), not_run=dict.fromkeys(RULES, "no complete step"), noise_ms=0.0)
+    return build(Job(steps=0), not_judged=dict.fromkeys(RULES, "no complete step"), noise_ms=0.0)

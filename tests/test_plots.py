@@ -95,7 +95,7 @@ def test_budget_bar_of_many_ranks_keeps_the_busiest() -> None:
 def table(own: dict[int, list[float]], waits: dict[int, list[float]]) -> pd.DataFrame:
     """A steps table in which a step is own work and waiting for peers, ms."""
     rows = [
-        {"rank": rank, "step": step, "dur_ns": round((work + waits[rank][step]) * MS), "middle": True,
+        {"rank": rank, "step": step, "dur_ns": round((work + waits[rank][step]) * MS), "ordinary": True,
          "start_ns": 0, **dict.fromkeys(BUDGET_PARTS, 0.0), "compute": work, "peer_wait": waits[rank][step]}
         for rank, works in own.items()
         for step, work in enumerate(works)
@@ -265,6 +265,6 @@ def test_pick_ranks() -> None:
 
 def test_typical_step_is_nearest_to_the_mean_of_the_middle() -> None:
     steps = table({0: [50, 10, 20, 14, 90]}, {0: [0] * 5})
-    steps["middle"] = [False, True, True, True, False]
+    steps["ordinary"] = [False, True, True, True, False]
     assert tables.typical_step(steps) == 3
     assert tables.typical_step(steps[:0]) is None

@@ -33,7 +33,7 @@ def evil_run() -> Analysis:
         fixes=(replace(factories.STRAGGLER.fixes[0], title=EVIL, patch=({"argument": EVIL, "value": "\u2028"},)),),
     )
     job = factories.Job(steps=8, name=f"name {EVIL}", command=("train.py", EVIL))
-    analysis = factories.build(job, findings=(finding,), not_run={"comm.exposed": EVIL})
+    analysis = factories.build(job, findings=(finding,), not_judged={"comm.exposed": EVIL})
     analysis.run.facts.append({"fact": "ddp", "rank": 0, "site": EVIL, "note": EVIL})
     rows = analysis.rows.assign(name=analysis.rows["name"].astype(object).replace({"all_reduce": EVIL, "gc": EVIL}))
     return replace(analysis, rows=rows, collectives=analysis.collectives.assign(name=EVIL, purpose=EVIL))

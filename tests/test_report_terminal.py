@@ -157,7 +157,7 @@ def test_the_noise_is_told_with_the_capture() -> None:
 
 
 def test_one_step_has_no_noise_estimate() -> None:
-    text = text_of(replace(factories.healthy(), noise_ms=float("inf")))
+    text = text_of(factories.build(factories.Job(), passed=factories.RULES, noise_ms=float("inf")))
     assert "too few steps to tell a gain from noise; a step takes 175 ms" in text
     assert "inf" not in text.replace("info", "")
 

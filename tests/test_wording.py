@@ -7,37 +7,39 @@ from dataclasses import replace
 import factories
 import pytest
 
+from dsprof.analyzer import text
 from dsprof.analyzer.finding import Fix, Where
+from dsprof.analyzer.verdict import answer
 from dsprof.reports import palette, wording
 from dsprof.run import RankExit
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("value", "words"),
     [
         (0.0, "0"), (0.004, "0"), (0.43, "0.43"), (4.206, "4.21"), (9.996, "10.0"), (38.24, "38.2"), (99.96, "100"),
         (1234.5, "1,234"), (-38.24, "-38.2"), (float("nan"), "?"), (float("inf"), "?"),
     ],
 )  # fmt: skip
-def test_number(value: float, text: str) -> None:
-    assert wording.number(value) == text
+def test_number(value: float, words: str) -> None:
+    assert text.number(value) == words
 
 
 def test_units() -> None:
-    assert wording.ms(38.2) == "38.2 ms"
-    assert wording.ms(12_345.0) == "12.3 s"
-    assert [wording.percent(value) for value in (0, 0.01, 6.12, 17.9)] == ["0 %", "<0.1 %", "6.1 %", "18 %"]
-    assert [wording.size(value) for value in (512, 10_000, 26_214_400, 3 << 40)] == [
+    assert text.ms(38.2) == "38.2 ms"
+    assert text.ms(12_345.0) == "12.3 s"
+    assert [text.percent(value) for value in (0, 0.01, 6.12, 17.9)] == ["0 %", "<0.1 %", "6.1 %", "18 %"]
+    assert [text.size(value) for value in (512, 10_000, 26_214_400, 3 << 40)] == [
         "512 B", "9.8 KiB", "25.0 MiB", "3072.0 GiB",
     ]  # fmt: skip
-    assert wording.quantity(310.0, "count") == "310"
-    assert wording.quantity("none", "") == "none"
-    assert wording.quantity(12.345, "GB/s") == "12.3 GB/s"
+    assert text.quantity(310.0, "count") == "310"
+    assert text.quantity("none", "") == "none"
+    assert text.quantity(12.345, "GB/s") == "12.3 GB/s"
 
 
 def test_ranks() -> None:
-    assert wording.ranks((3,)) == "rank 3"
-    assert wording.ranks((7, 0, 1, 2, 3)) == "ranks 0-3, 7"
+    assert text.ranks((3,)) == "rank 3"
+    assert text.ranks((7, 0, 1, 2, 3)) == "ranks 0-3, 7"
 
 
 def test_where() -> None:
@@ -65,7 +67,7 @@ def test_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "signal", "text"),
+    ("code", "signal", "words"),
     [
         (0, None, "exit status 0"),
         (7, None, "exit status 7"),
@@ -75,8 +77,8 @@ def test_changes() -> None:
         (None, None, "running or unknown"),
     ],
 )
-def test_ended(code: int | None, signal: int | None, text: str) -> None:
-    assert wording.ended(RankExit(rank=0, host="a", pid=1, code=code, signal=signal, ended_ns=None)) == text
+def test_ended(code: int | None, signal: int | None, words: str) -> None:
+    assert wording.ended(RankExit(rank=0, host="a", pid=1, code=code, signal=signal, ended_ns=None)) == words
 
 
 def test_only_the_last_attempt_of_an_elastic_job_counts() -> None:
@@ -87,8 +89,8 @@ def test_only_the_last_attempt_of_an_elastic_job_counts() -> None:
 
 
 def test_clean() -> None:
-    assert wording.clean("a\x1b[31m\r\nb\u202ec\ttab") == "a [31m b c tab"
-    assert wording.clean("x" * 400) == "x" * 299 + "…"
+    assert text.clean("a\x1b[31m\r\nb\u202ec\ttab") == "a [31m b c tab"
+    assert text.clean("x" * 400) == "x" * 299 + "…"
 
 
 def test_moment() -> None:
@@ -114,8 +116,8 @@ def test_findings_point_at_budget_parts() -> None:
 )
 def test_a_large_loss_that_no_rule_explains_is_not_healthy(part: str, words: str) -> None:
     analysis = factories.healthy()
-    assert wording.is_healthy(analysis)
+    assert analysis.verdict.status == "healthy"
     assert analysis.step_ms is not None
     analysis.budget[part] = 0.4 * analysis.step_ms.mean
-    assert wording.headline(analysis).endswith(f"but 40 % is {words}, which no rule here explains")
-    assert not wording.is_healthy(analysis)
+    assert answer(analysis).headline.endswith(f"but 40 % is {words}, which no rule here explains")
+    assert answer(analysis).status == "inconclusive"

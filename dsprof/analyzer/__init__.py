@@ -19,7 +19,7 @@ from dsprof.schema import BUDGET_PARTS
 from dsprof.trace import Trace
 
 from . import replay
-from .analysis import Analysis, CaptureQuality
+from .analysis import Analysis, CaptureQuality, Verdict
 from .attribution import attribute
 from .budget import RankTime, paint, step_budget
 from .clock import align
@@ -29,6 +29,7 @@ from .load import measure_load
 from .match import match_collectives
 from .rules import FAULTS, LEAST_SHARE, RULES, NotJudged
 from .steps import align_steps, completed_steps, step_time
+from .verdict import answer
 
 __all__ = ["analyze"]
 
@@ -43,7 +44,7 @@ once in a tight loop, so an estimate. benchmarks/overhead.py measures what a job
 
 
 def analyze(trace: Trace) -> Analysis:
-    """Explain a run. Never raises for a poor capture: what cannot be judged is named in `not_run`."""
+    """Explain a run. Never raises for a poor capture: what cannot be judged is named in `not_judged`."""
     run = trace.run
     rows, clock_error_us, warnings = align(_last_attempt(trace.rows, run), run)
     rows, renumbered = align_steps(rows)
@@ -51,18 +52,21 @@ def analyze(trace: Trace) -> Analysis:
     collectives = match_collectives(rows)
     times = {rank: paint(rows[rows["rank"] == rank], collectives, rank) for rank in captured}
     steps = step_budget(times, completed_steps(rows))
-    middle = steps[steps["middle"]]
+    middle = steps[steps["ordinary"]]
     step_ms = step_time(steps)
     context = _context(run, rows, steps, collectives, times, step_ms.mean if step_ms else 0.0)
-    findings, passed, not_run, noise_ms = _judge(context)
+    findings, passed, not_judged, noise_ms = _judge(context)
     by_rank = middle.groupby("rank")[list(BUDGET_PARTS)].mean()
-    return Analysis(
+    analysis = Analysis(
         run=run,
         ranks_expected=run.world_size or len(captured),
         ranks_captured=captured,
         step_count=int(steps.groupby("rank").size().max()) if len(steps) else 0,
         step_ms=step_ms,
         steps=steps,
+        step_is="",
+        time={},
+        verdict=Verdict("inconclusive", ""),
         budget={part: float(middle[part].mean()) for part in BUDGET_PARTS} if len(middle) else {},
         budget_by_rank=by_rank,
         slowest_rank=int(by_rank["peer_wait"].idxmin()) if len(by_rank) > 1 else None,
@@ -71,7 +75,7 @@ def analyze(trace: Trace) -> Analysis:
         rows=rows,
         findings=tuple(findings),
         passed=tuple(passed),
-        not_run=not_run,
+        not_judged=not_judged,
         noise_ms=noise_ms,
         capture=CaptureQuality(
             overhead_percent=_overhead(run, rows, middle),
@@ -80,6 +84,7 @@ def analyze(trace: Trace) -> Analysis:
             warnings=(*run.warnings, *warnings, *renumbered),
         ),
     )
+    return replace(analysis, verdict=answer(analysis))
 
 
 def _last_attempt(rows: pd.DataFrame, run: RunInfo) -> pd.DataFrame:
@@ -110,7 +115,7 @@ def _context(
     for fact in run.facts:
         facts[str(fact.get("fact"))].append(fact)
     stepped = {rank: time for rank, time in times.items() if rank in set(steps["rank"])}
-    programs = tuple(replay.programs(stepped, rows, collectives, steps)) if steps["middle"].any() else ()
+    programs = tuple(replay.programs(stepped, rows, collectives, steps)) if steps["ordinary"].any() else ()
     load = measure_load(run, rows, steps, facts, step_ms)
     return Context(run, rows, steps, collectives, programs, step_ms, load, dict(facts))
 
@@ -122,21 +127,21 @@ def _judge(context: Context) -> tuple[list[Finding], list[str], dict[str, str], 
     noise that it makes.
     """
     found: dict[str, list[Finding]] = {}
-    not_run: dict[str, str] = {}
+    not_judged: dict[str, str] = {}
 
     def judge(codes: tuple[str, ...], rule: Callable[[], Judged]) -> Judged | None:
         try:
             return rule()
         except NotJudged as reason:
-            not_run.update(dict.fromkeys(codes, str(reason)))
+            not_judged.update(dict.fromkeys(codes, str(reason)))
         except Exception as error:  # one rule's mistake must not cost the others' findings
-            not_run.update(dict.fromkeys(codes, f"the rule failed: {type(error).__name__}: {error}"))
+            not_judged.update(dict.fromkeys(codes, f"the rule failed: {type(error).__name__}: {error}"))
         return None
 
     changes: dict[str, Change] = {}
     noise_ms = 0.0
     if context.programs and context.on_gpu:
-        not_run |= dict.fromkeys(FAULTS, "the job ran on a device, whose time this version does not measure")
+        not_judged |= dict.fromkeys(FAULTS, "the job ran on a device, whose time this version does not measure")
     elif context.programs:
         for code, (mended, _) in FAULTS.items():
             change = judge((code,), partial(mended, context))
@@ -151,16 +156,16 @@ def _judge(context: Context) -> tuple[list[Finding], list[str], dict[str, str], 
             finding = judge((code,), partial(FAULTS[code][1], context, change, *gains))
             found[code] = [finding] if finding is not None else []
     else:
-        not_run |= dict.fromkeys(FAULTS, "no step was completed on all captured ranks")
+        not_judged |= dict.fromkeys(FAULTS, "no step was completed on all captured ranks")
     for codes, rule in RULES.items():
         for finding in judge(codes, partial(rule, context)) or []:
             found.setdefault(finding.code, []).append(finding)
     codes = (*FAULTS, *(code for of_rule in RULES for code in of_rule))
     rated = {code: [_rated(finding, noise_ms) for finding in found.get(code, [])] for code in codes}
-    passed = [code for code, of in rated.items() if code not in not_run and all(f.severity == "info" for f in of)]
+    passed = [code for code, of in rated.items() if code not in not_judged and all(f.severity == "info" for f in of)]
     findings = [finding for of in rated.values() for finding in of]
     findings.sort(key=lambda f: (not f.code.startswith("run."), SEVERITIES.index(f.severity), -f.gain.ms))
-    return findings, passed, not_run, noise_ms
+    return findings, passed, not_judged, noise_ms
 
 
 def _rated(finding: Finding, noise_ms: float) -> Finding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
@@ -16,7 +16,7 @@ FINDINGS_SCHEMA = 1
 
 @dataclass(frozen=True)
 class StepTime:
-    """Step durations in ms; `mean` is over the middle half of the steps, the others over all of them."""
+    """Durations of the ordinary training steps, in ms."""
 
     mean: float
     median: float
@@ -35,14 +35,34 @@ class CaptureQuality:
     warnings: tuple[str, ...] = ()
 
 
+Status = Literal["healthy", "bottleneck", "inconclusive", "failed"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer in one sentence.
+
+    healthy:      what matters was judged, and what is neither compute nor optimizer is small or explained.
+    bottleneck:   a finding above `info` says what holds the job back.
+    inconclusive: time is lost that no rule could judge; the headline says where, and what would tell.
+    failed:       the job did not do what it was started for: a rank died, or no step was completed.
+    """
+
+    status: Status
+    headline: str
+
+
 @dataclass(frozen=True)
 class Analysis:
     """A run, explained.
 
-    steps:       one row per (rank, step): rank, step, start_ns, dur_ns, middle (bool: in the middle half),
-                 and one float column in ms per budget part; the parts sum to dur_ns / 1e6.
-    budget:      part -> ms, mean over ranks and middle steps; sums to step_ms.mean.
+    steps:       one row per (rank, step): rank, step, start_ns, dur_ns, ordinary (bool: judged, see `steps.py`),
+                 apart_ms (of dur_ns, spent on evaluation, checkpoints and compilation), and one float column in ms per
+                 budget part; the parts and apart_ms sum to dur_ns / 1e6.
+    step_is:     what a step of this run is, where it is not one optimizer step after one backward; else empty.
+    budget:      part -> ms, mean over ranks and ordinary steps; sums to step_ms.mean.
     budget_by_rank: index rank, a column per budget part, ms; rows sum to that rank's mean step.
+    time:        kind of schema.TIME_KINDS -> s, mean over ranks; sums to the run's wall time.
     slowest_rank: the rank the others wait for most; None with one rank or no steps.
     collectives: one row per matched collective (`match.COLLECTIVE_COLUMNS`).
     waits:       one row per wait on a training thread: rank, start_ns, end_ns, arrival_ns (when the last peer was
@@ -50,7 +70,7 @@ class Analysis:
     rows:        the trace table (dsprof.schema.COLUMNS), on the common clock.
     findings:    worst first.
     passed:      codes of the rules that ran and found nothing above `info`.
-    not_run:     code -> why a rule could not be judged on this capture.
+    not_judged:  code -> why a rule could not be judged on this capture.
     noise_ms:    the run's own noise floor (`Context.noise_ms`).
     """
 
@@ -60,16 +80,19 @@ class Analysis:
     step_count: int
     step_ms: StepTime | None
     steps: pd.DataFrame
+    step_is: str
     budget: dict[str, float]
     budget_by_rank: pd.DataFrame
+    time: dict[str, float]
     slowest_rank: int | None
     collectives: pd.DataFrame
     waits: pd.DataFrame
     rows: pd.DataFrame
     findings: tuple[Finding, ...]
     passed: tuple[str, ...]
-    not_run: dict[str, str]
+    not_judged: dict[str, str]
     noise_ms: float
+    verdict: Verdict
     capture: CaptureQuality
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,11 +105,16 @@ class Analysis:
                 "command": list(self.run.command),
                 "ranks": {"expected": self.ranks_expected, "captured": len(self.ranks_captured)},
                 "steps": self.step_count,
+                "step_is": self.step_is,
                 "step_ms": step_ms,
             },
             "budget": self.budget,
             "findings": [finding.to_dict() for finding in self.findings],
+            "verdict": {"status": self.verdict.status, "headline": self.verdict.headline},
+            "time": self.time,
             "passed": list(self.passed),
+            "not_judged": self.not_judged,
+            "noise_ms": self.noise_ms,
             "capture": {
                 "overhead_percent": self.capture.overhead_percent,
                 "dropped": self.capture.dropped,

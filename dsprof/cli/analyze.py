@@ -33,9 +33,7 @@ def command(
     if as_json:
         sys.stdout.write(reports.findings_json(analysis).decode())
     elif quiet:
-        from dsprof.reports import wording
-
-        print(wording.headline(analysis))
+        print(analysis.verdict.headline)
     else:
         from dsprof.reports import terminal
 

@@ -44,14 +44,14 @@ def command(
         analysis = reports.examine(folder)
     except RunError as error:
         fail(error, UNREADABLE)
-    from dsprof.reports import html, wording
+    from dsprof.reports import html
 
     try:
         write_atomically(target, html.render(analysis))
     except OSError as error:
         fail(f"{target}: cannot be written ({error.strerror}); name another file with -o", USAGE)
     if as_json:
-        sys.stdout.write(json.dumps({"report": str(target), "verdict": wording.headline(analysis)}) + "\n")
+        sys.stdout.write(json.dumps({"report": str(target), "verdict": analysis.verdict.headline}) + "\n")
     else:
         print(target)
     if open_it:

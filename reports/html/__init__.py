@@ -17,6 +17,7 @@ from typing import Any, Final
 import jinja2
 from markupsafe import Markup
 
+from dsprof.analyzer import text
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
 from dsprof.run import last_processes
@@ -37,7 +38,7 @@ def render(analysis: Analysis) -> str:
         analysis=analysis,
         run=analysis.run,
         step=analysis.step_ms,
-        headline=wording.headline(analysis),
+        headline=analysis.verdict.headline,
         tone=_tone(analysis),
         problems=[_card(finding, analysis.run.cwd) for finding in analysis.findings if wording.is_problem(finding)],
         minor=[_card(finding, analysis.run.cwd) for finding in analysis.findings if not wording.is_problem(finding)],
@@ -45,7 +46,7 @@ def render(analysis: Analysis) -> str:
         rank_parts=[part for part in analysis.budget_by_rank if (analysis.budget_by_rank[part] > 0.005).any()],
         rank_rows=_rank_rows(analysis),
         blamed=_blamed(analysis),
-        not_run=wording.by_reason(analysis.not_run),
+        not_judged=wording.by_reason(analysis.not_judged),
         warnings=wording.capture_warnings(analysis),
         capture=wording.capture_facts(analysis),
         facts=_facts(analysis),
@@ -53,6 +54,7 @@ def render(analysis: Analysis) -> str:
         heights={name: figure.layout.height for name, figure in figures.items()},
         figures=Markup(_script_json({name: _plain(figure) for name, figure in figures.items()})),
         parts=palette.PARTS,
+        text=text,
         word=wording,
         style=Markup(_asset("page.css")),
         plotly_js=Markup(plotly_js),
@@ -67,9 +69,9 @@ def _template() -> jinja2.Template:
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    environment.filters["clean"] = wording.clean
-    environment.filters["ms"] = wording.ms
-    environment.filters["percent"] = wording.percent
+    environment.filters["clean"] = text.clean
+    environment.filters["ms"] = text.ms
+    environment.filters["percent"] = text.percent
     return environment.get_template("page.html.j2")
 
 
@@ -141,30 +143,30 @@ def _tone(analysis: Analysis) -> str:
     worst = next((finding for finding in analysis.findings if wording.is_problem(finding)), None)
     if worst is not None:
         return worst.severity
-    return "good" if wording.is_healthy(analysis) else "none"
+    return "good" if analysis.verdict.status == "healthy" else "none"
 
 
 def _card(finding: Finding, cwd: str) -> dict[str, Any]:
     part = palette.part_of(finding.code)
     return {
         "code": finding.code,
-        "title": wording.clean(finding.title),
+        "title": text.clean(finding.title),
         "severity": finding.severity,
         "color": palette.part(part).color if part else palette.HIGHLIGHT,
-        "confidence": wording.percent(100 * finding.confidence),
+        "confidence": text.percent(100 * finding.confidence),
         "gain": finding.gain if finding.gain.ms > 0 else None,
         "where": wording.where(finding.where),
         "evidence": [
             {
-                "metric": wording.clean(item.metric),
-                "value": wording.quantity(item.value, item.unit),
-                "expected": "" if item.expected is None else wording.quantity(item.expected, item.unit),
+                "metric": text.clean(item.metric),
+                "value": text.quantity(item.value, item.unit),
+                "expected": "" if item.expected is None else text.quantity(item.expected, item.unit),
             }
             for item in finding.evidence
         ],
         "fixes": [
             {
-                "title": wording.clean(fix.title),
+                "title": text.clean(fix.title),
                 "changes": wording.changes(fix, cwd),
                 "gain": wording.gain(fix.gain) if fix.gain is not None and fix.gain != finding.gain else "",
             }
@@ -199,7 +201,7 @@ def _rank_rows(analysis: Analysis) -> list[dict[str, Any]]:
         {
             "rank": rank,
             "info": infos.get(rank),
-            "host": wording.clean(item.host) if (item := infos.get(rank) or exits.get(rank)) else "",
+            "host": text.clean(item.host) if (item := infos.get(rank) or exits.get(rank)) else "",
             "ended": wording.ended(exits[rank]) if rank in exits else "",
             "failed": rank in exits and exits[rank].status != 0,
             "missing": rank not in analysis.ranks_captured,
@@ -215,15 +217,15 @@ def _facts(analysis: Analysis) -> list[dict[str, str]]:
     """What the ranks said of themselves, those that said the same together."""
     alike: dict[str, list[int]] = {}
     for fact in analysis.run.facts:
-        text = json.dumps({key: value for key, value in fact.items() if key != "rank"}, default=str)
-        alike.setdefault(text, []).append(int(fact.get("rank", -1)))
+        words = json.dumps({key: value for key, value in fact.items() if key != "rank"}, default=str)
+        alike.setdefault(words, []).append(int(fact.get("rank", -1)))
     rows = []
-    for text, ranks in list(alike.items())[:100]:
-        fact = json.loads(text)
+    for words, ranks in list(alike.items())[:100]:
+        fact = json.loads(words)
         name, site = fact.pop("fact", ""), fact.pop("site", "") or ""
         said = ", ".join(f"{key}={value}" for key, value in fact.items())
         rows.append({
-            "fact": wording.clean(name), "site": wording.clean(site), "said": wording.clean(said, 1000),
-            "ranks": wording.spans(ranks),
+            "fact": text.clean(name), "site": text.clean(site), "said": text.clean(said, 1000),
+            "ranks": text.spans(ranks),
         })  # fmt: skip
     return rows

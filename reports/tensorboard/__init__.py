@@ -27,9 +27,10 @@ from tensorboard.plugins.text import metadata as text_plugin
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.text import clean
 from dsprof.run import write_atomically
 
-from .. import tables, wording
+from .. import tables
 from .text import finding_markdown, verdict_markdown
 
 MAX_POINTS: Final = 1000
@@ -105,7 +106,7 @@ def _scalar_events(values: pd.DataFrame, start: float) -> Iterator[Any]:
 def _text_events(analysis: Analysis, start: float) -> Iterator[Any]:
     yield _text_event("00 verdict", verdict_markdown(analysis), start)
     for index, finding in enumerate(analysis.findings, 1):
-        tag = f"{index:02d} {wording.clean(finding.code)}"
+        tag = f"{index:02d} {clean(finding.code)}"
         yield _text_event(tag, finding_markdown(finding, analysis.run.cwd), start)
 
 

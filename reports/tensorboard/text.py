@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from dsprof.analyzer import text
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
 
@@ -15,14 +16,14 @@ _SPECIAL: Final = re.compile(r"([\\`*_{}\[\]<>()#+\-.!|~])")
 
 def verdict_markdown(analysis: Analysis) -> str:
     """Headline, budget, findings in one line each, what passed, and the capture's quality."""
-    lines = [f"## {_escape(wording.headline(analysis))}", ""]
+    lines = [f"## {_escape(analysis.verdict.headline)}", ""]
     step = analysis.step_ms
     if step is not None:
         lines += [
-            f"Step {wording.ms(step.mean)} (median {wording.number(step.median)}, "
-            f"p10 to p90 {wording.number(step.p10)} to {wording.ms(step.p90)}), "
-            f"{wording.count(analysis.step_count, 'step')}, "
-            f"{wording.count(len(analysis.ranks_captured), 'rank')}.",
+            f"Step {text.ms(step.mean)} (median {text.number(step.median)}, "
+            f"p10 to p90 {text.number(step.p10)} to {text.ms(step.p90)}), "
+            f"{text.count(analysis.step_count, 'step')}, "
+            f"{text.count(len(analysis.ranks_captured), 'rank')}.",
             "",
             "| part | ms | % of the step | |",
             "|---|---:|---:|---|",
@@ -41,7 +42,7 @@ def verdict_markdown(analysis: Analysis) -> str:
     lines += [""] if analysis.findings else []
     if analysis.passed:
         lines += [f"Passed: {', '.join(f'`{code}`' for code in analysis.passed)}", ""]
-    for reason, codes in wording.by_reason(analysis.not_run):
+    for reason, codes in wording.by_reason(analysis.not_judged):
         lines += [f"Not judged: {', '.join(f'`{code}`' for code in codes)} ({_escape(reason)})", ""]
     lines += [f"Capture: {_escape(wording.capture_facts(analysis))}", ""]
     lines += [f"- {_escape(warning)}" for warning in wording.capture_warnings(analysis)]
@@ -51,7 +52,7 @@ def verdict_markdown(analysis: Analysis) -> str:
 def finding_markdown(finding: Finding, cwd: str = "") -> str:
     """One finding: place, gain, evidence table, fixes."""
     lines = [f"### {_escape(finding.title)}", ""]
-    sure = f"confidence {wording.percent(100 * finding.confidence)}"
+    sure = f"confidence {text.percent(100 * finding.confidence)}"
     place = wording.where(finding.where)
     facts = [_escape(fact) for fact in (wording.gain(finding.gain), sure) if fact]
     lines += ["; ".join([f"**{finding.severity}**", *facts]), ""]
@@ -60,8 +61,8 @@ def finding_markdown(finding: Finding, cwd: str = "") -> str:
     if finding.evidence:
         lines += ["| evidence | measured | expected |", "|---|---:|---:|"]
         for item in finding.evidence:
-            expected = "" if item.expected is None else _escape(wording.quantity(item.expected, item.unit))
-            value = _escape(wording.quantity(item.value, item.unit))
+            expected = "" if item.expected is None else _escape(text.quantity(item.expected, item.unit))
+            value = _escape(text.quantity(item.value, item.unit))
             lines.append(f"| {_escape(item.metric)} | {value} | {expected} |")
         lines.append("")
     for fix in finding.fixes:
@@ -72,5 +73,5 @@ def finding_markdown(finding: Finding, cwd: str = "") -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _escape(text: object) -> str:
-    return _SPECIAL.sub(r"\\\1", wording.clean(text))
+def _escape(value: object) -> str:
+    return _SPECIAL.sub(r"\\\1", text.clean(value))
