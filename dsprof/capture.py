@@ -50,15 +50,18 @@ class Capture:
     damaged: int = 0
     problems: list[str] = field(default_factory=list)
     """What could not be read, in words."""
+    format_version: int = FORMAT_VERSION
+    """Of the records (`schema.READABLE_FORMATS`); the oldest, should the chunks differ."""
 
 
 def read_capture(path: Path) -> Capture:
     """Everything that can still be read of the capture folder `path`. Never raises for damaged content."""
     problems: list[str] = []
     names = _read_names(path / "names.txt", problems)
-    records, damaged = _read_chunks(path, names, problems)
+    records, damaged, version = _read_chunks(path, names, problems)
     meta = _read_json(path / "meta.json", problems)
-    return Capture(path, records, names, meta, _read_facts(path / "facts.jsonl", problems), damaged, problems)
+    facts = _read_facts(path / "facts.jsonl", problems)
+    return Capture(path, records, names, meta, facts, damaged, problems, version)
 
 
 def _read_names(path: Path, problems: list[str]) -> dict[int, str]:
@@ -75,15 +78,16 @@ def _read_names(path: Path, problems: list[str]) -> dict[int, str]:
     return names
 
 
-def _read_chunks(folder: Path, names: dict[int, str], problems: list[str]) -> tuple[npt.NDArray[np.void], int]:
-    """The records of all chunks, in the order of their numbers, and how many were left out."""
-    parts, damaged = [], 0
+def _read_chunks(folder: Path, names: dict[int, str], problems: list[str]) -> tuple[npt.NDArray[np.void], int, int]:
+    """The records of all chunks, in the order of their numbers, how many were left out, and their format."""
+    parts, damaged, oldest = [], 0, FORMAT_VERSION
     chunks = {int(match[1]): path for path in folder.iterdir() if (match := CHUNK_NAME.fullmatch(path.name))}
     for number, path in sorted(chunks.items()):
         content = _read_chunk(path, problems)
         if content is None:
             continue
-        index = CHUNK_HEADER.unpack_from(content)[4]
+        _, version, _, _, index, _ = CHUNK_HEADER.unpack_from(content)
+        oldest = min(oldest, version)
         if index != number:
             problems.append(f"{path.name}: its header says that it is {chunk_name(index)}")
             if index in chunks:
@@ -95,7 +99,7 @@ def _read_chunks(folder: Path, names: dict[int, str], problems: list[str]) -> tu
     problems += [f"{name}: missing; records are lost" for name in lost[:MOST_PROBLEMS]]
     if not chunks:
         problems.append("no records were written")
-    return np.concatenate(parts) if parts else np.empty(0, RECORD_DTYPE), damaged
+    return np.concatenate(parts) if parts else np.empty(0, RECORD_DTYPE), damaged, oldest
 
 
 def _read_chunk(path: Path, problems: list[str]) -> bytes | None:

@@ -8,13 +8,11 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
-from .capture import Capture
-from .schema import COLUMNS, DTYPES, NO_SEQ, Flag, Kind, State
-
-Int = npt.NDArray[np.int64]
+from ..capture import Capture
+from ..schema import COLUMNS
+from .records import Int, measured_rows
 
 FINALIZER_NS: Final = 5_000_000
 FINALIZER_BYTES_PER_NS: Final = 0.5
@@ -24,7 +22,7 @@ take, it was computing, not waiting."""
 
 def trace_rows(capture: Capture, rank: int, restart: int) -> pd.DataFrame:
     """The trace table of one rank (columns of `schema.COLUMNS`), ordered by start."""
-    rows = _measured(capture)
+    rows = measured_rows(capture)
     main = _training_thread(rows)
     rows["lane"] = _lanes(rows, main)
     _tell_inner_waits(rows)
@@ -38,65 +36,6 @@ def trace_rows(capture: Capture, rank: int, restart: int) -> pd.DataFrame:
     rows = rows.sort_values(["start_ns", "dur_ns"], ascending=[True, False], kind="stable", ignore_index=True)
     rows["depth"] = _depth(rows)
     return rows.reindex(columns=list(COLUMNS)).astype(COLUMNS)
-
-
-def _measured(capture: Capture) -> pd.DataFrame:
-    """Records as rows: ids turned to names, and the fields that do not apply to null.
-
-    Beside the columns of the table: `engine`, whether dsprof's engine told of it, and the `told_lane`.
-    """
-    records = capture.records
-    kind, flags = records["kind"], records["flags"]
-    comm = kind == Kind.COMM
-    engine = (flags & Flag.ENGINE) != 0
-    p2p = (flags & Flag.P2P) != 0
-    of_group = comm | ~engine | (kind == Kind.WAIT)
-    numbered = np.where(engine, of_group & (records["seq"] != NO_SEQ), comm)
-    place = np.where(engine, records["peer"], 0)
-    ended = records["end_ns"] > 0
-    value = records["aux"].copy().view(np.float64)
-    names = np.array([None] * (max(capture.names, default=0) + 1), dtype=object)
-    for number, text in capture.names.items():
-        names[number] = text
-    kinds = np.array([None, *(item.name.lower() for item in Kind)], dtype=object)
-    # A finished record without an end (a GPU collective) took a time nobody measured: null, like one never ended.
-    return pd.DataFrame(
-        {
-            "kind": kinds[kind],
-            "name": names[records["name"]],
-            "thread": records["thread"].astype(np.int64),
-            "start_ns": records["start_ns"],
-            "dur_ns": pd.array(np.where(ended, records["end_ns"] - records["start_ns"], 0), "Int64").copy(),
-            "issue_ns": pd.array(np.where(comm, records["aux"], 0), "Int64"),
-            "host_ns": pd.array(records["host_ns"].astype(np.int64), "Int64"),
-            "group": names[np.where(of_group, records["group"], 0)],
-            "told_lane": names[np.where(of_group, 0, records["group"])],
-            "engine": engine,
-            "stage": pd.array(place >> 16, "Int64"),
-            "microbatch": pd.array(place & 0xFFFF, "Int64"),
-            "module": names[np.where(engine & ~p2p, records["tag"], 0)],
-            "purpose": names[np.where(engine, records["host_ns"], 0)],
-            "seq": pd.array(records["seq"].astype(np.int64), "Int64"),
-            "peer": pd.array(np.where(engine, records["tag"], records["peer"]).astype(np.int64), "Int64"),
-            "tag": pd.array(records["tag"].astype(np.int64), "Int64"),
-            "bytes": pd.array(records["bytes"], "Int64"),
-            "dtype": np.array(DTYPES, dtype=object)[records["dtype"]],
-            "value": np.where(comm | (records["aux"] == 0), np.nan, value + 0.0),
-            "source": "measured",
-            "ended": records["state"] == State.DONE,
-        }
-    ).assign(
-        dur_ns=lambda t: t["dur_ns"].where(ended),
-        issue_ns=lambda t: t["issue_ns"].where(comm),
-        host_ns=lambda t: t["host_ns"].where(comm & ~engine),
-        stage=lambda t: t["stage"].where(engine),
-        microbatch=lambda t: t["microbatch"].where(engine),
-        seq=lambda t: t["seq"].where(numbered),
-        peer=lambda t: t["peer"].where(p2p),
-        tag=lambda t: t["tag"].where(p2p & ~engine),
-        bytes=lambda t: t["bytes"].where(records["bytes"] >= 0),
-        dtype=lambda t: t["dtype"].where(t["dtype"] != "", None),
-    )  # fmt: skip
 
 
 def _training_thread(rows: pd.DataFrame) -> int:
@@ -114,8 +53,8 @@ def _lanes(rows: pd.DataFrame, main: int) -> pd.Series[str]:
     lane[other] = "thread." + rows.loc[other, "thread"].astype(str)
     comm = rows["kind"] == "comm"
     lane[comm] = "comm." + rows.loc[comm, "group"].astype(str)
-    told = rows["told_lane"].notna()
-    lane[told] = rows.loc[told, "told_lane"]
+    told = rows["engine_lane"].notna()
+    lane[told] = rows.loc[told, "engine_lane"]
     return lane
 
 
