@@ -1,4 +1,5 @@
-"""Forward: the outermost module call of each thread, as a phase whose value is the number of input elements.
+"""Forward: the outermost module call of each thread, as a phase whose value is the number of input elements, and which
+says whether gradients were on.
 
 The native helper hooks the call itself (`native/modules.hpp`); here is its twin, a wrapper in Python.
 """
@@ -7,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from dsprof.schema import Kind
+from dsprof.schema import Flag, Kind
 
 from .native import NativeRecorder
 from .record import PyRecorder, Recorder
@@ -45,10 +47,17 @@ def _wrapper(original: Callable[..., Any], recorder: PyRecorder) -> Callable[...
     import torch
 
     name = recorder.intern("forward")
-    phase = int(Kind.PHASE)
+    phase, gradients_on = int(Kind.PHASE), int(Flag.GRAD)
     thread = threading.local()
     is_compiling = torch.compiler.is_compiling
     graph_task = torch._C._current_graph_task_id
+    grad_enabled = torch.is_grad_enabled
+
+    def begin(size: tuple[int, int]) -> int:
+        flags = gradients_on if grad_enabled() else 0
+        now = time.perf_counter_ns()
+        # What `recorder.begin` writes, but for the flags.
+        return recorder.span(phase, name, now, 0, 0, float(size[0]), size[1], 0, 0, 0, flags, -1, -1, 0)
 
     @functools.wraps(original)
     def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +67,7 @@ def _wrapper(original: Callable[..., Any], recorder: PyRecorder) -> Callable[...
             return original(self, *args, **kwargs)
         try:
             size = count_inputs((*args, *kwargs.values()))
-            handle = 0 if size is None else recorder.begin(phase, name, size[1], float(size[0]))
+            handle = 0 if size is None else begin(size)
         except Exception:
             recorder.count_error()
             handle = 0

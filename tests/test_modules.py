@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dsprof.collectors import modules
-from dsprof.schema import Kind, State
+from dsprof.schema import Flag, Kind, State
 
 Forwards = Callable[[], list[Row]]
 
@@ -78,6 +78,22 @@ def test_inputs_are_counted_one_level_down(forwards: Forwards) -> None:
     one, two = torch.ones(1), torch.ones(2, dtype=torch.int64)
     assert Anything()(one, [two, two], {"a": one, "b": 3}, (one, [two]), "text", key=two, other=None) == 7
     assert described(forwards()) == [("forward", 1.0 + 4 + 1 + 1 + 2, 4 + 32 + 4 + 4 + 16)]
+
+
+def test_a_forward_says_whether_gradients_are_on(forwards: Forwards) -> None:
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    model(x)
+    with torch.no_grad():
+        model(x)
+        with torch.enable_grad():
+            model(x)
+    with torch.inference_mode():
+        model(x)
+    model.eval()(x)  # evaluation mode alone does not switch them off
+    assert [row.flags for row in forwards()] == [Flag.GRAD, Flag(0), Flag.GRAD, Flag(0), Flag.GRAD]
+    assert {(row.group, row.seq, row.peer, row.tag, row.host_ns, row.dtype) for row in forwards()} == {
+        ("", 0, -1, -1, 0, "")
+    }
 
 
 def test_exception_passes_through_and_depth_is_restored(forwards: Forwards) -> None:

@@ -5,11 +5,14 @@
 
 #include <Python.h>
 
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "recorder.hpp"
 
 namespace dsprof {
+
+constexpr uint8_t kGradientsOn = 16;  // schema.Flag.GRAD
 
 // The hook replaces the vectorcall pointer of the function object nn.Module.__call__, not the function:
 // Dynamo, torch.fx, torch.jit, pickle and subclasses all go on seeing torch's own. Python 3.11 does not look at the
@@ -74,6 +77,7 @@ inline PyObject* module_call(PyObject* function, PyObject* const* args, size_t n
   Record* r = real ? recorder->claim() : nullptr;
   if (r) {
     fill(r, kPhase, recorder->intern("forward"), now_ns(), 0, bits(static_cast<double>(elements)), bytes);
+    if (c10::GradMode::is_enabled()) r->flags = kGradientsOn;
     publish(r, kBegun);
   }
   inside_module = true;
