@@ -15,10 +15,11 @@ from .talk import shown
 
 ERROR_LOG: Final = "dsprof-error.log"
 RUN_PARTS: Final = (
-    "run.json", "capture", "trace", "exits", "findings.json", "report.html", "tensorboard", ERROR_LOG,
+    "run.json", "capture", "trace", "exits", "findings.json", "report.html", "tensorboard", "layer_costs.json",
+    ERROR_LOG,
 )  # fmt: skip
-RANK_ERRORS: Final = re.compile(r"error\.\d+\.txt")
-"""Beside RUN_PARTS, all that dsprof writes into a run folder: see `collectors.session.report_failure`."""
+LEFT_BY_PROCESSES: Final = re.compile(r"error\.\d+\.txt|hint\.\d+\.json")
+"""Beside RUN_PARTS, all that dsprof writes into a run folder: see `collectors.session.report_failure`, `run.Hint`."""
 
 
 def claim(path: Path, info: RunInfo, *, force: bool = False) -> RunFolder:
@@ -59,8 +60,8 @@ def is_run(folder: RunFolder) -> bool:
 
 def remove_run(folder: RunFolder) -> None:
     """Remove the run, and the folder with it unless something else lies there too. Raises OSError."""
-    errors = [path.name for path in folder.path.glob("error.*.txt") if RANK_ERRORS.fullmatch(path.name)]
-    for part in (*RUN_PARTS, *errors):
+    left = [path.name for path in folder.path.glob("*.*.*") if LEFT_BY_PROCESSES.fullmatch(path.name)]
+    for part in (*RUN_PARTS, *left):
         item = folder.path / part
         if item.is_dir() and not item.is_symlink():
             shutil.rmtree(item)

@@ -9,11 +9,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from .claim import ERROR_LOG
-from .run import RankExit, RunError, RunFolder, RunInfo, failures
+from .run import RankExit, RunError, RunFolder, RunInfo, failures, write_atomically
+from .schema import host_name
+from .supervise import Ending
 from .talk import Talk, shown
 
 FULL: Final = 64 << 10
@@ -35,10 +37,12 @@ class Conclusion:
     """Write the HTML report and the TensorBoard files."""
     as_json: bool = False
     """End with findings.json as one line instead of the verdict."""
+    advice: Callable[[], list[str]] = list
+    """What to type instead, of a job that did not end well."""
 
-    def draw(self, info: RunInfo, status: int) -> None:
+    def draw(self, info: RunInfo, ending: Ending) -> None:
         """Write the job's end into run.json, analyze, and say what came of it and what to do next."""
-        self._attempt("recording how the job ended", lambda: self._record_end(info, status))
+        self._attempt("recording how the job ended", lambda: self._record_end(info, ending))
         analysis = self._attempt("the analysis", self._analyze)
         if analysis is not None:
             self._attempt("the verdict", lambda: self._show(analysis))
@@ -61,11 +65,42 @@ class Conclusion:
                 traceback.print_exc(file=log)
         return None
 
-    def _record_end(self, info: RunInfo, status: int) -> None:
-        info.ended, info.status, info.exits = now(), status, self.folder.read_exits()[0]
-        if status:
-            self.talk.say(describe_end(status, info.exits))
+    def _record_end(self, info: RunInfo, ending: Ending) -> None:
+        info.ended, info.ended_ns, info.status = now(), ending.ended_ns, ending.status
+        with suppress(OSError):  # no exit is less than no end at all
+            self._record_exit(ending)
+        info.exits = self.folder.read_exits()[0]
+        if info.status:
+            self.talk.say(describe_end(info.status, info.exits))
+            info.hints = self.advice()
+            for hint in info.hints:
+                self.talk.warn(hint)
         self.folder.write_info(info)
+
+    def _record_exit(self, ending: Ending) -> None:
+        """Write down how the process that we started ended, if it was a rank itself.
+
+        It is none where it is torchrun, or a script that spawns its ranks: that these ended well or badly is not to
+        be read from it.
+        """
+        host = host_name()
+        place = self.folder.rank_of(host, ending.pid)
+        file = self.folder.exits / f"{host}.json"
+        if place is None or file.exists():
+            return
+        rank, restart = place
+        end = RankExit(
+            rank=rank,
+            host=host,
+            pid=ending.pid,
+            code=ending.code,
+            signal=ending.signal,
+            ended_ns=ending.ended_ns,
+            restart=restart,
+            stopped=ending.interrupted,
+        )
+        self.folder.exits.mkdir(exist_ok=True)
+        write_atomically(file, json.dumps([asdict(end)], indent=2) + "\n")
 
     def _analyze(self) -> Any:
         from dsprof import reports
@@ -93,4 +128,6 @@ def describe_end(status: int, exits: list[RankExit]) -> str:
     first = next(iter(failures(exits)), None)
     if first is None:  # interrupted, or a command of which no more is known
         return f"the job ended with status {status}"
+    if len(exits) == 1:
+        return f"the job ended with status {status}{'' if first.signal is None else f' ({first.how})'}"
     return f"the job ended with status {status}: rank {first.rank} on {first.host} failed first ({first.how})"

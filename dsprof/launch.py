@@ -11,9 +11,11 @@ import platform
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -22,11 +24,13 @@ import dsprof
 
 from .claim import claim, remove_run
 from .conclude import Conclusion, now
+from .hints import launch_hints
 from .run import RunFolder, RunInfo
-from .schema import new_run_id
+from .schema import host_name, new_run_id
 from .settings import Settings
-from .supervise import Supervisor
+from .supervise import Ending, Supervisor
 from .talk import Talk, shown
+from .torchrun import end_with
 
 LITTLE_SPACE: Final = 64 << 20
 """Free bytes below which a capture may well not fit."""
@@ -52,18 +56,26 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True)
 class Job:
-    """What to run: a script or module under torchrun, or any other command as it is."""
+    """What to run: a script or module by Python itself or under torchrun, or any other command as it is."""
 
     words: tuple[str, ...]
     """`train.py ARGS`, `-m pkg.train ARGS`, or the command."""
     is_command: bool = False
     is_program: bool = False
     """A script that torchrun starts without Python (--no-python)."""
-    torchrun_flags: tuple[str, ...] = ()
+    torchrun_flags: tuple[str, ...] | None = None
+    """None: without torchrun, as `python train.py ARGS`."""
     world_size: int | None = None
     """How many ranks there will be, where it is known."""
     local_rank: bool = False
     """Hand each rank's script `--local_rank=N`, as the deepspeed launcher does."""
+    on_our_engine: bool = False
+    """`import deepspeed` means dsprof's engine."""
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether we start its ranks."""
+        return self.torchrun_flags is not None
 
     @property
     def name(self) -> str:
@@ -87,9 +99,11 @@ class Job:
             raise LaunchError(f"{first}: {what}; give the path of a script, as seen from {Path.cwd()}")
 
     def command(self, folder: RunFolder, *, installed: bool) -> list[str]:
-        """What to start. torchrun in our own agent, which learns how each rank ends."""
+        """What to start: torchrun in our own agent, which learns how each rank ends, or nothing but the job."""
         if self.is_command:
             return list(self.words)
+        if self.torchrun_flags is None:
+            return [sys.executable, *self.words]
         # -P: nothing in the working directory may stand in for a module of ours or of Python's.
         program = [sys.executable, "-P", "-m", "dsprof.torchrun"]
         if not installed:
@@ -116,6 +130,8 @@ class Launch:
     as_json: bool = False
     typed: tuple[str, ...] = ()
     """The command line, for run.json."""
+    own_flags: tuple[str, ...] = ()
+    """Of it, dsprof's own flags: they stay where another line is advised."""
 
     def run(self) -> int:
         """Run the job under the profiler and return its status. Raises LaunchError or RunError before it starts."""
@@ -128,6 +144,7 @@ class Launch:
             cwd=os.getcwd(),
             started=now(),
             world_size=self.job.world_size,
+            host=host_name(),
             level=self.settings.level,
             engine=self.settings.engine,
             versions=versions(),
@@ -137,7 +154,7 @@ class Launch:
         with stoppable():
             folder = claim(path, info, force=self.force)
             try:
-                status = self._run_job(folder, talk)
+                ending = self._run_job(folder, info, talk)
             except BaseException as error:  # no job, no run
                 with suppress(OSError):
                     remove_run(folder)
@@ -145,13 +162,14 @@ class Launch:
                     return error.status
                 raise
             try:
-                Conclusion(folder, talk, self.settings.report, self.as_json).draw(info, status)
+                advice = partial(launch_hints, folder, self.job, self.own_flags)
+                Conclusion(folder, talk, self.settings.report, self.as_json, advice).draw(info, ending)
             except (KeyboardInterrupt, Stopped):
                 talk.warn(f"analysis stopped; the capture is kept, for dsprof report {shown(folder.path)}")
-        return status
+        return ending.status
 
-    def _run_job(self, folder: RunFolder, talk: Talk) -> int:
-        """The job's status. What is raised here is raised before the job has started."""
+    def _run_job(self, folder: RunFolder, info: RunInfo, talk: Talk) -> Ending:
+        """How the job ended. What is raised here is raised before the job has started."""
         warn_of_little_space(folder, talk)
         build_native_helper(self.settings, talk)
         installed = is_installed()
@@ -163,8 +181,12 @@ class Launch:
         talk.say(f"run folder: {shown(folder.path)}")
         if self.settings.engine == "dsprof":
             talk.say("engine: dsprof, where the script imports deepspeed")
+        before = None if self.job.is_command or self.job.has_ranks else partial(end_with, os.getpid())
+        info.started_ns = time.monotonic_ns()
+        with suppress(OSError):  # of a launcher that is killed, this is all that is known
+            folder.write_info(info)
         try:
-            return Supervisor(talk.say).run(command, env)
+            return Supervisor(talk.say).run(command, env, before=before)
         except OSError as error:
             raise LaunchError(f"{command[0]}: cannot be started ({error.strerror or error})", status=126) from error
 

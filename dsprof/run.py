@@ -2,13 +2,16 @@
 
 dsprof-out/<name>-<UTC>-<id>/
     run.json  capture/rank00003.<restart>.<host>.<pid>/  trace/rank00003.parquet
+    exits/<host>.json  hint.<pid>.json  error.<pid>.txt
     findings.json  report.html  tensorboard/
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterable
@@ -105,6 +108,12 @@ class RankInfo:
     """Errors inside the collectors: caught, counted, and of no consequence to the job."""
     closed: bool
     """The capture was closed in order (not by a kill)."""
+    started_ns: int | None = None
+    """When the process began, by the monotonic clock of its host; None where that is not known."""
+    opened_ns: int | None = None
+    """When capturing began."""
+    closed_ns: int | None = None
+    """When it ended; None where it was not closed in order."""
 
 
 @dataclass
@@ -131,6 +140,14 @@ class RunInfo:
     facts: list[dict[str, Any]] = field(default_factory=list)
     """What the ranks said of themselves: {"fact": "ddp"|"dataloader"|..., "rank": int, "site": "file:line", ...}."""
     warnings: list[str] = field(default_factory=list)
+    host: str = ""
+    """The launcher's host."""
+    started_ns: int | None = None
+    """Just before the job was started, by the monotonic clock of `host`; None without a launcher of ours."""
+    ended_ns: int | None = None
+    """Just after it had ended."""
+    hints: list[str] = field(default_factory=list)
+    """Of a job that failed or was interrupted, and wanted to be started in another way: what to type instead."""
     schema: int = RUN_SCHEMA
 
     def to_json(self) -> str:
@@ -144,6 +161,19 @@ class RunInfo:
         data["exits"] = [from_known(RankExit, item) for item in data.get("exits", [])]
         data["ranks"] = [from_known(RankInfo, item) for item in data.get("ranks", [])]
         return from_known(cls, {"name": data["id"], "command": [], **data})
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What a process left in hint.<pid>.json because it wants to be started in another way."""
+
+    pid: int
+    kind: str
+    """`wants-ranks` or `wants-no-ranks`."""
+    reason: str
+
+
+HINT_FILE: Final = re.compile(r"hint\.(\d+)\.json")
 
 
 @dataclass(frozen=True)
@@ -200,6 +230,29 @@ class RunFolder:
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 problems.append(f"exits/{path.name}: unreadable ({error})")
         return sorted(exits, key=lambda item: (item.restart, item.rank)), problems
+
+    def rank_of(self, host: str, pid: int) -> tuple[int, int] | None:
+        """Rank and restart of a process; None if it has not been captured, so is no rank as far as is known."""
+        for path in sorted(self.capture.glob(f"rank*.*.{glob.escape(host)}.{pid}")):
+            rank, restart, _ = path.name.removeprefix("rank").split(".", 2)
+            if rank.isdigit() and restart.isdigit():
+                return int(rank), int(restart)
+        return None
+
+    def read_hints(self) -> list[Hint]:
+        """What the processes of the job left, the first to write first. One that cannot be read is left out."""
+        found: list[tuple[int, Hint]] = []
+        for path in self.path.glob("hint.*.json"):
+            match = HINT_FILE.fullmatch(path.name)
+            if match is None:
+                continue
+            try:
+                data = json.loads(path.read_bytes())
+                hint = Hint(int(match[1]), str(data["kind"]), str(data["reason"]))
+                found.append((path.stat().st_mtime_ns, hint))
+            except (OSError, ValueError, TypeError, KeyError):
+                continue
+        return [hint for _, hint in sorted(found, key=lambda item: item[0])]
 
     def write_info(self, info: RunInfo) -> None:
         write_atomically(self.run_json, info.to_json())

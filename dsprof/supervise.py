@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Final
 
@@ -18,6 +19,29 @@ KILL_AFTER_S: Final = 5.0
 """How long a job may live on after the second Ctrl-C."""
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How the one process that was started ended."""
+
+    pid: int
+    code: int | None
+    """Exit status as the operating system gave it; None when it ended by a signal."""
+    signal: int | None
+    ended_ns: int
+    """Monotonic clock, when it had ended."""
+    interrupted: bool = False
+    """A signal was typed or passed on to it before."""
+    killed: bool = False
+    """We killed it because Ctrl-C was pressed again: that is what ended the job."""
+
+    @property
+    def status(self) -> int:
+        """What a shell would report: the exit code, or 128 + the signal."""
+        if self.signal is not None:
+            return 128 + (signal.SIGINT if self.killed else self.signal)
+        return self.code or 0
+
+
 class Supervisor:
     """One child process and what is done about signals while it lives."""
 
@@ -27,11 +51,14 @@ class Supervisor:
         self._last: dict[int, float] = {}
         self._kill_at: float | None = None
 
-    def run(self, command: Sequence[str], env: Mapping[str, str]) -> int:
-        """Run `command` to its end. Returns its exit status, 128 + n for signal n. Raises OSError if it cannot start.
+    def run(
+        self, command: Sequence[str], env: Mapping[str, str], *, before: Callable[[], None] | None = None
+    ) -> Ending:
+        """Run `command` to its end. Raises OSError if it cannot start.
 
         The child stays in our process group, so that it keeps the terminal. What the terminal sends (Ctrl-C) has
         reached it already; what was sent to this process alone is passed on. Signals ignored at our start stay so.
+        `before` is called in the child, just before it becomes `command`.
         """
         handled = {number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN}
         early: list[int] = []
@@ -42,22 +69,27 @@ class Supervisor:
         previous = {number: signal.signal(number, note) for number in handled}
         try:
             # Blocked only after the start: a child would inherit the mask.
-            child = subprocess.Popen(list(command), env=dict(env))
+            child = subprocess.Popen(list(command), env=dict(env), preexec_fn=before)
             signal.pthread_sigmask(signal.SIG_BLOCK, handled | {signal.SIGCHLD})
             try:
                 for number in early:
                     self._react(child, number, from_terminal=False)
                 self._wait(child, handled)
+                ended_ns = time.monotonic_ns()
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, handled | {signal.SIGCHLD})
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        if child.returncode < 0:
-            # We killed it because Ctrl-C was pressed: that is what ended the job.
-            by_us = -child.returncode == signal.SIGKILL and self._presses >= 2
-            return 128 + (signal.SIGINT if by_us else -child.returncode)
-        return child.returncode
+        ended_by = -child.returncode if child.returncode < 0 else None
+        return Ending(
+            pid=child.pid,
+            code=child.returncode if ended_by is None else None,
+            signal=ended_by,
+            ended_ns=ended_ns,
+            interrupted=bool(self._last),
+            killed=ended_by == signal.SIGKILL and self._presses >= 2,
+        )
 
     def _wait(self, child: subprocess.Popen[bytes], handled: set[signal.Signals]) -> None:
         while child.poll() is None:

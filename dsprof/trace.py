@@ -24,7 +24,7 @@ from .derive import trace_rows
 from .run import RankInfo, RunError, RunFolder, RunInfo, from_known
 from .schema import COLUMNS
 
-MERGE_VERSION = 3
+MERGE_VERSION = 4
 """Part of the signature that tells whether a Parquet file is up to date: raise it when merging changes."""
 SIGNATURE = b"dsprof.signature"
 RANK_INFO = b"dsprof.rank"
@@ -178,6 +178,7 @@ def _write_parquet(target: Path, table: pa.Table) -> None:
 def _describe(rank: int, restart: int, capture: Capture, rows: pd.DataFrame) -> RankInfo:
     match = _folder_name(capture)
     steps = rows.loc[(rows["kind"] == "step") & rows["dur_ns"].notna(), "step"]
+    clock = capture.meta.get("clock")
     return RankInfo(
         rank=rank,
         restart=restart,
@@ -191,7 +192,16 @@ def _describe(rank: int, restart: int, capture: Capture, rows: pd.DataFrame) -> 
         damaged=capture.damaged,
         errors=len(capture.meta.get("errors", [])),
         closed=bool(capture.meta.get("closed", False)),
+        started_ns=_instant(clock, "process_start_ns"),
+        opened_ns=_instant(capture.meta, "opened_ns"),
+        closed_ns=_instant(capture.meta, "closed_ns"),
     )
+
+
+def _instant(values: Any, name: str) -> int | None:
+    """A time that older captures do not have."""
+    value = values.get(name) if isinstance(values, dict) else None
+    return value if isinstance(value, int) else None
 
 
 def _folder_name(capture: Capture) -> re.Match[str]:

@@ -1,7 +1,8 @@
-"""Train a small character-level GPT with DistributedDataParallel on the Python standard library's own source.
+"""Train a small character-level GPT on the Python standard library's own source; with DistributedDataParallel where
+it is started with ranks.
 
-    torchrun --nproc-per-node 2 examples/train_gpt.py
-    dsprof run --nproc-per-node 2 examples/train_gpt.py
+    torchrun --nproc-per-node 2 examples/train_gpt.py       # or python examples/train_gpt.py: one process
+    dsprof run --nproc-per-node 2 examples/train_gpt.py     # or dsprof run examples/train_gpt.py
 
 It knows nothing of dsprof. The switches under "planted problems" make it slow in ways a profiler should find.
 """
@@ -109,21 +110,25 @@ def parse_args():
 
 def main():
     args = parse_args()
-    dist.init_process_group()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    distributed = "RANK" in os.environ
+    if distributed:
+        dist.init_process_group()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(args.seed)
 
     dataset = StandardLibrary(args.context, delay=0.01 if args.slow_loader else 0.0)
-    sampler = DistributedSampler(dataset, shuffle=True, seed=args.seed)
+    sampler = DistributedSampler(dataset, world_size, rank, shuffle=True, seed=args.seed)
     loader = DataLoader(dataset, batch_size=args.batch_size, sampler=sampler, drop_last=True)
 
     model = GPT(256, args.context, args.width, args.heads, args.layers).to(device)
     if args.slow_rank == rank:
         model.register_forward_hook(lambda *_: time.sleep(0.08))
-    model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_mb)
+    if distributed:
+        model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_mb)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     lengths = torch.Generator().manual_seed(args.seed)
 
@@ -157,10 +162,12 @@ def main():
         epoch += 1
 
     if rank == 0:
-        print(f"trained {step} steps on {world_size} ranks, final loss {losses[-1]:.4f}")
+        ranks = f"{world_size} ranks" if world_size > 1 else "1 rank"
+        print(f"trained {step} steps on {ranks}, final loss {losses[-1]:.4f}")
         if args.loss_file:
             Path(args.loss_file).write_text("".join(f"{loss!r}\n" for loss in losses))
-    dist.destroy_process_group()
+    if distributed:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -52,10 +52,11 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "CUDA_VISIBLE_DEVICES": "", **more}
 
 
-def profile(tmp_path: Path, script: Path, *args: str, ranks: int = 2, flags: tuple[str, ...] = ()) -> Finished:
-    """`dsprof run --nproc-per-node RANKS script args` in `tmp_path`."""
+def profile(tmp_path: Path, script: Path, *args: str, ranks: int | None = 2, flags: tuple[str, ...] = ()) -> Finished:
+    """`dsprof run --nproc-per-node RANKS script args` in `tmp_path`; without ranks, `dsprof run script args`."""
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "dsprof", "run", "-o", str(folder), "--nproc-per-node", str(ranks), *flags]
+    launcher = [] if ranks is None else ["--nproc-per-node", str(ranks)]
+    command = [sys.executable, "-m", "dsprof", "run", "-o", str(folder), *launcher, *flags]
     for _ in range(3):
         done = subprocess.run(
             [*command, str(script), *args], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240

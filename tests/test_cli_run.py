@@ -18,6 +18,7 @@ from dsprof.cli import run as cli_run
 from dsprof.cli.split import split_at_job
 from dsprof.devices import count_visible
 from dsprof.launch import Job, Launch, LaunchError
+from dsprof.run import RunFolder
 from dsprof.settings import Settings, SettingsError
 
 NEWER_THAN_TORCH_2_11 = {"--shutdown-timeout"}
@@ -91,7 +92,7 @@ def test_torchruns_flags_in_both_spellings(launched: list[Launch], spelling: str
 @pytest.mark.parametrize(
     ("flags", "passed", "world_size"),
     [
-        ("", ("--nproc-per-node=1", "--standalone"), 1),
+        ("--max-restarts 1", ("--nproc-per-node=1", "--standalone", "--max-restarts=1"), 1),
         ("--nnodes 2 --nproc-per-node 4", ("--nproc-per-node=4", "--nnodes=2"), 8),
         ("--nnodes 1:4 --nproc-per-node 4", ("--nproc-per-node=4", "--nnodes=1:4"), None),
         ("--nproc-per-node gpu", ("--nproc-per-node=gpu", "--standalone"), None),
@@ -110,8 +111,47 @@ def test_defaults_of_torchruns_flags(
 def test_torchruns_environment_counts_as_given(launched: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_NPROC_PER_NODE", "5")
     monkeypatch.setenv("PET_NNODES", "2")
+    main(["run", "--role", "trainer", "train.py"])
+    assert (launched[0].job.torchrun_flags, launched[0].job.world_size) == (("--role=trainer",), None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ("", None),
+        ("-q --ranks 0 --native off --no-report --engine script", None),
+        ("--nproc-per-node 1", 1),
+        ("--nproc_per_node=1", 1),
+        ("--standalone", 1),
+        ("--engine dsprof", 1),
+        ("--num_gpus 3", 3),
+        ("--no_local_rank", 1),
+    ],
+)
+def test_only_a_launchers_flag_makes_ranks(
+    launched: list[Launch], monkeypatch: pytest.MonkeyPatch, flags: str, ranks: int | None
+) -> None:
+    monkeypatch.setenv("PET_ROLE", "trainer")  # which is no flag
+    for job in ("train.py --nproc-per-node 2", "-m pkg.train --standalone"):
+        assert main(["run", *flags.split(), *job.split()]) == 0
+        started = launched.pop().job
+        assert (started.has_ranks, started.world_size) == (ranks is not None, ranks)
+        if ranks is None:
+            assert started.command(RunFolder(Path("/a")), installed=True) == [sys.executable, *job.split()]
+
+
+@pytest.mark.parametrize("line", ["-- train.py", "-- -m pkg.train"])
+def test_a_script_after_the_dashes_is_one_process_too(launched: list[Launch], line: str) -> None:
+    main(["run", *line.split()])
+    assert launched[0].job.command(RunFolder(Path("/a")), installed=True) == [sys.executable, *line.split()[1:]]
+
+
+def test_our_own_flags_stay_in_a_line_that_is_advised(launched: list[Launch]) -> None:
+    line = "-o out --level light --ranks 0-3 --native off --engine script --no-report --json -q"
+    main(["run", "--nproc_per_node", "2", *line.split(), "train.py", "-o", "x"])
+    assert " ".join(launched[0].own_flags) == line.replace("-o out", "-o out --force")
     main(["run", "train.py"])
-    assert (launched[0].job.torchrun_flags, launched[0].job.world_size) == ((), None)
+    assert launched[1].own_flags == ()
 
 
 def test_the_list_of_torchruns_flags_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +191,12 @@ def test_torchruns_parser_takes_what_we_pass() -> None:
         ("run --forse train.py", "--force"),
         ("run -z train.py", "No such option: -z; see dsprof run --help"),
         ("run --nproc-per-node", "requires an argument"),
+        (
+            "run --nproc-per-node train.py",
+            "--nproc-per-node train.py: write a number of ranks, at least 1, or gpu, cpu",
+        ),
+        ("run --nproc_per_node=0 train.py", "--nproc-per-node 0: write a number of ranks"),
+        ("run --nproc-per-node -2 train.py", "--nproc-per-node -2: write a number of ranks"),
         ("run --master-port x train.py", "Invalid value for '--master-port'"),
         ("run --level deep train.py", "'deep' is not one of 'light'"),
         ("run --native maybe train.py", "'maybe' is not one of 'auto', 'on', 'off'"),

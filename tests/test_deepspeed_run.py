@@ -171,7 +171,8 @@ def test_the_launchers_flags_in_torchruns_words(
     ],
 )
 def test_the_script_is_handed_its_local_rank_first(tmp_path: Path, words: tuple[str, ...], after: list[str]) -> None:
-    assert Job(words, local_rank=True).command(RunFolder(tmp_path), installed=True)[-len(after) :] == after
+    job = Job(words, torchrun_flags=(), local_rank=True)
+    assert job.command(RunFolder(tmp_path), installed=True)[-len(after) :] == after
 
 
 @pytest.mark.parametrize(

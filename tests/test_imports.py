@@ -27,7 +27,8 @@ LAYERS: Final = {
     "reports": ("dsprof.reports",),
     "cli": (
         "dsprof.__main__", "dsprof.claim", "dsprof.cli", "dsprof.conclude", "dsprof.devices", "dsprof.doctor",
-        "dsprof.launch", "dsprof.machine", "dsprof.settings", "dsprof.supervise", "dsprof.talk", "dsprof.torchrun",
+        "dsprof.hints", "dsprof.launch", "dsprof.machine", "dsprof.settings", "dsprof.supervise", "dsprof.talk",
+        "dsprof.torchrun",
     ),
     "collectors": ("dsprof.collectors",),
     "engine": ("dsprof.engine",),

@@ -1,4 +1,5 @@
-"""The launcher around a job that is any command: folder, environment, signals, status, and failures of its own."""
+"""The launcher around a script as plain Python starts it, or around any command: folder, environment, signals, status,
+and failures of its own."""
 
 from __future__ import annotations
 
@@ -38,6 +39,22 @@ sys.exit(5)
 """
 
 
+SAYS_ALL = """
+import json, os, sys
+print(json.dumps({
+    "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "name": __name__, "file": __file__,
+    "cwd": os.getcwd(), "flags": list(sys.flags), "modules": sorted(sys.modules), "stdin": sys.stdin.read(),
+    "environ": {name: value for name, value in os.environ.items() if not name.startswith("DSPROF")},
+}))
+"""
+BECOMES_A_RANK = """
+import os, socket
+name = f"rank{{:05d}}.{{}}.{socket.gethostname()}.{os.getpid()}"
+os.mkdir(os.path.join(os.environ["DSPROF_RUN"], "capture", name.format(3, 1)))
+"""
+"""What the collectors do in a process that joins a process group, here as rank 3."""
+
+
 def info() -> RunInfo:
     return RunInfo(id="a", name="a", command=[])
 
@@ -70,6 +87,85 @@ def test_a_command_runs_armed_and_otherwise_unchanged(tmp_path: Path) -> None:
     assert written.command[:6] == ["dsprof", *command(PYTHON)]
     assert written.started < (written.ended or "")
     assert set(written.versions) == {"dsprof", "python", "torch"}
+
+
+@pytest.mark.parametrize("words", [("train.py", "-o", "a b", "--", "-x"), ("-m", "pkg.train", "--nproc-per-node", "2")])
+def test_a_script_is_started_as_python_starts_it(tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "pkg").mkdir()
+    for name in ("train.py", "pkg/train.py"):
+        (tmp_path / name).write_text(SAYS_ALL)
+    env = {"PYTHONPATH": "mine:", "MASTER_PORT": "1", "OMP_NUM_THREADS": "3", "PET_NPROC_PER_NODE": "2"}
+    plain = subprocess.run(
+        [PYTHON, *words],
+        cwd=tmp_path, env=launcher.clean_environment(env), input="", capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    done = launcher.run(["run", "--native", "off", *words], tmp_path, env)
+    assert done.returncode == 0
+    assert json.loads(done.stdout) == json.loads(plain.stdout)
+    written = only_run(tmp_path).read_info()
+    assert (written.world_size, written.exits, written.status) == (None, [], 0)
+
+
+@pytest.mark.parametrize("started_by", [["train.py"], ["--", PYTHON, "train.py"]])
+@pytest.mark.parametrize(
+    ("code", "status", "exit_code", "number", "says"),
+    [
+        ("", 0, 0, None, None),
+        ("raise SystemExit(7)", 7, 7, None, "7"),
+        ("os.kill(os.getpid(), 9)", 137, None, 9, "137 (SIGKILL)"),
+    ],
+)
+def test_how_a_process_that_is_a_rank_ended(
+    tmp_path: Path, started_by: list[str], code: str, status: int, exit_code: int | None, number: int | None, says: str
+) -> None:
+    before = time.monotonic_ns()
+    (tmp_path / "train.py").write_text(BECOMES_A_RANK + code)
+    done = launcher.run(["run", "--native", "off", *started_by], tmp_path)
+    assert done.returncode == status
+    assert (f"[dsprof] the job ended with status {says}\n" in done.stderr) == (status != 0)
+    written = only_run(tmp_path).read_info()
+    (end,) = written.exits
+    (capture,) = only_run(tmp_path).capture.iterdir()
+    assert capture.name == f"rank00003.1.{end.host}.{end.pid}"
+    assert (end.rank, end.restart, end.code, end.signal, end.stopped) == (3, 1, exit_code, number, False)
+    assert written.host == end.host
+    assert written.started_ns is not None
+    assert end.ended_ns is not None
+    assert before < written.started_ns < end.ended_ns == written.ended_ns < time.monotonic_ns()
+
+
+def test_a_process_that_only_starts_ranks_is_none_itself(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(BECOMES_A_RANK)
+    code = "import subprocess, sys; subprocess.run([sys.executable, 'rank.py'], check=True); sys.exit(7)"
+    (tmp_path / "train.py").write_text(code)
+    done = launcher.run(["run", "--native", "off", "train.py"], tmp_path)
+    assert done.returncode == 7
+    assert "[dsprof] the job ended with status 7\n" in done.stderr
+    written = only_run(tmp_path).read_info()
+    assert (written.exits, written.status) == ([], 7)
+    assert len(list(only_run(tmp_path).capture.iterdir())) == 1
+
+
+def test_a_rank_that_is_interrupted_did_not_fail(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BECOMES_A_RANK + "import time\nprint('up', flush=True)\ntime.sleep(60)")
+    process = launcher.start(["run", "--native", "off", "train.py"], tmp_path)
+    assert process.stdout is not None
+    process.stdout.readline()
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "[dsprof] the job ended with status 130\n" in err
+    (end,) = only_run(tmp_path).read_info().exits
+    assert (end.signal, end.stopped) == (signal.SIGINT, True)
+
+
+def test_a_killed_launcher_leaves_no_script_behind(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os, time\nprint('up', flush=True)\ntime.sleep(600)")
+    process = launcher.start(["run", "--native", "off", "train.py"], tmp_path)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.kill()
+    process.communicate(timeout=60)  # which returns when nobody has its stdout open any more
 
 
 @pytest.mark.parametrize(
@@ -159,10 +255,11 @@ def test_two_launchers_cannot_take_one_folder(tmp_path: Path, monkeypatch: pytes
 
 def test_force_takes_the_old_runs_errors_away_and_nobody_elses(tmp_path: Path) -> None:
     folder = claim(tmp_path / "a", info())
-    for name in ("error.4711.txt", "error.log.txt", "notes.txt"):
+    for name in ("error.4711.txt", "hint.4711.json", "error.log.txt", "hint.mine.json", "notes.txt"):
         (folder.path / name).touch()
     claim(folder.path, info(), force=True)
-    assert sorted(path.name for path in folder.path.iterdir()) == ["capture", "error.log.txt", "notes.txt", "run.json"]
+    kept = ["capture", "error.log.txt", "hint.mine.json", "notes.txt", "run.json"]
+    assert sorted(path.name for path in folder.path.iterdir()) == kept
 
 
 def test_a_symbolic_link_inside_a_run_is_not_followed(tmp_path: Path) -> None:
@@ -346,6 +443,6 @@ def test_a_closed_stderr_does_not_matter(tmp_path: Path) -> None:
 
 
 def test_dsprof_need_not_be_installed_to_start_ranks() -> None:
-    words = Job(("train.py",)).command(RunFolder(Path("/a")), installed=False)
+    words = Job(("train.py",), torchrun_flags=()).command(RunFolder(Path("/a")), installed=False)
     assert words[1:3] == ["-P", "-c"]
     assert "from dsprof.torchrun import main" in words[3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -29,7 +29,7 @@ def _command(
         list[str] | None,
         typer.Argument(
             metavar="SCRIPT.py | -m MODULE | -- COMMAND [ARGS]...",
-            help="What to run, and all that follows it as it is: a script or module under torchrun, "
+            help="What to run, and all that follows it as it is: a script or module, "
             "or after `--` any other launcher's command.",
             show_default=False,
         ),
@@ -75,14 +75,22 @@ def _command(
 ) -> int:
     """Train under the profiler, and end with a verdict on why the job is as slow as it is.
 
+    `dsprof run train.py` is `python train.py`, watched: one process.
+    A flag of torchrun's (--nproc-per-node 8) makes it torchrun.
+    One of the deepspeed launcher's (--num-gpus 8), or --engine dsprof, makes
+    it that launcher.
+
     dsprof's flags end at the script. The exit status is the job's own: that of the first rank to fail.
     """
     report = False if no_report else None
     given = {"level": level, "ranks": ranks, "native": native, "report": report, "engine": engine}
+    chosen = settings.load(given, os.environ)
+    check_ranks(flags)
     what = read_job(job or [], no_python=bool(flags["no_python"]))
+    what = replace(what, on_our_engine=chosen.engine == "dsprof")
     if what.is_command:
         refuse_flags(flags)
-    else:
+    elif wants_ranks(flags, chosen):
         local_rank = deepspeed_flags.hands_local_rank(flags)
         flags = with_defaults(deepspeed_flags.to_torchruns(flags), os.environ)
         arguments = tuple(torchrun_flags.to_arguments(flags))
@@ -90,12 +98,13 @@ def _command(
         what = replace(what, torchrun_flags=arguments, world_size=ranks_there_will_be, local_rank=local_rank)
     return Launch(
         what,
-        settings.load(given, os.environ),
+        chosen,
         output=output,
         force=force,
         quiet=quiet,
         as_json=as_json,
         typed=("dsprof", *context.obj),
+        own_flags=tuple(own_flags(given, output, quiet=quiet, as_json=as_json)),
     ).run()
 
 
@@ -131,6 +140,34 @@ def read_job(words: list[str], *, no_python: bool = False) -> Job:
     if separated:
         return Job(tuple(words), is_command=True)
     raise LaunchError(f"{first}: not a script (.py); to run a command, write -- before it: dsprof run -- {first} ...")
+
+
+def wants_ranks(flags: Mapping[str, Any], chosen: settings.Settings) -> bool:
+    """Whether a launcher is to start ranks. What PET_<FLAG> variables say is for torchrun, once it is asked for."""
+    asked = torchrun_flags.to_arguments(flags) or deepspeed_flags.given(flags)
+    return bool(asked) or chosen.engine == "dsprof"
+
+
+def check_ranks(flags: Mapping[str, Any]) -> None:
+    """Raises LaunchError if the value of --nproc-per-node can be none, as where it was left out."""
+    value = flags.get("nproc_per_node")
+    if value is not None and not (value.isalpha() or (value.isdecimal() and int(value) > 0)):
+        raise LaunchError(f"--nproc-per-node {value}: write a number of ranks, at least 1, or gpu, cpu or auto")
+
+
+def own_flags(given: Mapping[str, Any], output: Path | None, *, quiet: bool, as_json: bool) -> Iterator[str]:
+    """dsprof's own flags, as one would type them to run again: the run folder is there now."""
+    if output is not None:
+        yield from ("-o", str(output), "--force")
+    for name in ("level", "ranks", "native", "engine"):
+        if given[name] is not None:
+            yield from (f"--{name}", given[name])
+    if given["report"] is False:
+        yield "--no-report"
+    if as_json:
+        yield "--json"
+    if quiet:
+        yield "-q"
 
 
 def refuse_flags(flags: Mapping[str, Any]) -> None:

@@ -35,7 +35,7 @@ StartMethod = Literal["spawn", "fork", "forkserver"]
 NumaBinding = Literal["node", "socket", "exclusive", "core-complex"]
 
 FLAGS: Final = (
-    Flag("nproc_per_node", str, "N", "Ranks on this machine: a number, gpu, cpu, auto. Default: visible GPUs, else 1."),
+    Flag("nproc_per_node", str, "N", "Ranks on this machine: a number, gpu, cpu, auto. Else one a visible GPU, or 1."),
     Flag("nnodes", str, "N|MIN:MAX", "Number of machines, or a range."),
     Flag("node_rank", int, "N", "Rank of this machine (static rendezvous)."),
     Flag("standalone", bool, None, "One machine, a free port. The default where no rendezvous flag is given."),
