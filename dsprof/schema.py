@@ -193,10 +193,13 @@ COLLECTIVE_NAMES: Final = {
 SYNCHRONIZING: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 """Collectives no rank can leave before the last one has arrived."""
 
-PHASES: Final = ("data", "loader_start", "forward", "loss", "backward", "clip", "optimizer", "checkpoint", "compile")
+PHASES: Final = (
+    "data", "loader_start", "forward", "loss", "backward", "clip", "optimizer", "between", "checkpoint", "compile",
+)  # fmt: skip
 """`loader_start` is `iter(DataLoader)`: starting its workers. `checkpoint` is saving one, `compile` is torch.compile's
-own work. `loss` (last module to backward) and `clip` (backward to optimizer) are derived on merge. Where the engine
-trains, `backward` and `optimizer` are its own `backward` and `step`, with what it waits for in them."""
+own work. Derived on merge are `loss` (last module to backward), `clip` (backward to optimizer) and, where no DataLoader
+was seen, `between` (optimizer to the next forward): how the loop gets its input, perhaps. Where the engine trains,
+`backward` and `optimizer` are its own `backward` and `step`, with what it waits for in them."""
 
 BUDGET_PARTS: Final = (
     "compute", "comm_exposed", "peer_wait", "bubble", "data", "optimizer", "offload", "pause", "other",

@@ -75,7 +75,7 @@ class Job:
                     add(_record(Kind.PAUSE, GC, begin, begin + pause, value=2.0))
                     begin += pause
                 spent = work(self.forward(rank, step))
-                add(_record(Kind.PHASE, FORWARD, begin, begin + spent, value=self.tokens(rank, step)))
+                add(_record(Kind.PHASE, FORWARD, begin, begin + spent, self.tokens(rank, step), Flag.GRAD))
                 begin += spent
                 back_starts[rank] = begin
                 spent = work(self.backward(rank, step))
@@ -127,10 +127,12 @@ class Job:
         return Trace(info, rows)
 
 
-def _record(kind: Kind, name: int, start_ms: float, end_ms: float, value: float | None = None) -> tuple[int, ...]:
+def _record(
+    kind: Kind, name: int, start_ms: float, end_ms: float, value: float | None = None, flags: int = 0
+) -> tuple[int, ...]:
     aux = 0 if value is None else int(np.float64(value).view(np.int64))
     start, end = round(start_ms * MS), round(end_ms * MS)
-    return (start, end, aux, -1, name, 7, 0, 0, -1, -1, 0, int(kind), int(State.DONE), 0, 0)
+    return (start, end, aux, -1, name, 7, 0, 0, -1, -1, 0, int(kind), int(State.DONE), 0, int(flags))
 
 
 def _collective(issue_ms: float, end_ms: float, size: int, seq: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Records as rows of the table: ids turned to names, and the fields that do not apply to null."""
+"""Records as rows of the table: ids turned to names, and the fields that do not apply to null. Derived rows."""
 
 from __future__ import annotations
 
@@ -73,5 +73,28 @@ def measured_rows(capture: Capture) -> pd.DataFrame:
             "grad": pd.Series(pd.array((flags & Flag.GRAD) != 0, "boolean")).where(forward),
             "source": "measured",
             "ended": records["state"] == State.DONE,
+        }
+    )
+
+
+def ends(rows: pd.DataFrame) -> Int:
+    """End of each row; of one that never ended, its start."""
+    end: Int = (rows["start_ns"] + rows["dur_ns"].fillna(0)).to_numpy(np.int64)
+    return end
+
+
+def derived_rows(kind: str, name: object, start: Int, end: Int, thread: object, **columns: object) -> pd.DataFrame:
+    """Rows of the training thread that nobody recorded; every argument is one value, or one a row."""
+    return pd.DataFrame(
+        {
+            "kind": kind,
+            "name": name,
+            "lane": "main",
+            "thread": thread,
+            "start_ns": start,
+            "dur_ns": pd.array(end - start, "Int64"),
+            "source": "derived",
+            "ended": True,
+            **columns,
         }
     )

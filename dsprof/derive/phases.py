@@ -1,0 +1,129 @@
+"""The training thread's phases, how they nest, and what lies between two of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from .records import Int, derived_rows, ends
+
+LOADING: Final = ("data", "loader_start")
+SHORT_SHARE: Final = 0.1
+SHORT_NS: Final = 200_000
+MOST_SHORT: Final = 0.05
+"""What lies between two forwards is the loop between two modules if it is no longer than a share of both together; or
+if it is brief and all that is so brief is no more than a share of the run. Anything else (an environment that is
+stepped, metrics, printing) may be no part of forward."""
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The completed phases of a thread by their start, the longer first, so that each comes after what it is inside of.
+
+    parent: index of the phase that it is directly inside of; -1: of none.
+    number: of the optimizer object, 0: unknown. `grad`: False where it is known that gradients were off.
+    """
+
+    name: npt.NDArray[np.object_]
+    start: Int
+    end: Int
+    parent: Int
+    number: Int
+    grad: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def within(self, *names: str) -> Int:
+        """For each phase, the outermost one of these names that it is or is inside of; -1: none."""
+        chosen = np.isin(self.name, names)
+        owner = np.full(len(self), -1, np.int64)
+        for i, parent in enumerate(self.parent.tolist()):
+            owner[i] = owner[parent] if parent >= 0 and owner[parent] >= 0 else (i if chosen[i] else -1)
+        return owner
+
+
+def main_phases(rows: pd.DataFrame, main: int) -> Phases:
+    """The phases of thread `main`."""
+    table = rows[(rows["kind"] == "phase") & (rows["thread"] == main) & rows["dur_ns"].notna()]
+    table = table.sort_values(["start_ns", "dur_ns"], ascending=[True, False], kind="stable")
+    start, end = table["start_ns"].to_numpy(np.int64), ends(table)
+    number = table["value"].where(table["name"] == "optimizer").fillna(0).clip(0, np.iinfo(np.int32).max)
+    return Phases(
+        name=table["name"].to_numpy(object),
+        start=start,
+        end=end,
+        parent=_parents(start, end),
+        number=number.to_numpy(np.int64),
+        grad=table["grad"].fillna(True).to_numpy(bool),
+    )
+
+
+def _parents(start: Int, end: Int) -> Int:
+    parent = np.full(len(start), -1, np.int64)
+    under_way: list[int] = []
+    for i, begin in enumerate(start.tolist()):
+        while under_way and end[under_way[-1]] <= begin:
+            under_way.pop()
+        if under_way:
+            parent[i] = under_way[-1]
+        under_way.append(i)
+    return parent
+
+
+def phases_between(rows: pd.DataFrame, phases: Phases, main: int, on_gpu: bool) -> pd.DataFrame:
+    """What lies between two phases at the same level of nesting, named by its neighbours.
+
+    forward -> backward: the loss. backward -> optimizer: clipping, unscaling. forward -> forward, if it is short: the
+    loop between two modules. And where no DataLoader was seen in the whole run, optimizer or backward -> forward:
+    `between`, which is not known to be loading. A checkpoint or a compilation is a phase itself: nothing spans it.
+    """
+    order = np.argsort(phases.parent, kind="stable")
+    before, after = order[:-1], order[1:]
+    siblings = (phases.parent[before] == phases.parent[after]) & (phases.start[after] > phases.end[before])
+    before, after = before[siblings], after[siblings]
+    start, end = phases.end[before], phases.start[after]
+    first, second = phases.name[before], phases.name[after]
+    # An optimizer that runs forward and backward itself, in a closure, begins like a forward.
+    closures = np.unique(phases.within("optimizer")[phases.name == "backward"])
+    starts_micro_batch = (second == "forward") | np.isin(after, closures[closures >= 0])
+
+    waits = rows[(rows["kind"] == "wait") & (rows["thread"] == main)]
+    sends = rows["peer"].notna()
+    # Where a rank sends or receives (a stage of a pipeline), nothing is told by the neighbours.
+    quiet = ~_any_between(rows.loc[sends, "issue_ns"].dropna(), start, end) & ~_any_between(
+        waits.loc[sends, "start_ns"], start, end
+    )
+    waited = _any_between(waits["start_ns"], start, end)
+    # The norm of gradients that are partitioned is reduced while they are clipped.
+    waited_for_other = _any_between(waits.loc[waits["name"] != "all_reduce", "start_ns"], start, end)
+    neighbours = (phases.end - phases.start)[before] + (phases.end - phases.start)[after]
+    length = end - start
+    forwards = (first == "forward") & (second == "forward")
+    brief = forwards & (length <= SHORT_NS)
+    if len(phases) and length[brief].sum() > MOST_SHORT * (phases.end.max() - phases.start.min()):
+        brief[:] = False
+    around = phases.parent[before]
+    in_optimizer = (around >= 0) & (phases.within("optimizer")[around] >= 0)
+    named = {
+        "loss": (first == "forward") & (second == "backward") & ~waited,
+        "clip": (first == "backward") & (second == "optimizer") & ~np.isin(after, closures) & ~waited_for_other,
+        "forward": forwards & ((length <= SHORT_SHARE * neighbours) | brief),
+    }
+    if not on_gpu and not rows.loc[rows["kind"] == "phase", "name"].isin(LOADING).any():
+        # Between the turns of a closure is the optimizer's own work. On a GPU it may as well be a wait for the device.
+        named["between"] = np.isin(first, ["optimizer", "backward"]) & starts_micro_batch & ~in_optimizer
+    found = np.select([mask & quiet for mask in named.values()], list(named), "").astype(object)
+    chosen = found != ""
+    return derived_rows("phase", found[chosen], start[chosen], end[chosen], main)
+
+
+def _any_between(moments: pd.Series[int], start: Int, end: Int) -> npt.NDArray[np.bool_]:
+    """Whether any of these moments is in [start, end)."""
+    when = np.sort(moments.to_numpy(np.int64))
+    found: npt.NDArray[np.bool_] = np.searchsorted(when, start) != np.searchsorted(when, end)
+    return found

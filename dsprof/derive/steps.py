@@ -1,0 +1,147 @@
+"""Training steps: where they begin and end, which rows are theirs, and what they consist of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from .period import iteration_ends, rarest_regular
+from .phases import Phases
+from .records import Int, derived_rows, ends
+
+UNNUMBERED = 0
+"""The optimizer of a record that does not say which: of an old format, or of dsprof's engine."""
+INSIDE_BACKWARD = -1
+"""Any optimizer that is stepped inside backward. There each parameter may have its own, and some get no gradient: which
+of them were stepped does not tell iterations apart."""
+
+
+@dataclass(frozen=True)
+class _Units:
+    """What is stepped together: optimizers between which there is no backward, with the backwards before them.
+
+    end, count: when the last of its optimizers ended, and how many steps of optimizers there were.
+    stepped:    (unit, number of the optimizer), each pair once.
+    """
+
+    end: Int
+    count: Int
+    stepped: npt.NDArray[np.int64]
+
+
+def step_rows(rows: pd.DataFrame, phases: Phases, main: int) -> pd.DataFrame:
+    """The `step` rows; `value` is the number of optimizer steps in each.
+
+    A step ends with the last of the optimizers that step without a backward in between; with the backward, if they are
+    stepped inside it; with the optimizer's step, if that runs backward in a closure. Of several optimizers that take
+    turns, a step spans the pattern that repeats. Without any optimizer each backward ends a step, of value 0.
+    """
+    units = _units(rows, phases, main)
+    last = _iterations(units)
+    ended = units.end[last]
+    steps = np.diff(np.cumsum(units.count)[last], prepend=0).astype(float)
+    began = np.concatenate([[_first_start(phases)], ended[:-1]]) if len(ended) else ended
+    return derived_rows("step", "step", np.minimum(began, ended), ended, main, value=steps)
+
+
+def _units(rows: pd.DataFrame, phases: Phases, main: int) -> _Units:
+    owner = phases.within("backward", "optimizer")
+    top = np.flatnonzero(owner == np.arange(len(phases)))
+    event = np.searchsorted(top, owner)  # of phases that have an owner
+    is_backward, is_optimizer = phases.name == "backward", phases.name == "optimizer"
+    has_backward = np.bincount(event[is_backward], minlength=len(top)) > 0
+    inside = phases.name[top] == "backward"
+    number = np.where(inside[event[is_optimizer]], INSIDE_BACKWARD, phases.number[is_optimizer])
+    stepped = np.stack([event[is_optimizer], number], axis=1)
+
+    # Those that a device's autograd thread steps.
+    elsewhere = rows[(rows["kind"] == "phase") & (rows["name"] == "optimizer") & (rows["thread"] != main)]
+    elsewhere = elsewhere[elsewhere["dur_ns"].notna()]
+    start = elsewhere["start_ns"].to_numpy(np.int64)
+    at = np.searchsorted(phases.start[top], start, "right") - 1
+    within = (at >= 0) & inside[at] & (ends(elsewhere) <= phases.end[top][at]) if len(top) else np.zeros(len(at), bool)
+    stepped = np.concatenate([stepped, np.stack([at[within], np.full(within.sum(), INSIDE_BACKWARD)], axis=1)])
+
+    count = np.bincount(stepped[:, 0], minlength=len(top))
+    end = np.maximum.accumulate(phases.end[top]) if len(top) else np.empty(0, np.int64)
+    if not count.any():
+        return _Units(end, count, np.empty((0, 2), np.int64))
+    # A group is a backward with the optimizers after it; groups without any only accumulate.
+    group = np.cumsum(has_backward) if has_backward.any() else np.arange(len(top))
+    of_group = np.bincount(group, count) > 0
+    unit_of_group: Int = np.cumsum(of_group) - of_group
+    ends_unit = of_group[group] & np.append(group[1:] != group[:-1], True)
+    unit: Int = unit_of_group[group]
+    per_unit = np.bincount(unit, count)[: int(of_group.sum())].astype(np.int64)
+    pairs = np.unique(np.stack([unit[stepped[:, 0]], stepped[:, 1]], axis=1), axis=0)
+    return _Units(end[ends_unit], per_unit, pairs)
+
+
+def _iterations(units: _Units) -> Int:
+    """Index of the last unit of each step."""
+    count = len(units.end)
+    numbers, index = np.unique(units.stepped[:, 1], return_inverse=True)
+    if len(numbers) < 2:
+        return np.arange(count)
+    steps = np.zeros((len(numbers), count), bool)
+    steps[index, units.stepped[:, 0]] = True
+    _, symbols = np.unique(steps, axis=1, return_inverse=True)
+    for found in (iteration_ends(symbols.reshape(-1)), rarest_regular(steps)):
+        if found is not None:
+            return found
+    return np.arange(count)
+
+
+def _first_start(phases: Phases) -> int:
+    """Where the first step begins: with its input, not with what comes before, such as an evaluation."""
+    works = np.flatnonzero(np.isin(phases.name, ("forward", "backward", "optimizer")))
+    if not len(works):
+        return 0
+    names = phases.name[works]
+    evaluates = (names == "forward") & ~phases.grad[works] & (np.append(names[1:], "") != "backward")
+    first = int(works[np.argmin(evaluates)])
+    while phases.parent[first] >= 0:
+        first = int(phases.parent[first])
+    outer = np.flatnonzero(phases.parent[:first] < 0)
+    others = np.flatnonzero(np.isin(phases.name[outer], ("forward", "checkpoint")))
+    own = outer[int(others[-1]) + 1 :] if len(others) else outer
+    loads = own[phases.name[own] == "data"]
+    return int(phases.start[loads[0]]) if len(loads) else int(phases.start[first])
+
+
+def step_of(rows: pd.DataFrame, steps: pd.DataFrame) -> Int:
+    """Step of each row by when it was issued; -1 before the first. What follows the last step belongs to the next."""
+    if steps.empty:
+        return np.full(len(rows), -1, np.int64)
+    when = rows["issue_ns"].fillna(rows["start_ns"]).to_numpy(np.int64)
+    number: Int = np.searchsorted(ends(steps), when, side="right").astype(np.int64)
+    number[when < int(steps["start_ns"].iloc[0])] = -1
+    is_step = (rows["kind"] == "step").to_numpy()
+    number[is_step] = np.arange(int(is_step.sum()))
+    return number
+
+
+def step_pattern(rows: pd.DataFrame) -> list[tuple[int, int]]:
+    """What most steps consist of: each optimizer's number and how often it is stepped, in order of its first step.
+
+    rows: of the trace, of any number of ranks. Optimizers without a number are 0. Empty: steps without an optimizer,
+    or no step at all.
+    """
+    whole = rows.loc[(rows["kind"] == "step") & rows["dur_ns"].notna(), ["rank", "restart", "step"]]
+    if whole.empty:
+        return []
+    rank, restart = whole[["rank", "restart"]].value_counts().index[0]
+    whole = whole.loc[(whole["rank"] == rank) & (whole["restart"] == restart), "step"]
+    stepped = rows[(rows["kind"] == "phase") & (rows["name"] == "optimizer") & rows["dur_ns"].notna()]
+    stepped = stepped[(stepped["rank"] == rank) & (stepped["restart"] == restart) & stepped["step"].isin(whole)]
+    number = stepped["value"].fillna(UNNUMBERED).astype(np.int64).rename("number")
+    counts = stepped.groupby(["step", number])["start_ns"].agg(["size", "min"]).reset_index()
+    found: Counter[tuple[tuple[int, int], ...]] = Counter()
+    for _, of_step in counts.sort_values(["step", "min"]).groupby("step"):
+        found[tuple(zip(of_step["number"].tolist(), of_step["size"].tolist(), strict=True))] += 1
+    found[()] = len(whole) - found.total()
+    return list(found.most_common(1)[0][0])
