@@ -56,9 +56,10 @@ class Verdict:
 class Analysis:
     """A run, explained.
 
-    steps:       one row per (rank, step): rank, step, start_ns, dur_ns, ordinary (bool: judged, see `steps.py`),
-                 apart_ms (of dur_ns, spent on evaluation, checkpoints and compilation), and one float column in ms per
-                 budget part; the parts and apart_ms sum to dur_ns / 1e6.
+    steps:       one row per (rank, step): rank, step, start_ns, dur_ns, ordinary (bool: judged, see `irregular.py`) and
+                 one float column in ms per budget part, which sum to dur_ns / 1e6; of `other`, apart_ms went into
+                 evaluation, checkpoints and compilation.
+    irregular:   steps that are not ordinary (`irregular.TABLE_COLUMNS`).
     step_is:     what a step of this run is, where it is not one optimizer step after one backward; else empty.
     budget:      part -> ms, mean over ranks and ordinary steps; sums to step_ms.mean.
     budget_by_rank: index rank, a column per budget part, ms; rows sum to that rank's mean step.
@@ -66,12 +67,14 @@ class Analysis:
     slowest_rank: the rank the others wait for most; None with one rank or no steps.
     collectives: one row per matched collective (`match.COLLECTIVE_COLUMNS`).
     waits:       one row per wait on a training thread: rank, start_ns, end_ns, arrival_ns (when the last peer was
-                 there, within the wait; from then on the bytes move), group, seq (of what it waited for, if known).
+                 there, within the wait; from then on the bytes move), group, seq (of what it waited for, if known),
+                 issued_step (the step it was issued in, where that is an earlier one).
     rows:        the trace table (dsprof.schema.COLUMNS), on the common clock.
     findings:    worst first.
     passed:      codes of the rules that ran and found nothing above `info`.
     not_judged:  code -> why a rule could not be judged on this capture.
     noise_ms:    the run's own noise floor (`Context.noise_ms`).
+    notes:       what else is worth knowing of the run, such as a lasting slowdown.
     """
 
     run: RunInfo
@@ -80,6 +83,7 @@ class Analysis:
     step_count: int
     step_ms: StepTime | None
     steps: pd.DataFrame
+    irregular: pd.DataFrame
     step_is: str
     budget: dict[str, float]
     budget_by_rank: pd.DataFrame
@@ -92,6 +96,7 @@ class Analysis:
     passed: tuple[str, ...]
     not_judged: dict[str, str]
     noise_ms: float
+    notes: tuple[str, ...]
     verdict: Verdict
     capture: CaptureQuality
 
@@ -115,6 +120,7 @@ class Analysis:
             "passed": list(self.passed),
             "not_judged": self.not_judged,
             "noise_ms": self.noise_ms,
+            "notes": list(self.notes),
             "capture": {
                 "overhead_percent": self.capture.overhead_percent,
                 "dropped": self.capture.dropped,

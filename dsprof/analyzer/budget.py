@@ -1,40 +1,49 @@
 """Where each rank's step went. Every moment of the training thread belongs to one part, so the parts sum to the step.
 
 A moment that several claim goes to the first of: a pause of the interpreter; a wait (for a peer, then for the bytes); a
-wait for another stage of the pipeline, which is a bubble; data; the optimizer; compute (forward, loss, backward). What
-nothing explains is `other`.
+wait for another stage of the pipeline, which is a bubble; evaluation, checkpoints and compilation; the innermost phase.
+What nothing explains is `other`, and so is what is not training at all (`apart`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dsprof.schema import BUDGET_PARTS, SYNCHRONIZING
+from dsprof.run import RunInfo
+from dsprof.schema import BUDGET_PARTS
 
 from .intervals import Int, Intervals
+from .match import arrivals, message_group
+from .topology import PIPELINE
 
 Float = npt.NDArray[np.float64]
 
-LAYERS: Final = ("pause", "peer_wait", "comm_exposed", "bubble", "data", "optimizer", "compute")
-"""In order of precedence."""
+LAYERS: Final = ("pause", "peer_wait", "comm_exposed", "bubble", "apart", "data", "optimizer", "compute")
+"""In order of precedence. `apart` is no part of the budget: it counts as `other`."""
 PHASE_PART: Final = {
     "data": "data",
+    "loader_start": "data",
     "optimizer": "optimizer",
     "clip": "optimizer",
     "forward": "compute",
     "loss": "compute",
     "backward": "compute",
+    "between": "other",
 }
+"""Phases that are not named belong to the one around them."""
 WORK: Final = ("compute", "data", "optimizer", "pause", "other")
 """Parts that are a rank's own doing; the rest is waiting for others."""
 
 BINDING_SLACK_NS: Final = 2_000_000
 """A thread is woken this much after its collective ended, at most, to count as having waited for it."""
+NOTHING: Final = -1
+"""Row of the matched table, of a wait for something unknown."""
 
 
 @dataclass(frozen=True)
@@ -44,91 +53,173 @@ class RankTime:
     rank: int
     layers: tuple[Intervals, ...]
     waits: pd.DataFrame
-    """start_ns, end_ns, arrival_ns (of the last peer, within the wait), collective (row of the matched table, -1:
-    unknown), derived."""
+    """start_ns, end_ns, arrival_ns (of the last peer, within the wait), collective (row of the matched table, NOTHING:
+    unknown), derived, bubble."""
+    apart: Mapping[str, Intervals] = field(default_factory=dict)
+    """Kind of schema.TIME_KINDS -> when it was under way."""
+
+    @property
+    def unbound(self) -> Intervals:
+        """The waits of which it is not known what for."""
+        waits = self.waits[(self.waits["collective"] == NOTHING) & ~self.waits["derived"]]
+        return Intervals.union(waits["start_ns"].to_numpy(np.int64), waits["end_ns"].to_numpy(np.int64))
 
     def before(self, when: Int) -> dict[str, Int]:
-        """Part -> time of that part before each moment, ns; `other` not among them."""
+        """Layer -> time of that layer before each moment, ns; `other` not among them."""
         covered = [layer.before(when) for layer in self.layers]
         below = [np.zeros_like(when), *covered[:-1]]
         return {part: upper - lower for part, upper, lower in zip(LAYERS, covered, below, strict=True)}
 
 
-def paint(rows: pd.DataFrame, collectives: pd.DataFrame, rank: int) -> RankTime:
+def paint(
+    rows: pd.DataFrame,
+    collectives: pd.DataFrame,
+    rank: int,
+    run: RunInfo | None = None,
+    apart: Mapping[str, Intervals] | None = None,
+) -> RankTime:
     """Assign every moment of `rank`'s training thread to a part. `rows` are that rank's."""
     main = rows[(rows["lane"] == "main") & rows["dur_ns"].notna()]
-    start = main["start_ns"].to_numpy(np.int64)
-    end = start + main["dur_ns"].to_numpy(np.int64)
-    kind = main["kind"].astype(str).to_numpy(object)
-    part = main["name"].astype(str).map(PHASE_PART).to_numpy(object)
-    waits = _bind_waits(rows, collectives)
-    wait_start, wait_end = waits["start_ns"].to_numpy(np.int64), waits["end_ns"].to_numpy(np.int64)
-    arrival = waits["arrival_ns"].to_numpy(np.int64)
-
-    stage_waits = (kind == "wait") & (main["purpose"] == "pipeline").to_numpy(bool)
-    own: dict[str, Intervals] = {
-        "pause": Intervals.union(start[kind == "pause"], end[kind == "pause"]),
-        "peer_wait": Intervals.union(wait_start, arrival),
-        "comm_exposed": Intervals.union(arrival, wait_end),
-        "bubble": Intervals.union(start[stage_waits], end[stage_waits]),
+    waits = bind_waits(rows, collectives, run)
+    start, end = waits["start_ns"].to_numpy(np.int64), waits["end_ns"].to_numpy(np.int64)
+    arrival, bubble = waits["arrival_ns"].to_numpy(np.int64), waits["bubble"].to_numpy(bool)
+    stalled = main[main["kind"] == "pause"]
+    own = {
+        "pause": _spans(stalled),
+        "peer_wait": Intervals.union(start[~bubble], arrival[~bubble]),
+        "comm_exposed": Intervals.union(arrival[~bubble], end[~bubble]),
+        "bubble": Intervals.union(start[bubble], end[bubble]),
+        "apart": Intervals.empty(),
+        **innermost(main[main["kind"] == "phase"]),
     }
-    for name in ("data", "optimizer", "compute"):
-        chosen = (kind == "phase") & (part == name)
-        own[name] = Intervals.union(start[chosen], end[chosen])
+    for spans in (apart or {}).values():
+        own["apart"] = own["apart"] | spans
     layers, so_far = [], Intervals.empty()
     for name in LAYERS:
         so_far = so_far | own[name]
         layers.append(so_far)
-    return RankTime(rank, tuple(layers), waits)
+    return RankTime(rank, tuple(layers), waits, dict(apart or {}))
 
 
-def _bind_waits(rows: pd.DataFrame, collectives: pd.DataFrame) -> pd.DataFrame:
-    """What each wait waited for: of the collectives this rank had issued, the last to end by the end of the wait."""
-    of_collectives = rows["purpose"].ne("pipeline").fillna(True)
-    waits = rows[
-        (rows["kind"] == "wait") & (rows["lane"] == "main") & rows["dur_ns"].notna() & of_collectives
-    ].sort_values("start_ns")
+def _spans(rows: pd.DataFrame) -> Intervals:
+    start = rows["start_ns"].to_numpy(np.int64)
+    return Intervals.union(start, start + rows["dur_ns"].to_numpy(np.int64))
+
+
+def innermost(phases: pd.DataFrame) -> dict[str, Intervals]:
+    """Part -> when a phase of that part was the innermost one under way on the thread."""
+    part = phases["name"].astype(str).map(PHASE_PART)
+    known = phases[part.notna()]
+    starts = known["start_ns"].to_numpy(np.int64)
+    ends = starts + known["dur_ns"].to_numpy(np.int64)
+    names = part[part.notna()].to_numpy(object)
+    found: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in ("data", "optimizer", "compute")}
+    stack: list[tuple[int, str]] = []
+    at = 0
+
+    def claim(until: int) -> None:
+        if stack and until > at and (spans := found.get(stack[-1][1])) is not None:
+            spans[0].append(at)
+            spans[1].append(until)
+
+    for index in np.lexsort((-ends, starts)).tolist():
+        start, end = int(starts[index]), int(ends[index])
+        while stack and stack[-1][0] <= start:
+            claim(stack[-1][0])
+            at = max(at, stack.pop()[0])
+        claim(start)
+        at = start
+        stack.append((min(end, stack[-1][0]) if stack else end, names[index]))
+    while stack:
+        claim(stack[-1][0])
+        at = max(at, stack.pop()[0])
+    return {name: Intervals.union(np.array(a, np.int64), np.array(b, np.int64)) for name, (a, b) in found.items()}
+
+
+def bind_waits(rows: pd.DataFrame, collectives: pd.DataFrame, run: RunInfo | None = None) -> pd.DataFrame:
+    """What each wait on the training thread waited for (columns of `RankTime.waits`). `rows` are of one rank.
+
+    A wait that names it is taken at its word. Another, of an older capture or inside C++, is taken to have waited for
+    that collective, of those this rank had issued, that ended last by the end of the wait.
+    """
+    waits = rows[(rows["kind"] == "wait") & (rows["lane"] == "main") & rows["dur_ns"].notna()].sort_values("start_ns")
     start = waits["start_ns"].to_numpy(np.int64)
     end = start + waits["dur_ns"].to_numpy(np.int64)
-    arrival, bound = start.copy(), np.full(len(start), -1, np.int64)
-    mine = rows[(rows["kind"] == "comm") & rows["issue_ns"].notna() & rows["dur_ns"].notna()]
-    if len(mine) and len(collectives):
-        own = pd.DataFrame(
-            {
-                "group": mine["group"].astype(str),
-                "seq": mine["seq"].astype("int64"),
-                "issue_ns": mine["issue_ns"],
-                # This rank's own end: the ranks' ends of one collective lie milliseconds apart on a busy host.
-                "own_end_ns": mine["start_ns"] + mine["dur_ns"].astype("int64"),
-            }
-        )
-        table = collectives.reset_index(names="collective").merge(own, on=["group", "seq"]).sort_values("own_end_ns")
-        done, issued = table["own_end_ns"].to_numpy(np.int64), table["issue_ns"].to_numpy(np.int64)
-        last, index = table["last_ns"].to_numpy(np.int64), table["collective"].to_numpy(np.int64)
-        synchronizes = table["name"].isin(SYNCHRONIZING).to_numpy()
-        ended_before = np.searchsorted(done, end + BINDING_SLACK_NS, side="right")
-        for i, upto in enumerate(ended_before):
-            for k in range(upto - 1, max(upto - 65, -1), -1):
-                if done[k] <= start[i]:
-                    break
-                if issued[k] <= start[i]:
-                    bound[i] = index[k]
-                    arrival[i] = last[k] if synchronizes[k] else start[i]
-                    break
-    derived = (waits["source"] == "derived").to_numpy()
-    columns = {
-        "start_ns": start,
-        "end_ns": end,
-        "arrival_ns": np.clip(arrival, start, end),
-        "collective": bound,
-        "derived": derived,
-    }
-    return pd.DataFrame(columns)
+    bubble = waits["purpose"].eq(PIPELINE).fillna(False).to_numpy(bool)
+    named = waits["seq"].notna().to_numpy(bool)
+    bound = np.full(len(waits), NOTHING, np.int64)
+    if len(collectives) and len(waits):
+        bound[named] = _named(waits[named], collectives, run)
+        guessed = ~named & ~bubble
+        bound[guessed] = _guess(start[guessed], end[guessed], rows, collectives)
+    arrival = start.copy()
+    known = bound != NOTHING
+    if known.any():
+        target = collectives.iloc[bound[known]]
+        rank = np.full(len(target), int(rows["rank"].iloc[0]), np.int64)
+        arrival[known] = np.maximum(arrivals(target, rank), start[known])
+    return pd.DataFrame(
+        {
+            "start_ns": start,
+            "end_ns": end,
+            "arrival_ns": np.clip(arrival, start, end),
+            "collective": bound,
+            "derived": (waits["source"] == "derived").to_numpy(),
+            "bubble": bubble,
+        }
+    )
+
+
+def _named(waits: pd.DataFrame, collectives: pd.DataFrame, run: RunInfo | None) -> Int:
+    """Row of the matched table for each wait that names what it waited for."""
+    group = waits["group"].astype(object).astype(str)
+    messages = waits["peer"].notna().to_numpy(bool)
+    if messages.any():
+        group[messages] = message_group(waits[messages], run)
+    index = pd.MultiIndex.from_frame(collectives[["group", "seq"]])
+    if not index.is_unique:  # a rank that was captured twice: none can be told from the other
+        return np.full(len(waits), NOTHING, np.int64)
+    wanted = pd.MultiIndex.from_arrays([group, waits["seq"].astype("int64")])
+    found: Int = index.get_indexer(wanted).astype(np.int64)
+    return found
+
+
+def _guess(start: Int, end: Int, rows: pd.DataFrame, collectives: pd.DataFrame) -> Int:
+    bound = np.full(len(start), NOTHING, np.int64)
+    mine = rows[(rows["kind"] == "comm") & rows["issue_ns"].notna() & rows["dur_ns"].notna() & rows["peer"].isna()]
+    if mine.empty or not len(start):
+        return bound
+    own = pd.DataFrame(
+        {
+            "group": mine["group"].astype(str),
+            "seq": mine["seq"].astype("int64"),
+            "issue_ns": mine["issue_ns"],
+            # This rank's own end: the ranks' ends of one collective lie milliseconds apart on a busy host.
+            "own_end_ns": mine["start_ns"] + mine["dur_ns"].astype("int64"),
+        }
+    )
+    table = collectives.reset_index(names="collective").merge(own, on=["group", "seq"]).sort_values("own_end_ns")
+    done, issued = table["own_end_ns"].to_numpy(np.int64), table["issue_ns"].to_numpy(np.int64)
+    index = table["collective"].to_numpy(np.int64)
+    ended_before = np.searchsorted(done, end + BINDING_SLACK_NS, side="right")
+    for i, upto in enumerate(ended_before):
+        for k in range(upto - 1, max(upto - 65, -1), -1):
+            if done[k] <= start[i]:
+                break
+            if issued[k] <= start[i]:
+                bound[i] = index[k]
+                break
+    return bound
 
 
 def step_budget(times: dict[int, RankTime], steps: pd.DataFrame) -> pd.DataFrame:
-    """`steps` (rank, step, start_ns, dur_ns) with a column in ms for each budget part; they sum to dur_ns / 1e6."""
-    parts: dict[str, Float] = {part: np.zeros(len(steps)) for part in BUDGET_PARTS}
+    """`steps` (rank, step, start_ns, dur_ns) with a column in ms for each budget part; they sum to dur_ns / 1e6.
+
+    Beside them `apart_ms`, which is part of `other`, and `<kind>_ms` for each kind of time in it.
+    """
+    names = {kind for time in times.values() for kind in time.apart}
+    columns: dict[str, Float] = {part: np.zeros(len(steps)) for part in BUDGET_PARTS}
+    columns |= {f"{name}_ms": np.zeros(len(steps)) for name in ("apart", *sorted(names))}
     for rank, time in times.items():
         chosen = (steps["rank"] == rank).to_numpy()
         start = steps.loc[chosen, "start_ns"].to_numpy(np.int64)
@@ -137,7 +228,12 @@ def step_budget(times: dict[int, RankTime], steps: pd.DataFrame) -> pd.DataFrame
         explained = np.zeros(len(start))
         for part in LAYERS:
             spent = (upto_end[part] - upto_start[part]) / 1e6
-            parts[part][chosen] = spent
+            if part == "apart":
+                columns["apart_ms"][chosen] = spent
+                continue
+            columns[part][chosen] = spent
             explained += spent
-        parts["other"][chosen] = (end - start) / 1e6 - explained
-    return steps.assign(**parts)
+        columns["other"][chosen] = (end - start) / 1e6 - explained
+        for kind, spans in time.apart.items():
+            columns[f"{kind}_ms"][chosen] = (spans.before(end) - spans.before(start)) / 1e6
+    return steps.assign(**columns)

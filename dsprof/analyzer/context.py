@@ -9,15 +9,17 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from scipy.special import stdtrit
+from scipy.special import chdtri, stdtrit
 
 from dsprof.run import RunInfo
 
 from . import replay
 from .budget import WORK
-from .finding import Gain
+from .finding import MEASURED_EXCESS, Gain
+from .irregular import Irregular
 from .load import HostLoad
 from .replay import Program
+from .topology import Topology
 
 Float = npt.NDArray[np.float64]
 
@@ -31,7 +33,7 @@ MOST_BATCHES: Final = 20
 class Change:
     """Own work that would go away if one fault were mended.
 
-    removed:  part of WORK -> ms, [R, S] over the middle steps in order; negative where a rank would get more to do.
+    removed:  part of WORK -> ms, [R, S] over the ordinary steps in order; negative where a rank would get more to do.
     overlaps: the work does not vanish but moves beside other work, so the host's cores limit what is gained.
     """
 
@@ -44,9 +46,11 @@ class Context:
     """A run, ready to be judged.
 
     rows, steps, collectives: as in `Analysis`.
-    programs:     the middle steps, for replay.
+    programs:     the ordinary steps, for replay.
     load:         how busy the hosts' cores are; None: not measured.
     facts:        `RunInfo.facts` by their kind.
+    irregular:    the steps that are not ordinary, and what they cost.
+    topology:     which ranks are stages of a pipeline.
     """
 
     run: RunInfo
@@ -57,10 +61,12 @@ class Context:
     step_ms: float
     load: HostLoad | None
     facts: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+    irregular: Irregular = field(default_factory=Irregular)
+    topology: Topology = field(default_factory=Topology)
 
     @property
-    def middle(self) -> pd.DataFrame:
-        return self.steps[self.steps["middle"]]
+    def ordinary(self) -> pd.DataFrame:
+        return self.steps[self.steps["ordinary"]]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -75,17 +81,14 @@ class Context:
 
     @property
     def in_stages(self) -> bool:
-        """Whether ranks send to one another within the step: stages of a pipeline, which do different work."""
-        return bool((self.rows["peer"].notna() & self.rows["step"].isin(self.step_numbers)).any())
+        """Whether ranks are stages of a pipeline, which do different work."""
+        return len(self.teams) > 1
 
     @property
     def teams(self) -> list[npt.NDArray[np.bool_]]:
-        """Which of `ranks` are to do the same work, [R] a team: all, or those of a stage of the engine's pipeline."""
-        acted = self.rows[(self.rows["kind"] == "pipe") & self.rows["stage"].notna()]
-        if acted.empty:
-            return [np.ones(len(self.ranks), bool)]
-        stages = acted.groupby("rank")["stage"].agg(lambda found: tuple(sorted(set(found)))).reindex(list(self.ranks))
-        return [(stages == team).to_numpy(bool) for team in stages.dropna().unique()]
+        """Which of `ranks` are to do the same work, [R] a team: all, or those that hold the same stages."""
+        stages = [self.topology.stage_of.get(rank, ()) for rank in self.ranks]
+        return [np.array([held == team for held in stages], bool) for team in sorted(set(stages))]
 
     @property
     def ranks_missing(self) -> bool:
@@ -94,12 +97,12 @@ class Context:
 
     @property
     def step_numbers(self) -> npt.NDArray[np.int64]:
-        numbers: npt.NDArray[np.int64] = np.sort(self.middle["step"].unique()).astype(np.int64)
+        numbers: npt.NDArray[np.int64] = np.sort(self.ordinary["step"].unique()).astype(np.int64)
         return numbers
 
     @property
     def replayed_steps(self) -> npt.NDArray[np.int64]:
-        """Those of the middle steps that `programs` hold: all, unless nearly every step differs from every other."""
+        """Those of the ordinary steps that `programs` hold: all, unless nearly every step differs from every other."""
         found: npt.NDArray[np.int64] = np.sort(np.concatenate([program.steps for program in self.programs]))
         return found
 
@@ -109,12 +112,12 @@ class Context:
         return (int(numbers[0]), int(numbers[-1])) if len(numbers) else None
 
     def work(self, part: str) -> Float:
-        """Time of a budget part in ms, [R, S] over the middle steps in order."""
-        wide: Float = self.middle.pivot(index="rank", columns="step", values=part).to_numpy(np.float64)
+        """Time of a budget part in ms, [R, S] over the ordinary steps in order."""
+        wide: Float = self.ordinary.pivot(index="rank", columns="step", values=part).to_numpy(np.float64)
         return wide
 
     def input_sizes(self) -> Float | None:
-        """Elements given to forward, [R, S] over the middle steps; None where the capture does not tell."""
+        """Elements given to forward, [R, S] over the ordinary steps; None where the capture does not tell."""
         rows = self.rows
         forward = rows[(rows["kind"] == "phase") & (rows["name"] == "forward") & rows["value"].notna()]
         if forward.empty:
@@ -162,6 +165,34 @@ class Context:
         if self.load is None:
             return after
         return np.maximum(after, before - self.load.idle_ms)
+
+    def replay_error(self) -> float:
+        """How far the unchanged replay is from the measured steps, as a share of them."""
+        replayed = self.replayed()
+        chosen = self.ordinary[self.ordinary["step"].isin(self.replayed_steps)]
+        measured = chosen.groupby("step")["dur_ns"].mean().to_numpy(np.float64) / 1e6
+        return float(abs(replayed.mean() / measured.mean() - 1)) if len(measured) else 0.0
+
+    def cost(self, events: Float, *, rare: bool = False) -> Gain:
+        """What `events` (ms each) that make steps irregular cost, divided over the steps after warm-up; percent of a
+        step with its share of all that is irregular.
+
+        The interval is Student's over the events, whose number is taken as given; of `rare` ones, which come at
+        random, it is Poisson's for their number.
+        """
+        count, steps = len(events), len(self.irregular.steps)
+        total = float(events.sum())
+        if rare:
+            low = float(chdtri(2 * count, 0.975)) / 2 / count * total
+            high = float(chdtri(2 * count + 2, 0.025)) / 2 / count * total
+        elif count > 1:
+            half = float(stdtrit(count - 1, 0.975) * events.std(ddof=1) * np.sqrt(count))
+            low, high = total - half, total + half
+        else:  # one tells nothing about the next
+            low, high = 0.0, 2 * total
+        mean = total / steps
+        whole = self.irregular.mean_ms
+        return Gain(mean, 100 * mean / whole if whole else 0.0, low / steps, high / steps, method=MEASURED_EXCESS)
 
     def gain(self, saved: Float) -> Gain:
         """Mean of the ms saved in each step, with its 95 % interval."""

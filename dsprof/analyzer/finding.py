@@ -8,6 +8,9 @@ from typing import Any, Final, Literal
 Severity = Literal["high", "medium", "low", "info"]
 SEVERITIES: Final[tuple[Severity, ...]] = ("high", "medium", "low", "info")
 
+MEASURED_EXCESS: Final = "measured excess"
+"""`Gain.method` of costs outside ordinary steps."""
+
 LOW_PERCENT: Final = 1.0
 MEDIUM_PERCENT: Final = 5.0
 HIGH_PERCENT: Final = 15.0
@@ -52,7 +55,9 @@ class Evidence:
 class Gain:
     """Predicted reduction of the step: mean, and the ends of its 95 % interval, in ms.
 
-    `percent` is of the mean step. `method` says how it was predicted ("replay").
+    `percent` is of the mean step. `method` says how it was predicted: by "replay" of the measured steps, by
+    "simulation" of a pipeline's schedule, or as "measured excess": what irregular steps took beyond ordinary ones,
+    divided over all steps; its percent is of a step with its share of that.
     """
 
     ms: float

@@ -3,8 +3,9 @@
 Each rank is a program: its own work, and in between, the collectives it issues and the waits it does. Work keeps its
 measured duration, part by part (so that a what-if can take away `data` or scale `compute`); a collective begins when
 its last rank has issued it and a worker of its group is free, and takes its measured transfer; a wait ends when its
-collective has. Everything else follows. Steps replay independently, from starts as far apart as they were measured,
-and all steps with the same program at once.
+collective has. A message begins when it is both sent and expected; what a root sends, when the root has come.
+Everything else follows. Steps replay independently, from starts as far apart as they were measured, and all steps with
+the same program at once. What was issued in an earlier step ends when it was measured to.
 
 Not fitted: lanes contending for cores. `HostLoad` says where that limits a prediction.
 """
@@ -18,10 +19,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from dsprof.run import RunInfo
+
 from .budget import WORK, RankTime
 from .intervals import Int
 from .link import Link
-from .match import GLOO_WORKERS
+from .match import GLOO_WORKERS, SEND_RECV, message_group
 
 Float = npt.NDArray[np.float64]
 
@@ -33,8 +36,8 @@ MOST_PROGRAMS: Final = 50
 class Event:
     """A point of a rank's program.
 
-    `issue` and `wait` name a collective of the program; a wait for None is for all issued so far. `backward` marks
-    where gradients begin to be made.
+    `issue` and `wait` name a collective of the program; a wait for None is for all gradients issued so far. `backward`
+    marks where gradients begin to be made.
     """
 
     what: Literal["issue", "wait", "backward"]
@@ -55,6 +58,10 @@ class Program:
     size:      per collective [S], bytes
     group:     per collective, its process group
     gradient:  per collective, whether it carries gradients
+    needs:     per collective, whose arrival its participants depend on (see `match`); by default that of all
+    root:      per collective, the index of its root in `ranks`, -1: none
+    ended:     per collective, when it ended, [S] ms as `start`, if it was issued in an earlier step; else None
+    message:   per collective, whether it is a send and its receive, which need no worker of their group
     """
 
     ranks: tuple[int, ...]
@@ -67,6 +74,10 @@ class Program:
     size: tuple[Float, ...]
     group: tuple[str, ...]
     gradient: tuple[bool, ...]
+    needs: tuple[str, ...] = ()
+    root: tuple[int, ...] = ()
+    ended: tuple[Float | None, ...] = ()
+    message: tuple[bool, ...] = ()
 
 
 def run(program: Program, keep: Float | None = None) -> Float:
@@ -81,44 +92,67 @@ def run(program: Program, keep: Float | None = None) -> Float:
     now = start.copy()
     at = [0] * count
     issued: list[set[int]] = [set() for _ in range(count)]
-    arrivals: dict[int, list[int]] = {}
-    arrived_at: dict[int, Float] = {}
-    ended: dict[int, Float] = {}
+    came: list[dict[int, Float]] = [{} for _ in program.transfer]
+    ended: dict[int, Float] = {c: end for c, end in enumerate(program.ended) if end is not None}
     free: dict[str, Float] = {}
     link: dict[str, Float] = {}
     steps = np.arange(len(program.steps))
-    takers = [sum(any(e.what == "issue" and e.collective == c for e in ev) for ev in program.events)
-              for c in range(len(program.transfer))]  # fmt: skip
+    takers = [0] * len(program.transfer)
+    for events in program.events:
+        for c in {event.collective for event in events if event.what == "issue" and event.collective is not None}:
+            takers[c] += 1
+
+    def needs(c: int) -> str:
+        return program.needs[c] if program.needs else "all"
+
+    def end_for(r: int, c: int) -> Float | None:
+        """When rank r's wait for c may end; None: not known yet."""
+        root = program.root[c] if program.root else -1
+        depends_on = needs(c)
+        if r in came[c]:
+            if depends_on == "root" and r != root and root >= 0:
+                return came[c][root] + program.transfer[c] if root in came[c] else None
+            if depends_on in ("root", "none") or (depends_on == "to-root" and r != root):
+                return came[c][r] + program.transfer[c]
+            return ended.get(c)  # once all have come
+        return ended[c] if c in ended else now[r]  # issued in an earlier step, or never by this rank
 
     def advance(r: int) -> bool:
         """Run rank r up to its next unfinished dependency; whether it got anywhere."""
         moved = False
         while at[r] < len(program.events[r]):
             event = program.events[r][at[r]]
-            needed = sorted(issued[r]) if event.collective is None else [event.collective]
-            if event.what == "wait" and any(c not in ended for c in needed):
-                return moved
-            now[r] += work[r][at[r]].sum(axis=-1)
             if event.what == "wait":
-                for c in needed:
-                    now[r] = np.maximum(now[r], ended[c])
+                gradients = sorted(c for c in issued[r] if program.gradient[c])
+                needed = gradients if event.collective is None else [event.collective]
+                ends = [end for c in needed if (end := end_for(r, c)) is not None]
+                if len(ends) < len(needed):
+                    return moved
+                now[r] = np.maximum.reduce([now[r] + work[r][at[r]].sum(axis=-1), *ends])
                 issued[r].difference_update(needed)
-            elif event.collective is not None:
-                arrive(r, event.collective)
+            else:
+                now[r] = now[r] + work[r][at[r]].sum(axis=-1)
+                if event.what == "issue" and event.collective is not None:
+                    arrive(r, event.collective)
             at[r] += 1
             moved = True
         return moved
 
     def arrive(r: int, c: int) -> None:
         issued[r].add(c)
-        arrivals.setdefault(c, []).append(r)
-        arrived_at[c] = np.maximum(arrived_at[c], now[r]) if c in arrived_at else now[r].copy()
-        if len(arrivals[c]) < takers[c]:
+        came[c][r] = now[r].copy()
+        if len(came[c]) < takers[c]:
             return
+        last: Float = np.max(list(came[c].values()), axis=0)
+        if program.message and program.message[c]:
+            ended[c] = last + program.transfer[c]
+            return
+        if needs(c) not in ("all", "to-root"):
+            return  # each rank's end is its own
         group = program.group[c]
-        workers = free.setdefault(group, np.zeros((GLOO_WORKERS, len(steps))))
+        workers = free.setdefault(group, np.full((GLOO_WORKERS, len(steps)), -np.inf))
         first = workers.argmin(axis=0)
-        end = np.maximum(arrived_at[c], workers[first, steps]) + program.transfer[c]
+        end = np.maximum(last, workers[first, steps]) + program.transfer[c]
         if program.wire[c].any():
             end = np.maximum(end, link.get(group, 0.0)) + program.wire[c]
             link[group] = end
@@ -130,23 +164,27 @@ def run(program: Program, keep: Float | None = None) -> Float:
         moved = [advance(r) for r in range(count)]
     for r in range(count):  # a collective someone never joined: let the step end, as it did when measured
         for point in range(at[r], len(program.events[r]) + 1):
-            now[r] += work[r][point].sum(axis=-1)
+            now[r] = now[r] + work[r][point].sum(axis=-1)
     durations: Float = now - start
     return durations
 
 
 def programs(
-    times: dict[int, RankTime], rows: pd.DataFrame, collectives: pd.DataFrame, steps: pd.DataFrame
+    times: dict[int, RankTime],
+    rows: pd.DataFrame,
+    collectives: pd.DataFrame,
+    steps: pd.DataFrame,
+    run: RunInfo | None = None,
 ) -> list[Program]:
-    """The middle steps of `steps` as programs, those alike together. `rows` are the trace's.
+    """The ordinary steps of `steps` as programs, those alike together. `rows` are the trace's.
 
     Where nearly every step differs from every other, only the commonest MOST_PROGRAMS kinds are replayed.
     """
     ranks = tuple(sorted(times))
-    chosen = steps[steps["middle"]]
+    chosen = steps[steps["ordinary"]]
     numbers = np.sort(chosen["step"].unique()).astype(np.int64)
     index = {key: row for row, key in enumerate(zip(collectives["group"], collectives["seq"], strict=True))}
-    per_rank = {rank: _rank_points(times[rank], rows[rows["rank"] == rank], index) for rank in ranks}
+    per_rank = {rank: _rank_points(times[rank], rows[rows["rank"] == rank], index, run) for rank in ranks}
     keys = zip(chosen["rank"].tolist(), chosen["step"].tolist(), strict=True)
     ends = (chosen["start_ns"] + chosen["dur_ns"]).tolist()
     spans = dict(zip(keys, zip(chosen["start_ns"].tolist(), ends, strict=True), strict=True))
@@ -170,21 +208,30 @@ Points = tuple[Int, Int, Int]
 WHAT: Final = ("issue", "wait", "backward")
 
 
-def _rank_points(time: RankTime, rows: pd.DataFrame, index: dict[tuple[str, int], int]) -> Points:
-    comm = rows[(rows["kind"] == "comm") & rows["issue_ns"].notna() & rows["peer"].isna()]
-    keys = zip(comm["group"].astype(str), comm["seq"].astype("int64"), strict=True)
+def _rank_points(time: RankTime, rows: pd.DataFrame, index: dict[tuple[str, int], int], run: RunInfo | None) -> Points:
+    comm = rows[(rows["kind"] == "comm") & rows["issue_ns"].notna() & rows["seq"].notna()]
+    group = comm["group"].astype(object).astype(str)
+    messages = comm["peer"].notna().to_numpy(bool)
+    if messages.any():
+        group[messages] = message_group(comm[messages], run)
+    keys = zip(group, comm["seq"].astype("int64"), strict=True)
     target = np.array([index.get(key, -2) for key in keys], np.int64)
     matched = target >= 0
     issue = comm["issue_ns"].to_numpy(np.int64)[matched]
-    waits = time.waits
-    wait_target = np.where(waits["derived"], -1, waits["collective"]).astype(np.int64)
-    known = waits["derived"].to_numpy(bool) | (wait_target >= 0)
-    wait_at = waits["end_ns"].to_numpy(np.int64)[known]
     backward = rows[(rows["kind"] == "phase") & (rows["name"] == "backward") & (rows["lane"] == "main")]
     backward_at = backward["start_ns"].to_numpy(np.int64)
+    waits = time.waits[(time.waits["collective"] >= 0) | time.waits["derived"]]
+    wait_at = waits["end_ns"].to_numpy(np.int64)
+    # DDP waits for its buckets one after the other, for as many as are still under way: that is one wait for all.
+    derived = waits["derived"].to_numpy(bool)
+    number = np.searchsorted(np.sort(backward_at), wait_at)
+    last = np.ones(len(waits), bool)
+    last[:-1] = ~(derived[:-1] & derived[1:] & (number[:-1] == number[1:]))
+    wait_target = np.where(derived, -1, waits["collective"]).astype(np.int64)[last]
+    wait_at = wait_at[last]
     when = np.concatenate([issue, wait_at, backward_at])
     what = np.repeat([0, 1, 2], [len(issue), len(wait_at), len(backward_at)])
-    targets = np.concatenate([target[matched], wait_target[known], np.full(len(backward_at), -1)])
+    targets = np.concatenate([target[matched], wait_target, np.full(len(backward_at), -1)])
     order = np.argsort(when, kind="stable")
     return what[order], targets[order], when[order]
 
@@ -228,6 +275,9 @@ def _program(
     transfer = collectives["transfer_ns"].to_numpy(np.float64) / 1e6
     size = collectives["bytes"].to_numpy(np.float64)
     first = [int(pick[0]) for pick in picks]
+    here = {event.collective for of_rank in events for event in of_rank if event.what == "issue"}
+    ends = collectives["end_ns"].to_numpy(np.float64) / 1e6
+    place = {rank: r for r, rank in enumerate(ranks)}
     return Program(
         ranks=ranks,
         steps=numbers,
@@ -239,14 +289,20 @@ def _program(
         size=tuple(size[pick] for pick in picks),
         group=tuple(str(collectives["group"].iloc[row]) for row in first),
         gradient=tuple(str(collectives["purpose"].iloc[row]) == "gradient" for row in first),
+        needs=tuple(str(collectives["needs"].iloc[row]) for row in first),
+        root=tuple(place.get(int(collectives["root_rank"].iloc[row]), -1) for row in first),
+        ended=tuple(None if c in here else ends[pick] - starts.min(axis=0) for c, pick in enumerate(picks)),
+        message=tuple(str(collectives["name"].iloc[row]) == SEND_RECV for row in first),
     )
 
 
 def _work_between(time: RankTime, when: Int) -> Float:
-    """Own work between consecutive moments, [len(when) - 1, PARTS] in ms."""
+    """Own work between consecutive moments, [len(when) - 1, PARTS] in ms. Waits for something unknown keep their
+    length: they count as `other`."""
     spent = {part: np.diff(value) / 1e6 for part, value in time.before(when).items()}
     explained = sum(spent.values(), np.zeros(len(when) - 1))
-    spent["other"] = np.diff(when) / 1e6 - explained
+    unknown = np.diff(time.unbound.before(when)) / 1e6
+    spent["other"] = np.diff(when) / 1e6 - explained + spent["apart"] + unknown
     return np.stack([spent[part] for part in WORK], axis=-1)
 
 
@@ -300,6 +356,10 @@ def rebucket(program: Program, sizes: list[int], link: Link, host_ms: float) -> 
         size=(*program.size, *(np.full(count, float(size)) for size in sizes)),
         group=(*program.group, *[program.group[old[0]]] * len(sizes)),
         gradient=(*[False] * len(program.gradient), *[True] * len(sizes)),
+        needs=(*program.needs, *["all"] * len(sizes)) if program.needs else (),
+        root=(*program.root, *[-1] * len(sizes)) if program.root else (),
+        ended=(*program.ended, *[None] * len(sizes)) if program.ended else (),
+        message=(*program.message, *[False] * len(sizes)) if program.message else (),
     )
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
+from dsprof.derive.steps import step_pattern
+from dsprof.run import RunInfo
+
 from .analysis import StepTime
+from .text import count
 
 
 def align_steps(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
@@ -36,21 +43,66 @@ def align_steps(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 
 def completed_steps(rows: pd.DataFrame) -> pd.DataFrame:
-    """rank, step, start_ns, dur_ns, middle. The middle half is of the steps that every captured rank completed."""
+    """rank, step, start_ns, dur_ns, by rank and step."""
     steps = rows.loc[(rows["kind"] == "step") & rows["dur_ns"].notna(), ["rank", "step", "start_ns", "dur_ns"]]
-    steps = steps.astype({"dur_ns": "int64"}).sort_values(["rank", "step"], ignore_index=True)
-    shared = steps.groupby("step").size()
-    common = np.sort(shared[shared == steps["rank"].nunique()].index.to_numpy())
-    count = len(common)
-    chosen = common[count // 4 : count - count // 4] if count >= 4 else common
-    return steps.assign(middle=steps["step"].isin(chosen))
+    return steps.astype({"dur_ns": "int64"}).sort_values(["rank", "step"], ignore_index=True)
 
 
 def step_time(steps: pd.DataFrame) -> StepTime | None:
-    """Mean over the middle half, quantiles over all; None without a step."""
-    middle = steps[steps["middle"]]
-    if middle.empty:
+    """Of the ordinary steps; None without one."""
+    ordinary = steps[steps["ordinary"]]
+    if ordinary.empty:
         return None
-    every = steps["dur_ns"].to_numpy(np.float64) / 1e6
+    every = ordinary["dur_ns"].to_numpy(np.float64) / 1e6
     p10, median, p90 = np.percentile(every, [10, 50, 90])
-    return StepTime(float(middle["dur_ns"].mean() / 1e6), float(median), float(p10), float(p90))
+    return StepTime(float(every.mean()), float(median), float(p10), float(p90))
+
+
+LEAST_STEPS: Final = 20
+"""A slowdown lasts for at least so many steps, and is one against at least so many."""
+LEAST_SHIFT: Final = 0.1
+SURE: Final = 8.0
+"""Standard errors of the difference of two means that noise never makes."""
+
+
+def lasting_change(
+    numbers: npt.NDArray[np.int64], durations: npt.NDArray[np.float64]
+) -> tuple[int, float, float] | None:
+    """The first step (of `numbers`) of a lasting slowdown, and the median step before and after it in ms; None without.
+
+    `durations`: ms of each. The split is the one that explains most of the variance; both sides must be steady, so
+    that a slope or a wave is none.
+    """
+    count = len(durations)
+    if count < 2 * LEAST_STEPS:
+        return None
+    low, high = np.percentile(durations, [2, 98])
+    values = np.clip(durations, low, high)
+    at = np.arange(LEAST_STEPS, count - LEAST_STEPS + 1)
+    total = np.cumsum(values)
+    before, after = total[at - 1] / at, (total[-1] - total[at - 1]) / (count - at)
+    split = int(at[np.argmax(at * (count - at) * (after - before) ** 2)])
+    first, second = values[:split], values[split:]
+    left, right = float(np.median(first)), float(np.median(second))
+    spread = np.sqrt(first.var() / len(first) + second.var() / len(second))
+    if right < (1 + LEAST_SHIFT) * left or second.mean() - first.mean() < SURE * spread:
+        return None
+    if np.percentile(first, 90) > np.percentile(second, 10):
+        return None
+    return int(numbers[split]), left, right
+
+
+def describe_steps(rows: pd.DataFrame, run: RunInfo) -> str:
+    """What a step of this run is, where it is not what one expects: one optimizer's step after its backward."""
+    steps = rows[(rows["kind"] == "step") & rows["value"].notna()]
+    if steps.empty:
+        return ""
+    first = rows[rows["rank"] == steps["rank"].min()]
+    if (steps["value"] == 0).all():
+        return "one backward: no optimizer of torch.optim was seen to step"
+    pattern = step_pattern(first)
+    if len(pattern) < 2:
+        return ""
+    known = {fact.get("number"): str(fact.get("class")) for fact in run.facts if fact.get("fact") == "optimizer"}
+    parts = [f"{times} of {known.get(number, 'optimizer')} {number}" for number, times in pattern]
+    return f"an iteration of {count(sum(times for _, times in pattern), 'optimizer step')}: {', '.join(parts)}"

@@ -11,23 +11,30 @@ from typing import Final
 
 from ..context import Change, Context
 from ..finding import Finding, Gain
-from . import comm, data, pause, rank, run
-from .base import LEAST_SHARE, NotJudged
+from . import checkpoint, comm, data, evaluation, pause, pipeline, rank, run, stall
+from .base import LEAST_SHARE, NotConcerned, NotJudged
 
-__all__ = ["FAULTS", "LEAST_SHARE", "RULES", "NotJudged"]
+__all__ = ["FAULTS", "LEAST_SHARE", "RULES", "NotConcerned", "NotJudged"]
 
 Describe = Callable[[Context, Change, Gain, Gain], Finding]
 """(context, change, its share of the lost time, the gain of mending it alone) -> finding."""
 
 FAULTS: Final[dict[str, tuple[Callable[[Context], Change | None], Describe]]] = {
     "rank.straggler": (rank.slow_ranks, rank.straggler),
-    "data.stall": (data.waiting, data.stall),
+    "data.stall": (stall.waiting, stall.stall),
     "data.imbalance": (data.unequal, data.imbalance),
     "pause.gc": (pause.collections, pause.garbage_collection),
+    "pipeline.imbalance": (pipeline.unbalanced, pipeline.imbalance),
 }
 
 RULES: Final[dict[tuple[str, ...], Callable[[Context], list[Finding]]]] = {
     ("run.rank-died",): run.rank_died,
+    ("data.stall",): stall.loaders,
     ("comm.small-messages", "comm.exposed"): comm.bucket_size,
+    ("pipeline.bubble",): pipeline.bubble,
+    ("eval.uneven",): evaluation.uneven,
+    ("checkpoint.stall",): checkpoint.stall,
+    ("pause.stop",): pause.stops,
 }
-"""A rule or a fault that cannot be told from this capture raises NotJudged."""
+"""A rule or a fault that cannot be told from this capture raises NotJudged; one that is about something that the job
+does not have, NotConcerned."""

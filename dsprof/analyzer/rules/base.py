@@ -1,7 +1,9 @@
-"""What rules share: how a rule declines, and how a fix names a place in the user's code."""
+"""What rules share: how a rule declines, how a fix names what to type and where, and how wide an interval is."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from ..context import Context
@@ -10,9 +12,21 @@ from ..finding import Fix, Gain
 LEAST_SHARE: Final = 0.001
 """What costs less than this share of the step is not worth a line, not even as `info`."""
 
+TRANSFORMERS_DDP: Final = frozenset({"bucket_cap_mb", "find_unused_parameters", "broadcast_buffers", "static_graph"})
+"""Arguments of DistributedDataParallel that TrainingArguments has too, as `ddp_<argument>`."""
+DDP_CALLS: Final = {
+    "accelerate": "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({setting})])",
+    "lightning": "Trainer(strategy=DDPStrategy({setting}))",
+}
+"""Framework that makes the DistributedDataParallel -> the call in which its user sets an argument of it."""
+
 
 class NotJudged(Exception):
     """The capture does not hold what the rule needs; the message says what is missing."""
+
+
+class NotConcerned(Exception):
+    """The job has nothing that the rule is about: it neither passed nor was left unjudged."""
 
 
 def need_steps(context: Context) -> None:
@@ -23,9 +37,44 @@ def need_steps(context: Context) -> None:
 
 def code_fix(title: str, argument: str, value: Any, site: str | None, gain: Gain | None = None) -> Fix:
     """A change of one argument at `site` (`file:line`), or somewhere in the script where the call was not seen."""
+    return settings_fix(title, {argument: value}, site, gain)
+
+
+def settings_fix(title: str, settings: Mapping[str, Any], site: str | None, gain: Gain | None = None) -> Fix:
+    """A change of several arguments of one call at `site`; without a site, of flags on the command line, or of a call
+    that was not seen."""
     file, _, line = (site or "").rpartition(":")
     where = {"file": file or None, "line": int(line) if line.isdigit() else None}
-    return Fix("code", title, ({**where, "argument": argument, "value": value},), gain)
+    patch = tuple({**where, "argument": argument, "value": value} for argument, value in settings.items())
+    return Fix("code", title, patch, gain)
+
+
+def ddp_argument_fix(
+    fact: Mapping[str, Any], argument: str, value: Any, gain: Gain | None = None, note: str = ""
+) -> Fix:
+    """Another value for an argument of the DistributedDataParallel that stated `fact`, as its user would write it.
+
+    `note` goes behind the title. Where a framework makes the DDP the user has no such call, so the fix is that
+    framework's flag or call, and names no line.
+    """
+    framework, setting = fact.get("framework"), f"{argument}={written(value)}"
+    if framework == "transformers" and argument in TRANSFORMERS_DDP:
+        flag = f"--ddp_{argument}"
+        title = f"{flag} {written(value)}, or TrainingArguments(ddp_{setting})"
+        return settings_fix(title + note, {flag: value}, None, gain)
+    if framework in DDP_CALLS:
+        call = DDP_CALLS[framework].format(setting=setting)
+        return settings_fix(call + note, {call: value}, None, gain)
+    if framework:
+        title = f"DistributedDataParallel({setting}), which {framework} makes"
+        return settings_fix(title + note, {argument: value}, None, gain)
+    site = fact.get("site")
+    return settings_fix(f"DistributedDataParallel({setting}){at(site)}{note}", {argument: value}, site, gain)
+
+
+def written(value: Any) -> str:
+    """A value as it is typed: 25, 0.5, True, "text"."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def at(site: str | None) -> str:
@@ -44,3 +93,14 @@ def confidence_of(gain: Gain) -> float:
     if gain.ms <= 0:
         return 0.5
     return round(min(max(0.5 + 0.5 * gain.low / gain.ms, 0.05), 0.99), 2)
+
+
+def widened(gain: Gain, low_ms: float, high_ms: float) -> Gain:
+    """`gain` with an interval that reaches down to `low_ms` and up to `high_ms` at least, and has a width.
+
+    Without a width it would claim that the next run can't differ: then it reaches down to nothing.
+    """
+    low, high = min(gain.low, low_ms, gain.ms), max(gain.high, high_ms, gain.ms)
+    if low >= high:
+        low, high = min(low, 0.0), max(high, 0.0)
+    return replace(gain, low=low, high=high)

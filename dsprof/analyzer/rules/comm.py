@@ -43,7 +43,7 @@ def bucket_size(context: Context) -> list[Finding]:
         raise NotJudged("collectives ran on a device, whose time this version does not measure")
     if context.ranks_missing:
         raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
-    waited = float(context.middle["comm_exposed"].mean())
+    waited = float(context.ordinary["comm_exposed"].mean())
     cut = _gradients(context)
     if cut is None:
         if context.collectives["step"].isin(context.step_numbers).any():

@@ -1,10 +1,14 @@
-"""Pauses of the interpreter."""
+"""The job stands still: garbage collection, and stops that are none of the known kinds."""
 
 from __future__ import annotations
 
+import numpy as np
+import pandas as pd
+
 from ..context import Change, Context
-from ..finding import Evidence, Finding, Gain, Where
-from .base import code_fix, confidence_of, script_of
+from ..finding import Evidence, Finding, Fix, Gain, Where
+from ..text import count
+from .base import LEAST_SHARE, code_fix, confidence_of, need_steps, script_of
 
 
 def collections(context: Context) -> Change | None:
@@ -39,3 +43,74 @@ def garbage_collection(context: Context, change: Change, gain: Gain, alone: Gain
     title = f"garbage collection stops rank {names} for {mean.max():.1f} ms a step"
     where = Where(ranks=ranks, steps=context.step_range)
     return Finding("pause.gc", title, "info", confidence_of(gain), where, evidence, gain, fixes)
+
+
+def stops(context: Context) -> list[Finding]:
+    """The job stands still now and then, for none of the known reasons: where each rank stood in the longest stop."""
+    need_steps(context)
+    irregular = context.irregular
+    own = irregular.own_ms.get("stop")
+    if own is None or not own.any():
+        return []
+    stopped = own.max(axis=0) > 0
+    gain = context.cost(irregular.excess_ms["stop"][stopped], rare=True)
+    if gain.ms < LEAST_SHARE * irregular.mean_ms:
+        return []
+    longest = int(own.max(axis=0).argmax())
+    step = int(irregular.steps[longest])
+    who = tuple(rank for rank, ms in zip(irregular.ranks, own.max(axis=1), strict=True) if ms > 0)
+    culprit = irregular.ranks[int(own[:, longest].argmax())]
+    length = float(own[:, longest].max())
+    evidence = [
+        Evidence("stops", int(stopped.sum()), "count", 0.0),
+        Evidence("longest", round(length, 1), "ms"),
+        Evidence("in step", step, ""),
+        *(Evidence(f"rank {rank} stood", _stood(context, rank, step), "") for rank in irregular.ranks[:MOST_STANDING]),
+    ]
+    place = _stood(context, culprit, step)
+    fixes = (
+        Fix(
+            "code",
+            f"look for what rank {culprit} does in step {step} beside training ({place}): files on a slow disk, "
+            "logging, a lock, another process on the host; mark it with dsprof.span to see it named",
+        ),
+    )
+    how_often = f"{count(int(stopped.sum()), 'time')} in {count(len(irregular.steps), 'step')}"
+    title = f"the job stands still {how_often}, for up to {length / 1e3:.1f} s (rank {culprit}, {place})"
+    numbers = irregular.steps[stopped]
+    where = Where(ranks=who, steps=(int(numbers[0]), int(numbers[-1])))
+    return [Finding("pause.stop", title, "info", confidence_of(gain), where, tuple(evidence), gain, fixes)]
+
+
+MOST_STANDING = 4
+"""Ranks of which it is said where they stood."""
+
+
+def _stood(context: Context, rank: int, step: int) -> str:
+    """Where a rank spent most of a step beyond what is usual for it: in a phase, a wait, or outside of all."""
+    steps = context.steps[context.steps["rank"] == rank]
+    mine = steps[steps["step"] == step]
+    usual = steps[steps["ordinary"]]
+    if mine.empty or usual.empty:
+        return "unknown"
+    waits = ("peer_wait", "comm_exposed", "bubble")
+    if float(mine[list(waits)].sum(axis=1).iloc[0]) > 0.5 * float(mine["dur_ns"].iloc[0]) / 1e6:
+        return "waiting for the others"
+    rows = context.rows
+    chosen = (rows["kind"] == "phase") & (rows["lane"] == "main") & (rows["rank"] == rank) & rows["dur_ns"].notna()
+    phases = rows[chosen & rows["step"].isin([step, *usual["step"]])]
+    spent = (
+        phases["dur_ns"]
+        .astype("int64")
+        .groupby([phases["name"].astype(str), phases["step"]])
+        .sum()
+        .unstack(fill_value=0)
+    )
+    found: dict[str, float] = {}
+    if step in spent:
+        others = spent[[number for number in spent.columns if number != step]]
+        beyond: pd.Series[float] = (spent[step] - others.median(axis=1).fillna(0)) / 1e6
+        found = {f"in {name}": float(ms) for name, ms in beyond.items() if name != "between"}
+    other = float(mine["other"].iloc[0] - np.median(usual["other"]))
+    found["outside the phases of the loop"] = other
+    return max(found, key=lambda name: found[name])

@@ -31,18 +31,22 @@ def slow_ranks(context: Context) -> Change | None:
         if context.ranks_missing:
             raise NotJudged("only one of the job's ranks was captured")
         return None
-    if context.in_stages:
-        raise NotJudged("ranks are stages of a pipeline, so their work differs")
+    teams = [team for team in context.teams if team.sum() > 1]
+    if not teams:
+        raise NotJudged("each rank is another stage of a pipeline, so their work differs; see pipeline.imbalance")
     if len(context.step_numbers) < 2:
         return None
     own = _own_work(context)
-    late = own - _typical(own)
+    late = _lateness_in_team(context, own)
     mean = late.mean(axis=1)
     if mean.max() < LEAST_SHARE * context.step_ms:
         return None
     surely = np.array([interval(series)[0] > 0 for series in late])
     slow = surely & (mean > LEAST_OF_WORST * mean.max())
-    if not slow.any() or slow.all():
+    for team in teams:
+        if slow[team].all():
+            slow &= ~team
+    if not slow.any():
         return None
     # What makes it late in the mean, taken from the steps in which it was late: from all alike if it is always so.
     removed = np.clip(late, 0, None) * slow[:, None]
@@ -62,11 +66,11 @@ def straggler(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
     """Ranks that take longer for the same work, again and again, while the others wait."""
     own = _own_work(context)
     slow: npt.NDArray[np.bool_] = np.any([removed.any(axis=1) for removed in change.removed.values()], axis=0)
-    late = (own - _typical(own))[slow].mean(axis=0)
+    late = _lateness_in_team(context, own)[slow].mean(axis=0)
     ranks = tuple(rank for rank, chosen in zip(context.ranks, slow, strict=True) if chosen)
     phases = _phase_excess(context, ranks)
     where_slow = max(phases, key=lambda name: phases[name][0] - phases[name][1]) if phases else None
-    peers = context.middle[~context.middle["rank"].isin(ranks)]
+    peers = context.ordinary[~context.ordinary["rank"].isin(ranks)]
     mine, others = float(own[slow].mean()), float(np.median(own[~slow].mean(axis=1)))
     evidence = [
         Evidence("own work a step", round(mine, 3), "ms", round(others, 3)),
@@ -91,6 +95,15 @@ def straggler(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
         evidence.append(Evidence("ready to run without a core, more than peers", round(waited, 3), "ms", 0.0))
     fixes = _fixes(context, ranks, where_slow, crowded)
     return Finding("rank.straggler", title, "info", confidence_of(gain), where, tuple(evidence), gain, fixes)
+
+
+def _lateness_in_team(context: Context, own: Float) -> Float:
+    """By how much each rank's work of a step takes longer than what is typical of those that do the same, [R, S]."""
+    late = np.zeros_like(own)
+    for team in context.teams:
+        if team.sum() > 1:
+            late[team] = own[team] - _typical(own[team])
+    return late
 
 
 def _lateness(late: Float) -> str:
@@ -129,11 +142,11 @@ def _phase_excess(context: Context, ranks: tuple[int, ...]) -> dict[str, tuple[f
     mean = total.unstack(fill_value=0.0) / len(numbers)
     found = {str(name): _mine_and_others(row, ranks) for name, row in mean.iterrows()}
     # Backward contains the waits, so compare what is left of compute.
-    compute = context.middle.groupby("rank")["compute"].mean()
+    compute = context.ordinary.groupby("rank")["compute"].mean()
     for name in ("forward", "loss"):
         if name in mean.index:
             compute = compute - mean.loc[name].reindex(compute.index).fillna(0)
-    other = context.middle.groupby("rank")["other"].mean()
+    other = context.ordinary.groupby("rank")["other"].mean()
     found[OUTSIDE] = _mine_and_others(other, ranks)
     found["backward"] = _mine_and_others(compute, ranks)
     return found

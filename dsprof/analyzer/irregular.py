@@ -1,0 +1,180 @@
+"""Ordinary training steps, and those that are not: because of evaluation, a checkpoint, compilation, a loader that
+starts anew, or a stop of another kind.
+
+What makes a step irregular is told by each rank's own work, not by the step's duration: waiting spreads one rank's stop
+over all. Only the excess over the ordinary step is a cost; it is divided over the steps of the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+Float = npt.NDArray[np.float64]
+Bool = npt.NDArray[np.bool_]
+Int = npt.NDArray[np.int64]
+
+KNOWN: Final = ("evaluation", "checkpointing", "compilation")
+"""Kinds of time that are not training."""
+KINDS: Final = (*KNOWN, "data", "stop")
+
+WARM_UP_SHARE: Final = 4
+MOST_WARM_UP: Final = 100
+"""A quarter of the steps, and no more than these, are taken for warm-up."""
+MOST_JUDGED: Final = 400
+WINDOWS: Final = 8
+"""Of a longer run, this many stretches of it are judged, which make MOST_JUDGED ordinary steps together."""
+
+LEAST_APART: Final = 0.02
+"""Share of the typical step that evaluation, a checkpoint or compilation must take beyond what is usual."""
+LEAST_RESTART: Final = 0.1
+"""The same of a loader that starts anew."""
+STOP_STEPS: Final = 1.0
+STOP_SPREADS: Final = 5.0
+"""A stop takes a rank longer than its typical step by this many typical steps, and by this many times the distance of
+the third quartile from the median, so that steps that just differ in length are none."""
+RARE_SHARE: Final = 0.07
+FEWEST_RARE: Final = 2
+"""Stops are rare: what befalls more of the steps is how the job runs."""
+LARGER_INPUT: Final = 1.5
+"""A rank that was given so many times its typical input did not stop: it had more to do."""
+
+TABLE_COLUMNS: Final = ("rank", "step", "kind", "start_ns", "excess_ms")
+
+
+@dataclass(frozen=True)
+class Irregular:
+    """steps:   [S] numbers of the steps looked at: those after warm-up that every rank completed
+    ranks:      [R]
+    own_ms:     kind -> [R, S], what each rank itself spent beyond what is usual; 0 in ordinary steps
+    excess_ms:  kind -> [S], by how much the step was longer for it, mean over ranks
+    ordinary:   [S] which of them are ordinary
+    durations:  [S] ms, mean over ranks
+    table:      TABLE_COLUMNS, one row per irregular step and kind, with the rank that spent most on it
+    """
+
+    steps: Int = field(default_factory=lambda: np.empty(0, np.int64))
+    ranks: tuple[int, ...] = ()
+    own_ms: dict[str, Float] = field(default_factory=dict)
+    excess_ms: dict[str, Float] = field(default_factory=dict)
+    ordinary: Bool = field(default_factory=lambda: np.empty(0, np.bool_))
+    durations: Float = field(default_factory=lambda: np.empty(0))
+    table: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(TABLE_COLUMNS)))
+
+    @property
+    def mean_ms(self) -> float:
+        """A step with its share of all that is irregular, ms."""
+        return float(self.durations.mean()) if len(self.durations) else 0.0
+
+    def shares(self) -> dict[int, dict[str, float]]:
+        """Step -> kind -> its part of the excess, from 0 to 1."""
+        found: dict[int, dict[str, float]] = {}
+        for index in np.flatnonzero(~self.ordinary).tolist():
+            own = {kind: float(values[:, index].max()) for kind, values in self.own_ms.items()}
+            whole = sum(own.values())
+            if whole > 0:
+                found[int(self.steps[index])] = {kind: ms / whole for kind, ms in own.items() if ms > 0}
+        return found
+
+
+def warm_up(count: int) -> int:
+    """How many of the first steps are left out."""
+    return min(count // WARM_UP_SHARE, MOST_WARM_UP)
+
+
+def find_irregular(steps: pd.DataFrame, rows: pd.DataFrame) -> Irregular:
+    """Look at the steps that every rank completed, after warm-up. `steps`: rank, step, dur_ns, the budget's parts, and
+    `<kind>_ms` of what is not training (`budget.step_budget`)."""
+    shared = steps.groupby("step").size()
+    common = np.sort(shared[shared == steps["rank"].nunique()].index.to_numpy()).astype(np.int64)
+    common = common[warm_up(len(common)) :]
+    if len(common) == 0:
+        return Irregular()
+    ranks = tuple(int(rank) for rank in np.sort(steps["rank"].unique()))
+    looked_at = steps[steps["step"].isin(common)]
+
+    def wide(column: str) -> Float:
+        if column not in looked_at:
+            return np.zeros((len(ranks), len(common)))
+        table: Float = looked_at.pivot(index="rank", columns="step", values=column).to_numpy(np.float64)
+        return table
+
+    duration = wide("dur_ns") / 1e6
+    typical = float(np.median(duration))
+    own: dict[str, Float] = {}
+    for kind in KNOWN:
+        spent = wide(f"{kind}_ms")
+        beyond = spent - np.median(spent, axis=1, keepdims=True)
+        own[kind] = np.where(beyond > LEAST_APART * typical, beyond, 0.0)
+    loading = wide("data")
+    beyond = loading - np.median(loading, axis=1, keepdims=True)
+    restarted = _restarted(rows, ranks, common)
+    own["data"] = np.where(restarted & (beyond > LEAST_RESTART * typical), beyond, 0.0)
+    own["stop"] = _stops(
+        wide("compute") + wide("optimizer") + wide("other") - wide("apart_ms"), typical, rows, ranks, common
+    )
+    irregular = np.any([values > 0 for values in own.values()], axis=(0, 1))
+    if irregular.all():  # then nothing is ordinary, and all of it is how the job runs
+        irregular[:] = False
+        own = {kind: np.zeros_like(values) for kind, values in own.items()}
+    mean = duration.mean(axis=0)
+    usual = float(mean[~irregular].mean())
+    largest = {kind: values.max(axis=0) for kind, values in own.items()}
+    whole = np.maximum(sum(largest.values(), np.zeros(len(common))), 1e-9)
+    excess = {kind: np.clip(mean - usual, 0, None) * values / whole for kind, values in largest.items()}
+    return Irregular(common, ranks, own, excess, ~irregular, mean, _table(own, excess, common, ranks, looked_at))
+
+
+def _restarted(rows: pd.DataFrame, ranks: tuple[int, ...], common: Int) -> Bool:
+    """Whether a loader was started in each step, [R, S]."""
+    started = rows[(rows["kind"] == "phase") & (rows["name"] == "loader_start")]
+    pairs = set(zip(started["rank"].tolist(), started["step"].tolist(), strict=True))
+    return np.array([[(rank, int(step)) in pairs for step in common] for rank in ranks], bool)
+
+
+def _stops(own: Float, typical: float, rows: pd.DataFrame, ranks: tuple[int, ...], common: Int) -> Float:
+    """Own work beyond a rank's typical step, where that is a stop; else 0; ms, [R, S]."""
+    middle, upper = np.percentile(own, [50, 75], axis=1)
+    beyond: Float = own - middle[:, None]
+    limit = np.maximum(STOP_STEPS * typical, STOP_SPREADS * (upper - middle))
+    stops = beyond > limit[:, None]
+    forward = rows[(rows["kind"] == "phase") & (rows["name"] == "forward") & rows["value"].notna()]
+    if len(forward):
+        size = forward.groupby(["rank", "step"])["value"].sum().unstack().reindex(index=list(ranks), columns=common)
+        table = size.to_numpy(np.float64)
+        with np.errstate(invalid="ignore"):
+            stops &= ~(table > LARGER_INPUT * np.nanmedian(np.where(np.isnan(table), 0.0, table), axis=1)[:, None])
+    often = stops.sum(axis=1) > max(FEWEST_RARE, RARE_SHARE * own.shape[1])
+    return np.where(stops & ~often[:, None], beyond, 0.0)
+
+
+def _table(
+    own: dict[str, Float], excess: dict[str, Float], common: Int, ranks: tuple[int, ...], steps: pd.DataFrame
+) -> pd.DataFrame:
+    begun = {
+        (rank, step): start
+        for rank, step, start in zip(
+            steps["rank"].tolist(), steps["step"].tolist(), steps["start_ns"].tolist(), strict=True
+        )
+    }
+    found = []
+    for kind, values in own.items():
+        for index in np.flatnonzero(values.max(axis=0) > 0).tolist():
+            rank, step = ranks[int(values[:, index].argmax())], int(common[index])
+            found.append((rank, step, kind, begun[rank, step], float(excess[kind][index])))
+    table = pd.DataFrame(found, columns=list(TABLE_COLUMNS))
+    return table.sort_values(["step", "kind"], ignore_index=True)
+
+
+def mark_ordinary(steps: pd.DataFrame, irregular: Irregular) -> pd.DataFrame:
+    """`steps` with the column `ordinary`: the steps that are judged. Of a long run those of WINDOWS stretches."""
+    numbers = irregular.steps[irregular.ordinary]
+    if len(numbers) > MOST_JUDGED:
+        length = MOST_JUDGED // WINDOWS
+        begins = np.linspace(0, len(numbers) - length, WINDOWS).astype(int)
+        numbers = np.unique(np.concatenate([numbers[begin : begin + length] for begin in begins]))
+    return steps.assign(ordinary=steps["step"].isin(numbers))

@@ -1,0 +1,89 @@
+"""Ask every rule, and rank what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Final, TypeVar
+
+from .attribution import attribute
+from .context import Change, Context
+from .finding import SEVERITIES, Finding, severity_of
+from .rules import FAULTS, LEAST_SHARE, RULES, NotConcerned, NotJudged
+
+Judged = TypeVar("Judged")
+
+MOST_REPLAY_ERROR: Final = 0.05
+"""A replay that misses the measured steps by more says nothing of what a change would gain."""
+
+
+def judge(context: Context) -> tuple[list[Finding], list[str], dict[str, str], float]:
+    """Findings, worst first; the codes that passed; those that could not be judged and why; the noise floor in ms.
+
+    The noise floor is that of the steps with every fault mended: one that strikes now and then must not hide in the
+    noise that it makes.
+    """
+    found: dict[str, list[Finding]] = {}
+    not_judged: dict[str, str] = {}
+    not_concerned: set[str] = set()
+
+    def ask(codes: tuple[str, ...], rule: Callable[[], Judged]) -> Judged | None:
+        try:
+            return rule()
+        except NotConcerned:
+            not_concerned.update(codes)
+        except NotJudged as reason:
+            not_judged.update(dict.fromkeys(codes, str(reason)))
+        except Exception as error:  # one rule's mistake must not cost the others' findings
+            not_judged.update(dict.fromkeys(codes, f"the rule failed: {type(error).__name__}: {error}"))
+        return None
+
+    noise_ms = 0.0
+    refusal = _refusal(context)
+    if refusal is not None:
+        not_judged |= dict.fromkeys(FAULTS, refusal)
+        if context.programs and not context.on_gpu:
+            noise_ms = context.noise_ms(context.replayed())
+    else:
+        changes: dict[str, Change] = {}
+        for code, (mended, _) in FAULTS.items():
+            change = ask((code,), partial(mended, context))
+            if change is not None:
+                changes[code] = change
+        shares, alone, left = attribute(context, changes)
+        noise_ms = context.noise_ms(left)
+        for code, change in changes.items():
+            gains = context.gain(shares[code]), context.gain(alone[code])
+            if gains[0].ms < LEAST_SHARE * context.step_ms:
+                continue
+            finding = ask((code,), partial(FAULTS[code][1], context, change, *gains))
+            found[code] = [finding] if finding is not None else []
+    for codes, rule in RULES.items():
+        for finding in ask(codes, partial(rule, context)) or []:
+            found.setdefault(finding.code, []).append(finding)
+    every = dict.fromkeys((*FAULTS, *(code for of_rule in RULES for code in of_rule)))
+    rated = {code: [_rated(finding, noise_ms) for finding in found.get(code, [])] for code in every}
+    left_out = {*not_judged, *not_concerned}
+    passed = [code for code, of in rated.items() if code not in left_out and all(f.severity == "info" for f in of)]
+    findings = [finding for of in rated.values() for finding in of]
+    findings.sort(key=lambda f: (not f.code.startswith("run."), SEVERITIES.index(f.severity), -f.gain.ms))
+    return findings, passed, not_judged, noise_ms
+
+
+def _refusal(context: Context) -> str | None:
+    """Why no gain can be told by replay; None where it can."""
+    if not context.programs:
+        return "no step was completed on all captured ranks"
+    if context.on_gpu:
+        return "the job ran on a device, whose time this version does not measure"
+    error = context.replay_error()
+    if error > MOST_REPLAY_ERROR:
+        return f"replaying the measured steps misses them by {100 * error:.0f} %, so what a change gains cannot be told"
+    return None
+
+
+def _rated(finding: Finding, noise_ms: float) -> Finding:
+    if finding.code.startswith("run."):
+        return finding
+    return replace(finding, severity=severity_of(finding.gain, noise_ms))

@@ -1,0 +1,155 @@
+"""What a run's wall time went into: training steps, evaluation, checkpoints, compilation, start-up, the rest."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from dsprof.run import RunInfo
+from dsprof.schema import TIME_KINDS
+
+from .intervals import Int, Intervals
+from .irregular import KNOWN, Irregular
+
+PHASE_KIND: Final = {"checkpoint": "checkpointing", "compile": "compilation"}
+LANDMARKS: Final = ("backward", "optimizer", "checkpoint", "compile")
+"""Phases that end a stretch of evaluation, beside a forward with gradients."""
+
+USUAL: Final = 0.4
+"""Forwards without gradients that this share of the steps lacks are evaluation; others are a teacher or a rollout, and
+belong to the step."""
+
+
+def apart_spans(rows: pd.DataFrame) -> dict[str, Intervals]:
+    """Kind -> when the training thread was not training but evaluating, saving or compiling. `rows` are of one rank."""
+    main = rows[(rows["kind"] == "phase") & (rows["lane"] == "main") & rows["dur_ns"].notna()].sort_values(
+        ["start_ns", "dur_ns"], ascending=[True, False]
+    )
+    found = {"evaluation": _evaluation(main, rows)}
+    names = main["name"].astype(str)
+    for name, kind in PHASE_KIND.items():
+        chosen = main[names == name]
+        start = chosen["start_ns"].to_numpy(np.int64)
+        found[kind] = Intervals.union(start, start + chosen["dur_ns"].to_numpy(np.int64))
+    return found
+
+
+def _evaluation(main: pd.DataFrame, rows: pd.DataFrame) -> Intervals:
+    """Stretches of forwards without gradients, with the loading before them and what follows until the next phase."""
+    names = main["name"].astype(str).to_numpy(object)
+    without = (names == "forward") & main["grad"].eq(False).fillna(False).to_numpy(bool)
+    if not without.any():
+        return Intervals.empty()
+    start = main["start_ns"].to_numpy(np.int64)
+    end = start + main["dur_ns"].to_numpy(np.int64)
+    landmark = np.isin(names, LANDMARKS) | ((names == "forward") & ~without & (main["source"] != "derived").to_numpy())
+    # One landmark may lie around others (a closure's): what ends first before the stretch is where it begins.
+    stretch = np.cumsum(landmark)
+    counts = np.bincount(stretch[without], minlength=int(stretch[-1]) + 1)
+    usual = _usual_count(main[without], rows)
+    values = main["value"].to_numpy(np.float64)
+    begins, finishes = [], []
+    for number in np.flatnonzero(counts):
+        if usual and counts[number] <= 2 * usual:
+            continue
+        members = np.flatnonzero(stretch == number)
+        evaluating = members[without[members]]
+        before = end[: members[0] + 1][landmark[: members[0] + 1]]
+        begin = int(before.max()) if len(before) and before.max() <= start[evaluating[0]] else int(start[evaluating[0]])
+        if number == 0:  # before anything was trained: the set-up before it is start-up
+            loading = members[(members < evaluating[0]) & np.isin(names[members], ["data", "loader_start"])]
+            begin = int(start[loading[0]]) if len(loading) else int(start[evaluating[0]])
+        last = int(evaluating[-1])
+        loaders = set(values[members[(members < last) & (names[members] == "data")]].tolist())
+        following = last + 1
+        while following < len(names) and names[following] == "data" and values[following] in loaders:
+            last, following = following, following + 1  # the loader that ends, and says so
+        finish = int(end[last])
+        if following < len(names) and not landmark[following]:
+            finish = max(finish, int(start[following]))
+        begins.append(begin)
+        finishes.append(finish)
+    return Intervals.union(np.array(begins, np.int64), np.array(finishes, np.int64))
+
+
+def _usual_count(without: pd.DataFrame, rows: pd.DataFrame) -> int:
+    """How many forwards without gradients most steps have: 0 where they are evaluation's."""
+    steps = rows.loc[rows["kind"] == "step", "step"].unique()
+    if len(steps) == 0:
+        return 0
+    counts = without.groupby("step").size().reindex(steps, fill_value=0)
+    return int(counts.quantile(USUAL, interpolation="lower"))
+
+
+def run_span(run: RunInfo, rows: pd.DataFrame) -> tuple[int, int] | None:
+    """From when the job was started to when it ended, ns on the common clock; of a run without a launcher of ours from
+    when the first process began to the last thing seen. None without rows."""
+    if rows.empty:
+        return None
+    first = int(rows["start_ns"].min())
+    last = int((rows["start_ns"] + rows["dur_ns"].fillna(0).astype("int64")).max())
+    hosts = {item.rank: item.host for item in run.ranks}
+    reference = hosts[min(hosts)] if hosts else ""
+    if run.started_ns and run.ended_ns and run.host == reference and run.started_ns <= first and last <= run.ended_ns:
+        return run.started_ns, run.ended_ns
+    here = [item for item in run.ranks if item.host == reference]
+    begun = [item.started_ns for item in here if item.started_ns and item.started_ns <= first]
+    closed = [item.closed_ns for item in here if item.closed_ns and item.closed_ns >= last]
+    return min([first, *begun]), max([last, *closed])
+
+
+def divide_time(
+    span: tuple[int, int], steps: pd.DataFrame, apart: dict[int, dict[str, Intervals]], irregular: Irregular
+) -> dict[str, float]:
+    """Kind of TIME_KINDS -> s, mean over ranks; they sum to the span.
+
+    Of a step that was irregular for an evaluation, a checkpoint or a compilation, on whichever rank, the excess over
+    the rank's typical step belongs to that, on the ranks that waited too.
+    """
+    total = dict.fromkeys(TIME_KINDS, 0.0)
+    begin, end = span
+    ranks = sorted(apart)
+    shares = irregular.shares()
+    for rank in ranks:
+        mine = steps[steps["rank"] == rank].sort_values("start_ns")
+        spans = apart[rank]
+        starts = mine["start_ns"].to_numpy(np.int64)
+        ends = starts + mine["dur_ns"].to_numpy(np.int64)
+        first, last = (int(starts[0]), int(ends[-1])) if len(mine) else (end, end)
+        outside = {kind: _within(of, [(begin, first), (last, end)]) for kind, of in spans.items()}
+        before = sum(_within(of, [(begin, first)]) for of in spans.values())
+        for kind, ns in outside.items():
+            total[kind] += ns
+        total["startup"] += max(first - begin, 0) - before
+        total["rest"] += max(end - last, 0) - (sum(outside.values()) - before)
+        duration = (ends - starts).astype(np.float64)
+        ordinary = mine["ordinary"].to_numpy(bool)
+        typical = (
+            float(np.mean(duration[ordinary])) if ordinary.any() else float(np.median(duration)) if len(mine) else 0.0
+        )
+        own = {kind: (of.before(ends) - of.before(starts)).astype(np.float64) for kind, of in spans.items()}
+        for i, step in enumerate(mine["step"].tolist()):
+            mine_apart = {kind: float(values[i]) for kind, values in own.items()}
+            assigned = dict(mine_apart)
+            known = {kind: share for kind, share in shares.get(int(step), {}).items() if kind in KNOWN}
+            if known:
+                excess = min(max(duration[i] - typical, sum(mine_apart.values())), duration[i])
+                whole = sum(known.values())
+                assigned = {kind: excess * share / whole for kind, share in known.items()}
+            for kind, ns in assigned.items():
+                total[kind] += ns
+            total["training"] += duration[i] - sum(assigned.values())
+        gaps = starts[1:] - ends[:-1]  # a rank whose records were lost in between
+        total["rest"] += float(gaps.sum()) if len(gaps) else 0.0
+    return {kind: ns / 1e9 / max(len(ranks), 1) for kind, ns in total.items()}
+
+
+def _within(spans: Intervals, stretches: list[tuple[int, int]]) -> float:
+    found = 0
+    for low, high in stretches:
+        if high > low:
+            edges: Int = np.array([low, high], np.int64)
+            found += int(np.diff(spans.before(edges))[0])
+    return float(found)

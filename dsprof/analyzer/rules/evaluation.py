@@ -1,0 +1,56 @@
+"""Evaluation that some ranks do while the others wait."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..context import Context
+from ..finding import Evidence, Finding, Fix, Where
+from ..text import count, ranks
+from .base import LEAST_SHARE, NotConcerned, NotJudged, confidence_of, need_steps
+
+KIND = "evaluation"
+LEAST_UNEVEN = 0.2
+"""Of the longest evaluation of an occasion: ranks that differ by less evaluate alike."""
+
+
+def uneven(context: Context) -> list[Finding]:
+    """Ranks evaluate unequally. What is lost is the longest share less the mean, which equal shares would take."""
+    need_steps(context)
+    if len(context.ranks) < 2:
+        if context.ranks_missing:
+            raise NotJudged("only one of the job's ranks was captured")
+        raise NotConcerned
+    irregular = context.irregular
+    own = irregular.own_ms.get(KIND)
+    if own is None or not own.any():
+        return []
+    longest, mean = own.max(axis=0), own.mean(axis=0)
+    unequal = longest - mean > LEAST_UNEVEN * np.maximum(longest, 1e-9)
+    if not unequal.any():
+        return []
+    lost = np.minimum(longest - mean, irregular.excess_ms[KIND])[unequal]
+    gain = context.cost(lost)
+    if gain.ms < LEAST_SHARE * irregular.mean_ms:
+        return []
+    of_rank = own[:, unequal].mean(axis=1)
+    who = tuple(rank for rank, ms in zip(irregular.ranks, of_rank, strict=True) if ms > 0.5 * of_rank.max())
+    numbers = irregular.steps[unequal]
+    often = f"{count(int(unequal.sum()), 'time')} in {count(len(irregular.steps), 'step')}"
+    evidence = (
+        Evidence("one evaluation", round(float(longest[unequal].mean()), 3), "ms"),
+        Evidence("evaluated", often, ""),
+        Evidence("the same, shared among all ranks", round(float(mean[unequal].mean()), 3), "ms"),
+    )
+    fixes = (
+        Fix(
+            "code",
+            "evaluate on every rank a part of the data (DistributedSampler) and all_reduce the metric",
+            gain=gain,
+        ),
+        Fix("code", "or evaluate less often, or in another process on a saved checkpoint"),
+    )
+    title = f"{ranks(who)} evaluates" if len(who) == 1 else f"{ranks(who)} evaluate"
+    title += f" for {longest[unequal].mean():.0f} ms, {often}, while the others wait"
+    where = Where(ranks=who, op="evaluation", steps=(int(numbers[0]), int(numbers[-1])))
+    return [Finding("eval.uneven", title, "info", confidence_of(gain), where, evidence, gain, fixes)]
