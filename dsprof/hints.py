@@ -33,7 +33,8 @@ def launch_hints(folder: RunFolder, job: Job, flags: Sequence[str]) -> list[str]
         hints.append(f"the script wants to be started with ranks ({found[WANTS_RANKS]}){with_ranks(job, flags)}")
     if (job.has_ranks or job.is_command) and WANTS_NO_RANKS in found:
         reason = found[WANTS_NO_RANKS]
-        hints.append(f"the script wants to be one process, started without ranks ({reason}){without(job, flags)}")
+        # May: one that asks for NCCL whatever its environment wants a GPU, and cannot be told from the others.
+        hints.append(f"the script may want to be one process, started without ranks ({reason}){without(job, flags)}")
     return hints
 
 

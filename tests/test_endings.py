@@ -161,7 +161,7 @@ def test_a_script_that_would_rather_be_one_process(tmp_path: Path) -> None:
     finished = profile(tmp_path, Path("train.py"), "x", ranks=1, flags=("--no-report",))
     assert finished.status == 1
     (hint,) = finished.folder.read_info().hints
-    assert hint.startswith("the script wants to be one process, started without ranks (")
+    assert hint.startswith("the script may want to be one process, started without ranks (")
     assert hint.endswith(f"; type: dsprof run -o {finished.folder.path} --force --no-report train.py x")
     assert f"[dsprof] {hint}\n" in finished.stderr
 
