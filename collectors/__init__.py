@@ -10,8 +10,14 @@ collective_kernels  their hooks in Python, where there is no native helper
 modules      the outermost module call: forward
 phases       data and backward
 optimizers   the step
+pipelining   torch's pipeline schedules: actions of stages
+checkpoints  saving them
+compilation  what torch.compile takes for itself
+sharding     how FSDP was configured
 host         pauses of the interpreter
 facts        how DDP, DataLoader and process groups were configured, and where
+hints        a script that wants to be started in another way
+imports      hooks in modules that the job imports later
 dynamo       keeping torch.compile away from all this
 spans        the user's own `dsprof.span` and `dsprof.mark`
 """

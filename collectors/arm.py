@@ -2,9 +2,9 @@
 
 It must cost nothing without DSPROF=1, and never raise: torch turns an exception here into a failed import. But for
 one case, DSPROF_ENGINE=dsprof where that cannot be had: better no job than one on another engine than was asked for.
-Arming patches two things and waits. The capture opens when the process shows itself to be a rank, by joining a
-process group or by taking an optimizer step, so the torchrun agent, DataLoader workers and helper programs that
-inherit the environment never open one.
+Arming patches a few things and waits. The capture opens when the process shows itself to be a rank, by joining a
+process group, by a backward pass or by taking an optimizer step, so the torchrun agent, DataLoader workers and helper
+programs that inherit the environment never open one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _armed = False
 
 
 def _arm() -> None:
-    """Wrap `init_process_group` and hook the first optimizer step."""
+    """Wrap `init_process_group`, and hook the first backward pass and the first optimizer step."""
     global _armed
     if _armed:  # both the entry point and the bootstrap ran
         return
@@ -45,11 +45,13 @@ def _arm() -> None:
 
     import torch.distributed as dist
 
-    from . import facts, identity, optimizers
+    from . import facts, hints, identity, optimizers, phases
 
     identity.remember_settings()
+    hints.watch()
     facts.watch_dataloaders()
-    optimizers.watch(_start)
+    phases.watch(_start_training)
+    optimizers.watch(_start_training)
 
     if dist.is_available():
         from torch.distributed import distributed_c10d as c10d
@@ -58,7 +60,11 @@ def _arm() -> None:
 
         @functools.wraps(join)
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
-            result = join(*args, **kwargs)
+            try:
+                result = join(*args, **kwargs)
+            except Exception as error:
+                hints.refused(error)
+                raise
             _start()
             return result
 
@@ -74,6 +80,20 @@ def _start() -> None:
         start()
     except Exception as error:
         _report("starting the capture", error)
+
+
+def _start_training() -> None:
+    try:
+        from torch.utils.data import get_worker_info
+
+        from . import hints
+
+        if get_worker_info() is not None:  # a DataLoader's worker that computes gradients is no rank
+            return
+        hints.training()
+    except Exception as error:
+        _report("starting the capture", error)
+    _start()
 
 
 def _report(doing: str, error: Exception) -> None:

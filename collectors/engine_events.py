@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from dsprof.engine.hooks import Span, subscribe
 from dsprof.schema import DTYPES, Flag, Kind
 
-from . import optimizers
+from . import checkpoints, optimizers
 from .record import CALLS, CALLS_AND_WAITS, NOTHING
 
 if TYPE_CHECKING:
@@ -103,6 +103,8 @@ class EngineEvents:
             return "optimizer"
         if phase == "optimizer":  # of a step it is one of several tiles, each with an optimizer's step of its own
             return "tile" if optimizers.in_engine_step() else None
+        if phase == "checkpoint":
+            checkpoints.enter()  # torch.save is now part of this one
         return None if phase == "forward" else phase
 
     def _leave(self, phase: str) -> None:
@@ -111,6 +113,8 @@ class EngineEvents:
         elif phase == "step":
             optimizers.leave_engine_step()
             self._on_step()
+        elif phase == "checkpoint":
+            checkpoints.leave()
 
     # --- records
 

@@ -22,6 +22,17 @@ HOME: Final = Path(__file__).parent.parent
 LOADER: Final = "_dsprof_number"
 """Attribute by which the rows of a DataLoader find its facts: the number is their `value`."""
 
+FRAMEWORKS: Final = {
+    "transformers": "transformers",
+    "accelerate": "accelerate",
+    "lightning": "lightning",
+    "pytorch_lightning": "lightning",
+    "lightning_fabric": "lightning",
+    "deepspeed": "deepspeed",
+}
+"""Package that makes things on the user's behalf -> its name in a fact: he has its settings, not the call's."""
+STANDARD_LIBRARY: Final = os.path.dirname(os.__file__)
+
 _buffered: list[Fact] = []
 _sink: Callable[[Fact], None] | None = None
 
@@ -46,19 +57,28 @@ def send_to(sink: Callable[[Fact], None] | None) -> None:
 
 def caller_site() -> str | None:
     """`file:line` of the nearest frame in the user's own code; in an installed package if there is none."""
+    return _caller()[0]
+
+
+def _caller() -> tuple[str | None, str | None]:
+    """`caller_site`, and which of FRAMEWORKS lies between it and the call: the outermost, if several do."""
     torch_home = str(Path(sys.modules["torch"].__file__ or "").parent)
-    here = str(HOME)
+    ours = (torch_home, str(HOME), "<")
     installed: str | None = None
+    framework: str | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((torch_home, here, "<")):
+        if not name.startswith(ours):
+            package = FRAMEWORKS.get(str(frame.f_globals.get("__name__", "")).partition(".")[0])
+            framework = package or framework
             site = f"{name}:{frame.f_lineno}"
-            if "site-packages" not in name:
-                return site
-            installed = installed or site
+            if package or "site-packages" in name or "dist-packages" in name:
+                installed = installed or site
+            elif not name.startswith(STANDARD_LIBRARY):
+                return site, framework
         frame = frame.f_back
-    return installed
+    return installed, framework
 
 
 def by_engine() -> bool:
@@ -75,14 +95,19 @@ def process() -> Fact:
     """The process itself: its script, and how much of the host it may use."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    cores = os.cpu_count() if cpus is None else len(cpus)
     script = getattr(sys.modules.get("__main__"), "__file__", None)
-    return {"fact": "process", "script": script, "cores": cores, "threads": torch.get_num_threads()}
+    return {"fact": "process", "script": script, "cores": cores, "cpus": cpus, "threads": torch.get_num_threads()}
 
 
 def watch_dataloaders() -> None:
-    """State the settings of every DataLoader made from now on."""
+    """State the settings of every DataLoader made from now on, and have its iterators bear its number.
+
+    They bear it from the beginning: one may well be made before the capture opens.
+    """
     from torch.utils.data import DataLoader, IterableDataset
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     numbers = itertools.count(1)
 
@@ -101,7 +126,11 @@ def watch_dataloaders() -> None:
             "by_engine": by_engine(),
         }
 
-    _after_init(DataLoader, describe)
+    def number(iterator: Any, loader: Any, *_: Any, **__: Any) -> None:
+        setattr(iterator, LOADER, getattr(loader, LOADER, None))
+
+    after_init(DataLoader, describe)
+    _after_call_of_init(_BaseDataLoaderIter, number)
 
 
 def watch_ddp() -> None:
@@ -120,10 +149,21 @@ def watch_ddp() -> None:
             "gradient_bytes": sizes[::-1],
         }
 
-    _after_init(DistributedDataParallel, describe)
+    after_init(DistributedDataParallel, describe)
 
 
-def _after_init(cls: type, describe: Callable[[Any], Fact]) -> None:
+def after_init(cls: type, describe: Callable[[Any], Fact]) -> None:
+    """State what `describe` tells of every object of `cls` made from now on, with the line that made it."""
+
+    def tell(made: Any, *_: Any, **__: Any) -> None:
+        fact = describe(made)
+        site, framework = _caller()
+        state({**fact, "site": site, "framework": framework})
+
+    _after_call_of_init(cls, tell)
+
+
+def _after_call_of_init(cls: type, tell: Callable[..., None]) -> None:
     construct = cls.__init__  # type: ignore[misc]
     if getattr(construct, "_dsprof", False):
         return
@@ -132,7 +172,7 @@ def _after_init(cls: type, describe: Callable[[Any], Fact]) -> None:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
         try:
-            state({**describe(self), "site": caller_site()})
+            tell(self, *args, **kwargs)
         except Exception as error:
             from .session import count_error
 

@@ -1,4 +1,4 @@
-"""What the host does to a rank: pauses of the interpreter, CPU time, waiting for a core."""
+"""What the host does to a rank: when it began, pauses of the interpreter, CPU time, waiting for a core."""
 
 from __future__ import annotations
 
@@ -73,6 +73,18 @@ class _RunQueue:
         if self.file < 0:
             return None
         return int(os.pread(self.file, 96, 0).split()[1]) / 1e9
+
+
+def process_start_ns() -> int | None:
+    """When this process began, on the monotonic clock, to 10 ms; None where the kernel does not tell."""
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        since_boot_ns = int(fields[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")  # starttime, the 22nd of proc(5)
+        # The clock since boot goes on while the host sleeps, the monotonic one does not.
+        return since_boot_ns - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns())
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
 
 
 def _open(path: str) -> int:

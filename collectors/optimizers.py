@@ -1,25 +1,32 @@
 """Optimizer steps: they end the training step, and the first one shows that this process trains.
 
+What runs inside a step, such as the forward and backward of its closure, is recorded as anywhere else. An optimizer
+that another one steps is part of that one (ZeroRedundancyOptimizer).
+
 torch iterates over the global hooks while it calls them, so a hook that adds or removes one ends the job with
 "OrderedDict mutated during iteration". Ours are registered once, when the process is armed, and stay.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from dsprof.schema import Kind
 
-from . import dynamo
+from . import dynamo, facts
 
 if TYPE_CHECKING:
     from .record import Recorder
 
 
 WRAPPER_FILE: Final = "torch/optim/optimizer.py"
+MOST_DESCRIBED: Final = 100
+"""Optimizers that a fact tells of: with one for each parameter there are hundreds of the same."""
 
 
 class _UnderWay(threading.local):
@@ -43,8 +50,11 @@ class _Steps:
         self.on_step: Callable[[], None] | None = None
         self.name = 0
         self.local = _UnderWay()
+        self.numbers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self.next_number = itertools.count(1)
+        self.stepped_in_backward = False
 
-    def before(self, optimizer: object, *_: Any) -> None:
+    def before(self, optimizer: Any, *_: Any) -> None:
         if dynamo.compiling():
             return
         if self.on_first is not None:
@@ -58,7 +68,7 @@ class _Steps:
         if local.optimizers and _active_steps() < 2:  # an earlier step raised, so `after` never ran
             local.optimizers.clear()
         if not local.optimizers:
-            local.handle = self.recorder.begin(Kind.PHASE, self.name)
+            local.handle = self.recorder.begin(Kind.PHASE, self.name, -1, self.number_of(optimizer))
         local.optimizers.append(id(optimizer))
 
     def after(self, optimizer: object, *_: Any) -> None:
@@ -69,8 +79,42 @@ class _Steps:
             return
         if local.optimizers.pop() == id(optimizer) and not local.optimizers:
             self.recorder.end(local.handle)
+            if _in_backward():  # there may be hundreds of them, one for each parameter
+                self.stepped_in_backward = True
+            elif self.on_step is not None:
+                self.on_step()
+
+    def after_backward(self) -> None:
+        if self.stepped_in_backward:
+            self.stepped_in_backward = False
             if self.on_step is not None:
                 self.on_step()
+
+    def number_of(self, optimizer: Any) -> int | None:
+        """From 1 in the order of their first steps; a fact says which it is. None if it cannot be told again."""
+        try:
+            number = self.numbers.get(optimizer)
+            if number is None:
+                number = self.numbers[optimizer] = next(self.next_number)
+                if number <= MOST_DESCRIBED:
+                    facts.state(_describe(optimizer, number))
+            return number
+        except Exception:  # a class of the user's that is not hashable, or lacks param_groups
+            if self.recorder is not None:
+                self.recorder.count_error()
+            return None
+
+
+def _describe(optimizer: Any, number: int) -> facts.Fact:
+    tensors = sum(len(group["params"]) for group in optimizer.param_groups)
+    return {"fact": "optimizer", "number": number, "class": type(optimizer).__name__, "parameters": tensors}
+
+
+def _in_backward() -> bool:
+    """Whether the autograd engine calls, on whatever thread it uses."""
+    import torch
+
+    return torch._C._current_graph_task_id() != -1
 
 
 def _active_steps() -> int:
@@ -114,6 +158,11 @@ def leave_engine_step() -> None:
 def in_engine_step() -> bool:
     """Whether this thread is in one."""
     return _steps.local.engine
+
+
+def after_backward() -> None:
+    """A backward pass ended: that was the step, if optimizers were stepped in it."""
+    _steps.after_backward()
 
 
 def install(recorder: Recorder, on_step: Callable[[], None]) -> Callable[[], None]:

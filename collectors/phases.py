@@ -5,14 +5,13 @@ These hook points run a few times a step, so they are Python on both recorders.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dsprof.schema import Kind
 
-from . import dynamo, facts
+from . import dynamo, facts, optimizers
 
 if TYPE_CHECKING:
     from .record import Recorder
@@ -29,7 +28,7 @@ def _data(recorder: Recorder) -> Uninstall:
     from torch.utils.data import DataLoader
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    name = recorder.intern("data")
+    name, started = recorder.intern("data"), recorder.intern("loader_start")
     load, start = _BaseDataLoaderIter.__next__, DataLoader.__iter__
 
     @functools.wraps(load)
@@ -43,14 +42,12 @@ def _data(recorder: Recorder) -> Uninstall:
             recorder.end(handle)
 
     @functools.wraps(start)
-    def __iter__(self: Any) -> Any:  # starting the workers anew each epoch is a stall like any other
-        number = getattr(self, facts.LOADER, None)
-        handle = recorder.begin(Kind.PHASE, name, -1, number)
+    def __iter__(self: Any) -> Any:  # starting the workers anew each epoch is a stall of its own kind
+        if dynamo.compiling():
+            return start(self)
+        handle = recorder.begin(Kind.PHASE, started, -1, getattr(self, facts.LOADER, None))
         try:
-            iterator = start(self)
-            with contextlib.suppress(AttributeError):
-                setattr(iterator, facts.LOADER, number)
-            return iterator
+            return start(self)
         finally:
             recorder.end(handle)
 
@@ -66,37 +63,78 @@ def _data(recorder: Recorder) -> Uninstall:
     return uninstall
 
 
-def _backward(recorder: Recorder) -> Uninstall:
-    """`torch.autograd.backward` and `.grad` both end here; torch binds the function under two names."""
-    import torch.autograd as autograd
-    from torch.autograd import graph
+class _Backwards:
+    """Records the outermost backward pass, once there is a recorder. The first one shows that this process trains."""
 
-    run = graph._engine_run_backward
-    name = recorder.intern("backward")
+    def __init__(self) -> None:
+        self.on_first: Callable[[], None] | None = None
+        self.recorder: Recorder | None = None
+        self.name = 0
 
-    @functools.wraps(run)
-    def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
-        if dynamo.compiling():
+    def run(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.on_first is not None:
+            first, self.on_first = self.on_first, None
+            first()
+        recorder = self.recorder
+        if recorder is None:
             return run(*args, **kwargs)
         if recorder.enter_backward() > 1:  # re-entrant checkpointing: part of the outer one
             try:
                 return run(*args, **kwargs)
             finally:
                 recorder.leave_backward()
-        handle = recorder.begin(Kind.PHASE, name)
+        handle = recorder.begin(Kind.PHASE, self.name)
         try:
             return run(*args, **kwargs)
         finally:
             recorder.end(handle)
             recorder.leave_backward()
+            optimizers.after_backward()
 
-    graph._engine_run_backward = engine_run_backward
-    autograd._engine_run_backward = engine_run_backward  # type: ignore[attr-defined]
+
+_backwards = _Backwards()
+
+
+def watch(on_first: Callable[[], None]) -> None:
+    """Call `on_first` before the first backward pass from now on: a loop need not have an optimizer of torch's."""
+    _backwards.on_first = on_first
+    _hook_backward()
+
+
+def _backward(recorder: Recorder) -> Uninstall:
+    unhook = _hook_backward()
+    _backwards.name = recorder.intern("backward")
+    _backwards.recorder = recorder
 
     def uninstall() -> None:
-        if graph._engine_run_backward is engine_run_backward:
-            graph._engine_run_backward = run
-        if autograd._engine_run_backward is engine_run_backward:  # type: ignore[attr-defined]
-            autograd._engine_run_backward = run  # type: ignore[attr-defined]
+        _backwards.recorder = None
+        unhook()
 
     return uninstall
+
+
+def _hook_backward() -> Uninstall:
+    """Wrap what `torch.autograd.backward` and `.grad` both end in, once; torch binds it under two names."""
+    import torch.autograd as autograd
+    from torch.autograd import graph
+
+    places: list[Any] = [place for place in (graph, autograd) if hasattr(place, "_engine_run_backward")]
+    run = graph._engine_run_backward
+    if getattr(run, "_dsprof", None) is not None:
+        return run._dsprof  # type: ignore[attr-defined,no-any-return]
+
+    @functools.wraps(run)
+    def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+        if dynamo.compiling():
+            return run(*args, **kwargs)
+        return _backwards.run(run, args, kwargs)
+
+    def unhook() -> None:
+        for place in places:
+            if place._engine_run_backward is engine_run_backward:
+                place._engine_run_backward = run
+
+    engine_run_backward._dsprof = unhook  # type: ignore[attr-defined]
+    for place in places:
+        place._engine_run_backward = engine_run_backward
+    return unhook

@@ -58,7 +58,9 @@ class Session:
         self.recorder = recorder
         self.native = native
         self.pid = os.getpid()
+        self.opened_ns = time.monotonic_ns()
         self._uninstall: list[Callable[[], None]] = []
+        self._each_step: list[Callable[[], None]] = []
         self._groups_seen = 0
         self._stepped = False
         self._facts_written: set[str] = set()
@@ -68,7 +70,17 @@ class Session:
 
     def install(self) -> None:
         """Install every hook; one that fails is counted and the others still go in."""
-        from . import collectives, engine_events, modules, optimizers, phases
+        from . import (
+            checkpoints,
+            collectives,
+            compilation,
+            engine_events,
+            modules,
+            optimizers,
+            phases,
+            pipelining,
+            sharding,
+        )
 
         facts.watch_ddp()
         facts.send_to(self.write_fact)
@@ -78,6 +90,10 @@ class Session:
             ("modules", lambda: [modules.install(self.recorder)]),
             ("phases", lambda: phases.install(self.recorder)),
             ("optimizers", lambda: [optimizers.install(self.recorder, self.on_step)]),
+            ("pipelining", lambda: pipelining.install(self.recorder)),
+            ("checkpoints", lambda: checkpoints.install(self.recorder)),
+            ("compilation", lambda: [compilation.install(self.recorder)]),
+            ("sharding", lambda: sharding.install(self._each_step.append)),
             ("host", lambda: [host.install(self.recorder)]),
             ("engine events", lambda: [engine_events.install(self.recorder, self.on_step)]),
         )
@@ -89,6 +105,7 @@ class Session:
         self.write_meta(closed=False)
 
     def uninstall(self) -> None:
+        self._look()
         while self._uninstall:
             try:
                 self._uninstall.pop()()
@@ -97,7 +114,8 @@ class Session:
         facts.send_to(None)
 
     def on_step(self) -> None:
-        """After an optimizer step: the use of the host so far, and process groups made since the last one."""
+        """After an optimizer step: the use of the host so far, and what was set up since the last one."""
+        self._look()
         try:
             host.sample(self.recorder)
             if not self._stepped:
@@ -114,6 +132,13 @@ class Session:
                     self.write_fact({"fact": "group", "name": name, "ranks": ranks, "desc": group.group_desc})
         except Exception as error:
             count_error("after a step", error)
+
+    def _look(self) -> None:
+        for look in self._each_step:
+            try:
+                look()
+            except Exception as error:
+                count_error("after a step", error)
 
     def _note_device(self) -> None:
         """By the first step the script has chosen its device. Asking the driver earlier could spoil a fork."""
@@ -168,7 +193,13 @@ class Session:
             "level": identity.setting("DSPROF_LEVEL") or "light",
             "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
             # Both clocks at one moment: traces of other tools are stamped with the epoch.
-            "clock": {"monotonic_ns": time.monotonic_ns(), "epoch_ns": time.time_ns()},
+            "clock": {
+                "monotonic_ns": time.monotonic_ns(),
+                "epoch_ns": time.time_ns(),
+                "process_start_ns": host.process_start_ns(),
+            },
+            "opened_ns": self.opened_ns,
+            "closed_ns": time.monotonic_ns() if closed else None,
             "records": self.recorder.records,
             "dropped": self.recorder.dropped,
             "errors": [*_errors, *(["hooks"] * self.recorder.errors)][:LONGEST_ERROR_LIST],

@@ -1,0 +1,137 @@
+"""Checkpoints: what a thread takes to save one, by torch.save, torch.distributed.checkpoint or safetensors.
+
+The outermost call counts: what DCP writes with torch.save is part of its own. So is what it writes on other threads,
+which nobody waits for: of `async_save` there is a row for the part that blocks its caller. dsprof's engine tells of its
+checkpoints itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from dsprof.schema import Kind
+
+from . import dynamo, facts
+from .imports import when_imported
+
+if TYPE_CHECKING:
+    from .record import Recorder
+
+Uninstall = Callable[[], None]
+
+DCP: Final = "torch.distributed.checkpoint"
+
+SHORTEST_IN_MEMORY_NS: Final = 1_000_000
+"""Into memory, scripts also write small things that they send elsewhere, and quickly. A checkpoint on its way to a
+remote file system (Lightning's) takes longer."""
+
+
+class _Saving(threading.local):
+    """Whether this thread is saving a checkpoint."""
+
+    depth: int = 0
+
+
+_saving = _Saving()
+
+
+def enter() -> None:
+    """This thread saves a checkpoint of which somebody else tells."""
+    _saving.depth += 1
+
+
+def leave() -> None:
+    """It is done."""
+    _saving.depth -= 1
+
+
+def install(recorder: Recorder) -> list[Uninstall]:
+    """Record checkpoints from now on, those of libraries that are not imported yet too."""
+    import torch
+
+    return [
+        _watch(recorder, (torch.serialization, torch), "save", "torch.save"),
+        when_imported(f"{DCP}.state_dict_saver", functools.partial(_watch_dcp, recorder)),
+        when_imported("safetensors.torch", functools.partial(_watch_safetensors, recorder)),
+    ]
+
+
+def _watch_dcp(recorder: Recorder, module: ModuleType) -> Uninstall:
+    package = sys.modules.get(DCP)  # on its way, it takes over the module's functions, which are ours by then
+    places = (module,) if package is None else (module, package)
+    return _all(_watch(recorder, places, name, f"{DCP}.{name}") for name in ("save", "async_save", "save_state_dict"))
+
+
+def _watch_safetensors(recorder: Recorder, module: ModuleType) -> Uninstall:
+    # transformers and others have `save_file` by name, from before the capture: it is seen by what it calls.
+    names = {"save_file": "save_file", "save_model": "save_model", "serialize_file": "save_file"}
+    return _all(_watch(recorder, (module,), name, f"safetensors.torch.{known}") for name, known in names.items())
+
+
+def _all(uninstalls: Any) -> Uninstall:
+    undo: list[Uninstall] = list(uninstalls)
+
+    def uninstall() -> None:
+        while undo:
+            undo.pop()()
+
+    return uninstall
+
+
+def _watch(recorder: Recorder, places: tuple[ModuleType, ...], name: str, known: str) -> Uninstall:
+    """Wrap the function that `places` have as `name`, where they have the same one; `known` is what users call it."""
+    original = getattr(places[0], name, None)
+    if original is None:
+        return lambda: None
+    phase = recorder.intern("checkpoint")
+
+    @functools.wraps(original)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        if _saving.depth or dynamo.compiling() or _called_by_dcp():
+            return original(*args, **kwargs)
+        in_memory = isinstance(args[1] if len(args) > 1 else kwargs.get("f"), io.BytesIO)
+        start_ns = time.monotonic_ns()
+        handle = 0 if in_memory else recorder.begin(Kind.PHASE, phase)
+        _saving.depth += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _saving.depth -= 1
+            if not in_memory:
+                recorder.end(handle)
+                _state(known)
+            elif time.monotonic_ns() - start_ns >= SHORTEST_IN_MEMORY_NS:
+                recorder.put(Kind.PHASE, phase, start_ns, time.monotonic_ns())
+                _state(known)
+
+    for place in places:
+        if getattr(place, name, None) is original:
+            setattr(place, name, save)
+
+    def uninstall() -> None:
+        for place in places:
+            if getattr(place, name, None) is save:
+                setattr(place, name, original)
+
+    return uninstall
+
+
+def _called_by_dcp() -> bool:
+    """Whether our caller was called by DCP itself."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(DCP)
+
+
+def _state(function: str) -> None:
+    try:
+        facts.state({"fact": "checkpoint", "function": function, "site": facts.caller_site()})
+    except Exception as error:
+        from .session import count_error
+
+        count_error("facts", error)

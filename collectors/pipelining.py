@@ -1,0 +1,110 @@
+"""torch.distributed.pipelining: what a rank computes for each stage and micro-batch, and the schedule's facts.
+
+`F`, `B` and `W` as in the engine's own pipelines: the forward, the backward, and, in schedules that split it, the part
+of the backward that only makes the weights' gradients (`B` is then the part that makes the input's).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from dsprof.schema import Flag, Kind
+
+from . import dynamo, facts
+from .imports import when_imported
+
+if TYPE_CHECKING:
+    from .record import Recorder
+
+Uninstall = Callable[[], None]
+
+CHUNKS: Final = {
+    "forward_one_chunk": ("F", "fwd_chunk_id"),
+    "backward_one_chunk": ("B", "bwd_chunk_id"),
+    "backward_weight_one_chunk": ("W", "bwd_chunk_id"),
+}
+"""Method of a stage -> the name of its rows, and the parameter that is the number of the micro-batch."""
+
+SCHEDULES: Final = ("PipelineScheduleSingle", "PipelineScheduleMulti")
+"""The classes that have the others' stages."""
+
+LARGEST_PLACE: Final = 2**15 - 1
+"""Of stages and micro-batches that a record and the table have room for."""
+
+
+def install(recorder: Recorder) -> list[Uninstall]:
+    """Record the actions of pipeline stages, and state what the schedules are, once they are imported."""
+    package = "torch.distributed.pipelining"
+    return [
+        when_imported(f"{package}.stage", functools.partial(_watch_stages, recorder)),
+        when_imported(f"{package}.schedules", _watch_schedules),
+    ]
+
+
+def _watch_stages(recorder: Recorder, module: ModuleType) -> Uninstall:
+    stage: Any = getattr(module, "_PipelineStageBase", None)
+    undo: list[Uninstall] = []
+    for method, (name, parameter) in CHUNKS.items():
+        if hasattr(stage, method):
+            undo.append(_watch_chunks(recorder, stage, method, recorder.intern(name), parameter))
+
+    def uninstall() -> None:
+        while undo:
+            undo.pop()()
+
+    return uninstall
+
+
+def _watch_chunks(recorder: Recorder, stage: Any, method: str, name: int, parameter: str) -> Uninstall:
+    original = getattr(stage, method)
+    clock, kind, flags = time.monotonic_ns, int(Kind.PIPE), int(Flag.ENGINE)
+
+    def begin(number: int, microbatch: int, start_ns: int) -> int:
+        place = min(number, LARGEST_PLACE) << 16 | min(microbatch, LARGEST_PLACE)
+        return recorder.span(kind, name, start_ns, 0, 0, None, -1, 0, -1, 0, flags, place, 0, 0)
+
+    @functools.wraps(original)
+    def one_chunk(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if dynamo.compiling():
+            return original(self, *args, **kwargs)
+        start_ns = clock()
+        try:
+            handle = begin(int(self.stage_index), int(args[0] if args else kwargs[parameter]), start_ns)
+        except Exception:
+            recorder.count_error()
+            handle = 0
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            recorder.span_end(handle, start_ns, clock(), -1)
+
+    setattr(stage, method, one_chunk)
+
+    def uninstall() -> None:
+        if getattr(stage, method) is one_chunk:
+            setattr(stage, method, original)
+
+    return uninstall
+
+
+def _watch_schedules(module: ModuleType) -> Uninstall:
+    """State the settings of every schedule made from now on."""
+
+    def describe(schedule: Any) -> facts.Fact:
+        stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+        return {
+            "fact": "pipeline",
+            "schedule": type(schedule).__name__,
+            "microbatches": schedule._n_microbatches,
+            "stages": schedule._num_stages,
+            "stage_indices": [stage.stage_index for stage in stages],
+        }
+
+    for name in SCHEDULES:
+        if hasattr(module, name):
+            facts.after_init(getattr(module, name), describe)
+    return lambda: None

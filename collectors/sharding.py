@@ -1,0 +1,123 @@
+"""How the parameters are sharded: the communication units of FSDP2 (`fully_shard`) and FSDP1, and where they are made.
+
+A model has dozens, so the fact is kept until the end of a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final
+
+from . import facts
+from .imports import when_imported
+
+Uninstall = Callable[[], None]
+
+FSDP: Final = "torch.distributed.fsdp"
+
+
+@dataclass
+class Sharded:
+    """The units of one version of FSDP that this process has made."""
+
+    version: int
+    units: int = 0
+    parameters: int = 0
+    """Tensors."""
+    bytes: int = 0
+    """Of them unsharded."""
+    site: str | None = None
+    """Where the first was made."""
+    stated: int = 0
+    """Units that the last fact told of."""
+
+    def add(self, parameters: int, size: int) -> None:
+        if not self.units:
+            self.site = facts.caller_site()
+        self.units += 1
+        self.parameters += parameters
+        self.bytes += size
+
+    def state(self) -> None:
+        if self.stated == self.units:
+            return
+        self.stated = self.units
+        facts.state(
+            {
+                "fact": "fsdp",
+                "version": self.version,
+                "units": self.units,
+                "parameters": self.parameters,
+                "bytes": self.bytes,
+                "site": self.site,
+            }
+        )
+
+
+def install(each_step: Callable[[Callable[[], None]], None]) -> list[Uninstall]:
+    """Count units from now on; what is given to `each_step`, to be called after steps, states them."""
+    second, first = Sharded(2), Sharded(1)
+    each_step(second.state)
+    each_step(first.state)
+    return [
+        when_imported(f"{FSDP}._fully_shard._fsdp_param_group", functools.partial(_watch_second, second)),
+        when_imported(f"{FSDP}.fully_sharded_data_parallel", functools.partial(_watch_first, first)),
+    ]
+
+
+def _watch_second(sharded: Sharded, module: ModuleType) -> Uninstall:
+    def count(group: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        # Taken from the arguments: the group itself has shards only.
+        sharded.add(len(params), sum(param.numel() * param.element_size() for param in params))
+
+    return _before_init(module.FSDPParamGroup, count)
+
+
+def _watch_first(sharded: Sharded, module: ModuleType) -> Uninstall:
+    cls: Any = module.FullyShardedDataParallel
+    construct = cls.__init__
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        try:
+            flat = getattr(getattr(self, "_handle", None), "flat_param", None)
+            if flat is not None:  # a unit without parameters of its own communicates nothing
+                sharded.add(len(flat._numels), sum(flat._numels) * flat.element_size())
+        except Exception as error:
+            _count(error)
+
+    return _replace(cls, construct, __init__)
+
+
+def _before_init(cls: Any, count: Callable[..., None]) -> Uninstall:
+    construct = cls.__init__
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            count(self, *args, **kwargs)
+        except Exception as error:
+            _count(error)
+        construct(self, *args, **kwargs)
+
+    return _replace(cls, construct, __init__)
+
+
+def _replace(cls: Any, old: Any, new: Any) -> Uninstall:
+    cls.__init__ = new
+
+    def uninstall() -> None:
+        if cls.__init__ is new:
+            cls.__init__ = old
+
+    return uninstall
+
+
+def _count(error: Exception) -> None:
+    from .session import count_error
+
+    count_error("facts", error)
