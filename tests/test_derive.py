@@ -1,4 +1,4 @@
-"""What is derived from records: fields by their format, nested phases, steps, waits inside C++, purposes."""
+"""What is derived from records: fields by their format, nested phases, what lies between them, steps."""
 
 from __future__ import annotations
 
@@ -8,52 +8,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from records import Record, capture_of, derive, derived, of, phase
 from synthetic import MS, write_capture
 
-from dsprof.capture import RECORD_DTYPE, Capture, read_capture
-from dsprof.derive import trace_rows
-from dsprof.schema import NO_SEQ, Flag, Kind, State
-
-Record = tuple[Kind, str, float, float | None, dict[str, Any]]
-
-
-def capture_of(*records: Record, version: int = 3, facts: list[dict[str, Any]] | None = None) -> Capture:
-    """One rank; kind, name, start and end in ms (None: never ended), and the fields that differ from the usual.
-
-    Texts become ids of names; `value` is a float for `aux`.
-    """
-    names: dict[str, int] = {}
-
-    def intern(name: str) -> int:
-        return names.setdefault(name, len(names) + 1)
-
-    array = np.zeros(len(records), RECORD_DTYPE)
-    for row, (kind, name, start, end, more) in zip(array, records, strict=True):
-        usual: dict[str, Any] = {"peer": -1, "tag": -1, "seq": 0, "bytes": -1, "thread": 7}
-        if kind is Kind.WAIT and version >= 3:
-            usual["seq"] = NO_SEQ
-        if kind is Kind.COMM:
-            usual |= {"aux": round(start * MS), "group": "0", "bytes": 8, "dtype": 7}
-        fields = {**usual, **more}
-        if "value" in fields:
-            fields["aux"] = int(np.float64(fields.pop("value")).view(np.int64))
-        fields |= {"kind": kind, "state": State.BEGUN if end is None else State.DONE}
-        fields |= {"start_ns": round(start * MS), "end_ns": round((end or 0) * MS)}
-        for field, value in {**fields, "name": name}.items():
-            row[field] = intern(value) if isinstance(value, str) else int(value)
-    meta = {"closed": True, "native": True, "world_size": 2}
-    by_number = {number: name for name, number in names.items()}
-    return Capture(Path("rank00000.0.host.1"), array, by_number, meta, facts or [], format_version=version)
-
-
-def of(rows: pd.DataFrame, *columns: str) -> list[tuple[Any, ...]]:
-    """Those columns, with None for null."""
-    return [tuple(None if pd.isna(value) else value for value in row) for row in rows[list(columns)].to_numpy(object)]
-
-
-def derive(*records: Record, version: int = 3, facts: list[dict[str, Any]] | None = None) -> pd.DataFrame:
-    return trace_rows(capture_of(*records, version=version, facts=facts), 0, 0)
-
+from dsprof.capture import read_capture
+from dsprof.derive import step_pattern
+from dsprof.schema import NO_SEQ, Flag, Kind
 
 # --- fields -------------------------------------------------------------------------------------
 
@@ -126,3 +86,215 @@ def test_records_of_format_3_are_read_back_whole(tmp_path: Path) -> None:
     content[8:12] = (2).to_bytes(4, "little")
     chunk.write_bytes(content)
     assert read_capture(folder).format_version == 2
+
+
+# --- phases in between --------------------------------------------------------------------------
+
+
+def test_a_closure_is_what_it_does_and_the_optimizer_the_rest() -> None:
+    """Lightning: forward and backward run inside the optimizer's step."""
+    rows = derive(
+        phase("data", 0, 1),
+        phase("optimizer", 1, 30, value=1.0), phase("forward", 2, 10), phase("backward", 14, 26),
+        phase("data", 31, 32),
+        phase("optimizer", 32, 60, value=1.0), phase("forward", 33, 40), phase("backward", 44, 56),
+    )  # fmt: skip
+    assert derived(rows) == [("loss", 10, 14), ("loss", 40, 44)]
+    assert derived(rows, "step") == [("step", 0, 30), ("step", 30, 60)]
+    first = rows[rows["step"] == 0]
+    assert of(first, "name", "depth") == [
+        ("step", 0), ("data", 1), ("optimizer", 1), ("forward", 2), ("loss", 2), ("backward", 2),
+    ]  # fmt: skip
+
+
+def test_what_a_closure_s_optimizer_does_between_its_turns_is_its_own() -> None:
+    """LBFGS, without a loader: only what is outside of it lies between optimizer and forward."""
+    turn = [phase("forward", 1, 3), phase("backward", 4, 6), phase("forward", 8, 9), phase("backward", 9, 12)]
+    later = [(kind, name, start + 20, end + 20, more) for kind, name, start, end, more in turn if end]
+    rows = derive(phase("optimizer", 0, 13, value=1.0), *turn, phase("optimizer", 20, 33, value=1.0), *later)
+    assert derived(rows) == [("loss", 3, 4), ("between", 13, 20), ("loss", 23, 24)]
+    assert derived(rows, "step") == [("step", 0, 13), ("step", 13, 33)]
+    assert rows.loc[rows["kind"] == "step", "value"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "compile", "loader_start", "data"])
+def test_nothing_is_derived_across_what_is_known(name: str) -> None:
+    rows = derive(
+        phase("forward", 0, 10), phase(name, 11, 12), phase("backward", 13, 20), phase(name, 21, 22),
+        phase("optimizer", 23, 24),
+    )  # fmt: skip
+    assert derived(rows) == []
+
+
+def test_between_optimizer_and_forward_is_called_so_only_where_no_loader_was_seen() -> None:
+    turn = [phase("forward", 0, 10), phase("backward", 10, 30), phase("optimizer", 30, 35)]
+    later = [phase("forward", 50, 60), phase("backward", 60, 70), phase("forward", 71, 80), phase("backward", 80, 85)]
+    assert derived(derive(*turn, *later)) == [("between", 35, 50), ("between", 70, 71)]
+    loading = phase("loader_start", 90, 91)
+    assert derived(derive(*turn, *later, loading)) == []
+    assert derived(derive(*turn, *later, facts=[{"fact": "device"}])) == []
+    assert derived(derive(*turn, phase("checkpoint", 40, 41), *later)) == [("between", 70, 71)]
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(2.0, [("forward", 10, 12.0)]), (2.5, [])],
+)
+def test_between_two_forwards_only_what_is_short_is_forward(length: float, expected: list[Any]) -> None:
+    """An environment that is stepped between two calls of the policy is no computation."""
+    rows = derive(phase("forward", 0, 10), phase("forward", 10 + length, 20 + length))
+    assert derived(rows) == expected
+
+
+def test_many_brief_gaps_between_forwards_are_not_forward() -> None:
+    few = [phase("forward", at, at + 0.5) for at in (0, 0.7, 10)]
+    assert derived(derive(*few)) == [("forward", 0.5, 0.7)]
+    many = [phase("forward", 0.7 * i, 0.7 * i + 0.5) for i in range(20)]
+    assert derived(derive(*many)) == []
+
+
+WAIT = {"group": "0", "seq": 0}
+
+
+@pytest.mark.parametrize(
+    ("inside", "expected"),
+    [
+        ([], ["loss", "clip"]),
+        ([(Kind.WAIT, "recv", 11, 11.5, {**WAIT, "peer": 1, "tag": 0, "flags": Flag.P2P})], ["clip"]),
+        ([(Kind.COMM, "send", 22, 23, {"peer": 1, "tag": 0, "flags": Flag.P2P})], ["loss"]),
+        ([(Kind.WAIT, "all_gather", 11, 11.5, WAIT)], ["clip"]),
+        ([(Kind.WAIT, "barrier", 21, 22, WAIT)], ["loss"]),
+        ([(Kind.WAIT, "all_reduce", 21, 22, WAIT)], ["loss", "clip"]),
+        ([(Kind.WAIT, "barrier", 5, 6, WAIT)], ["loss", "clip"]),
+        ([(Kind.WAIT, "barrier", 11, 11.5, {**WAIT, "thread": 8})], ["loss", "clip"]),
+    ],
+    ids=["nothing", "recv", "send", "all_gather", "barrier", "norm", "elsewhere", "other thread"],
+)
+def test_a_gap_in_which_a_rank_communicates_is_not_told_by_its_neighbours(
+    inside: list[Record], expected: list[str]
+) -> None:
+    rows = derive(phase("forward", 0, 10), phase("backward", 12, 20), phase("optimizer", 24, 30), *inside)
+    assert [name for name, _, _ in derived(rows)] == expected
+
+
+# --- steps --------------------------------------------------------------------------------------
+
+
+def turns(*optimizers: int, start: float = 0.0) -> list[Record]:
+    """A forward, backward and step (10 ms together) of each of these optimizers in turn."""
+    found = []
+    for turn, number in enumerate(optimizers):
+        at = start + 10 * turn
+        found += [phase("forward", at, at + 3), phase("backward", at + 3, at + 8)]
+        found.append(phase("optimizer", at + 8, at + 10, value=float(number)))
+    return found
+
+
+def steps_of(rows: pd.DataFrame) -> list[tuple[float, float, float]]:
+    """Start and end in ms, and optimizer steps in it."""
+    steps = rows[rows["kind"] == "step"]
+    end = (steps["start_ns"] + steps["dur_ns"]).astype(float) / MS
+    return list(zip(steps["start_ns"] / MS, end, steps["value"], strict=True))
+
+
+def test_optimizers_that_take_turns_make_one_step() -> None:
+    assert steps_of(derive(*turns(1, 2, 1, 2))) == [(0, 20, 2), (20, 40, 2)]
+    critic = (1, 1, 1, 1, 1, 2)
+    rows = derive(*turns(*critic * 3, 1, 1))
+    assert steps_of(rows) == [(0, 60, 6), (60, 120, 6), (120, 180, 6)]
+    assert step_pattern(rows) == [(1, 5), (2, 1)]
+    assert rows.loc[rows["start_ns"] >= 180 * MS, "step"].unique().tolist() == [3]  # what has only begun
+
+
+def test_optimizers_without_numbers_step_one_by_one() -> None:
+    """Captures of old formats do not say which optimizer it was."""
+    records = [(kind, name, start, end, {}) for kind, name, start, end, _ in turns(1, 2, 1, 2)]
+    rows = derive(*records, version=2)
+    assert steps_of(rows) == [(0, 10, 1), (10, 20, 1), (20, 30, 1), (30, 40, 1)]
+    assert step_pattern(rows) == [(0, 1)]
+
+
+def test_optimizers_that_step_together_share_a_step() -> None:
+    turn = [phase("forward", 0, 3), phase("backward", 3, 8)]
+    turn += [phase("optimizer", 8, 9, value=1.0), phase("optimizer", 9, 10, value=2.0)]
+    later = [(kind, name, start + 10, end + 10, more) for kind, name, start, end, more in turn if end]
+    rows = derive(*turn, *later)
+    assert steps_of(rows) == [(0, 10, 2), (10, 20, 2)]
+    assert step_pattern(rows) == [(1, 1), (2, 1)]
+
+
+def test_what_does_not_repeat_ends_with_the_rarest_regular_optimizer() -> None:
+    order = [1, 1, 1, 2, 1, 1, 1, 1, 2, 1, 1, 2, 1, 1, 1, 2, 1, 1, 1, 1, 2]
+    found = steps_of(derive(*turns(*order)))
+    assert [round((end - start) / 10) for start, end, _ in found] == [4, 5, 3, 4, 5]
+
+
+def test_what_is_stepped_at_random_stands_for_itself() -> None:
+    order = [1, 1, 2, 1, 1, 1, 1, 1, 1, 3, 1, 2, 1]
+    assert len(steps_of(derive(*turns(*order)))) == len(order)
+
+
+def test_a_rare_second_optimizer_is_an_exception() -> None:
+    order = ([1] * 40 + [2]) * 4
+    assert len(steps_of(derive(*turns(*order)))) == len(order)
+
+
+def test_optimizers_inside_backward_end_the_step_with_it() -> None:
+    """One for each parameter; not every parameter has a gradient each time."""
+    records = []
+    for step, stepped in enumerate([(1, 2, 3), (1, 3), (1, 2, 3), (2,)]):
+        at = 20 * step
+        records += [phase("forward", at, at + 5), phase("backward", at + 5, at + 15)]
+        records += [phase("optimizer", at + 6 + n, at + 6.5 + n, value=float(n)) for n in stepped]
+    rows = derive(*records)
+    assert steps_of(rows) == [(0, 15, 3), (15, 35, 2), (35, 55, 3), (55, 75, 1)]
+    assert set(of(rows[rows["name"] == "optimizer"], "depth")) == {(2,)}
+    on_a_device = [
+        (*record[:4], {**record[4], "thread": 9}) if record[1] == "optimizer" else record for record in records
+    ]
+    assert steps_of(derive(*on_a_device)) == steps_of(rows)
+
+
+def test_accumulating_before_optimizers_inside_backward() -> None:
+    rows = derive(
+        phase("backward", 0, 5), phase("backward", 5, 10), phase("optimizer", 7, 8, value=1.0),
+        phase("backward", 10, 15), phase("backward", 15, 20), phase("optimizer", 17, 18, value=1.0),
+    )  # fmt: skip
+    assert steps_of(rows) == [(0, 10, 1), (10, 20, 1)]
+
+
+def test_without_any_optimizer_backward_ends_the_step() -> None:
+    rows = derive(phase("forward", 0, 3), phase("backward", 3, 8), phase("forward", 9, 12), phase("backward", 12, 18))
+    assert steps_of(rows) == [(0, 8, 0), (8, 18, 0)]
+    assert step_pattern(rows) == []
+
+
+def test_accumulation_in_lightning_ends_with_the_closure() -> None:
+    rows = derive(
+        phase("forward", 0, 3), phase("backward", 3, 8),
+        phase("optimizer", 8, 20, value=1.0), phase("forward", 9, 12), phase("backward", 12, 18),
+        phase("forward", 20, 23), phase("backward", 23, 28),
+        phase("optimizer", 28, 40, value=1.0), phase("forward", 29, 32), phase("backward", 32, 38),
+    )  # fmt: skip
+    assert steps_of(rows) == [(0, 20, 1), (20, 40, 1)]
+
+
+def test_the_first_step_begins_with_its_input() -> None:
+    """Not with a checkpoint that is loaded, a compilation or the evaluation that Lightning begins with."""
+    before = [
+        phase("loader_start", 0, 1), phase("data", 1, 2), phase("forward", 2, 5, flags=0),
+        phase("data", 5, 6), phase("forward", 6, 9, flags=0),
+        phase("checkpoint", 10, 20), phase("loader_start", 21, 22),
+    ]  # fmt: skip
+    rows = derive(*before, phase("data", 23, 24), phase("compile", 24, 28), *turns(1, 1, start=30))
+    assert [start for start, _, _ in steps_of(rows)] == [23, 40]
+    assert rows.loc[rows["start_ns"] < 23 * MS, "step"].unique().tolist() == [-1]
+    rows = derive(*before, *turns(1, start=30), phase("compile", 30, 32))
+    assert [start for start, _, _ in steps_of(rows)] == [30]
+
+
+def test_an_inference_has_no_steps() -> None:
+    rows = derive(phase("data", 0, 1), phase("forward", 1, 3, flags=0), phase("data", 3, 4))
+    assert steps_of(rows) == []
+    assert (rows["step"] == -1).all()
+    assert step_pattern(rows) == []

@@ -16,6 +16,8 @@ Bool = npt.NDArray[np.bool_]
 LONGEST_PERIOD: Final = 64
 EXCEPTIONS: Final = 0.05
 """Share of the units that may be out of the pattern: a step that was skipped, one that was made twice."""
+FEWEST_BETWEEN: Final = 4
+"""Periods for each time that something was out of the pattern: what comes with each period belongs to it."""
 MOST_CHANGES: Final = 4 * EXCEPTIONS
 """Share of the units that differ from the one a period later, beyond which counting exceptions is not worth it: one
 that is inserted or missing changes what is a period before and after it."""
@@ -85,7 +87,7 @@ def _ends_of_pattern(units: Int, pattern: Int) -> Int | None:
         matches &= units[offset : offset + len(matches)] == symbol
     begins = np.flatnonzero(matches)
     found: list[int] = []
-    at = exceptions = repetitions = 0
+    at = interruptions = exceptions = repetitions = 0
     while at < count:
         following = int(np.searchsorted(begins, at))
         begin = int(begins[following]) if following < len(begins) else count
@@ -93,6 +95,7 @@ def _ends_of_pattern(units: Int, pattern: Int) -> Int | None:
         if begin == count and strays < period and (units[at:] == pattern[:strays]).all():
             break
         exceptions += strays
+        interruptions += strays > 0
         if strays > period:
             found += range(at, begin)
         elif 2 * strays >= period or (strays and begin == count):
@@ -101,5 +104,5 @@ def _ends_of_pattern(units: Int, pattern: Int) -> Int | None:
             found.append(begin + period - 1)
             repetitions += 1
         at = begin + period
-    enough = repetitions >= 2 and exceptions <= EXCEPTIONS * count
+    enough = repetitions >= max(2, FEWEST_BETWEEN * interruptions) and exceptions <= EXCEPTIONS * count
     return np.array(found, np.int64) if enough else None

@@ -84,42 +84,46 @@ def phases_between(rows: pd.DataFrame, phases: Phases, main: int, on_gpu: bool) 
     """
     order = np.argsort(phases.parent, kind="stable")
     before, after = order[:-1], order[1:]
-    siblings = (phases.parent[before] == phases.parent[after]) & (phases.start[after] > phases.end[before])
-    before, after = before[siblings], after[siblings]
+    gap = (phases.parent[before] == phases.parent[after]) & (phases.start[after] > phases.end[before])
+    before, after = before[gap], after[gap]
     start, end = phases.end[before], phases.start[after]
     first, second = phases.name[before], phases.name[after]
+    optimizer = phases.within("optimizer")
     # An optimizer that runs forward and backward itself, in a closure, begins like a forward.
-    closures = np.unique(phases.within("optimizer")[phases.name == "backward"])
-    starts_micro_batch = (second == "forward") | np.isin(after, closures[closures >= 0])
+    runs_closure = np.isin(after, np.setdiff1d(optimizer[phases.name == "backward"], [-1]))
+    parent = phases.parent[before]
+    in_closure = (parent >= 0) & (optimizer[parent] >= 0)
 
-    waits = rows[(rows["kind"] == "wait") & (rows["thread"] == main)]
-    sends = rows["peer"].notna()
-    # Where a rank sends or receives (a stage of a pipeline), nothing is told by the neighbours.
-    quiet = ~_any_between(rows.loc[sends, "issue_ns"].dropna(), start, end) & ~_any_between(
-        waits.loc[sends, "start_ns"], start, end
-    )
-    waited = _any_between(waits["start_ns"], start, end)
+    sends, waits = rows[rows["peer"].notna()], rows[(rows["kind"] == "wait") & (rows["thread"] == main)]
+    # Where a rank sends or receives (a stage of a pipeline), the neighbours tell nothing.
+    quiet = ~_any_between(sends["issue_ns"].fillna(sends["start_ns"]), start, end)
+    no_wait = ~_any_between(waits["start_ns"], start, end)
     # The norm of gradients that are partitioned is reduced while they are clipped.
-    waited_for_other = _any_between(waits.loc[waits["name"] != "all_reduce", "start_ns"], start, end)
-    neighbours = (phases.end - phases.start)[before] + (phases.end - phases.start)[after]
-    length = end - start
-    forwards = (first == "forward") & (second == "forward")
-    brief = forwards & (length <= SHORT_NS)
-    if len(phases) and length[brief].sum() > MOST_SHORT * (phases.end.max() - phases.start.min()):
-        brief[:] = False
-    around = phases.parent[before]
-    in_optimizer = (around >= 0) & (phases.within("optimizer")[around] >= 0)
+    no_other_wait = ~_any_between(waits.loc[waits["name"] != "all_reduce", "start_ns"], start, end)
+
     named = {
-        "loss": (first == "forward") & (second == "backward") & ~waited,
-        "clip": (first == "backward") & (second == "optimizer") & ~np.isin(after, closures) & ~waited_for_other,
-        "forward": forwards & ((length <= SHORT_SHARE * neighbours) | brief),
+        "loss": (first == "forward") & (second == "backward") & no_wait,
+        "clip": (first == "backward") & (second == "optimizer") & ~runs_closure & no_other_wait,
+        "forward": (first == "forward") & (second == "forward") & _short(phases, before, after),
     }
     if not on_gpu and not rows.loc[rows["kind"] == "phase", "name"].isin(LOADING).any():
         # Between the turns of a closure is the optimizer's own work. On a GPU it may as well be a wait for the device.
-        named["between"] = np.isin(first, ["optimizer", "backward"]) & starts_micro_batch & ~in_optimizer
+        ends_micro_batch = np.isin(first, ["optimizer", "backward"])
+        named["between"] = ends_micro_batch & ((second == "forward") | runs_closure) & ~in_closure
     found = np.select([mask & quiet for mask in named.values()], list(named), "").astype(object)
     chosen = found != ""
     return derived_rows("phase", found[chosen], start[chosen], end[chosen], main)
+
+
+def _short(phases: Phases, before: Int, after: Int) -> npt.NDArray[np.bool_]:
+    """Which gaps between two forwards are part of them."""
+    length = phases.start[after] - phases.end[before]
+    duration = phases.end - phases.start
+    brief = (phases.name[before] == "forward") & (phases.name[after] == "forward") & (length <= SHORT_NS)
+    if brief.any() and length[brief].sum() > MOST_SHORT * (phases.end.max() - phases.start.min()):
+        brief[:] = False
+    short: npt.NDArray[np.bool_] = brief | (length <= SHORT_SHARE * (duration[before] + duration[after]))
+    return short
 
 
 def _any_between(moments: pd.Series[int], start: Int, end: Int) -> npt.NDArray[np.bool_]:

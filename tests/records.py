@@ -1,0 +1,69 @@
+"""Captures written by hand, record by record, and the rows that are derived from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from synthetic import MS
+
+from dsprof.capture import RECORD_DTYPE, Capture
+from dsprof.derive import trace_rows
+from dsprof.schema import NO_SEQ, Flag, Kind, State
+
+Record = tuple[Kind, str, float, float | None, dict[str, Any]]
+
+
+def capture_of(*records: Record, version: int = 3, facts: list[dict[str, Any]] | None = None) -> Capture:
+    """One rank; kind, name, start and end in ms (None: never ended), and the fields that differ from the usual.
+
+    Texts become ids of names; `value` is a float for `aux`.
+    """
+    names: dict[str, int] = {}
+
+    def intern(name: str) -> int:
+        return names.setdefault(name, len(names) + 1)
+
+    array = np.zeros(len(records), RECORD_DTYPE)
+    for row, (kind, name, start, end, more) in zip(array, records, strict=True):
+        usual: dict[str, Any] = {"peer": -1, "tag": -1, "seq": 0, "bytes": -1, "thread": 7}
+        if kind is Kind.WAIT and version >= 3:
+            usual["seq"] = NO_SEQ
+        if kind is Kind.COMM:
+            usual |= {"aux": round(start * MS), "group": "0", "bytes": 8, "dtype": 7}
+        fields = {**usual, **more}
+        if "value" in fields:
+            fields["aux"] = int(np.float64(fields.pop("value")).view(np.int64))
+        fields |= {"kind": kind, "state": State.BEGUN if end is None else State.DONE}
+        fields |= {"start_ns": round(start * MS), "end_ns": round((end or 0) * MS)}
+        for field, value in {**fields, "name": name}.items():
+            row[field] = intern(value) if isinstance(value, str) else int(value)
+    meta = {"closed": True, "native": True, "world_size": 2}
+    by_number = {number: name for name, number in names.items()}
+    return Capture(Path("rank00000.0.host.1"), array, by_number, meta, facts or [], format_version=version)
+
+
+def of(rows: pd.DataFrame, *columns: str) -> list[tuple[Any, ...]]:
+    """Those columns, with None for null."""
+    return [tuple(None if pd.isna(value) else value for value in row) for row in rows[list(columns)].to_numpy(object)]
+
+
+def derive(*records: Record, version: int = 3, facts: list[dict[str, Any]] | None = None) -> pd.DataFrame:
+    return trace_rows(capture_of(*records, version=version, facts=facts), 0, 0)
+
+
+def phase(name: str, start: float, end: float | None, **more: Any) -> Record:
+    usual = {"flags": Flag.GRAD} if name == "forward" else {}
+    return (Kind.PHASE, name, start, end, {**usual, **more})
+
+
+def derived(rows: pd.DataFrame, kind: str = "phase") -> list[tuple[str, float, float]]:
+    """Name, start and end in ms of the derived rows of this kind."""
+    found = rows[(rows["kind"] == kind) & (rows["source"] == "derived")]
+    end = found["start_ns"] + found["dur_ns"]
+    return [
+        (name, start / MS, stop / MS)
+        for name, start, stop in zip(found["name"], found["start_ns"], end.astype(float), strict=True)
+    ]
