@@ -192,6 +192,11 @@ def launch(flags: list[str], words: list[str], watch: DeathWatch) -> int:
     options = torchrun.get_args_parser().parse_args([*flags, *module, script])
     options.training_script_args = arguments
     try:
+        torchrun.determine_local_world_size(options.nproc_per_node)
+    except ValueError as error:
+        print(f"[dsprof] error: --nproc-per-node {options.nproc_per_node}: {error}", file=sys.stderr)
+        return 2
+    try:
         record(torchrun.run)(options)
     except ChildFailedError as error:
         print(error, file=sys.stderr)  # torchrun's table, without the traceback of its own frames

@@ -124,6 +124,13 @@ def test_one_process_ends(ending: str, status: int, how: str | None, script: Pat
     assert finished.status == status, finished.stderr
     assert "[dsprof] verdict" in finished.stderr
     assert finished.findings["run"]["ranks"] == {"expected": 1, "captured": 1}
+    run = finished.folder.read_info()
+    (rank,) = run.ranks
+    assert (rank.closed_ns is None) == (ending == "SIGKILL")
+    assert rank.started_ns is not None
+    began_ns = rank.started_ns + 10_000_000  # the kernel tells it to 10 ms
+    moments = [run.started_ns, began_ns, rank.opened_ns, rank.closed_ns or run.ended_ns, run.ended_ns]
+    assert moments == sorted(moments), "each on the clock of the one host"
     died = [finding for finding in finished.findings["findings"] if finding["code"] == "run.rank-died"]
     if how is None:
         assert died == []

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import launcher
 import pytest
+import torch
 
 from dsprof.run import RankExit, RunFolder
 from dsprof.torchrun import DeathWatch
@@ -124,6 +125,16 @@ def test_a_wrong_flag_of_torchrun_is_said_by_torchrun(tmp_path: Path) -> None:
     done = run(tmp_path, "", "--rdzv-conf", "nonsense")
     assert done.returncode == 1
     assert "nonsense" in done.stderr or "rdzv" in done.stderr.lower()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="has a GPU to start a rank for")
+def test_no_gpu_to_start_a_rank_for_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    done = launcher.run(["run", "--native", "off", "-o", "run", "--nproc-per-node", "gpu", "train.py"], tmp_path)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert line.startswith("[dsprof] error: --nproc-per-node gpu: ")
+    assert "Traceback" not in done.stderr
 
 
 def started(folder: Path, script: str) -> subprocess.Popen[str]:
