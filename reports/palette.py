@@ -1,4 +1,4 @@
-"""One colour and one name for each part of the step, the same in every report.
+"""One colour and one name for each part of the step and each kind of time, the same in every report.
 
 The colours were chosen so that any two stay apart (CIE76 difference of at least 20) with normal sight and
 with simulated protanopia, deuteranopia and tritanopia (Machado et al., 2009), on light and on dark paper.
@@ -12,7 +12,7 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Part:
-    """How one budget part is shown."""
+    """How a budget part or a kind of time is shown."""
 
     label: str
     color: str
@@ -32,9 +32,39 @@ PARTS: Final = {
     "data": Part("data", "#1F7C59", WHITE, "waiting for the next batch"),
     "optimizer": Part("optimizer", "#45C8F5", BLACK, "gradient clipping and the optimizer step"),
     "offload": Part("offload", "#DCCB1E", BLACK, "copies to and from the CPU or NVMe"),
-    "pause": Part("pause", "#7A2CEB", WHITE, "garbage collection and other stops"),
+    "pause": Part("pause", "#7A2CEB", WHITE, "garbage collection"),
     "other": Part("other", "#ADADAD", BLACK, "what nothing explains"),
 }
+
+TIMES: Final = {
+    "training": Part("training", "#2F86EE", BLACK, "training steps"),
+    "evaluation": Part("evaluation", "#A01C8C", WHITE, "forwards without gradients, between training steps"),
+    "checkpointing": Part("checkpointing", "#DCCB1E", BLACK, "saving checkpoints"),
+    "compilation": Part("compilation", "#8C5A2B", WHITE, "torch.compile's own work"),
+    "startup": Part("start-up", "#45C8F5", BLACK, "from the start of the process to the first step"),
+    "rest": Part("rest", "#ADADAD", BLACK, "between the last step and the end, and what is none of the above"),
+}
+"""Kinds of the run's wall time, in the order of schema.TIME_KINDS."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How a step that is not ordinary is marked."""
+
+    label: str
+    color: str
+    symbol: str
+    """As plotly names it."""
+
+
+IRREGULAR: Final = {
+    "evaluation": Mark("evaluation", TIMES["evaluation"].color, "diamond"),
+    "checkpointing": Mark("checkpointing", TIMES["checkpointing"].color, "square"),
+    "compilation": Mark("compilation", TIMES["compilation"].color, "triangle-up"),
+    "data": Mark("input", PARTS["data"].color, "circle"),
+    "stop": Mark("stop", PARTS["pause"].color, "x"),
+}
+"""What makes a step irregular (`Analysis.irregular`, column `kind`)."""
 
 WAITING: Final = ("comm_exposed", "peer_wait", "bubble")
 """Parts in which a rank stands still for others; the rest of a step is its own work."""
@@ -50,20 +80,30 @@ _PART_OF_CODE: Final = {
     "data.imbalance": "peer_wait",
     "data.stall": "data",
     "compute.optimizer": "optimizer",
+    "pause.gc": "pause",
 }
 _PART_OF_FAMILY: Final = {
     "comm": "comm_exposed",
     "pipeline": "bubble",
     "offload": "offload",
     "compute": "compute",
-    "pause": "pause",
-    "checkpoint": "other",
 }
+_KIND_OF_FAMILY: Final = {"eval": "evaluation", "checkpoint": "checkpointing"}
 
 
 def part_of(code: str) -> str | None:
-    """The budget part in which the time lost to a finding shows; None where it shows in none."""
+    """The part of the ordinary step in which the time lost to a finding shows; None where it shows in none."""
     return _PART_OF_CODE.get(code) or _PART_OF_FAMILY.get(code.partition(".")[0])
+
+
+def kind_of(code: str) -> str | None:
+    """The kind of time beside the ordinary steps in which the time lost to a finding shows; None where in none."""
+    return _KIND_OF_FAMILY.get(code.partition(".")[0])
+
+
+def mark(kind: str) -> Mark:
+    """How steps of a kind are marked; one this version does not know is a grey star under its own name."""
+    return IRREGULAR.get(kind) or Mark(kind.replace("_", " "), NEUTRAL, "star")
 
 
 def part(name: str) -> Part:

@@ -11,13 +11,17 @@ from html import escape
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 import plotly.graph_objects as go
 
 from dsprof.analyzer import text
 
-from . import palette, tables
+from . import palette, tables, wording
 from .tables import NS_PER_MS
+
+MAX_STRETCHES = 200
+"""Of ordinary steps, shaded apart."""
 
 GRID = "rgba(138,144,153,0.25)"
 AXIS: dict[str, Any] = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": GRID, "automargin": True}
@@ -43,13 +47,35 @@ def styled(traces: Sequence[Any], title: str, note: str, **layout: Any) -> go.Fi
     return figure
 
 
-# --- where the step goes ----------------------------------------------------------------------------
+# --- where the run and its steps go -------------------------------------------------------------------
+
+
+def time_bar(time: Mapping[str, float]) -> go.Figure:
+    """What the run's wall time went to: one stacked bar. time: kind of schema.TIME_KINDS -> s (`Analysis.time`)."""
+    kinds = wording.kinds_of_time(time)
+    traces = [
+        go.Bar(
+            name=kind.look.label, y=["run"], x=[round(kind.seconds, 3)], orientation="h",
+            marker={"color": kind.look.color, "line": {"width": 0}},
+            text=[text.percent(kind.percent) if kind.percent >= 4 else ""],
+            textposition="inside", insidetextanchor="middle", textangle=0,
+            textfont={"color": kind.look.ink, "size": 11},
+            hovertemplate=f"{kind.look.label}: <b>{wording.duration(kind.seconds)}</b> ({text.percent(kind.percent)})"
+            f"<br>{kind.look.meaning}<extra></extra>",
+        )
+        for kind in kinds
+    ]  # fmt: skip
+    figure = styled(traces, "Where the run goes", "", barmode="stack", height=120, showlegend=True)
+    figure.update_layout(legend={"traceorder": "normal"}, uniformtext={"minsize": 9, "mode": "hide"})
+    figure.update_xaxes(ticksuffix=" s", range=[0, sum(time.values())])
+    figure.update_yaxes(showticklabels=False, showgrid=False)
+    return figure
 
 
 def budget_bar(
     budget_by_rank: pd.DataFrame, budget: Mapping[str, float] | None = None, *, max_ranks: int = 24
 ) -> go.Figure:
-    """Where each rank's mean step goes: a stacked bar a rank, and one for the mean.
+    """Where each rank's mean ordinary step goes: a stacked bar a rank, and one for the mean.
 
     budget_by_rank: index rank, a column per part, ms. budget: part -> ms, the mean over ranks; by default that
     of the table. Of more than `max_ranks`, those with the most own work are shown.
@@ -84,7 +110,7 @@ def budget_bar(
         traces, "Where the step goes", note, barmode="stack", bargap=0.25, height=110 + 26 * len(labels),
         uniformtext={"minsize": 9, "mode": "hide"},
     )  # fmt: skip
-    figure.update_xaxes(title="ms a step, mean of the middle half", rangemode="tozero")
+    figure.update_xaxes(title="ms a step, mean of the ordinary steps", rangemode="tozero")
     figure.update_yaxes(autorange="reversed", showgrid=False)
     figure.update_layout(legend={"traceorder": "normal"})
     return figure
@@ -94,13 +120,16 @@ def budget_bar(
 
 
 def step_time(
-    steps: pd.DataFrame, *, highlight: int | None = None, max_points: int = 1000, max_ranks: int = 4
-) -> go.Figure:
+    steps: pd.DataFrame, irregular: pd.DataFrame | None = None, *, highlight: int | None = None,
+    max_points: int = 1000, max_ranks: int = 4, max_marks: int = 300,
+) -> go.Figure:  # fmt: skip
     """How long each step took, and how much of it each rank worked itself: a line a rank.
 
-    steps: rank, step, dur_ns, middle, and the budget parts in ms. Above `max_ranks`, the ranks become a band from
-    the least to the most busy, with `highlight` drawn on top; above `max_points` steps, neighbours are joined by
-    their maximum.
+    steps: rank, step, dur_ns, ordinary, and the budget parts in ms; ordinary steps are shaded. irregular: rank, step,
+    kind, excess_ms (`Analysis.irregular`); these steps are marked with what made them so, of more than `max_marks` the
+    longest.
+    Above `max_ranks`, the ranks become a band from the least to the most busy, with `highlight` drawn on top; above
+    `max_points` steps, neighbours are joined by their maximum.
     """
     whole = tables.by_step(steps, tables.step_ms(steps))
     own = tables.by_step(steps, tables.own_work_ms(steps))
@@ -130,13 +159,22 @@ def step_time(
             traces.append(_line(lead.columns, lead.iloc[0], f"rank {highlight}, own work", palette.HIGHLIGHT, 1.5))
     if not whole.empty:
         traces.append(_line(slowest.columns, slowest.iloc[0], "whole step", palette.NEUTRAL, 2.5))
+    if irregular is not None and len(irregular):
+        marked = irregular
+        if len(marked) > max_marks:
+            notes.append(f"marked: of {len(marked):,} irregular steps the {max_marks} that took longest")
+            marked = marked.nlargest(max_marks, "excess_ms")
+        traces += _marks(marked.sort_values("step"), whole.max())
+    numbers = [int(step) for step in steps.loc[steps["ordinary"].astype(bool), "step"].unique()]
+    gap = max(1, (max(numbers) - min(numbers)) // MAX_STRETCHES) if numbers else 1
+    shaded = tables.stretches(numbers, gap)
+    if len(shaded) < len(tables.stretches(numbers)):
+        notes.append(f"gaps of fewer than {text.count(gap, 'step')} are shaded, too")
     figure = styled(traces, "Step time", "; ".join(notes), height=320, hovermode="x unified")
-    middle_steps = steps.loc[steps["ordinary"].astype(bool), "step"]
-    if len(middle_steps):
+    for first, last in shaded:
         figure.add_vrect(
-            x0=int(middle_steps.min()) - 0.5, x1=int(middle_steps.max()) + 0.5, fillcolor=palette.NEUTRAL, opacity=0.1,
-            line_width=0, layer="below",
-        )  # fmt: skip
+            x0=first - 0.5, x1=last + 0.5, fillcolor=palette.NEUTRAL, opacity=0.1, line_width=0, layer="below"
+        )
     figure.update_xaxes(title="step")
     figure.update_yaxes(title="ms", rangemode="tozero")
     return figure
@@ -149,13 +187,35 @@ def _line(x: Any, y: Any, name: str, color: str, width: float) -> go.Scatter:
     )  # fmt: skip
 
 
+def _marks(marked: pd.DataFrame, whole: pd.Series) -> list[Any]:
+    """A symbol a kind, at the height of the whole step. marked: `Analysis.irregular`; whole: step -> ms."""
+    traces = []
+    for kind, of_kind in marked[marked["step"].isin(whole.index)].groupby("kind", observed=True):
+        look = palette.mark(str(kind))
+        label = escape(text.clean(look.label))
+        traces.append(
+            go.Scatter(
+                x=of_kind["step"].to_numpy(), y=np.round(whole[of_kind["step"]].to_numpy(dtype="float64"), 3),
+                name=label, mode="markers",
+                marker={"symbol": look.symbol, "color": look.color, "size": 9, "line": {"width": 1}},
+                text=[
+                    f"{label}, most on rank {item.rank}: {text.ms(item.excess_ms)} more than an ordinary step"
+                    for item in of_kind.itertuples()
+                ],
+                hovertemplate="%{text}<extra></extra>",
+            )
+        )  # fmt: skip
+    return traces
+
+
 def heatmap(steps: pd.DataFrame, *, max_columns: int = 500, max_rows: int = 128) -> go.Figure:
     """Who was slower than the others, and when: a row a rank, a column a step.
 
     The colour is the rank's own work (the step without waiting for others) beyond that of the middle rank of the
     same step, ms; with one rank, beyond its median step. A straggler is a row, a pause a cell. A larger table is
     reduced by joining neighbours by their maximum. Full colour is at least 5 % of a step, so that noise stays pale,
-    and at most the 99th percentile where single cells would outshine everything; the pointer tells whole numbers.
+    and at most the 99th percentile where single cells would outshine everything; it is chosen for the ordinary steps.
+    The pointer tells whole numbers.
     """
     table = tables.excess(tables.by_step(steps, tables.own_work_ms(steps)))
     joined, rows, columns = tables.coarsen(table, max_rows, max_columns)
@@ -163,10 +223,11 @@ def heatmap(steps: pd.DataFrame, *, max_columns: int = 500, max_rows: int = 128)
     if rows > 1 or columns > 1:
         notes.append(f"a cell is the maximum of {text.count(rows, 'rank')} x {text.count(columns, 'step')}")
     values = joined.to_numpy(dtype="float32")
+    ordinary = steps.loc[steps["ordinary"].astype(bool), "step"]
+    usual, _, _ = tables.coarsen(table.loc[:, table.columns.isin(ordinary)], max_rows, max_columns)
+    ceiling = _ceiling(usual.to_numpy(dtype="float64"))
+    ceiling = max(ceiling, 0.05 * float(tables.step_ms(steps).median()) if len(steps) else 1.0)
     top = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
-    ceiling = float(np.nanpercentile(values, 99)) if top > 0 else 0.0
-    floor = 0.05 * float(tables.step_ms(steps).median()) if len(steps) else 1.0
-    ceiling = max(top if top <= 3 * ceiling else ceiling, floor)
     if top > ceiling:
         notes.append(f"full colour from {text.ms(ceiling)}; the largest is {text.ms(top)}")
     trace = go.Heatmap(
@@ -182,6 +243,14 @@ def heatmap(steps: pd.DataFrame, *, max_columns: int = 500, max_rows: int = 128)
     figure.update_xaxes(title="step", showgrid=False, zeroline=False)
     figure.update_yaxes(autorange="reversed", showgrid=False)
     return figure
+
+
+def _ceiling(values: npt.NDArray[np.float64]) -> float:
+    """The largest, or where that outshines everything the 99th percentile; 0 of nothing."""
+    if not np.isfinite(values).any():
+        return 0.0
+    top, high = float(np.nanmax(values)), float(np.nanpercentile(values, 99))
+    return top if top <= 3 * high else high
 
 
 # --- collectives ------------------------------------------------------------------------------------

@@ -59,12 +59,23 @@ def coarsen(table: pd.DataFrame, max_rows: int, max_columns: int) -> tuple[pd.Da
 
 
 def typical_step(steps: pd.DataFrame) -> int | None:
-    """The step of the middle half whose duration is nearest to the mean; None without one."""
-    middle = steps[steps["ordinary"].astype(bool)]
-    if middle.empty:
+    """The ordinary step whose duration is nearest to the mean of them all; None without one."""
+    ordinary = steps[steps["ordinary"].astype(bool)]
+    if ordinary.empty:
         return None
-    times = step_ms(middle).groupby(middle["step"]).mean()
+    times = step_ms(ordinary).groupby(ordinary["step"]).mean()
     return int((times - times.mean()).abs().idxmin())
+
+
+def stretches(numbers: Sequence[int], gap: int = 1) -> list[tuple[int, int]]:
+    """First and last number of each stretch of `numbers` in which neighbours are at most `gap` apart."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if found and number - found[-1][1] <= gap:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return found
 
 
 def pick_ranks(candidates: Sequence[int], wanted: Sequence[int], limit: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -26,6 +25,7 @@ SHOWN_INFO = 3
 SHOWN_RANKS = 3
 
 SEVERITY_STYLE = {"high": "bold red", "medium": "bold yellow", "low": "bold cyan", "info": "dim"}
+TONE_STYLE = {**SEVERITY_STYLE, "good": "bold green", "unsure": "bold yellow"}
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,12 @@ def render(analysis: Analysis, file: TextIO, *, color: bool | None = None, width
 
 def _verdict(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
     _headline(console, glyphs, analysis)
-    if analysis.step_ms is not None:
+    if analysis.time or analysis.step_ms is not None:
         console.print()
+    _run_line(console, glyphs, analysis)
+    if analysis.step_ms is not None:
         _step_tree(console, glyphs, analysis)
-    problems = [finding for finding in analysis.findings if wording.is_problem(finding)]
+    problems = wording.problems(analysis)
     for index, finding in enumerate(problems[:SHOWN_FINDINGS], 1):
         console.print()
         _finding(console, index, finding, analysis.run.cwd)
@@ -96,33 +98,50 @@ def _can_encode(file: TextIO, characters: str) -> bool:
 
 
 def _headline(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
-    title, run = " verdict ", f" {text.clean(analysis.run.id)} "
-    fill = max(2, console.width - len("[dsprof]") - len(title) - len(run) - 1)
-    rule = Text.assemble((f"[dsprof]{title}", "bold"), (f"{glyphs.rule * fill}{run}{glyphs.rule}", "dim"))
-    console.print(rule, overflow="ellipsis", no_wrap=True)
-    worst = next((finding for finding in analysis.findings if wording.is_problem(finding)), None)
-    style = (
-        SEVERITY_STYLE[worst.severity]
-        if worst
-        else "bold green"
-        if analysis.verdict.status == "healthy"
-        else "bold yellow"
+    verdict = analysis.verdict
+    title, run = "[dsprof] verdict: ", f" {text.clean(analysis.run.id)} "
+    fill = max(2, console.width - len(title) - len(verdict.status) - len(run) - 2)
+    style = TONE_STYLE[wording.tone(analysis)]
+    rule = Text.assemble(
+        (title, "bold"), (verdict.status, style), " ", (f"{glyphs.rule * fill}{run}{glyphs.rule}", "dim")
     )
-    console.print(Text(analysis.verdict.headline, style=style))
+    console.print(rule, overflow="ellipsis", no_wrap=True)
+    console.print(Text(verdict.headline, style=style))
 
 
-# --- the step as a tree ---------------------------------------------------------------------------
+# --- the run and the step as a tree ---------------------------------------------------------------
+
+
+def _run_line(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
+    """What the run's wall time went to, and the findings that lose it beside the ordinary steps."""
+    kinds = wording.kinds_of_time(analysis.time)
+    if not kinds:
+        return
+    causes = wording.codes(analysis, palette.kind_of)
+    line = Text(f"run {wording.duration(sum(analysis.time.values()))}", style="bold")
+    gap = "  "
+    for kind in kinds:
+        named = f" {glyphs.mark} {', '.join(causes[kind.name])}" if kind.name in causes else ""
+        comma = "" if kind is kinds[-1] else ","
+        if line.cell_len + len(gap) + len(f"{kind}{named}{comma}") > console.width:
+            console.print(line)
+            line, gap = Text(), " " * 4
+        line.append_text(Text.assemble((f"{gap}{kind}", "dim"), (named, "bold"), (comma, "dim")))
+        gap = " "
+    console.print(line)
 
 
 def _step_tree(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
     step = analysis.step_ms
     assert step is not None
     facts = (
-        f"  median {text.number(step.median)}, p10-p90 {text.number(step.p10)}-{text.number(step.p90)},"
-        f" {text.count(analysis.step_count, 'step')}, {text.count(len(analysis.ranks_captured), 'rank')}"
+        f"  {wording.spread(step)}, {wording.steps_judged(analysis)},"
+        f" {text.count(len(analysis.ranks_captured), 'rank')}"
     )
     console.print(Text.assemble(("step", "bold"), (f" {text.ms(step.mean)}", "bold"), (facts, "dim")))
-    causes = _causes(analysis.findings)
+    if analysis.step_is:
+        console.print(Padding(Text(wording.step_is(analysis), style="dim"), (0, 0, 0, 5)))
+    causes = wording.codes(analysis, palette.part_of)
     shown = [part for part, value in analysis.budget.items() if value >= step.mean * 5e-4 or part in causes]
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
@@ -153,16 +172,6 @@ def _step_tree(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
                     Text(f"own work {line.own_ms:,.{digits}f} ms" if part in palette.WAITING else "", style=style),
                 )  # fmt: skip
     console.print(grid)
-
-
-def _causes(findings: Sequence[Finding]) -> dict[str, list[str]]:
-    """Budget part -> codes of the findings above `info` whose lost time shows in it."""
-    causes: dict[str, list[str]] = {}
-    for finding in filter(wording.is_problem, findings):
-        part = palette.part_of(finding.code)
-        if part is not None and finding.code not in causes.setdefault(part, []):
-            causes[part].append(finding.code)
-    return causes
 
 
 @dataclass(frozen=True)
@@ -257,7 +266,7 @@ def _notes(console: Console, analysis: Analysis) -> None:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, min_width=8)
     grid.add_column(overflow="fold")
-    minor = [finding for finding in analysis.findings if not wording.is_problem(finding)]
+    minor = wording.remarks(analysis)
     for finding in minor[:SHOWN_INFO]:
         saved = wording.gain(finding.gain)
         remark = f"{finding.code}: {text.clean(finding.title)}" + (f"; {saved}, which is not sure" if saved else "")
@@ -270,6 +279,8 @@ def _notes(console: Console, analysis: Analysis) -> None:
         grid.add_row(Text("passed", style="green"), Text(", ".join(passed)))
     for reason, codes in wording.by_reason(analysis.not_judged):
         grid.add_row(Text("unjudged", style="dim"), Text(f"{', '.join(codes)}: {reason}", style="dim"))
+    for note in analysis.notes:
+        grid.add_row(Text("note", style="dim"), Text(text.clean(note)))
     grid.add_row(Text("capture", style="dim"), Text(wording.capture_facts(analysis), style="dim"))
     for warning in wording.capture_warnings(analysis):
         grid.add_row(Text("warning", style="yellow"), Text(warning))

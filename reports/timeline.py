@@ -22,19 +22,26 @@ MAX_COMM_LANES: Final = 4
 MAX_SPAN_LANES: Final = 4
 
 _PHASE_COLORS: Final = {
+    "loader_start": "#5FA98A",
     "data": palette.PARTS["data"].color,
     "forward": palette.PARTS["compute"].color,
     "loss": "#8DBDF7",
     "backward": "#1A5DB0",
     "clip": "#1C86AD",
     "optimizer": palette.PARTS["optimizer"].color,
+    "evaluation": palette.TIMES["evaluation"].color,
+    "checkpoint": palette.TIMES["checkpointing"].color,
+    "compile": palette.TIMES["compilation"].color,
 }
+_PHASE_LABELS: Final = {"loader_start": "loader's start", "evaluation": "forward without gradients"}
+_PHASE_OF_PIPE: Final = {"F": "forward", "B": "backward", "W": "backward"}
+"""Actions of a pipeline's schedule."""
 _PEERS: Final = ("waiting for peers", palette.PARTS["peer_wait"].color)
 _TRANSFER: Final = ("transfer", palette.PARTS["comm_exposed"].color)
 _PAUSE: Final = ("pause", palette.PARTS["pause"].color)
 _WAIT: Final = ("wait, not told for whom", palette.NEUTRAL)
 _SPAN: Final = ("span", "#7D8FA3")
-_DARK: Final = frozenset({"data", "backward", "waiting for peers", "pause"})
+_DARK: Final = frozenset({"data", "backward", "evaluation", "compile", "waiting for peers", "pause"})
 """Colours that want white text."""
 
 
@@ -171,8 +178,8 @@ class _Drawing:
                 self._bar(*_PEERS, start, split, y, height, item)
             if end > split:
                 self._bar(*_TRANSFER, split, end, y, height, item)
-        elif item.kind == "phase" and item.name in _PHASE_COLORS:
-            self._bar(str(item.name), _PHASE_COLORS[item.name], start, end, y, height, item)
+        elif (phase := _phase(item)) in _PHASE_COLORS:
+            self._bar(phase, _PHASE_COLORS[phase], start, end, y, height, item)
         else:
             self._bar(*_SPAN, start, end, y, height, item)
 
@@ -222,6 +229,10 @@ class _Drawing:
             facts.append(f"group {_text(item.group)}")
         if pd.notna(item.seq):
             facts.append(f"seq {item.seq}")
+        if pd.notna(item.stage):
+            facts.append(f"stage {item.stage}")
+        if pd.notna(item.microbatch):
+            facts.append(f"micro-batch {item.microbatch}")
         for value in (item.purpose, item.module, item.site):
             if pd.notna(value):
                 facts.append(_text(value))
@@ -233,7 +244,8 @@ class _Drawing:
         order = ["unexplained", *_PHASE_COLORS, _PAUSE[0], _PEERS[0], _TRANSFER[0], _WAIT[0], _SPAN[0]]
         traces: list[Any] = [
             go.Bar(
-                name=name, orientation="h", base=bars.start_ms, x=bars.dur_ms, y=bars.lane, width=bars.height,
+                name=_PHASE_LABELS.get(name, name), orientation="h",
+                base=bars.start_ms, x=bars.dur_ms, y=bars.lane, width=bars.height,
                 text=bars.text, textposition="inside", insidetextanchor="middle", textangle=0, constraintext="inside",
                 textfont={"color": palette.WHITE if name in _DARK else palette.BLACK, "size": 11},
                 hovertext=bars.hover, hovertemplate="%{hovertext}<extra></extra>",
@@ -268,6 +280,16 @@ class _Drawing:
             range=[self.y + 0.1, -0.1], showgrid=False, zeroline=False, fixedrange=True,
         )  # fmt: skip
         return figure
+
+
+def _phase(item: Any) -> str:
+    """The phase an event is drawn as; empty where it is none."""
+    name = str(item.name)
+    if item.kind == "pipe":
+        return _PHASE_OF_PIPE.get(name, "")
+    if item.kind != "phase":
+        return ""
+    return "evaluation" if name == "forward" and pd.notna(item.grad) and not item.grad else name
 
 
 def _never_ended(item: Any) -> bool:

@@ -5,21 +5,146 @@ from __future__ import annotations
 import datetime
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Final, Literal
 
-from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.finding import Evidence, Finding, Fix, Gain, Where
+from dsprof.analyzer.analysis import Analysis, StepTime
+from dsprof.analyzer.finding import MEASURED_EXCESS, Evidence, Finding, Fix, Gain, Where
 from dsprof.analyzer.text import clean, count, ms, number, percent, quantity, ranks, spans
 from dsprof.run import RankExit, last_processes
+from dsprof.schema import TIME_KINDS
+
+from . import palette
+
+# --- the verdict --------------------------------------------------------------------------------
+
+Tone = Literal["good", "unsure", "low", "medium", "high"]
+
+
+def tone(analysis: Analysis) -> Tone:
+    """How grave the verdict is: green, yellow, by the worst finding's severity, red."""
+    if analysis.verdict.status == "bottleneck":
+        graver: dict[str, Tone] = {"high": "high", "medium": "medium", "low": "low"}
+        return next((graver[finding.severity] for finding in problems(analysis) if finding.severity in graver), "low")
+    return _TONES[analysis.verdict.status]
+
+
+_TONES: Final[dict[str, Tone]] = {"healthy": "good", "inconclusive": "unsure", "failed": "high"}
+
+
+def steps_judged(analysis: Analysis) -> str:
+    """`35 ordinary steps of 40`, which is what the step's mean, quantiles and budget are of; `40 steps` if all are."""
+    ordinary = ordinary_steps(analysis)
+    if ordinary == analysis.step_count:
+        return count(ordinary, "step")
+    return f"{count(ordinary, 'ordinary step')} of {analysis.step_count:,}"
+
+
+def ordinary_steps(analysis: Analysis) -> int:
+    steps = analysis.steps
+    return int(steps.loc[steps["ordinary"].astype(bool), "step"].nunique())
+
+
+def step_is(analysis: Analysis) -> str:
+    """`a step is an iteration of 6 optimizer steps`; empty where a step is one optimizer step after one backward."""
+    return f"a step is {clean(analysis.step_is)}" if analysis.step_is else ""
+
+
+def spread(step: StepTime) -> str:
+    """`median 212, p10-p90 210-215`, in the unit in which `text.ms` gives the mean."""
+    median, p10, p90 = (_beside(step.mean, value) for value in (step.median, step.p10, step.p90))
+    return f"median {median}, p10-p90 {p10}-{p90}"
+
+
+def between(low: float, high: float) -> str:
+    """Two durations given in ms: `210 to 215 ms`."""
+    return f"{_beside(high, low)} to {ms(high)}"
+
+
+def _beside(reference: float, value: float) -> str:
+    """A duration in ms as a number in the unit that `text.ms` chooses for the one it stands beside."""
+    return number(value / 1e3 if ms(reference).endswith(" s") else value)
+
+
+# --- kinds of time ------------------------------------------------------------------------------
+
+LEAST_SECONDS: Final = 0.05
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of the run's wall time."""
+
+    name: str
+    look: palette.Part
+    seconds: float
+    percent: float
+    """Of the run."""
+
+    def __str__(self) -> str:
+        share = f" ({percent(self.percent)})" if self.name == "training" else ""
+        return f"{self.look.label} {duration(self.seconds)}{share}"
+
+
+def kinds_of_time(time: Mapping[str, float]) -> list[Kind]:
+    """What the run's wall time (kind -> s) went to, in schema.TIME_KINDS's order, without what is next to nothing."""
+    total = sum(time.values())
+    return [
+        Kind(name, palette.TIMES[name], time[name], 100 * time[name] / total)
+        for name in TIME_KINDS
+        if time.get(name, 0.0) >= LEAST_SECONDS
+    ]
+
+
+def time_spent(time: Mapping[str, float]) -> str:
+    """`training 48.0 s (77 %), evaluation 6.1 s, start-up 8.0 s`; empty where it is not known."""
+    return ", ".join(map(str, kinds_of_time(time)))
+
+
+def duration(seconds: float) -> str:
+    """`6.1 s`, `212 s`, `34.2 min`, `5.21 h`."""
+    if seconds < 99.95:
+        return f"{seconds:.1f} s"
+    if seconds < 599.5:
+        return f"{seconds:.0f} s"
+    return f"{number(seconds / 60)} min" if seconds < 7200 else f"{number(seconds / 3600)} h"
+
 
 # --- findings -----------------------------------------------------------------------------------
+
+LEAST_PERCENT: Final = 0.1
+"""What gains less of the step than this is not worth a line."""
 
 
 def is_problem(finding: Finding) -> bool:
     return finding.severity != "info" or finding.code.startswith("run.")
+
+
+def problems(analysis: Analysis) -> list[Finding]:
+    """Findings above `info`, and what broke the run; worst first."""
+    return [finding for finding in analysis.findings if is_problem(finding)]
+
+
+def remarks(analysis: Analysis) -> list[Finding]:
+    """The other findings, but those whose predicted gain is next to nothing."""
+    return [finding for finding in listed(analysis) if not is_problem(finding)]
+
+
+def listed(analysis: Analysis) -> list[Finding]:
+    """Problems and remarks, worst first."""
+    return [item for item in analysis.findings if is_problem(item) or not 0 < item.gain.percent < LEAST_PERCENT]
+
+
+def codes(analysis: Analysis, place_of: Callable[[str], str | None]) -> dict[str, list[str]]:
+    """Where lost time shows, by `palette.part_of` or `palette.kind_of` -> codes of the problems that lose it."""
+    found: dict[str, list[str]] = {}
+    for finding in problems(analysis):
+        place = place_of(finding.code)
+        if place is not None and finding.code not in found.setdefault(place, []):
+            found[place].append(finding.code)
+    return found
 
 
 def where(place: Where) -> str:
@@ -41,10 +166,30 @@ def where(place: Where) -> str:
 
 
 def gain(value: Gain) -> str:
-    """`saves 38.2 ms a step (18 %) [31.0, 45.4]`, the brackets a 95 % interval; empty where no gain is predicted."""
+    """`saves 38.2 ms a step (18 %) [31.0, 45.4]`, the brackets a 95 % interval; empty where none is predicted.
+
+    A cost outside the ordinary step `saves 54.0 ms a step on average (56 % of the run's time per step) [31.0, 77.0]`.
+    """
     if value.ms <= 0:
         return ""
-    return f"saves {ms(value.ms)} a step ({percent(value.percent)}) [{number(value.low)}, {number(value.high)}]"
+    low, high = (_beside(value.ms, end) for end in (value.low, value.high))
+    return f"saves {ms(value.ms)} {a_step(value)}" + (f" [{low}, {high}]" if low != high else "")
+
+
+def a_step(value: Gain) -> str:
+    """What a gain is of: `a step (18 %)`, `a step on average (56 % of the run's time per step)`."""
+    if value.method == MEASURED_EXCESS:
+        return f"a step on average ({percent(value.percent)} of the run's time per step)"
+    return f"a step ({percent(value.percent)})"
+
+
+def how(value: Gain) -> str:
+    """`95 % interval 31.2 to 44.6 ms, predicted by replay`."""
+    method = f"predicted by {clean(value.method)}"
+    if value.method == MEASURED_EXCESS:
+        method = "measured as excess over ordinary steps"
+    wide = number(value.low) != number(value.high)
+    return (f"95 % interval {between(value.low, value.high)}, " if wide else "") + method
 
 
 def evidence(item: Evidence) -> str:
@@ -147,9 +292,15 @@ def capture_facts(analysis: Analysis) -> str:
     if len(analysis.ranks_captured) > 1:
         error = capture.clock_error_us
         words.append(f"clocks within {quantity(error, 'us')}" if error > 0 else "one clock")
-    if analysis.step_ms is not None and math.isfinite(analysis.noise_ms):
-        words.append(f"noise {ms(analysis.noise_ms)}")
+    if noise(analysis):
+        words.append(f"noise {noise(analysis)}")
     return ", ".join(words)
+
+
+def noise(analysis: Analysis) -> str:
+    """The run's own noise floor; empty where there are too few steps to tell."""
+    known = analysis.step_ms is not None and math.isfinite(analysis.noise_ms)
+    return ms(analysis.noise_ms) if known else ""
 
 
 def moment(text: str) -> str:

@@ -1,7 +1,8 @@
 """A made-up run and its Analysis: small, literal, and the same every time.
 
 Every step is data, forward, backward with two overlapped all-reduces and a last one that is waited for, then
-the optimizer. A slow rank computes longer, so the others wait for it in the last all-reduce.
+the optimizer. A slow rank computes longer, so the others wait for it in the last all-reduce. The first eighth of the
+steps is warm-up; what a rank does besides (evaluation, a checkpoint, a stop) stands at the beginning of its step.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Job:
     """Extra forward time of a rank, in every step."""
     pauses: dict[tuple[int, int], float] = field(default_factory=dict)
     """(rank, step) -> garbage collection within forward."""
+    besides: dict[tuple[int, int], tuple[str, float]] = field(default_factory=dict)
+    """(rank, step) -> kind of `Analysis.irregular` and how long, before the step's data."""
     captured: tuple[int, ...] | None = None
     dies: tuple[int, int] | None = None
     """(rank, step): the rank is killed in this step's forward, and nobody finishes the step."""
@@ -61,26 +64,27 @@ def build(job: Job, findings: tuple[Finding, ...] = (), passed: tuple[str, ...] 
     begin = START_NS
     complete = job.steps if job.dies is None else job.dies[1]
     for step in range(complete):
-        middle = complete // 4 <= step < complete - complete // 4
-        begin = _step(job, step, begin, middle, captured, rows, steps, matched, waits)
+        ordinary = step >= complete // 8 and all(at != step for _, at in job.besides)
+        begin = _step(job, step, begin, ordinary, captured, rows, steps, matched, waits)
     if job.dies is not None:
         _last_step(job, begin, captured, rows)
 
-    table = pd.DataFrame(steps, columns=["rank", "step", "start_ns", "dur_ns", "ordinary", *BUDGET_PARTS])
-    middle = table[table["ordinary"].astype(bool)]
-    by_rank = middle.groupby("rank")[list(BUDGET_PARTS)].mean()
-    budget = {} if middle.empty else {part: float(by_rank[part].mean()) for part in BUDGET_PARTS}
-    times = table["dur_ns"] / MS
+    table = pd.DataFrame(steps, columns=["rank", "step", "start_ns", "dur_ns", "ordinary", "apart_ms", *BUDGET_PARTS])
+    ordinary_steps = table[table["ordinary"].astype(bool)]
+    by_rank = ordinary_steps.groupby("rank")[list(BUDGET_PARTS)].mean()
+    budget = {} if ordinary_steps.empty else {part: float(by_rank[part].mean()) for part in BUDGET_PARTS}
+    times = ordinary_steps["dur_ns"] / MS
     analysis = Analysis(
         run=_run(job, captured, complete),
         ranks_expected=job.ranks,
         ranks_captured=captured,
         step_count=complete,
         step_ms=None if table.empty else StepTime(
-            mean=float(middle["dur_ns"].mean() / MS), median=float(times.median()),
+            mean=float(times.mean()), median=float(times.median()),
             p10=float(times.quantile(0.1)), p90=float(times.quantile(0.9)),
         ),
         steps=table,
+        irregular=irregular(job),
         budget=budget,
         budget_by_rank=by_rank,
         slowest_rank=None if table.empty or len(captured) < 2 else int(by_rank["peer_wait"].idxmin()),
@@ -94,8 +98,9 @@ def build(job: Job, findings: tuple[Finding, ...] = (), passed: tuple[str, ...] 
         passed=passed,
         not_judged={},
         noise_ms=0.6,
+        notes=(),
         step_is="",
-        time={},
+        time=_time(job, table),
         verdict=Verdict("inconclusive", ""),
         capture=CaptureQuality(overhead_percent=0.21, dropped=0, clock_error_us=3.0),
     )  # fmt: skip
@@ -104,12 +109,15 @@ def build(job: Job, findings: tuple[Finding, ...] = (), passed: tuple[str, ...] 
 
 
 def _step(
-    job: Job, step: int, begin: int, middle: bool, captured: tuple[int, ...],
+    job: Job, step: int, begin: int, ordinary: bool, captured: tuple[int, ...],
     rows: list[dict[str, Any]], steps: list[dict[str, Any]], matched: list[dict[str, Any]],
     waits: list[dict[str, Any]],
 ) -> int:  # fmt: skip
     """Append one step of every rank; returns its end."""
-    data = {rank: job.data + wobble(rank, step) for rank in range(job.ranks)}
+    besides = {rank: job.besides.get((rank, step), ("", 0.0)) for rank in range(job.ranks)}
+    apart = {rank: length if kind != "stop" else 0.0 for rank, (kind, length) in besides.items()}
+    first = {rank: length for rank, (_, length) in besides.items()}
+    data = {rank: first[rank] + job.data + wobble(rank, step) for rank in range(job.ranks)}
     paused = {rank: job.pauses.get((rank, step), 0.0) for rank in range(job.ranks)}
     forward = {rank: job.forward + job.slow.get(rank, 0.0) + paused[rank] for rank in range(job.ranks)}
     ready = {rank: data[rank] + forward[rank] + job.backward for rank in range(job.ranks)}
@@ -127,8 +135,12 @@ def _step(
     for rank in captured:
         back = data[rank] + forward[rank]
         row(rank, "step", "step", "main", 0, end)
-        row(rank, "phase", "data", "main", 0, data[rank], depth=1)
-        row(rank, "phase", "forward", "main", data[rank], forward[rank], depth=1)
+        if besides[rank][0] == "evaluation":
+            row(rank, "phase", "forward", "main", 0, apart[rank], depth=1, grad=False)
+        elif besides[rank][0] == "checkpointing":
+            row(rank, "phase", "checkpoint", "main", 0, apart[rank], depth=1)
+        row(rank, "phase", "data", "main", first[rank], data[rank] - first[rank], depth=1)
+        row(rank, "phase", "forward", "main", data[rank], forward[rank], depth=1, grad=True)
         row(rank, "phase", "backward", "main", back, job.backward + done - ready[rank], depth=1)
         row(rank, "phase", "optimizer", "main", done, job.optimizer, depth=1)
         row(rank, "wait", "all_reduce", "main", ready[rank], done - ready[rank], depth=2)
@@ -148,10 +160,10 @@ def _step(
         })  # fmt: skip
         steps.append({
             "rank": rank, "step": step, "start_ns": begin, "dur_ns": round(end * MS),
-            "ordinary": middle,
+            "ordinary": ordinary, "apart_ms": apart[rank],
             "compute": forward[rank] - paused[rank] + job.backward, "comm_exposed": job.transfer,
-            "peer_wait": wait, "bubble": 0.0, "data": data[rank], "optimizer": job.optimizer, "offload": 0.0,
-            "pause": paused[rank], "other": job.gap,
+            "peer_wait": wait, "bubble": 0.0, "data": data[rank] - first[rank], "optimizer": job.optimizer,
+            "offload": 0.0, "pause": paused[rank], "other": job.gap + first[rank],
         })  # fmt: skip
     for bucket in range(3):
         arrivals = {r: data[r] + forward[r] + job.backward * (bucket + 1) / 3 for r in data}
@@ -198,6 +210,28 @@ def _last_step(job: Job, begin: int, captured: tuple[int, ...], rows: list[dict[
             **common, "lane": "comm.0", "kind": "comm", "name": "all_reduce", "group": "0", "seq": step * 3,
             "start_ns": backward + 30 * MS, "bytes": BUCKET_BYTES,
         })  # fmt: skip
+
+
+def _time(job: Job, steps: pd.DataFrame) -> dict[str, float]:
+    """Kind of time -> s; empty without a step."""
+    if steps.empty:
+        return {}
+    apart = {
+        kind: sum(length for of, length in job.besides.values() if of == kind) / job.ranks / 1e3
+        for kind in ("evaluation", "checkpointing", "compilation")
+    }
+    training = float((steps["dur_ns"] / MS - steps["apart_ms"]).sum()) / steps["rank"].nunique() / 1e3
+    return {"training": training, **apart, "startup": 4.02, "rest": 0.41}
+
+
+def irregular(job: Job) -> pd.DataFrame:
+    """`Analysis.irregular` of `job`: of each step the rank that spent most."""
+    rows = [
+        {"rank": rank, "step": step, "kind": kind, "start_ns": START_NS, "excess_ms": excess}
+        for (rank, step), (kind, excess) in sorted(job.besides.items(), key=lambda item: -item[1][1])
+    ]
+    table = pd.DataFrame(rows, columns=["rank", "step", "kind", "start_ns", "excess_ms"])
+    return table.drop_duplicates(["step", "kind"]).sort_values("step", ignore_index=True)
 
 
 def _table(rows: list[dict[str, Any]]) -> pd.DataFrame:
@@ -340,6 +374,45 @@ def wide(ranks: int = 8, steps: int = 200) -> Analysis:
     job = Job(ranks=ranks, steps=steps, slow={5: 21.0}, pauses={(2, step): 160.0 for step in range(17, steps, 50)})
     finding = replace(STRAGGLER, title="rank 5 arrives late in every step", where=Where(ranks=(5,), group="0"))
     return build(job, findings=(finding,), passed=passed_but("rank.straggler"))
+
+
+EVALUATES = Job(
+    steps=60,
+    besides={
+        **{(0, step): ("evaluation", 420.0) for step in range(9, 60, 10)},
+        **{(rank, step): ("checkpointing", 95.0 + 10 * rank) for step in (14, 44) for rank in (0, 1)},
+        (1, 33): ("stop", 900.0),
+    },
+)
+"""Rank 0 alone evaluates in every tenth step, both save checkpoints, and rank 1 stops once."""
+
+EVAL_UNEVEN = Finding(
+    code="eval.uneven",
+    title="rank 0 alone evaluates and the others wait",
+    severity="high",
+    confidence=0.98,
+    where=Where(ranks=(0,), steps=(9, 59)),
+    evidence=(Evidence("evaluation on rank 0", 420.0, "ms", 0.0), Evidence("steps with evaluation", 6.0, "of 60", 0.0)),
+    gain=Gain(ms=42.0, percent=17.4, low=38.1, high=45.9, method="measured excess"),
+    fixes=(Fix(kind="code", title="shard the evaluation over the ranks, or let it run in a job of its own"),),
+)  # fmt: skip
+
+
+def evaluates() -> Analysis:
+    """Two ranks, of which one alone evaluates; steps that are not ordinary, and kinds of time."""
+    return build(
+        EVALUATES, findings=(EVAL_UNEVEN,), passed=passed_but("rank.straggler"),
+        notes=("steps are slower from step 41 on",),
+        verdict=Verdict("bottleneck", "rank 0 alone evaluates and the others wait; it takes 42.0 ms of each step"),
+        step_is="an iteration of 6 optimizer steps: 5 of Adam 1, 1 of Adam 2",
+        not_judged={"rank.straggler": "the ranks do different work"},
+    )  # fmt: skip
+
+
+def inconclusive() -> Analysis:
+    """A third of the step is outside the phases, and nothing says why."""
+    not_judged = {"comm.exposed": "no collective was seen to carry gradients"}
+    return build(Job(gap=90.0), passed=passed_but("comm.exposed"), not_judged=not_judged)
 
 
 def empty() -> Analysis:

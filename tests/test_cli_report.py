@@ -97,7 +97,7 @@ def test_a_parent_folder_means_its_newest_run(tmp_path: Path) -> None:
 def test_analyze_prints_the_verdict_on_stdout(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["analyze", "runs"]) == 0
     said = capsys.readouterr()
-    assert said.out.startswith("[dsprof] verdict ")
+    assert said.out.startswith("[dsprof] verdict: bottleneck ")
     assert "1. high  rank.straggler" in said.out
     assert said.err == ""
     assert run.findings_json.exists()

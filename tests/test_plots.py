@@ -13,7 +13,7 @@ import pytest
 
 from dsprof.reports import palette, plots, tables
 from dsprof.reports.timeline import timeline
-from dsprof.schema import BUDGET_PARTS
+from dsprof.schema import BUDGET_PARTS, TIME_KINDS
 
 MS = 1_000_000
 
@@ -56,11 +56,13 @@ def lab(color: str, sight: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def test_every_budget_part_has_a_look() -> None:
     assert tuple(palette.PARTS) == BUDGET_PARTS
+    assert tuple(palette.TIMES) == TIME_KINDS
 
 
 @pytest.mark.parametrize("sight", SIGHT)
-def test_parts_stay_apart_for_everyone(sight: str) -> None:
-    seen = {name: lab(part.color, SIGHT[sight]) for name, part in palette.PARTS.items()}
+@pytest.mark.parametrize("looks", [palette.PARTS, palette.TIMES], ids=["parts", "times"])
+def test_parts_stay_apart_for_everyone(sight: str, looks: dict[str, palette.Part]) -> None:
+    seen = {name: lab(part.color, SIGHT[sight]) for name, part in looks.items()}
     closest = min((float(np.linalg.norm(seen[a] - seen[b])), a, b) for a, b in itertools.combinations(seen, 2))
     assert closest[0] >= 19.5, closest
 
@@ -87,6 +89,17 @@ def test_budget_bar_of_many_ranks_keeps_the_busiest() -> None:
     assert len(figure.data[0].y) == 4
     assert "rank 5" in figure.data[0].y
     assert note_of(figure) == "3 of 64 ranks: those with the most own work"
+
+
+def test_time_bar() -> None:
+    figure = plots.time_bar(factories.evaluates().time)
+    shown = [(trace.name, trace.x[0], trace.text[0]) for trace in figure.data]
+    assert shown == [
+        ("training", 12.645, "68 %"), ("evaluation", 1.26, "6.8 %"), ("checkpointing", 0.2, ""),
+        ("start-up", 4.02, "22 %"), ("rest", 0.41, ""),
+    ]  # fmt: skip
+    assert figure.data[0].hovertemplate.startswith("training: <b>12.6 s</b> (68 %)<br>")
+    assert figure.layout.xaxis.range == (0, pytest.approx(18.5354))
 
 
 # --- over the steps ---------------------------------------------------------------------------------
@@ -138,7 +151,9 @@ def test_large_heatmap_is_joined_by_maxima() -> None:
     rank, step = np.divmod(np.arange(ranks * steps), steps)
     own = np.full(ranks * steps, 100.0)
     own[17 * steps + 4321] = 180.0
-    big = pd.DataFrame({"rank": rank, "step": step, "dur_ns": own * MS, **dict.fromkeys(BUDGET_PARTS, 0.0)})
+    big = pd.DataFrame(
+        {"rank": rank, "step": step, "dur_ns": own * MS, "ordinary": True, **dict.fromkeys(BUDGET_PARTS, 0.0)}
+    )
     figure = plots.heatmap(big, max_columns=500, max_rows=32)
     cells = np.asarray(figure.data[0].z)
     assert cells.shape == (32, 500)
@@ -148,6 +163,14 @@ def test_large_heatmap_is_joined_by_maxima() -> None:
     assert len(figure.to_json()) < 300_000
 
 
+def test_irregular_steps_do_not_blind_the_ordinary_ones() -> None:
+    """A straggler of 20 ms shows beside evaluations of 420."""
+    job = replace(factories.EVALUATES, slow={1: 20.0})
+    figure = plots.heatmap(factories.build(job).steps)
+    assert figure.data[0].zmax == pytest.approx(20.4)
+    assert note_of(figure) == "full colour from 20.4 ms; the largest is 919 ms"
+
+
 def test_step_time_lines() -> None:
     analysis = factories.straggler()
     figure = plots.step_time(analysis.steps, highlight=1)
@@ -155,8 +178,46 @@ def test_step_time_lines() -> None:
     assert np.asarray(trace_of(figure, "rank 1, own work").y)[0] == pytest.approx(200.4)
     assert np.asarray(trace_of(figure, "whole step").y)[0] == pytest.approx(212.4)
     assert trace_of(figure, "rank 1, own work").line.color == palette.HIGHLIGHT
-    assert figure.layout.shapes[0].x0 == 9.5
-    assert figure.layout.shapes[0].x1 == 29.5
+    assert [(shape.x0, shape.x1) for shape in figure.layout.shapes] == [(4.5, 39.5)]
+
+
+def test_irregular_steps_are_marked_and_not_shaded() -> None:
+    analysis = factories.evaluates()
+    figure = plots.step_time(analysis.steps, analysis.irregular)
+    assert [(shape.x0, shape.x1) for shape in figure.layout.shapes] == [
+        (6.5, 8.5), (9.5, 13.5), (14.5, 18.5), (19.5, 28.5), (29.5, 32.5), (33.5, 38.5), (39.5, 43.5), (44.5, 48.5),
+        (49.5, 58.5),
+    ]  # fmt: skip
+    evaluation, stop = trace_of(figure, "evaluation"), trace_of(figure, "stop")
+    assert list(evaluation.x) == [9, 19, 29, 39, 49, 59]
+    assert evaluation.y[0] == pytest.approx(594.4)
+    assert evaluation.text[0] == "evaluation, most on rank 0: 420 ms more than an ordinary step"
+    assert evaluation.marker.symbol == "diamond"
+    assert list(stop.text) == ["stop, most on rank 1: 900 ms more than an ordinary step"]
+    assert list(trace_of(figure, "checkpointing").x) == [14, 44]
+    assert note_of(figure) == ""
+
+
+def test_of_many_irregular_steps_the_longest_are_marked() -> None:
+    analysis = factories.evaluates()
+    figure = plots.step_time(analysis.steps, analysis.irregular, max_marks=2)
+    assert [(trace.name, list(trace.x)) for trace in figure.data[3:]] == [("evaluation", [9]), ("stop", [33])]
+    assert note_of(figure) == "marked: of 9 irregular steps the 2 that took longest"
+
+
+def test_a_kind_that_is_not_known_is_marked_under_its_own_name() -> None:
+    analysis = factories.evaluates()
+    odd = analysis.irregular.assign(kind="<b>new_kind</b>")
+    figure = plots.step_time(analysis.steps, odd)
+    assert trace_of(figure, "&lt;b&gt;new kind&lt;/b&gt;").marker.symbol == "star"
+
+
+def test_narrow_gaps_between_ordinary_steps_of_a_long_run_are_shaded_too() -> None:
+    steps = table({0: [10] * 1000}, {0: [0] * 1000})
+    steps["ordinary"] = (steps["step"] % 4 > 0) & ~steps["step"].between(500, 520)
+    figure = plots.step_time(steps)
+    assert [(shape.x0, shape.x1) for shape in figure.layout.shapes] == [(0.5, 499.5), (520.5, 999.5)]
+    assert note_of(figure) == "gaps of fewer than 4 steps are shaded, too"
 
 
 def test_step_time_of_many_ranks_and_steps() -> None:
@@ -214,6 +275,24 @@ def test_timeline_binds_no_wait_itself() -> None:
     assert [trace_of(figure, "wait, not told for whom").x[rank] for rank in (0, 1)] == [50.4, 12]
 
 
+def test_timeline_tells_forwards_without_gradients_and_checkpoints() -> None:
+    analysis = factories.evaluates()
+    figure = timeline(analysis.rows, 9, waits=analysis.waits, collectives=analysis.collectives)
+    evaluation = trace_of(figure, "forward without gradients")
+    assert (list(evaluation.x), list(evaluation.base)) == ([420], [0])
+    assert evaluation.marker.color == palette.TIMES["evaluation"].color
+    assert len(trace_of(figure, "forward").x) == 2
+    assert list(trace_of(timeline(analysis.rows, 14), "checkpoint").x) == [95, 105]
+
+
+def test_timeline_of_a_pipeline_tells_stage_and_micro_batch() -> None:
+    rows = factories.healthy().rows.iloc[:2].assign(kind="pipe", name=["F", "B"])
+    rows = rows.assign(stage=pd.array([2, 2], "Int16"), microbatch=pd.array([5, 4], "Int16"))
+    figure = timeline(rows, 0)
+    assert [trace.name for trace in figure.data] == ["forward", "backward"]
+    assert "stage 2, micro-batch 5" in figure.data[0].hovertext[0]
+
+
 def test_timeline_hatches_what_never_ended() -> None:
     analysis = factories.dead_rank()
     figure = timeline(analysis.rows, 12, waits=analysis.waits, collectives=analysis.collectives)
@@ -236,7 +315,8 @@ def test_an_empty_run_has_empty_figures() -> None:
     analysis = factories.empty()
     for figure in (
         plots.budget_bar(analysis.budget_by_rank), plots.step_time(analysis.steps), plots.heatmap(analysis.steps),
-        plots.collectives(analysis.collectives), timeline(analysis.rows, 0),
+        plots.collectives(analysis.collectives), timeline(analysis.rows, 0), plots.time_bar(analysis.time),
+        plots.step_time(analysis.steps, analysis.irregular),
     ):  # fmt: skip
         assert "NaN" not in figure.to_json()
 
@@ -263,7 +343,13 @@ def test_pick_ranks() -> None:
     assert tables.pick_ranks(range(100), [99, 7], 4) == [0, 7, 50, 99]
 
 
-def test_typical_step_is_nearest_to_the_mean_of_the_middle() -> None:
+def test_stretches() -> None:
+    assert tables.stretches([7, 1, 2, 3, 9]) == [(1, 3), (7, 7), (9, 9)]
+    assert tables.stretches([7, 1, 2, 3, 9], gap=2) == [(1, 3), (7, 9)]
+    assert tables.stretches([]) == []
+
+
+def test_typical_step_is_nearest_to_the_mean_of_the_ordinary() -> None:
     steps = table({0: [50, 10, 20, 14, 90]}, {0: [0] * 5})
     steps["ordinary"] = [False, True, True, True, False]
     assert tables.typical_step(steps) == 3

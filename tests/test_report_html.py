@@ -66,7 +66,13 @@ def test_straggler_says_what_matters() -> None:
         "Fix 1 the slow part is called here; move it off the training thread",
         "examples/train_gpt.py:112 slow_rank=None copy",
         "Fix 2 or leave it the cores export OMP_NUM_THREADS=1",
-        "Shown: step 10, the one of the middle half nearest to the mean.",
+        "verdict bottleneck rank 1 arrives late in every step",
+        "ordinary step 212 ms median 212 ms p10 to p90 212 to 213 ms ordinary steps 35 of 40 ranks 2",
+        "Where the run goes Its wall time, 12.9 s; mean over the ranks.",
+        "training 8.5 s 65.7 % training steps",
+        "Mean over the ranks and 35 ordinary steps of 40.",
+        "Noise of this run: 0.60 ms.",
+        "Shown: step 5, the ordinary one nearest to the mean.",
         "1 node0 212.4 200.4 178.0 12.0 0.0 4.4 16.0 2.0 39 360 exit status 0",
         "Passed: comm.exposed data.imbalance data.stall pause.gc run.rank-died",
         "started 2026-11-20 10:15:00 UTC, ended 2026-11-20 10:15:30 UTC",
@@ -88,6 +94,39 @@ def test_healthy_dead_and_empty() -> None:
     page = html.render(factories.empty())
     assert "no complete step was captured, so nothing can be said about its speed" in text_of(page)
     assert figures(page) == {}
+
+
+def test_a_cost_beside_the_ordinary_steps() -> None:
+    page = html.render(factories.evaluates())
+    text = text_of(page)
+    for phrase in (
+        "a step is an iteration of 6 optimizer steps: 5 of Adam 1, 1 of Adam 2.",
+        "steps are slower from step 41 on",
+        "evaluation 1.3 s 6.8 % forwards without gradients, between training steps eval.uneven",
+        "42.0 ms saved a step on average (17 % of the run's time per step)"
+        " 95 % interval 38.1 to 45.9 ms, measured as excess over ordinary steps",
+        "Marked: what made a step longer than these.",
+        "Not judged: rank.straggler : the ranks do different work",
+    ):
+        assert phrase in text
+    assert "in bold" not in text  # nobody waits in ordinary steps
+    marks = [trace for trace in figures(page)["steps"]["data"] if trace.get("mode") == "markers"]
+    assert [trace["name"] for trace in marks] == ["checkpointing", "evaluation", "stop"]
+
+
+def test_an_inconclusive_verdict_promises_nothing() -> None:
+    page = html.render(factories.inconclusive())
+    text = text_of(page)
+    assert "verdict inconclusive nothing found that is sure to shorten the 263 ms step, but 34 % is" in text
+    assert "Nothing above info . Who was slower" in text
+    assert '<h1 class="unsure">' in page
+    assert "34\N{NO-BREAK SPACE}% is" in page
+
+
+def test_kinds_of_time_that_are_not_known_are_not_shown() -> None:
+    page = html.render(replace(factories.healthy(), time={}))
+    assert "Where the run goes" not in page
+    assert "time" not in figures(page)
 
 
 def test_missing_ranks_have_a_row() -> None:
@@ -195,7 +234,8 @@ def test_plots_are_drawn_without_a_complaint_or_a_request(browser: Any, tmp_path
     visit = Visit(browser, tmp_path / "report.html", factories.straggler(), color_scheme=scheme)
     assert visit.complaints == []
     assert visit.requests == []
-    assert visit.count(".canvas") == 5
+    assert visit.count(".canvas") == 6
+    assert visit.count("#plot-time .bars path") == 3
     assert visit.count("#plot-budget .bars path") > 10
     assert visit.count("#plot-heatmap image") == 1
     assert visit.count("#plot-timeline .bars path") > 15

@@ -94,6 +94,32 @@ def test_text(tmp_path: Path) -> None:
     )
 
 
+def test_the_verdict_as_text() -> None:
+    text = verdict_markdown(factories.evaluates())
+    assert text.splitlines()[:7] == [
+        "## rank 0 alone evaluates and the others wait; it takes 42\\.0 ms of each step",
+        "",
+        "Verdict: **bottleneck**",
+        "",
+        "Run 18.5 s: training 12\\.6 s \\(68 %\\), evaluation 1\\.3 s, checkpointing 0\\.2 s, start\\-up 4\\.0 s, "
+        "rest 0\\.4 s",
+        "",
+        "Step 175 ms (median 175, p10-p90 174-175), 44 ordinary steps of 60, 2 ranks; "
+        "a step is an iteration of 6 optimizer steps: 5 of Adam 1, 1 of Adam 2.",
+    ]
+    assert "\nNot judged: `rank.straggler` (the ranks do different work)\n" in text
+    assert "\nNote: steps are slower from step 41 on\n" in text
+    assert ", noise 0\\.60 ms\n" in text
+    assert "\nRun " not in verdict_markdown(factories.empty())
+
+
+def test_kinds_of_time(tmp_path: Path) -> None:
+    tensorboard.write(factories.evaluates(), tmp_path)
+    tags = read(tmp_path / "verdict").Tags()["scalars"]
+    assert tags == [f"time_s/{kind}" for kind in ("training", "evaluation", "checkpointing", "startup", "rest")]
+    assert scalars(tmp_path / "verdict", "time_s/evaluation") == [(0, 1.26)]
+
+
 def test_markdown_in_names_is_escaped() -> None:
     finding = replace(factories.STRAGGLER, title="**bold** | <script>alert(1)</script> [x](http://y)")
     assert finding_markdown(finding).startswith(

@@ -34,10 +34,11 @@ def literal(text: str) -> str:
 
 def test_healthy() -> None:
     assert text_of(factories.healthy()) == literal("""
-        [dsprof] verdict ─────────────────────────────────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
+        [dsprof] verdict: healthy ────────────────────────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
         healthy: nothing found that is sure to shorten the 175 ms step
 
-        step 175 ms  median 175, p10-p90 174-175, 40 steps, 2 ranks
+        run 11.4 s  training 7.0 s (61 %), start-up 4.0 s, rest 0.4 s
+        step 175 ms  median 175, p10-p90 174-175, 35 ordinary steps of 40, 2 ranks
         ├─ compute       140.0 ms  80.2 %  ███████████████████▎
         ├─ exposed comm   12.0 ms   6.9 %  █▋
         ├─ peer wait       0.2 ms   0.1 %
@@ -54,11 +55,12 @@ def test_healthy() -> None:
 
 def test_straggler() -> None:
     assert text_of(factories.straggler()) == literal("""
-        [dsprof] verdict ─────────────────────────────────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
+        [dsprof] verdict: bottleneck ─────────────────────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
         rank 1 arrives late in every step: its forward takes longer; fixing it saves 37.9 ms of each 212 ms
         step (18 %)
 
-        step 212 ms  median 212, p10-p90 212-213, 40 steps, 2 ranks
+        run 12.9 s  training 8.5 s (66 %), start-up 4.0 s, rest 0.4 s
+        step 212 ms  median 212, p10-p90 212-213, 35 ordinary steps of 40, 2 ranks
         ├─ compute       159.0 ms  74.9 %  ██████████████████
         ├─ exposed comm   12.0 ms   5.6 %  █▍ ◀ comm.small-messages
         ├─ peer wait      19.0 ms   8.9 %  ██▏ ◀ rank.straggler
@@ -93,13 +95,14 @@ def test_straggler() -> None:
 
 def test_dead_rank() -> None:
     assert text_of(factories.dead_rank()) == literal("""
-        [dsprof] verdict ─────────────────────────────────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
+        [dsprof] verdict: failed ─────────────────────────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
         rank 1 was killed by SIGKILL in step 12, during forward
 
-        step 175 ms  median 175, p10-p90 174-175, 12 steps, 2 ranks
+        run 6.5 s  training 2.1 s (32 %), start-up 4.0 s, rest 0.4 s
+        step 175 ms  median 175, p10-p90 174-175, 11 ordinary steps of 12, 2 ranks
         ├─ compute       140.0 ms  80.2 %  ███████████████████▎
         ├─ exposed comm   12.0 ms   6.9 %  █▋
-        ├─ peer wait       0.3 ms   0.1 %
+        ├─ peer wait       0.2 ms   0.1 %
         ├─ data            4.4 ms   2.5 %  ▋
         ├─ optimizer      16.0 ms   9.2 %  ██▎
         └─ other           2.0 ms   1.1 %  ▎
@@ -117,9 +120,77 @@ def test_dead_rank() -> None:
         """)
 
 
+def test_a_cost_beside_the_ordinary_steps() -> None:
+    assert text_of(factories.evaluates()) == literal("""
+        [dsprof] verdict: bottleneck ─────────────────────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
+        rank 0 alone evaluates and the others wait; it takes 42.0 ms of each step
+
+        run 18.5 s  training 12.6 s (68 %), evaluation 1.3 s ◀ eval.uneven, checkpointing 0.2 s,
+            start-up 4.0 s, rest 0.4 s
+        step 175 ms  median 175, p10-p90 174-175, 44 ordinary steps of 60, 2 ranks
+             a step is an iteration of 6 optimizer steps: 5 of Adam 1, 1 of Adam 2
+        ├─ compute       140.0 ms  80.2 %  ███████████████████▎
+        ├─ exposed comm   12.0 ms   6.9 %  █▋
+        ├─ peer wait       0.2 ms   0.1 %
+        ├─ data            4.4 ms   2.5 %  ▋
+        ├─ optimizer      16.0 ms   9.2 %  ██▎
+        └─ other           2.0 ms   1.1 %  ▎
+
+        1. high  eval.uneven  rank 0 alone evaluates and the others wait
+           gain   saves 42.0 ms a step on average (17 % of the run's time per step) [38.1, 45.9], confidence
+                  98 %
+           where  rank 0, steps 9-59
+           why    evaluation on rank 0: 420 ms (expected 0 ms)
+                  steps with evaluation: 6 of 60 (expected 0 of 60)
+           fix    shard the evaluation over the ranks, or let it run in a job of its own
+
+        passed    comm.exposed, comm.small-messages, data.imbalance, data.stall, pause.gc, run.rank-died
+        unjudged  rank.straggler: the ranks do different work
+        note      steps are slower from step 41 on
+        capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within 3 us, noise 0.60 ms
+        """)
+
+
+def test_a_run_whose_kinds_of_time_are_not_known_shows_none() -> None:
+    assert "\nrun " not in text_of(replace(factories.healthy(), time={}))
+
+
+@pytest.mark.parametrize(
+    ("analysis", "status", "style"),
+    [
+        (factories.healthy(), "healthy", "1;32"),
+        (factories.inconclusive(), "inconclusive", "1;33"),
+        (factories.straggler(), "bottleneck", "1;31"),
+        (factories.build(factories.Job(), findings=(factories.SMALL_MESSAGES,)), "bottleneck", "1;36"),
+        (factories.dead_rank(), "failed", "1;31"),
+        (factories.empty(), "failed", "1;31"),
+    ],
+)
+def test_the_verdict_has_the_colour_of_its_status(
+    analysis: Analysis, status: str, style: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    screen = Terminal()
+    terminal.render(analysis, screen, width=400)
+    head, headline = screen.getvalue().splitlines()[:2]
+    assert f"\x1b[{style}m{status}\x1b[0m" in head
+    assert headline == f"\x1b[{style}m{analysis.verdict.headline}\x1b[0m"
+
+
+def test_a_gain_next_to_nothing_is_no_remark() -> None:
+    tiny = replace(factories.EXPOSED_INFO, gain=Gain(ms=0.1, percent=0.06, low=0.0, high=0.2))
+    text = text_of(factories.build(factories.Job(), findings=(tiny,), passed=factories.RULES))
+    assert "info" not in text
+    assert "passed    comm.exposed, comm.small-messages," in text
+    without = replace(tiny, title="4.1 ms wait; no other size hides them", gain=Gain(0.0, 0.0, 0.0, 0.0))
+    text = text_of(factories.build(factories.Job(), findings=(without,), passed=factories.RULES))
+    assert "info      comm.exposed: 4.1 ms wait; no other size hides them\n" in text
+
+
 def test_no_step() -> None:
     assert text_of(factories.empty()) == literal("""
-        [dsprof] verdict ─────────────────────────────────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
+        [dsprof] verdict: failed ─────────────────────────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
         no complete step was captured, so nothing can be said about its speed
 
         unjudged  comm.exposed, comm.small-messages, data.imbalance, data.stall, pause.gc, rank.straggler,
@@ -132,9 +203,9 @@ def test_many_ranks_fit_on_a_page() -> None:
     text = text_of(factories.wide(ranks=64, steps=8))
     assert (
         literal("""
-        ├─ peer wait               20.6 ms  10.6 %  ██▌ ◀ rank.straggler
-        │  ├─ rank 3               21.1 ms          own work 162.3 ms
-        │  ├─ rank 5                0.0 ms          own work 183.3 ms
+        ├─ peer wait               20.7 ms  10.6 %  ██▌ ◀ rank.straggler
+        │  ├─ rank 2               21.1 ms          own work 162.3 ms
+        │  ├─ rank 5                0.0 ms          own work 183.4 ms
         │  └─ 62 others (median)   21.0 ms          own work 162.4 ms
         """)
         in text

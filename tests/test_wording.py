@@ -8,7 +8,8 @@ import factories
 import pytest
 
 from dsprof.analyzer import text
-from dsprof.analyzer.finding import Fix, Where
+from dsprof.analyzer.analysis import StepTime
+from dsprof.analyzer.finding import Fix, Gain, Severity, Where
 from dsprof.analyzer.verdict import answer
 from dsprof.reports import palette, wording
 from dsprof.run import RankExit
@@ -40,6 +41,60 @@ def test_units() -> None:
 def test_ranks() -> None:
     assert text.ranks((3,)) == "rank 3"
     assert text.ranks((7, 0, 1, 2, 3)) == "ranks 0-3, 7"
+
+
+def test_gain() -> None:
+    assert wording.gain(Gain(38.2, 18.0, 31.0, 45.4)) == "saves 38.2 ms a step (18 %) [31.0, 45.4]"
+    assert wording.gain(Gain(54.0, 56.0, 40.0, 68.0, method="measured excess")) == (
+        "saves 54.0 ms a step on average (56 % of the run's time per step) [40.0, 68.0]"
+    )
+    assert wording.gain(Gain(12_345.0, 18.0, 9_000.0, 15_000.0)) == "saves 12.3 s a step (18 %) [9.00, 15.0]"
+    assert wording.gain(Gain(4.28, 11.0, 4.28, 4.28)) == "saves 4.28 ms a step (11 %)"
+    assert wording.gain(Gain(0.0, 0.0, -1.0, 1.0)) == ""
+
+
+def test_how_a_gain_was_found() -> None:
+    assert wording.how(Gain(3.0, 9.0, 1.0, 5.0)) == "95 % interval 1.00 to 5.00 ms, predicted by replay"
+    assert wording.how(Gain(3.0, 9.0, 3.0, 3.0, method="simulation")) == "predicted by simulation"
+    excess = Gain(3.0, 9.0, 9_000.0, 11_000.0, method="measured excess")
+    assert wording.how(excess) == "95 % interval 9.00 to 11.0 s, measured as excess over ordinary steps"
+
+
+def test_mean_and_quantiles_share_a_unit() -> None:
+    assert wording.spread(StepTime(212.0, 212.4, 208.0, 219.6)) == "median 212, p10-p90 208-220"
+    assert wording.spread(StepTime(12_000.0, 11_900.0, 9_900.0, 14_100.0)) == "median 11.9, p10-p90 9.90-14.1"
+
+
+def test_steps_judged() -> None:
+    assert wording.steps_judged(factories.healthy()) == "35 ordinary steps of 40"
+    assert wording.steps_judged(factories.build(factories.Job(steps=4))) == "4 steps"
+    assert wording.steps_judged(factories.wide(ranks=2, steps=1200)) == "1,050 ordinary steps of 1,200"
+
+
+def test_durations() -> None:
+    assert [wording.duration(value) for value in (0.06, 6.14, 99.94, 212.3, 700.0, 7_100.0, 18_756.0)] == [
+        "0.1 s", "6.1 s", "99.9 s", "212 s", "11.7 min", "118 min", "5.21 h",
+    ]  # fmt: skip
+
+
+def test_kinds_of_time() -> None:
+    time = {"training": 48.0, "evaluation": 6.1, "checkpointing": 3.2, "compilation": 0.04, "startup": 4.1, "rest": 0.7}
+    assert wording.time_spent(time) == (
+        "training 48.0 s (77 %), evaluation 6.1 s, checkpointing 3.2 s, start-up 4.1 s, rest 0.7 s"
+    )
+    assert wording.time_spent({}) == ""
+    assert wording.time_spent(dict.fromkeys(time, 0.0)) == ""
+
+
+@pytest.mark.parametrize(("severity", "tone"), [("high", "high"), ("medium", "medium"), ("low", "low")])
+def test_a_bottleneck_has_the_tone_of_its_worst_finding(severity: Severity, tone: str) -> None:
+    findings = (replace(factories.STRAGGLER, severity=severity), factories.SMALL_MESSAGES)
+    assert wording.tone(factories.build(factories.Job(), findings=findings)) == tone
+
+
+def test_tones() -> None:
+    runs = (factories.healthy(), factories.inconclusive(), factories.dead_rank())
+    assert [wording.tone(analysis) for analysis in runs] == ["good", "unsure", "high"]
 
 
 def test_where() -> None:
@@ -106,7 +161,12 @@ def test_findings_point_at_budget_parts() -> None:
     assert palette.part_of("rank.straggler") == "peer_wait"
     assert palette.part_of("data.stall") == "data"
     assert palette.part_of("comm.slow-link") == "comm_exposed"
-    assert palette.part_of("run.hang") is None
+    assert palette.part_of("pipeline.bubble") == "bubble"
+    assert palette.part_of("pipeline.imbalance") == "bubble"
+    assert palette.part_of("pause.gc") == "pause"
+    beside = ("eval.uneven", "checkpoint.stall", "pause.stop", "run.hang")
+    assert [palette.part_of(code) for code in beside] == [None] * 4
+    assert [palette.kind_of(code) for code in beside] == ["evaluation", "checkpointing", None, None]
     assert palette.part("unheard_of").label == "unheard of"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -38,14 +39,16 @@ def render(analysis: Analysis) -> str:
         analysis=analysis,
         run=analysis.run,
         step=analysis.step_ms,
-        headline=analysis.verdict.headline,
-        tone=_tone(analysis),
-        problems=[_card(finding, analysis.run.cwd) for finding in analysis.findings if wording.is_problem(finding)],
-        minor=[_card(finding, analysis.run.cwd) for finding in analysis.findings if not wording.is_problem(finding)],
+        tone=wording.tone(analysis),
+        verdict=analysis.verdict,
+        times=_times(analysis),
+        problems=[_card(finding, analysis.run.cwd) for finding in wording.problems(analysis)],
+        minor=[_card(finding, analysis.run.cwd) for finding in wording.remarks(analysis)],
         budget=_budget(analysis),
         rank_parts=[part for part in analysis.budget_by_rank if (analysis.budget_by_rank[part] > 0.005).any()],
         rank_rows=_rank_rows(analysis),
         blamed=_blamed(analysis),
+        marks=len(analysis.irregular),
         not_judged=wording.by_reason(analysis.not_judged),
         warnings=wording.capture_warnings(analysis),
         capture=wording.capture_facts(analysis),
@@ -70,9 +73,15 @@ def _template() -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     environment.filters["clean"] = text.clean
+    environment.filters["unbroken"] = _unbroken
     environment.filters["ms"] = text.ms
     environment.filters["percent"] = text.percent
     return environment.get_template("page.html.j2")
+
+
+def _unbroken(words: str) -> str:
+    """Numbers kept on one line with their units."""
+    return re.sub(r"(?<=\d) (?=%|(?:ms|s|min|h|[KMG]iB)\b)", "\N{NO-BREAK SPACE}", words)
 
 
 @cache
@@ -107,10 +116,13 @@ def _plain(figure: Any) -> dict[str, Any]:
 
 def _figures(analysis: Analysis) -> dict[str, Any]:
     figures = {}
+    if wording.kinds_of_time(analysis.time):
+        figures["time"] = plots.time_bar(analysis.time)
+        figures["time"].update_layout(showlegend=False, height=86)  # the table below it has the colours
     if analysis.step_ms is not None:
         figures["budget"] = plots.budget_bar(analysis.budget_by_rank, analysis.budget)
         figures["heatmap"] = plots.heatmap(analysis.steps)
-        figures["steps"] = plots.step_time(analysis.steps, highlight=_blamed(analysis))
+        figures["steps"] = plots.step_time(analysis.steps, analysis.irregular, highlight=_blamed(analysis))
     if len(analysis.collectives):
         figures["collectives"] = plots.collectives(analysis.collectives)
     step, why = _step_to_show(analysis)
@@ -130,29 +142,24 @@ def _step_to_show(analysis: Analysis) -> tuple[int | None, str]:
     if len(analysis.rows) and (broken or analysis.step_ms is None):
         last = int(analysis.rows["step"].max())
         return (last, "the last one begun") if last >= 0 else (None, "")
-    return tables.typical_step(analysis.steps), "the one of the middle half nearest to the mean"
+    return tables.typical_step(analysis.steps), "the ordinary one nearest to the mean"
 
 
 def _blamed(analysis: Analysis) -> int | None:
-    """The rank that the others wait for most, where a finding says that it matters."""
-    named = {rank for finding in analysis.findings if wording.is_problem(finding) for rank in finding.where.ranks or ()}
+    """The rank that the others wait for most in ordinary steps, where a finding says that it matters."""
+    waited_for = [item for item in wording.problems(analysis) if palette.part_of(item.code) in palette.WAITING]
+    named = {rank for finding in waited_for for rank in finding.where.ranks or ()}
     return analysis.slowest_rank if analysis.slowest_rank in named else None
 
 
-def _tone(analysis: Analysis) -> str:
-    worst = next((finding for finding in analysis.findings if wording.is_problem(finding)), None)
-    if worst is not None:
-        return worst.severity
-    return "good" if analysis.verdict.status == "healthy" else "none"
-
-
 def _card(finding: Finding, cwd: str) -> dict[str, Any]:
-    part = palette.part_of(finding.code)
+    part, kind = palette.part_of(finding.code), palette.kind_of(finding.code)
+    color = palette.part(part).color if part else palette.TIMES[kind].color if kind else palette.HIGHLIGHT
     return {
         "code": finding.code,
         "title": text.clean(finding.title),
         "severity": finding.severity,
-        "color": palette.part(part).color if part else palette.HIGHLIGHT,
+        "color": color,
         "confidence": text.percent(100 * finding.confidence),
         "gain": finding.gain if finding.gain.ms > 0 else None,
         "where": wording.where(finding.where),
@@ -175,13 +182,14 @@ def _card(finding: Finding, cwd: str) -> dict[str, Any]:
     }
 
 
+def _times(analysis: Analysis) -> list[dict[str, Any]]:
+    codes = wording.codes(analysis, palette.kind_of)
+    return [{"kind": kind, "codes": codes.get(kind.name, [])} for kind in wording.kinds_of_time(analysis.time)]
+
+
 def _budget(analysis: Analysis) -> list[dict[str, Any]]:
     total = sum(analysis.budget.values())
-    codes: dict[str, list[str]] = {}
-    for finding in analysis.findings:
-        part = palette.part_of(finding.code)
-        if part is not None and wording.is_problem(finding):
-            codes.setdefault(part, []).append(finding.code)
+    codes = wording.codes(analysis, palette.part_of)
     return [
         {"look": palette.part(part), "ms": value, "share": 100 * value / total, "codes": codes.get(part, [])}
         for part, value in analysis.budget.items()

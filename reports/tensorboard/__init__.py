@@ -1,7 +1,7 @@
 """TensorBoard event files of an analysis: curves of the steps, and the verdict as text.
 
 Runs in the dashboard: `mean` and `max` over the ranks (tags `step_ms/...` and `budget_ms/...`), `rank<N>` where
-they are few (`by_rank_ms/...`), and `verdict` with the text.
+they are few (`by_rank_ms/...`), and `verdict` with the text and the kinds of time (`time_s/...`, one point each).
 A TensorBoard chart keeps 1,000 points a tag, chosen at random, so that a rare spike would vanish: above 1,000
 steps, neighbouring steps are joined, `max` and the ranks keep each window's maximum, and `p99` is added.
 """
@@ -30,7 +30,7 @@ from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.text import clean
 from dsprof.run import write_atomically
 
-from .. import tables
+from .. import tables, wording
 from .text import finding_markdown, verdict_markdown
 
 MAX_POINTS: Final = 1000
@@ -49,7 +49,7 @@ def write(analysis: Analysis, folder: Path) -> None:
         events = [_layout_event(start)] if name == "mean" else []
         events += list(_scalar_events(values, start))
         _save(folder / name, events, start)
-    _save(folder / "verdict", list(_text_events(analysis, start)), start)
+    _save(folder / "verdict", [*_text_events(analysis, start), *_time_events(analysis, start)], start)
 
 
 def remove(folder: Path) -> None:
@@ -105,9 +105,17 @@ def _scalar_events(values: pd.DataFrame, start: float) -> Iterator[Any]:
 
 def _text_events(analysis: Analysis, start: float) -> Iterator[Any]:
     yield _text_event("00 verdict", verdict_markdown(analysis), start)
-    for index, finding in enumerate(analysis.findings, 1):
+    for index, finding in enumerate(wording.listed(analysis), 1):
         tag = f"{index:02d} {clean(finding.code)}"
         yield _text_event(tag, finding_markdown(finding, analysis.run.cwd), start)
+
+
+def _time_events(analysis: Analysis, start: float) -> Iterator[Any]:
+    """What the run's wall time went to, s."""
+    kinds = wording.kinds_of_time(analysis.time)
+    values = [Summary.Value(tag=f"time_s/{kind.name}", simple_value=kind.seconds) for kind in kinds]
+    if values:
+        yield Event(wall_time=start, step=0, summary=Summary(value=values))
 
 
 def _text_event(tag: str, markdown: str, start: float) -> Any:

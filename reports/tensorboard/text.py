@@ -15,15 +15,17 @@ _SPECIAL: Final = re.compile(r"([\\`*_{}\[\]<>()#+\-.!|~])")
 
 
 def verdict_markdown(analysis: Analysis) -> str:
-    """Headline, budget, findings in one line each, what passed, and the capture's quality."""
-    lines = [f"## {_escape(analysis.verdict.headline)}", ""]
+    """Headline, status, kinds of time, budget, findings in one line each, what passed, and the capture's quality."""
+    lines = [f"## {_escape(analysis.verdict.headline)}", "", f"Verdict: **{analysis.verdict.status}**", ""]
+    spent = wording.time_spent(analysis.time)
+    if spent:
+        lines += [f"Run {wording.duration(sum(analysis.time.values()))}: {_escape(spent)}", ""]
     step = analysis.step_ms
     if step is not None:
         lines += [
-            f"Step {text.ms(step.mean)} (median {text.number(step.median)}, "
-            f"p10 to p90 {text.number(step.p10)} to {text.ms(step.p90)}), "
-            f"{text.count(analysis.step_count, 'step')}, "
-            f"{text.count(len(analysis.ranks_captured), 'rank')}.",
+            f"Step {text.ms(step.mean)} ({wording.spread(step)}), {wording.steps_judged(analysis)}, "
+            f"{text.count(len(analysis.ranks_captured), 'rank')}"
+            + (f"; {_escape(wording.step_is(analysis))}." if analysis.step_is else "."),
             "",
             "| part | ms | % of the step | |",
             "|---|---:|---:|---|",
@@ -33,17 +35,19 @@ def verdict_markdown(analysis: Analysis) -> str:
                 look = palette.part(part)
                 lines.append(f"| {look.label} | {value:,.2f} | {100 * value / step.mean:.1f} | {look.meaning} |")
         lines.append("")
-    for index, finding in enumerate(analysis.findings, 1):
+    for index, finding in enumerate(wording.listed(analysis), 1):
         saved = wording.gain(finding.gain)
         lines.append(
             f"{index}. **{finding.severity}** `{finding.code}` {_escape(finding.title)}"
             + (f" ({_escape(saved)})" if saved else "")
         )
-    lines += [""] if analysis.findings else []
+    lines += [""] if wording.listed(analysis) else []
     if analysis.passed:
         lines += [f"Passed: {', '.join(f'`{code}`' for code in analysis.passed)}", ""]
     for reason, codes in wording.by_reason(analysis.not_judged):
         lines += [f"Not judged: {', '.join(f'`{code}`' for code in codes)} ({_escape(reason)})", ""]
+    for note in analysis.notes:
+        lines += [f"Note: {_escape(note)}", ""]
     lines += [f"Capture: {_escape(wording.capture_facts(analysis))}", ""]
     lines += [f"- {_escape(warning)}" for warning in wording.capture_warnings(analysis)]
     return "\n".join(lines).rstrip() + "\n"
