@@ -57,6 +57,7 @@ def test_a_capture_of_several_chunks(tmp_path: Path) -> None:
 
 def test_a_lost_chunk_is_told(tmp_path: Path) -> None:
     (original,) = Job(ranks=1, steps=6000).captures().values()
+    original.records = original.records[: 5 * schema.CHUNK_RECORDS // 2]
     folder = write_capture(original, tmp_path / "capture")
     assert len(list(folder.glob("chunk-*.bin"))) == 3
     (folder / "chunk-00001.bin").unlink()

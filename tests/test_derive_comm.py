@@ -1,0 +1,222 @@
+"""What is derived of communication: the waits of DDP's reducer, and purposes. And what odd records cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from records import Record, capture_of, derive, of, phase
+from synthetic import MS
+
+from dsprof.capture import RECORD_DTYPE
+from dsprof.derive import step_pattern, trace_rows
+from dsprof.derive.lanes import depths
+from dsprof.schema import BACKWARD_DONE, COLUMNS, NO_SEQ, Flag, Kind, State
+
+
+def comm(name: str, issue: float, end: float | None, seq: int, **more: Any) -> Record:
+    return (Kind.COMM, name, issue, end, {"seq": seq, **more})
+
+
+def waits_of(rows: pd.DataFrame) -> list[tuple[Any, ...]]:
+    """Name, group, seq, start and end in ms of the derived waits."""
+    found = rows[(rows["kind"] == "wait") & (rows["source"] == "derived")]
+    start = found["start_ns"] / MS
+    return list(zip(*of_columns(found), start, start + found["dur_ns"].astype(float) / MS, strict=True))
+
+
+def of_columns(rows: pd.DataFrame) -> list[list[Any]]:
+    return [list(column) for column in zip(*of(rows, "name", "group", "seq"), strict=True)] or [[], [], []]
+
+
+DONE = (Kind.MARK, BACKWARD_DONE, 30, 30, {})
+BACKWARD = phase("backward", 10, 60)
+
+# --- the waits of DDP's reducer -----------------------------------------------------------------
+
+
+def test_ddp_waits_for_one_bucket_after_the_other_from_the_end_of_backward() -> None:
+    rows = derive(
+        BACKWARD, DONE,
+        comm("all_reduce", 15, 25, 0), comm("all_reduce", 20, 40, 1),
+        comm("all_reduce", 25, 39, 2), comm("all_reduce", 29, 55, 3),
+    )  # fmt: skip
+    assert waits_of(rows) == [("all_reduce", "0", 1, 30, 40), ("all_reduce", "0", 3, 40, 55)]
+    waits = rows[rows["kind"] == "wait"]
+    assert of(waits, "lane", "thread", "module", "depth", "purpose") == [("main", 7, None, 2, None)] * 2
+
+
+def test_buckets_that_were_there_in_time_leave_the_last_without_length() -> None:
+    rows = derive(BACKWARD, DONE, comm("all_reduce", 15, 25, 0), comm("all_reduce", 20, 29, 1))
+    assert waits_of(rows) == [("all_reduce", "0", 1, 30, 30)]
+
+
+def test_what_was_measured_cancels_its_own_collective_only() -> None:
+    """A layer in backward that waits for itself, beside DDP."""
+    rows = derive(
+        BACKWARD, DONE,
+        comm("all_gather", 12, 20, 0), (Kind.WAIT, "all_gather", 13, 20, {"group": "0", "seq": 0}),
+        comm("all_reduce", 20, 50, 1),
+        comm("all_reduce", 21, 58, 2), (Kind.WAIT, "all_reduce", 70, 71, {"group": "0", "seq": 2}),
+        comm("all_reduce", 22, 45, 2, group="other"),
+        (Kind.WAIT, "recv", 22, 23, {"group": "0", "seq": 1, "peer": 1, "tag": 0, "flags": Flag.P2P}),
+        (Kind.WAIT, "wait", 23, 24, {}),
+    )  # fmt: skip
+    assert waits_of(rows) == [("all_reduce", "0", 1, 30, 50)]
+
+
+def test_a_wait_ends_with_its_backward() -> None:
+    rows = derive(BACKWARD, DONE, comm("all_reduce", 20, 75, 0))
+    assert waits_of(rows) == [("all_reduce", "0", 0, 30, 60)]
+
+
+def test_outside_of_backward_nothing_is_waited_for() -> None:
+    rows = derive(
+        phase("forward", 0, 8), comm("broadcast", 2, 6, 0), BACKWARD, DONE, comm("all_reduce", 61, 75, 1),
+        comm("send", 20, 50, 0, peer=1, tag=0, flags=Flag.P2P),
+    )  # fmt: skip
+    assert waits_of(rows) == []
+
+
+def test_a_collective_is_not_waited_for_before_it_is_issued() -> None:
+    rows = derive(BACKWARD, DONE, comm("all_reduce", 20, 32, 0), comm("all_reduce", 35, 50, 1))
+    assert waits_of(rows) == [("all_reduce", "0", 0, 30, 32), ("all_reduce", "0", 1, 35, 50)]
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_without_the_mark_it_waits_from_the_last_issue(version: int) -> None:
+    records = [BACKWARD, comm("all_reduce", 15, 50, 0), comm("all_reduce", 20, 58, 1, host_ns=MS)]
+    assert waits_of(derive(*records, version=version)) == [
+        ("all_reduce", "0", 0, 21, 50), ("all_reduce", "0", 1, 50, 58),
+    ]  # fmt: skip
+    unknown = (Kind.WAIT, "wait", 16, 17, {})
+    assert waits_of(derive(*records, unknown, version=version)) == []
+    computing = [phase("backward", 10, 90), *records[1:]]
+    assert waits_of(derive(*computing, version=version)) == []
+
+
+def test_without_the_mark_a_measured_wait_cancels_its_own_collective_only() -> None:
+    measured = (Kind.WAIT, "all_reduce", 16, 17, {"group": "0", "seq": 0})
+    rows = derive(BACKWARD, comm("all_reduce", 15, 17, 0), measured, comm("all_reduce", 20, 58, 1))
+    assert waits_of(rows) == [("all_reduce", "0", 1, 20, 58)]
+
+
+def test_of_several_marks_in_a_backward_the_last_counts() -> None:
+    """Re-entrant checkpointing runs a backward of its own inside the outer one."""
+    rows = derive(BACKWARD, (Kind.MARK, BACKWARD_DONE, 20, 20, {}), DONE, comm("all_reduce", 15, 55, 0))
+    assert waits_of(rows) == [("all_reduce", "0", 0, 30, 55)]
+
+
+def test_each_backward_has_its_own_mark() -> None:
+    rows = derive(
+        BACKWARD, DONE, comm("all_reduce", 15, 50, 0),
+        phase("backward", 110, 160), (Kind.MARK, BACKWARD_DONE, 140, 140, {}), comm("all_reduce", 115, 150, 1),
+        phase("backward", 210, 260), comm("all_reduce", 215, 258, 2),
+    )  # fmt: skip
+    assert waits_of(rows) == [
+        ("all_reduce", "0", 0, 30, 50), ("all_reduce", "0", 1, 140, 150), ("all_reduce", "0", 2, 215, 258),
+    ]  # fmt: skip
+
+
+def test_a_backward_of_another_thread_waits_there() -> None:
+    rows = derive(
+        phase("forward", 0, 5), BACKWARD, phase("optimizer", 61, 62),
+        phase("backward", 110, 160, thread=9), comm("all_reduce", 115, 158, 1, thread=9),
+    )  # fmt: skip
+    assert of(rows[rows["kind"] == "wait"], "lane", "thread", "seq") == [("thread.9", 9, 1)]
+
+
+# --- purposes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "issue", "fact", "purpose"),
+    [
+        ("all_reduce", 20, None, "gradient"),
+        ("reduce_scatter", 20, "fsdp", "gradient"),
+        ("all_reduce", 5, None, "other"),
+        ("all_gather", 5, None, "other"),
+        ("all_gather", 5, "fsdp", "parameter"),
+        ("all_gather", 20, "fsdp", "parameter"),
+        ("all_gather", 70, "fsdp", "other"),
+        ("broadcast", 5, "ddp", "buffer"),
+        ("broadcast", 5, None, "other"),
+        ("broadcast", 20, "ddp", "other"),
+        ("barrier", 20, "ddp", "barrier"),
+        ("all_to_all", 20, "fsdp", "other"),
+    ],
+)
+def test_what_a_collective_is_for(name: str, issue: float, fact: str | None, purpose: str) -> None:
+    facts = [] if fact is None else [{"fact": fact}]
+    rows = derive(phase("forward", 0, 9), BACKWARD, comm(name, issue, issue + 1, 0), facts=facts)
+    assert of(rows[rows["kind"] == "comm"], "purpose") == [(purpose,)]
+
+
+def test_a_send_is_for_what_the_analyzer_finds_out() -> None:
+    rows = derive(phase("forward", 0, 9), comm("send", 5, 6, 0, peer=1, tag=0, flags=Flag.P2P))
+    assert of(rows[rows["kind"] == "comm"], "purpose") == [("other",)]
+
+
+# --- nesting, and odd records -------------------------------------------------------------------
+
+
+def by_stack(start: list[int], end: list[int]) -> list[int]:
+    """Depth of rows that nest, in order of start, longer first."""
+    depth, under_way = [], list[int]()
+    for begin, stop in zip(start, end, strict=True):
+        under_way = [other for other in under_way if other > begin]
+        depth.append(len(under_way))
+        under_way.append(stop)
+    return depth
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8), st.sampled_from("abc")), max_size=40))
+def test_depth_counts_what_is_still_open_in_the_lane(spans: list[tuple[int, int, str]]) -> None:
+    spans.sort(key=lambda span: (span[0], -span[1]))
+    rows = pd.DataFrame(spans, columns=["start_ns", "dur_ns", "lane"]).assign(kind="phase")
+    rows["dur_ns"] = rows["dur_ns"].astype("Int64")
+    found = depths(rows.astype({"start_ns": "int64"}))
+    for lane in "abc":
+        mine = [span for span in spans if span[2] == lane]
+        expected = by_stack([span[0] for span in mine], [span[0] + span[1] for span in mine])
+        assert found[[span[2] == lane for span in spans]].tolist() == expected
+
+
+NAMES = (
+    "data", "forward", "backward", "optimizer", "all_reduce", "send", "0", BACKWARD_DONE, "checkpoint", "broadcast",
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 120), st.integers(1, 3), st.integers(1, 60))
+def test_whatever_was_recorded_becomes_a_table(seed: int, count: int, version: int, apart: int) -> None:
+    """Unordered, overlapping, never ended, of any kind, in any number."""
+    draw = np.random.default_rng(seed)
+    records = np.zeros(count, RECORD_DTYPE)
+    records["start_ns"] = draw.integers(1, apart * max(count, 1) + 2, count)
+    records["end_ns"] = records["start_ns"] + draw.integers(0, 100, count)
+    records["end_ns"][draw.random(count) < 0.2] = 0
+    records["kind"] = draw.choice([2, 2, 2, 4, 4, 5, 6, 11, 12, 13], count)
+    records["name"], records["group"] = draw.integers(1, 11, count), draw.choice([0, 7], count)
+    records["state"] = np.where(records["end_ns"] == 0, draw.integers(1, 3, count), State.DONE)
+    records["flags"] = draw.choice([0, 0, Flag.P2P, Flag.ENGINE, Flag.GRAD, Flag.P2P | Flag.ENGINE], count)
+    records["seq"] = draw.choice([0, 1, 2, NO_SEQ], count)
+    records["peer"], records["tag"] = draw.integers(0, 3, count), draw.integers(0, 8, count)
+    records["thread"] = draw.choice([7, 7, 7, 9], count)
+    numbers = draw.choice([0.0, 1.0, 2.0, -3.0, 1e300], count).view(np.int64)
+    records["aux"] = np.where(records["kind"] == Kind.COMM, records["start_ns"], numbers)
+    capture = capture_of(version=version, facts=[{"fact": "fsdp"}, {"fact": "ddp"}])
+    capture.records, capture.names = records, dict(enumerate(NAMES, 1))
+    rows = trace_rows(capture, 0, 0)
+    assert {name: str(dtype) for name, dtype in rows.dtypes.items()} == COLUMNS
+    assert int((rows["source"] == "measured").sum()) == count
+    assert rows["start_ns"].is_monotonic_increasing
+    assert (rows["dur_ns"].dropna() >= 0).all()
+    steps = rows[rows["kind"] == "step"]
+    assert steps["step"].tolist() == list(range(len(steps)))
+    assert ((steps["start_ns"] + steps["dur_ns"]).to_numpy()[:-1] == steps["start_ns"].to_numpy()[1:]).all()
+    step_pattern(rows)
