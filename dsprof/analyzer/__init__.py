@@ -90,7 +90,7 @@ def analyze(trace: Trace) -> Analysis:
             warnings=(*run.warnings, *warnings, *renumbered),
         ),
     )
-    return replace(analysis, verdict=answer(analysis))
+    return replace(analysis, verdict=answer(analysis, on_gpu=context.on_gpu))
 
 
 def _last_attempt(rows: pd.DataFrame, run: RunInfo) -> pd.DataFrame:

@@ -29,6 +29,8 @@ MOST_JUDGED: Final = 400
 WINDOWS: Final = 8
 """Of a longer run, this many stretches of it are judged, which make MOST_JUDGED ordinary steps together."""
 
+USUAL: Final = 0.4
+"""What this share of the steps lacks is not usual: what every other step has makes it irregular, what most have not."""
 LEAST_APART: Final = 0.02
 """Share of the typical step that evaluation, a checkpoint or compilation must take beyond what is usual."""
 LEAST_RESTART: Final = 0.1
@@ -108,7 +110,7 @@ def find_irregular(steps: pd.DataFrame, rows: pd.DataFrame) -> Irregular:
     own: dict[str, Float] = {}
     for kind in KNOWN:
         spent = wide(f"{kind}_ms")
-        beyond = spent - np.median(spent, axis=1, keepdims=True)
+        beyond = spent - np.quantile(spent, USUAL, axis=1, keepdims=True, method="lower")
         own[kind] = np.where(beyond > LEAST_APART * typical, beyond, 0.0)
     loading = wide("data")
     beyond = loading - np.median(loading, axis=1, keepdims=True)

@@ -11,15 +11,11 @@ from dsprof.run import RunInfo
 from dsprof.schema import TIME_KINDS
 
 from .intervals import Int, Intervals
-from .irregular import KNOWN, Irregular
+from .irregular import KNOWN, USUAL, Irregular
 
 PHASE_KIND: Final = {"checkpoint": "checkpointing", "compile": "compilation"}
 LANDMARKS: Final = ("backward", "optimizer", "checkpoint", "compile")
 """Phases that end a stretch of evaluation, beside a forward with gradients."""
-
-USUAL: Final = 0.4
-"""Forwards without gradients that this share of the steps lacks are evaluation; others are a teacher or a rollout, and
-belong to the step."""
 
 
 def apart_spans(rows: pd.DataFrame) -> dict[str, Intervals]:
@@ -75,7 +71,8 @@ def _evaluation(main: pd.DataFrame, rows: pd.DataFrame) -> Intervals:
 
 
 def _usual_count(without: pd.DataFrame, rows: pd.DataFrame) -> int:
-    """How many forwards without gradients most steps have: 0 where they are evaluation's."""
+    """How many forwards without gradients most steps have: those of a teacher or a rollout, which belong to the step. 0
+    where they are evaluation's."""
     steps = rows.loc[rows["kind"] == "step", "step"].unique()
     if len(steps) == 0:
         return 0
@@ -143,7 +140,7 @@ def divide_time(
             total["training"] += duration[i] - sum(assigned.values())
         gaps = starts[1:] - ends[:-1]  # a rank whose records were lost in between
         total["rest"] += float(gaps.sum()) if len(gaps) else 0.0
-    return {kind: ns / 1e9 / max(len(ranks), 1) for kind, ns in total.items()}
+    return {kind: float(ns) / 1e9 / max(len(ranks), 1) for kind, ns in total.items()}
 
 
 def _within(spans: Intervals, stretches: list[tuple[int, int]]) -> float:

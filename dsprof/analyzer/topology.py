@@ -84,7 +84,7 @@ def _phase_before(sends: pd.DataFrame, rows: pd.DataFrame) -> pd.Series[str]:
     for rank, mine in sends.groupby("rank"):
         before = phases[phases["rank"] == rank].sort_values("start_ns")
         names = np.array(["", *before["name"].astype(str)], dtype=object)
-        at = np.searchsorted(before["start_ns"].to_numpy(np.int64), mine["issue_ns"].to_numpy(np.int64), side="right")
+        at = np.searchsorted(before["start_ns"].to_numpy(np.int64), mine["issue_ns"].to_numpy(np.int64), side="left")
         result[mine.index] = names[at]
     return result
 

@@ -1,52 +1,185 @@
-"""The answer to "what holds this job back?", in one sentence."""
+"""The answer to "what holds this job back?", in one sentence.
+
+"Healthy" is a promise: it is said only where the rules that matter were judged, and what is neither compute nor
+optimizer is small or explained. Explained is what every lever that there is was replayed for, and none gains anything.
+"""
 
 from __future__ import annotations
 
 import math
 import signal
+from itertools import pairwise
 from typing import Final
 
+import numpy as np
+import pandas as pd
+
+from dsprof.schema import BUDGET_PARTS
+
 from .analysis import Analysis, Verdict
+from .budget import PHASE_PART
+from .finding import MEASURED_EXCESS, Finding
+from .irregular import warm_up
 from .text import clean, count, ms, percent, ranks
 
 INTERRUPTED: Final = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
+WORKING: Final = ("compute", "optimizer")
+LARGE: Final = 0.1
+"""Share of the step that may be lost unexplained in a healthy run."""
+MATTERS: Final = 0.05
+"""Share of the step from which on the rules that could explain a part must have been judged."""
+NOTHING_TO_GAIN: Final = 1.0
+"""A lever that gains less, in percent, explains why the time stays lost."""
 
-def answer(analysis: Analysis) -> Verdict:
+JUDGES: Final = {
+    "comm_exposed": ("comm.exposed", "comm.small-messages"),
+    "peer_wait": ("rank.straggler", "data.imbalance"),
+    "bubble": ("pipeline.bubble", "pipeline.imbalance"),
+    "data": ("data.stall",),
+    "pause": ("pause.gc",),
+}
+"""Part -> the rules that can say why it is as large as it is."""
+LEVERS: Final = ("comm_exposed", "bubble", "data")
+"""Parts for which a rule replays every lever there is: where none gains anything, the part is explained."""
+LOST: Final = {
+    "comm_exposed": "waiting for collectives",
+    "peer_wait": "waiting for late ranks, none of which is late on the whole",
+    "bubble": "waiting for other stages of the pipeline",
+    "data": "waiting for input",
+    "offload": "waiting for offloaded data",
+    "pause": "garbage collection",
+    "other": "outside the phases of the loop",
+}
+COSTS: Final = {"stop": "stops", "compilation": "compilation", "data": "starting loaders"}
+"""Kinds of irregular steps of which nothing is said unless a finding says it."""
+
+
+def answer(analysis: Analysis, *, on_gpu: bool = False) -> Verdict:
     """The verdict on `analysis`, whose own `verdict` is not looked at."""
-    step = analysis.step_ms
-    for finding in analysis.findings:
-        if finding.severity == "info" and not finding.code.startswith("run."):
-            continue
-        title, gain = clean(finding.title), finding.gain
-        if finding.code.startswith("run."):
-            return Verdict("failed", title)
-        if step is None or gain.ms <= 0:
-            return Verdict("bottleneck", title)
-        saved = f"fixing it saves {ms(gain.ms)} of each {ms(step.mean)} step ({percent(gain.percent)})"
-        return Verdict("bottleneck", f"{title}; {saved}")
+    run, step = analysis.run, analysis.step_ms
+    if run.hints and run.status:
+        return Verdict("failed", clean(run.hints[0], 500))
+    worst = next((finding for finding in analysis.findings if _is_problem(finding)), None)
+    if worst is not None:
+        return _of_finding(analysis, worst)
     if step is None:
         return Verdict("failed", "no complete step was captured, so nothing can be said about its speed")
     if not analysis.passed and not analysis.findings:
         return Verdict("inconclusive", f"no rule could be judged on this capture; a step takes {ms(step.mean)}")
-    if not math.isfinite(analysis.noise_ms):
+    if on_gpu:
+        text = f"the job ran on a GPU, whose kernels this version does not time; a step takes {ms(step.mean)}"
+        return Verdict("inconclusive", text)
+    if not math.isfinite(analysis.noise_ms) or int(analysis.steps["ordinary"].sum()) < 2 * len(analysis.budget_by_rank):
         return Verdict("inconclusive", f"too few steps to tell a gain from noise; a step takes {ms(step.mean)}")
-    if analysis.run.status in INTERRUPTED:
+    if run.status in INTERRUPTED:
         last = analysis.step_count - 1
-        return Verdict("failed", f"the job was interrupted after step {last}; {_unfinished(analysis)}")
+        return Verdict("inconclusive", f"the job was interrupted after step {last}; {_unfinished(analysis)}")
     found = f"nothing found that is sure to shorten the {ms(step.mean)} step"
-    lost = {
-        "waiting for late ranks": analysis.budget.get("peer_wait", 0.0),
-        "waiting for other stages of the pipeline": analysis.budget.get("bubble", 0.0),
-        "outside the phases of the loop": analysis.budget.get("other", 0.0),
-    }
-    large = [f"{percent(100 * part / step.mean)} is {what}" for what, part in lost.items() if part > 0.1 * step.mean]
-    if large:
-        return Verdict("inconclusive", f"{found}, but {' and '.join(large)}, which no rule here explains")
     if len(analysis.ranks_captured) < analysis.ranks_expected:
         captured = f"{len(analysis.ranks_captured)} of {count(analysis.ranks_expected, 'rank')}"
         return Verdict("inconclusive", f"{found}, in {captured}")
-    return Verdict("healthy", f"healthy: {found}")
+    lost = _lost(analysis)
+    explained = {part for part in lost if _explained(analysis, part)}
+    unexplained = sum(share for part, share in lost.items() if part not in explained)
+    unjudged = [part for part, share in lost.items() if share > MATTERS and _unjudged(analysis, part)]
+    if unexplained < LARGE and not unjudged:
+        spared = [f"{percent(100 * share)} is {_words(part)}" for part, share in lost.items() if share > LARGE]
+        return Verdict(
+            "healthy", f"healthy: {found}" + (f"; {', '.join(spared)}, and no lever here gains" if spared else "")
+        )
+    named = [part for part in lost if part not in explained and lost[part] > LARGE / 2] or unjudged
+    parts = [f"{percent(100 * lost[part])} is {_words(part)}{_more(analysis, part)}" for part in named]
+    return Verdict("inconclusive", f"{found}, but {' and '.join(parts)}")
+
+
+def _is_problem(finding: Finding) -> bool:
+    return finding.severity != "info" or finding.code.startswith("run.")
+
+
+def _of_finding(analysis: Analysis, finding: Finding) -> Verdict:
+    title, gain, step = clean(finding.title), finding.gain, analysis.step_ms
+    if finding.code.startswith("run."):
+        return Verdict("failed", title)
+    if step is None or gain.ms <= 0:
+        return Verdict("bottleneck", title)
+    if gain.method == MEASURED_EXCESS:
+        saved = f"fixing it saves {ms(gain.ms)} a step on average ({percent(gain.percent)} of the run's steps)"
+    else:
+        saved = f"fixing it saves {ms(gain.ms)} of each {ms(step.mean)} step ({percent(gain.percent)})"
+    return Verdict("bottleneck", f"{title}; {saved}")
+
+
+def _lost(analysis: Analysis) -> dict[str, float]:
+    """Part, or kind of irregular step, -> its share of the step, largest first."""
+    step = analysis.step_ms
+    assert step is not None
+    lost = {part: analysis.budget.get(part, 0.0) / step.mean for part in BUDGET_PARTS if part not in WORKING}
+    looked_at = max(analysis.step_count - warm_up(analysis.step_count), 1)
+    for kind, excess_ms in analysis.irregular.groupby("kind")["excess_ms"].sum().items():
+        if kind in COSTS:
+            a_step = float(excess_ms) / looked_at
+            lost[f"irregular {kind}"] = a_step / (step.mean + a_step)
+    return dict(sorted(lost.items(), key=lambda item: -item[1]))
+
+
+def _explained(analysis: Analysis, part: str) -> bool:
+    """Whether every lever for this part was replayed, is listed among the findings, and gains next to nothing."""
+    if part not in LEVERS or _unjudged(analysis, part):
+        return False
+    about = [finding for finding in analysis.findings if finding.code in JUDGES[part]]
+    return bool(about) and all(finding.gain.percent < NOTHING_TO_GAIN for finding in about)
+
+
+def _unjudged(analysis: Analysis, part: str) -> str | None:
+    """Why a rule that could explain this part was not judged."""
+    return next((analysis.not_judged[code] for code in JUDGES.get(part, ()) if code in analysis.not_judged), None)
+
+
+def _words(part: str) -> str:
+    return LOST[part] if part in LOST else COSTS[part.removeprefix("irregular ")]
+
+
+def _more(analysis: Analysis, part: str) -> str:
+    """Where such time lies, or what would tell."""
+    if part == "other":
+        place = _where_other(analysis)
+        return f", mostly {place}: put dsprof.span around what runs there to see it named" if place else ""
+    reason = _unjudged(analysis, part)
+    if reason is not None:
+        return f" (not judged: {clean(reason)})"
+    if part in LEVERS:
+        tried = [finding for finding in analysis.findings if finding.code in JUDGES[part] and finding.gain.ms > 0]
+        return " (what could be gained is not sure: run more steps)" if tried else ", for which no lever here was found"
+    return ""
+
+
+def _where_other(analysis: Analysis) -> str | None:
+    """Between which phases the rank with most of it spends what is outside of them."""
+    other = analysis.budget_by_rank["other"]
+    rank = int(other.idxmax())
+    rows = analysis.rows
+    numbers = analysis.steps.loc[(analysis.steps["rank"] == rank) & analysis.steps["ordinary"], "step"]
+    known = [name for name, part in PHASE_PART.items() if part != "other"]
+    phases = rows[
+        (rows["rank"] == rank) & (rows["kind"] == "phase") & (rows["lane"] == "main") & rows["dur_ns"].notna()
+        & rows["step"].isin(numbers) & rows["name"].isin(known)
+    ].sort_values("start_ns")  # fmt: skip
+    if len(phases) < 2:
+        return None
+    start = phases["start_ns"].to_numpy(np.int64)
+    reached = np.maximum.accumulate(start + phases["dur_ns"].to_numpy(np.int64))
+    waits = analysis.waits[analysis.waits["rank"] == rank]
+    gap = start[1:] - reached[:-1]
+    step, names = phases["step"].to_numpy(np.int64), phases["name"].astype(str).to_numpy(object)
+    waited_until = np.cumsum((waits["end_ns"] - waits["start_ns"]).to_numpy(np.int64), dtype=np.int64)
+    order = np.concatenate([[0], waited_until])
+    ends = waits["end_ns"].to_numpy(np.int64)
+    gap = gap - (order[np.searchsorted(ends, start[1:], "right")] - order[np.searchsorted(ends, reached[:-1], "right")])
+    close = (np.diff(step) <= 1) & (gap > 0)
+    table = pd.DataFrame({"place": [f"between {a} and {b}" for a, b in pairwise(names)], "ms": gap / 1e6})
+    total = table[close].groupby("place")["ms"].sum()
+    return str(total.idxmax()) if len(total) else None
 
 
 def _unfinished(analysis: Analysis) -> str:

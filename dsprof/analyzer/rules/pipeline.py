@@ -117,8 +117,6 @@ def bubble(context: Context) -> list[Finding]:
     gains = {times: _gain(context, np.minimum(saved * series, waited)) for times, saved in tried.items()}
     best = max(MULTIPLES, key=lambda times: gains[times].ms)
     gain = gains[best]
-    if gain.ms < LEAST_SHARE * context.step_ms:
-        return []
     fact = _schedule_fact(context)
     argument = "n_microbatches" if fact else "gradient_accumulation_steps"
     site = fact.get("site")
