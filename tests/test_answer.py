@@ -1,0 +1,64 @@
+"""The verdict on made-up analyses: which status, and what the headline names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import factories
+import pytest
+
+from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.verdict import answer
+
+
+def with_part(part: str, share: float) -> Analysis:
+    """The healthy run, `share` of whose step is one part, at the cost of computing."""
+    analysis = factories.healthy()
+    assert analysis.step_ms is not None
+    whole = analysis.step_ms.mean
+    budget = {**analysis.budget, part: share * whole}
+    budget["compute"] += whole - sum(budget.values())
+    return replace(analysis, budget=budget)
+
+
+def test_a_healthy_run() -> None:
+    verdict = answer(factories.healthy())
+    assert verdict.status == "healthy"
+    assert verdict.headline == "healthy: nothing found that is sure to shorten the 175 ms step"
+
+
+@pytest.mark.parametrize("part", ["bubble", "peer_wait", "other"])
+def test_a_large_loss_that_no_rule_explains_is_not_healthy(part: str) -> None:
+    verdict = answer(with_part(part, 0.4))
+    assert verdict.status == "inconclusive"
+    assert "40 % is " in verdict.headline
+
+
+def test_a_bottleneck_is_the_worst_finding_and_its_gain() -> None:
+    verdict = answer(factories.straggler())
+    assert verdict.status == "bottleneck"
+    assert verdict.headline == factories.straggler().verdict.headline
+
+
+@pytest.mark.parametrize("finding", [factories.DIED, replace(factories.DIED, severity="info")])
+def test_a_broken_run_has_failed(finding: Finding) -> None:
+    verdict = answer(replace(factories.dead_rank(), findings=(finding,)))
+    assert (verdict.status, verdict.headline) == ("failed", "rank 1 was killed by SIGKILL in step 12, during forward")
+
+
+def test_no_step() -> None:
+    assert answer(factories.empty()) == factories.empty().verdict
+
+
+def test_missing_ranks() -> None:
+    analysis = factories.build(factories.Job(ranks=4, captured=(0, 2)), passed=factories.RULES)
+    verdict = answer(analysis)
+    assert verdict.status == "inconclusive"
+    assert verdict.headline.endswith("in 2 of 4 ranks")
+
+
+def test_hardly_any_steps() -> None:
+    verdict = answer(replace(factories.healthy(), noise_ms=float("inf"), findings=()))
+    assert verdict.status == "inconclusive"
+    assert verdict.headline == "too few steps to tell a gain from noise; a step takes 175 ms"
