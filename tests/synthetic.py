@@ -18,8 +18,11 @@ from dsprof.schema import Flag, Kind, State
 from dsprof.trace import Trace
 
 MS = 1_000_000
-NAMES = {1: "data", 2: "forward", 3: "backward", 4: "optimizer", 5: "all_reduce", 6: "0", 7: "gc", 8: "cpu_seconds"}
-DATA, FORWARD, BACKWARD, OPTIMIZER, ALL_REDUCE, GROUP, GC, CPU = NAMES
+NAMES = {
+    1: "data", 2: "forward", 3: "backward", 4: "optimizer", 5: "all_reduce", 6: "0", 7: "gc", 8: "cpu_seconds",
+    9: "training_thread_cpu_seconds", 10: "core_wait_seconds", 11: "loader_start",
+}  # fmt: skip
+DATA, FORWARD, BACKWARD, OPTIMIZER, ALL_REDUCE, GROUP, GC, CPU, THREAD_CPU, CORE_WAIT, LOADER_START = NAMES
 
 PerStep = Callable[[int, int], float]
 """(rank, step) -> ms."""
@@ -48,7 +51,22 @@ class Job:
     jitter: float = 0.01
     seed: int = 0
     cpu_share: float = 0.5
-    """CPU time of a rank, as a share of its own work."""
+    """CPU time of a rank's training thread, as a share of its own work."""
+    data_cpu_share: float | None = None
+    """The same of its loading, where that differs."""
+    core_wait: float = 0.0
+    """How long it wants a core, as a share of its own work."""
+    cores: int = 64
+    cpus: Callable[[int], list[int]] | None = None
+    """Rank -> the cores it is bound to; None: any of `cores`, by a capture that tells only how many."""
+    loader: int | None = None
+    """Number of its DataLoader, from 1."""
+    restart: PerStep = lambda rank, step: 0
+    """How long it takes to start the DataLoader, in the steps in which it does."""
+    first_wait: float = 0.0
+    """How much longer the first batch takes after such a start."""
+    evaluation: PerStep = lambda rank, step: 0
+    """How long it evaluates before the step, half of it in another DataLoader, whose number is the next."""
     facts: list[dict[str, Any]] = field(default_factory=list)
     exits: list[RankExit] = field(default_factory=list)
 
@@ -56,7 +74,7 @@ class Job:
         draw = np.random.default_rng(self.seed)
         records: dict[int, list[tuple[int, ...]]] = {rank: [] for rank in range(self.ranks)}
         now = np.full(self.ranks, 1e6)  # ms
-        cpu = np.zeros(self.ranks)
+        cpu, wanted = np.zeros(self.ranks), np.zeros(self.ranks)
         seq = 0
 
         def work(ms: float) -> float:
@@ -66,10 +84,20 @@ class Job:
             back_starts, ready = np.zeros(self.ranks), np.zeros((self.ranks, len(self.buckets)))
             for rank in range(self.ranks):
                 add = records[rank].append
-                begin = now[rank]
-                spent = work(self.data(rank, step))
-                add(_record(Kind.PHASE, DATA, begin, begin + spent))
+                begin, number = now[rank], self.loader
+                if half := self.evaluation(rank, step) / 2:
+                    add(_record(Kind.PHASE, DATA, begin, begin + half, value=(number or 0) + 1))
+                    add(_record(Kind.PHASE, FORWARD, begin + half, begin + 2 * half, value=self.tokens(rank, step)))
+                    begin = now[rank] = begin + 2 * half
+                start = self.restart(rank, step)
+                if start:
+                    start = work(start)
+                    add(_record(Kind.PHASE, LOADER_START, begin, begin + start, value=number))
+                    begin += start
+                spent = work(self.data(rank, step) + self.first_wait * bool(start))
+                add(_record(Kind.PHASE, DATA, begin, begin + spent, value=number))
                 begin += spent
+                loading = begin - now[rank]
                 pause = self.gc(rank, step)
                 if pause:
                     add(_record(Kind.PAUSE, GC, begin, begin + pause, value=2.0))
@@ -81,7 +109,10 @@ class Job:
                 spent = work(self.backward(rank, step))
                 share = np.cumsum(self.buckets) / sum(self.buckets) if self.buckets else np.ones(0)
                 ready[rank] = begin + spent * share
-                cpu[rank] += (begin - now[rank] + spent) * self.cpu_share
+                used = (begin - now[rank] - loading + spent) * self.cpu_share
+                used += loading * (self.cpu_share if self.data_cpu_share is None else self.data_cpu_share)
+                cpu[rank] += used
+                wanted[rank] += (begin - now[rank] + spent) * self.core_wait
                 now[rank] = begin + spent
             free, link = [0.0, 0.0], 0.0
             done = now.copy()
@@ -101,7 +132,8 @@ class Job:
                 records[rank].append(_record(Kind.PHASE, OPTIMIZER, begin, begin + spent))
                 now[rank] = begin + spent
                 cpu[rank] += spent * self.cpu_share
-                records[rank].append(_record(Kind.GAUGE, CPU, now[rank], now[rank], value=cpu[rank] / 1e3))
+                for gauge, value in ((CPU, cpu), (THREAD_CPU, cpu), (CORE_WAIT, wanted)):
+                    records[rank].append(_record(Kind.GAUGE, gauge, now[rank], now[rank], value=value[rank] / 1e3))
         meta = {"closed": True, "native": True, "world_size": self.ranks}
         return {
             rank: Capture(Path(f"rank{rank:05d}.0.host.{rank + 100}"), np.array(rows, RECORD_DTYPE), dict(NAMES), meta)
@@ -111,7 +143,7 @@ class Job:
     def trace(self) -> Trace:
         tables = [trace_rows(capture, rank, 0) for rank, capture in self.captures().items()]
         rows = pd.concat([table.astype({"name": object, "lane": object}) for table in tables], ignore_index=True)
-        facts = [{"fact": "process", "rank": r, "cores": 64, "threads": 1} for r in range(self.ranks)]
+        facts = [self._process(rank) for rank in range(self.ranks)]
         info = RunInfo(
             id="job",
             name="job",
@@ -126,11 +158,17 @@ class Job:
         )
         return Trace(info, rows)
 
+    def _process(self, rank: int) -> dict[str, Any]:
+        if self.cpus is None:
+            return {"fact": "process", "rank": rank, "cores": self.cores, "threads": 1}
+        cpus = self.cpus(rank)
+        return {"fact": "process", "rank": rank, "cores": len(cpus), "cpus": cpus, "threads": 1}
+
 
 def _record(
     kind: Kind, name: int, start_ms: float, end_ms: float, value: float | None = None, flags: int = 0
 ) -> tuple[int, ...]:
-    aux = 0 if value is None else int(np.float64(value).view(np.int64))
+    aux = 0 if value is None else int(np.float64(value or -0.0).view(np.int64))
     start, end = round(start_ms * MS), round(end_ms * MS)
     return (start, end, aux, -1, name, 7, 0, 0, -1, -1, 0, int(kind), int(State.DONE), 0, int(flags))
 
