@@ -165,16 +165,47 @@ WAIT = {"group": "0", "seq": 0}
         ([(Kind.WAIT, "all_gather", 11, 11.5, WAIT)], ["clip"]),
         ([(Kind.WAIT, "barrier", 21, 22, WAIT)], ["loss"]),
         ([(Kind.WAIT, "all_reduce", 21, 22, WAIT)], ["loss", "clip"]),
+        ([(Kind.WAIT, "wait_tensor", 21, 22, {}), (Kind.COMM, "all_reduce", 21, 22, {})], ["loss", "clip"]),
+        ([(Kind.WAIT, "wait_tensor", 21, 22, {}), (Kind.COMM, "all_gather", 21, 22, {})], ["loss"]),
         ([(Kind.WAIT, "barrier", 5, 6, WAIT)], ["loss", "clip"]),
         ([(Kind.WAIT, "barrier", 11, 11.5, {**WAIT, "thread": 8})], ["loss", "clip"]),
     ],
-    ids=["nothing", "recv", "send", "all_gather", "barrier", "norm", "elsewhere", "other thread"],
+    ids=[
+        "nothing",
+        "recv",
+        "send",
+        "all_gather",
+        "barrier",
+        "norm",
+        "functional norm",
+        "gather",
+        "elsewhere",
+        "other thread",
+    ],
 )
-def test_a_gap_in_which_a_rank_communicates_is_not_told_by_its_neighbours(
+def test_a_gap_in_which_a_rank_communicates_is_not_named_by_its_neighbours(
     inside: list[Record], expected: list[str]
 ) -> None:
     rows = derive(phase("forward", 0, 10), phase("backward", 12, 20), phase("optimizer", 24, 30), *inside)
     assert [name for name, _, _ in derived(rows)] == expected
+
+
+def test_between_actions_of_a_pipeline_rows_nest() -> None:
+    """torch's schedules: an action holds a stage's forward or backward; the last stage's loss lies between two."""
+
+    def action(name: str, start: float, end: float) -> Record:
+        return (Kind.PIPE, name, start, end, {"peer": 1 << 16, "tag": 0, "flags": Flag.ENGINE, "seq": NO_SEQ})
+
+    rows = derive(
+        phase("optimizer", 0, 1),
+        action("F", 5, 10), phase("forward", 6, 9),
+        action("B", 12, 20), phase("backward", 13, 19),
+        action("F", 20.1, 30), phase("forward", 20.2, 25), phase("forward", 25.1, 29),
+        action("F", 30.1, 40), phase("forward", 30.2, 39),
+    )  # fmt: skip
+    assert derived(rows) == [
+        ("between", 1, 5), ("loss", 9, 10), ("loss", 10, 12), ("loss", 12, 13), ("forward", 25, 25.1),
+    ]  # fmt: skip
 
 
 # --- steps --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -12,6 +13,8 @@ import pandas as pd
 from .records import Int, derived_rows, ends
 
 LOADING: Final = ("data", "loader_start")
+NORM_WAITS: Final = ("all_reduce", "wait_tensor")
+"""Waits for the reduction of a norm; of `wait_tensor` it depends on what was issued."""
 SHORT_SHARE: Final = 0.1
 SHORT_NS: Final = 200_000
 MOST_SHORT: Final = 0.05
@@ -94,25 +97,43 @@ def phases_between(rows: pd.DataFrame, phases: Phases, main: int, on_gpu: bool) 
     parent = phases.parent[before]
     in_closure = (parent >= 0) & (optimizer[parent] >= 0)
 
-    sends, waits = rows[rows["peer"].notna()], rows[(rows["kind"] == "wait") & (rows["thread"] == main)]
+    sends = rows[rows["peer"].notna()]
+    mine = rows[(rows["thread"] == main) & (rows["peer"].isna())]
+    waits, issued = mine[mine["kind"] == "wait"], mine[mine["kind"] == "comm"]
+    actions = rows[(rows["kind"] == "pipe") & (rows["lane"] == "main")]
+    edges = np.unique(np.concatenate([actions["start_ns"].to_numpy(np.int64), ends(actions)]))
     # Where a rank sends or receives (a stage of a pipeline), the neighbours tell nothing.
     quiet = ~_any_between(sends["issue_ns"].fillna(sends["start_ns"]), start, end)
     no_wait = ~_any_between(waits["start_ns"], start, end)
     # The norm of gradients that are partitioned is reduced while they are clipped.
-    no_other_wait = ~_any_between(waits.loc[waits["name"] != "all_reduce", "start_ns"], start, end)
+    no_other_wait = ~_any_between(waits.loc[~waits["name"].isin(NORM_WAITS), "start_ns"], start, end)
+    only_norm = no_other_wait & ~_any_between(issued.loc[issued["name"] != "all_reduce", "issue_ns"], start, end)
+    in_one_action = ~_any_between(pd.Series(edges), start, end)
 
     named = {
         "loss": (first == "forward") & (second == "backward") & no_wait,
-        "clip": (first == "backward") & (second == "optimizer") & ~runs_closure & no_other_wait,
-        "forward": (first == "forward") & (second == "forward") & _short(phases, before, after),
+        "clip": (first == "backward") & (second == "optimizer") & ~runs_closure & only_norm,
+        "forward": (first == "forward") & (second == "forward") & in_one_action & _short(phases, before, after),
     }
     if not on_gpu and not rows.loc[rows["kind"] == "phase", "name"].isin(LOADING).any():
         # Between the turns of a closure is the optimizer's own work. On a GPU it may as well be a wait for the device.
-        ends_micro_batch = np.isin(first, ["optimizer", "backward"])
+        ends_micro_batch = (first == "optimizer") | ((first == "backward") & in_one_action)
         named["between"] = ends_micro_batch & ((second == "forward") | runs_closure) & ~in_closure
     found = np.select([mask & quiet for mask in named.values()], list(named), "").astype(object)
-    chosen = found != ""
-    return derived_rows("phase", found[chosen], start[chosen], end[chosen], main)
+    pieces = [
+        (name, *piece)
+        for name, begin, stop in zip(found, start.tolist(), end.tolist(), strict=True)
+        if name
+        for piece in _pieces(begin, stop, edges)[: 1 if name == "between" else None]
+    ]
+    bounds = np.array([piece[1:] for piece in pieces], np.int64).reshape(-1, 2)
+    return derived_rows("phase", np.array([piece[0] for piece in pieces], object), bounds[:, 0], bounds[:, 1], main)
+
+
+def _pieces(begin: int, stop: int, edges: Int) -> list[tuple[int, int]]:
+    """A gap, divided where an action of the pipeline begins or ends: rows of a lane nest."""
+    inside = edges[np.searchsorted(edges, begin, "right") : np.searchsorted(edges, stop)].tolist()
+    return list(pairwise([begin, *inside, stop]))
 
 
 def _short(phases: Phases, before: Int, after: Int) -> npt.NDArray[np.bool_]:
