@@ -35,6 +35,9 @@ LEAST_APART: Final = 0.02
 """Share of the typical step that evaluation, a checkpoint or compilation must take beyond what is usual."""
 LEAST_RESTART: Final = 0.1
 """The same of a loader that starts anew."""
+FEWEST_STEPS: Final = 8
+LEAST_STOP_MS: Final = 20.0
+"""Of fewer steps none is typical, and what takes less is no stop."""
 STOP_STEPS: Final = 1.0
 STOP_SPREADS: Final = 5.0
 """A stop takes a rank longer than its typical step by this many typical steps, and by this many times the distance of
@@ -142,7 +145,9 @@ def _stops(own: Float, typical: float, rows: pd.DataFrame, ranks: tuple[int, ...
     """Own work beyond a rank's typical step, where that is a stop; else 0; ms, [R, S]."""
     middle, upper = np.percentile(own, [50, 75], axis=1)
     beyond: Float = own - middle[:, None]
-    limit = np.maximum(STOP_STEPS * typical, STOP_SPREADS * (upper - middle))
+    if own.shape[1] < FEWEST_STEPS:
+        return np.zeros_like(own)
+    limit = np.maximum(max(STOP_STEPS * typical, LEAST_STOP_MS), STOP_SPREADS * (upper - middle))
     stops = beyond > limit[:, None]
     forward = rows[(rows["kind"] == "phase") & (rows["name"] == "forward") & rows["value"].notna()]
     if len(forward):

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 from .attribution import attribute
 from .context import Change, Context
 from .finding import SEVERITIES, Finding, severity_of
-from .rules import FAULTS, LEAST_SHARE, RULES, NotConcerned, NotJudged
+from .rules import FAULTS, LEAST_SHARE, RULES, NotConcerned, NotJudged, PartlyJudged
 
 Judged = TypeVar("Judged")
 
@@ -60,7 +60,7 @@ def judge(context: Context) -> tuple[list[Finding], list[str], dict[str, str], f
             finding = ask((code,), partial(FAULTS[code][1], context, change, *gains))
             found[code] = [finding] if finding is not None else []
     for codes, rule in RULES.items():
-        for finding in ask(codes, partial(rule, context)) or []:
+        for finding in ask(codes, partial(_whole, rule, context, not_judged)) or []:
             found.setdefault(finding.code, []).append(finding)
     every = dict.fromkeys((*FAULTS, *(code for of_rule in RULES for code in of_rule)))
     rated = {code: [_rated(finding, noise_ms) for finding in found.get(code, [])] for code in every}
@@ -69,6 +69,15 @@ def judge(context: Context) -> tuple[list[Finding], list[str], dict[str, str], f
     findings = [finding for of in rated.values() for finding in of]
     findings.sort(key=lambda f: (not f.code.startswith("run."), SEVERITIES.index(f.severity), -f.gain.ms))
     return findings, passed, not_judged, noise_ms
+
+
+def _whole(rule: Callable[[Context], list[Finding]], context: Context, not_judged: dict[str, str]) -> list[Finding]:
+    """What a rule found, also where it could not judge all of its codes."""
+    try:
+        return rule(context)
+    except PartlyJudged as part:
+        not_judged |= dict.fromkeys(part.unjudged, str(part))
+        return part.findings
 
 
 def _refusal(context: Context) -> str | None:

@@ -12,7 +12,7 @@ Not fitted: lanes contending for cores. `HostLoad` says where that limits a pred
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
@@ -23,7 +23,6 @@ from dsprof.run import RunInfo
 
 from .budget import WORK, RankTime
 from .intervals import Int
-from .link import Link
 from .match import GLOO_WORKERS, SEND_RECV, message_group
 
 Float = npt.NDArray[np.float64]
@@ -62,6 +61,7 @@ class Program:
     root:      per collective, the index of its root in `ranks`, -1: none
     ended:     per collective, when it ended, [S] ms as `start`, if it was issued in an earlier step; else None
     message:   per collective, whether it is a send and its receive, which need no worker of their group
+    kind:      per collective, its name and purpose
     """
 
     ranks: tuple[int, ...]
@@ -78,6 +78,7 @@ class Program:
     root: tuple[int, ...] = ()
     ended: tuple[Float | None, ...] = ()
     message: tuple[bool, ...] = ()
+    kind: tuple[str, ...] = ()
 
 
 def run(program: Program, keep: Float | None = None) -> Float:
@@ -293,6 +294,7 @@ def _program(
         root=tuple(place.get(int(collectives["root_rank"].iloc[row]), -1) for row in first),
         ended=tuple(None if c in here else ends[pick] - starts.min(axis=0) for c, pick in enumerate(picks)),
         message=tuple(str(collectives["name"].iloc[row]) == SEND_RECV for row in first),
+        kind=tuple(f"{collectives['name'].iloc[row]} {collectives['purpose'].iloc[row]}" for row in first),
     )
 
 
@@ -304,78 +306,3 @@ def _work_between(time: RankTime, when: Int) -> Float:
     unknown = np.diff(time.unbound.before(when)) / 1e6
     spent["other"] = np.diff(when) / 1e6 - explained + spent["apart"] + unknown
     return np.stack([spent[part] for part in WORK], axis=-1)
-
-
-class NotRecut(Exception):
-    """Of a program whose gradients cannot be cut anew, why not."""
-
-
-def rebucket(program: Program, sizes: list[int], link: Link, host_ms: float) -> Program:
-    """The program with its gradient collectives cut anew into buckets of `sizes` bytes, moved over `link`.
-
-    Each bucket is issued when its last byte is ready. When bytes become ready is known at the measured issues and
-    taken as linear in the compute between them. `host_ms` is the issuing thread's cost of one collective.
-    Raises NotRecut unless gradients are reduced one after the other in one backward, by one group.
-    """
-    old = [c for c, gradient in enumerate(program.gradient) if gradient]
-    groups = {program.group[c] for c in old}
-    if not old:
-        raise NotRecut("no gradients are reduced in these steps")
-    if len(groups) > 1:
-        raise NotRecut(f"gradients are reduced by {len(groups)} process groups, and buckets are those of one")
-    count = len(program.steps)
-    new = [len(program.transfer) + i for i in range(len(sizes))]
-    ready = np.cumsum([float(np.mean(program.size[c])) for c in old])
-    wanted = np.cumsum(sizes) * ready[-1] / max(sum(sizes), 1)
-    events, work = [], []
-    for r in range(len(program.ranks)):
-        mine = program.events[r]
-        at = [i for i, event in enumerate(mine) if event.what == "issue" and event.collective in old]
-        if [mine[i].collective for i in at] != old:
-            raise NotRecut("the ranks do not reduce the same gradients in the same order")
-        _check_in_a_row(mine, old)
-        first, last = at[0], at[-1]
-        stretch = program.work[r][first : last + 1]  # from the start of backward to the last issue
-        total = stretch.sum(axis=0)
-        cost = host_ms * (len(old) - len(sizes))
-        share = np.clip(1 - cost / np.maximum(total.sum(axis=-1), 1e-9), 0.05, None)[..., None]
-        edges = np.concatenate([np.zeros((1, count, PARTS)), np.cumsum(stretch, axis=0)]) * share
-        position = np.interp(wanted, np.concatenate([[0.0], ready]), np.arange(len(ready) + 1))
-        low = np.minimum(position.astype(int), len(ready) - 1)
-        part = (position - low)[:, None, None]
-        points = edges[low] * (1 - part) + edges[low + 1] * part
-        pieces = np.diff(np.concatenate([np.zeros((1, count, PARTS)), points]), axis=0)
-        events.append((*mine[:first], *(Event("issue", c) for c in new), *mine[last + 1 :]))
-        work.append(np.concatenate([program.work[r][:first], pieces, program.work[r][last + 1 :]]))
-    return replace(
-        program,
-        events=tuple(events),
-        work=tuple(work),
-        transfer=(*program.transfer, *[np.full(count, link.latency_ms)] * len(sizes)),
-        wire=(*program.wire, *(np.full(count, size * link.ms_per_byte) for size in sizes)),
-        size=(*program.size, *(np.full(count, float(size)) for size in sizes)),
-        group=(*program.group, *[program.group[old[0]]] * len(sizes)),
-        gradient=(*[False] * len(program.gradient), *[True] * len(sizes)),
-        needs=(*program.needs, *["all"] * len(sizes)) if program.needs else (),
-        root=(*program.root, *[-1] * len(sizes)) if program.root else (),
-        ended=(*program.ended, *[None] * len(sizes)) if program.ended else (),
-        message=(*program.message, *[False] * len(sizes)) if program.message else (),
-    )
-
-
-def _check_in_a_row(events: tuple[Event, ...], gradients: list[int]) -> None:
-    """Raise NotRecut if a rank does more, from the start of backward to its last gradients, than reduce those."""
-    at = [i for i, event in enumerate(events) if event.what == "issue" and event.collective in gradients]
-    backward = max((i for i in range(at[0]) if events[i].what == "backward"), default=None)
-    if backward is None:
-        raise NotRecut("gradients are reduced where no backward was seen to begin before")
-    between = {event.what for i, event in enumerate(events[: at[-1]]) if i > backward and i not in at}
-    if "backward" in between:
-        raise NotRecut("gradients are reduced in several backwards of a step")
-    if "wait" in between:
-        raise NotRecut(
-            "backward waits for collectives before its last gradients are issued, and what it would wait for with "
-            "other buckets is not known"
-        )
-    if between:
-        raise NotRecut("other collectives are issued among those of the gradients")

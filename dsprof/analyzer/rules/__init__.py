@@ -12,9 +12,9 @@ from typing import Final
 from ..context import Change, Context
 from ..finding import Finding, Gain
 from . import checkpoint, comm, data, evaluation, pause, pipeline, rank, run, stall
-from .base import LEAST_SHARE, NotConcerned, NotJudged
+from .base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged
 
-__all__ = ["FAULTS", "LEAST_SHARE", "RULES", "NotConcerned", "NotJudged"]
+__all__ = ["FAULTS", "LEAST_SHARE", "RULES", "NotConcerned", "NotJudged", "PartlyJudged"]
 
 Describe = Callable[[Context, Change, Gain, Gain], Finding]
 """(context, change, its share of the lost time, the gain of mending it alone) -> finding."""
@@ -37,4 +37,4 @@ RULES: Final[dict[tuple[str, ...], Callable[[Context], list[Finding]]]] = {
     ("pause.stop",): pause.stops,
 }
 """A rule or a fault that cannot be told from this capture raises NotJudged; one that is about something that the job
-does not have, NotConcerned."""
+does not have, NotConcerned; one that can tell some of its codes, PartlyJudged."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ..context import Context
-from ..finding import Fix, Gain
+from ..finding import Finding, Fix, Gain
 
 LEAST_SHARE: Final = 0.001
 """What costs less than this share of the step is not worth a line, not even as `info`."""
@@ -23,6 +23,15 @@ DDP_CALLS: Final = {
 
 class NotJudged(Exception):
     """The capture does not hold what the rule needs; the message says what is missing."""
+
+
+class PartlyJudged(Exception):
+    """Of a rule's codes some were judged, with these findings; for the others see the message."""
+
+    def __init__(self, findings: list[Finding], unjudged: tuple[str, ...], reason: str) -> None:
+        super().__init__(reason)
+        self.findings = findings
+        self.unjudged = unjudged
 
 
 class NotConcerned(Exception):

@@ -13,7 +13,8 @@ from .. import replay
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..link import Link, fit_link
-from .base import LEAST_SHARE, NotJudged, at, code_fix, confidence_of, need_steps
+from .base import LEAST_SHARE, NotJudged, PartlyJudged, at, code_fix, confidence_of, need_steps
+from .shards import UNJUDGED, sharded, small_shards
 
 Float = npt.NDArray[np.float64]
 
@@ -43,6 +44,8 @@ def bucket_size(context: Context) -> list[Finding]:
         raise NotJudged("collectives ran on a device, whose time this version does not measure")
     if context.ranks_missing:
         raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
+    if sharded(context):
+        raise PartlyJudged(small_shards(context), ("comm.exposed",), UNJUDGED)
     waited = float(context.ordinary["comm_exposed"].mean())
     cut = _gradients(context)
     if cut is None:
@@ -161,17 +164,17 @@ def _replay_cut(context: Context, cut: _Cut, sizes: list[int], slower: float = 1
     """Step durations [S] with gradients cut into `sizes`. The present cut is replayed the same way, with modelled
     transfers, so that the model's own error cancels from the difference."""
     link = replace(cut.link, latency_ms=cut.link.latency_ms * slower, ms_per_byte=cut.link.ms_per_byte * slower)
-    recut: dict[int, replay.Program] = {}
+    changed: dict[int, replay.Program] = {}
     refused: Counter[str] = Counter()
     for program in context.programs:
         try:
-            recut[id(program)] = replay.rebucket(program, sizes, link, cut.host_ms)
-        except replay.NotRecut as reason:
+            changed[id(program)] = recut.rebucket(program, sizes, link, cut.host_ms)
+        except recut.NotRecut as reason:
             refused[str(reason)] += len(program.steps)
     steps = len(context.replayed_steps)
     if steps - refused.total() < LEAST_COVERED * steps:
         raise NotJudged(f"no other bucket size was tried: {refused.most_common(1)[0][0]}")
-    return context.over_steps(lambda program: replay.run(recut.get(id(program), program)))
+    return context.over_steps(lambda program: replay.run(changed.get(id(program), program)))
 
 
 def _less_cpu_ms(context: Context, cut: _Cut, buckets: int) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dsprof.engine.schedule import Action, make_plan, simulate
+from dsprof.engine import schedule as schedules
 
 from ..context import Change, Context, interval
 from ..finding import Evidence, Finding, Fix, Gain, Where
@@ -90,12 +90,12 @@ class _Shape:
         split = self.virtual / (virtual or self.virtual)
         costs = {"F": self.forward, "B": self.backward, "W": self.weight}
         taken = {name: float(of.mean()) * split for name, of in costs.items()}
-        plan = make_plan(schedule or self.schedule, self.ranks, microbatches, virtual or self.virtual)
+        plan = schedules.make_plan(schedule or self.schedule, self.ranks, microbatches, virtual or self.virtual)
 
-        def cost(action: Action) -> float:
+        def cost(action: schedules.Action) -> float:
             return taken[action.op]
 
-        return simulate(plan, cost).makespan
+        return schedules.simulate(plan, cost).makespan
 
 
 def bubble(context: Context) -> list[Finding]:

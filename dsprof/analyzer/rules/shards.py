@@ -1,0 +1,129 @@
+"""Sharded parameters that are gathered, and gradients that are scattered, in too many small pieces: FSDP, ZeRO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from ..context import Context
+from ..finding import Evidence, Finding, Fix, Gain, Where
+from ..link import Link, fit_link
+from ..recut import NotRecut, coalesce
+from ..replay import Program, run
+from ..text import size
+from .base import LEAST_SHARE, NotJudged, at, code_fix, confidence_of
+
+Float = npt.NDArray[np.float64]
+
+TOGETHER: Final = (2, 4, 8, 16)
+"""Neighbours merged into one, that are tried."""
+KINDS: Final = ("all_gather parameter", "reduce_scatter gradient")
+LEAST_COVERED: Final = 0.5
+"""Share of the steps to which the what-if must apply for its gain to stand for the run."""
+UNJUDGED: Final = "prefetching of sharded parameters is not replayed in this version"
+
+
+@dataclass(frozen=True)
+class _Merged:
+    together: int
+    gain: Gain
+
+
+def of_shards(context: Context) -> pd.DataFrame:
+    """The collectives of the ordinary steps that gather sharded parameters or scatter their gradients."""
+    table = context.collectives
+    kind = table["name"].astype(str) + " " + table["purpose"].astype(str)
+    return table[kind.isin(KINDS) & table["step"].isin(context.step_numbers)]
+
+
+def sharded(context: Context) -> bool:
+    """Whether parameters are gathered in every step."""
+    return bool((of_shards(context)["name"] == "all_gather").any())
+
+
+def small_shards(context: Context) -> list[Finding]:
+    """Many small gathers and scatters, each of which pays the latency: what merging neighbours would gain."""
+    table = of_shards(context)
+    steps = len(context.step_numbers)
+    a_step = len(table) / steps
+    issued = context.rows[(context.rows["kind"] == "comm") & context.rows["purpose"].isin(["gradient", "parameter"])]
+    host = issued["host_ns"].dropna().astype("int64")
+    host_ms = float(host.median()) / 1e6 if len(host) else 0.0
+    link = fit_link(table)
+    tried = [_merge(context, link, host_ms, together) for together in TOGETHER if 2 * together <= a_step / 2]
+    best = max(tried, key=lambda merged: merged.gain.ms, default=None)
+    if best is None or best.gain.ms < LEAST_SHARE * context.step_ms:
+        return []
+    median = float(table["bytes"].median())
+    evidence = (
+        Evidence("gathers and scatters a step", round(a_step), "count", round(a_step / best.together)),
+        Evidence("median size", round(median / 1024, 1), "KiB"),
+        Evidence("latency of one", round(link.latency_ms, 4), "ms"),
+        Evidence("host time to issue one", round(host_ms, 4), "ms"),
+        Evidence("exposed communication a step", round(float(context.ordinary["comm_exposed"].mean()), 3), "ms", 0.0),
+    )
+    title = f"{a_step:.0f} gathers and scatters of shards a step, of {size(median)} each, are bound by latency"
+    where = Where(group=str(table["group"].mode().iloc[0]), op="all_gather", steps=context.step_range)
+    confidence = round(confidence_of(best.gain) * (1.0 if link.fitted else 0.5), 2)
+    fixes = _fixes(context, best, median)
+    return [Finding("comm.small-messages", title, "info", confidence, where, evidence, best.gain, fixes)]
+
+
+def _merge(context: Context, link: Link, host_ms: float, together: int) -> _Merged:
+    gain = context.gain(_replay(context, link, host_ms, 1) - _replay(context, link, host_ms, together))
+    ends = []
+    for slower in (1 - link.spread, 1 + link.spread):
+        other = replace(link, latency_ms=link.latency_ms * slower, ms_per_byte=link.ms_per_byte * slower)
+        saved = _replay(context, other, host_ms, 1) - _replay(context, other, host_ms, together)
+        ends.append(float(saved.mean()))
+    return _Merged(together, replace(gain, low=min(gain.low, *ends), high=max(gain.high, *ends)))
+
+
+def _replay(context: Context, link: Link, host_ms: float, together: int) -> Float:
+    merged: dict[int, Program] = {}
+    refused: list[str] = []
+    for program in context.programs:
+        try:
+            merged[id(program)] = coalesce(program, _families(program), together, link, host_ms)
+        except NotRecut as reason:
+            refused += [str(reason)] * len(program.steps)
+    steps = len(context.replayed_steps)
+    if steps - len(refused) < LEAST_COVERED * steps:
+        raise NotJudged(f"no other number of gathers was tried: {refused[0]}")
+    return context.over_steps(lambda program: run(merged.get(id(program), program)))
+
+
+def _families(program: Program) -> list[list[int]]:
+    """Collectives of one kind and group between two beginnings of a backward, in order of issue."""
+    families: dict[tuple[int, str, str], list[int]] = {}
+    stretch = 0
+    for event in program.events[0]:
+        stretch += event.what == "backward"
+        c = event.collective
+        if event.what == "issue" and c is not None and program.kind[c] in KINDS:
+            families.setdefault((stretch, program.kind[c], program.group[c]), []).append(c)
+    return list(families.values())
+
+
+def _fixes(context: Context, best: _Merged, median_bytes: float) -> tuple[Fix, ...]:
+    fact = next(iter(context.facts.get("fsdp", [])[-1:]), None)
+    if fact is not None:
+        units = int(fact.get("units") or 0)
+        fewer = f"{max(units // best.together, 1)} units instead of {units}" if units else "fewer units"
+        call = "fully_shard" if fact.get("version") == 2 else "FullyShardedDataParallel"
+        site = fact.get("site")
+        title = f"wrap {best.together} neighbouring layers in one {call}{at(site)}: {fewer}; each holds more memory"
+        grouped = "fully_shard([layer, layer, ...])" if fact.get("version") == 2 else "auto_wrap_policy"
+        return (code_fix(title, grouped, "", site, best.gain),)
+    if context.facts.get("zero"):
+        elements = int(median_bytes * best.together / 4)
+        patch = tuple(
+            {"op": "add", "path": f"/zero_optimization/{key}", "value": elements}
+            for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size")
+        )
+        return (Fix("config", f"gather and reduce {best.together} at a time", patch, best.gain),)
+    return (Fix("code", f"gather and reduce {best.together} neighbours at a time", gain=best.gain),)
