@@ -257,10 +257,11 @@ def by_reason(not_judged: Mapping[str, str]) -> list[tuple[str, list[str]]]:
 
 
 def capture_warnings(analysis: Analysis) -> list[str]:
-    """What limits the trust in this capture, in whole sentences' worth each; empty when nothing does."""
+    """What limits the trust in this capture, and launch hints beside the headline's; empty when there are none."""
     restarts = max((item.restart for item in analysis.run.exits), default=0)
     notes = [f"the job was restarted {count(restarts, 'time')}; this is the last attempt"] if restarts else []
-    return notes + _bad_ends(analysis) + [clean(text) for text in analysis.capture.warnings]
+    hints = [hint for hint in (clean(text, 500) for text in analysis.run.hints) if hint != analysis.verdict.headline]
+    return notes + hints + _bad_ends(analysis) + [clean(text) for text in analysis.capture.warnings]
 
 
 def _bad_ends(analysis: Analysis) -> list[str]:

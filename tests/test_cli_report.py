@@ -73,6 +73,19 @@ def test_findings_json_has_no_nan(run: RunFolder) -> None:
     }  # fmt: skip
 
 
+def test_findings_json_has_the_keys_that_are_documented() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "findings-json.md").read_text()
+    documented = json.loads(page.partition("```json\n")[2].partition("```")[0])
+    written = factories.straggler().to_dict()
+    for keys in ([], ["run"], ["run", "step_ms"], ["budget"], ["verdict"], ["time"], ["capture"]):
+        shown, made = documented, written
+        for key in keys:
+            shown, made = shown[key], made[key]
+        assert list(shown) == list(made), keys
+    assert list(documented["findings"][0]) == list(written["findings"][0])
+    assert list(documented["findings"][0]["gain"]) == list(written["findings"][0]["gain"])
+
+
 # --- which run --------------------------------------------------------------------------------------
 
 

@@ -142,6 +142,13 @@ def test_only_the_last_attempt_of_an_elastic_job_counts() -> None:
     assert wording.capture_warnings(analysis) == ["the job was restarted 1 time; this is the last attempt"]
 
 
+def test_a_launch_hint_that_is_not_the_headline_is_told() -> None:
+    analysis = factories.dead_rank()
+    analysis.run.hints += [analysis.verdict.headline, "the script may want to be one process: dsprof run train.py"]
+    assert wording.capture_warnings(analysis)[0] == "the script may want to be one process: dsprof run train.py"
+    assert analysis.verdict.headline not in wording.capture_warnings(analysis)
+
+
 def test_clean() -> None:
     assert text.clean("a\x1b[31m\r\nb\u202ec\ttab") == "a [31m b c tab"
     assert text.clean("x" * 400) == "x" * 299 + "…"
