@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .. import replay
+from .. import recut, replay
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..link import Link, fit_link
