@@ -9,6 +9,7 @@ import functools
 import itertools
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -110,11 +111,21 @@ def watch_dataloaders() -> None:
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     numbers = itertools.count(1)
+    made_by_user: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+    """id of a data set -> the loader that the user made of it, and `sites` by its number."""
+    sites: dict[int, str | None] = {}
 
-    def describe(loader: Any) -> Fact:
+    def tell(loader: Any, *_: Any, **__: Any) -> None:
         number = next(numbers)
         object.__setattr__(loader, LOADER, number)
-        return {
+        site, framework = _caller()
+        model = made_by_user.get(id(loader.dataset))
+        if framework is None:
+            made_by_user[id(loader.dataset)], sites[number] = loader, site
+        elif model is not None and model.dataset is loader.dataset:
+            # accelerate and Lightning make another in the image of the user's: his is the call to change
+            site, framework = sites.get(getattr(model, LOADER), site), None
+        fact = {
             "fact": "dataloader",
             "number": number,
             "num_workers": loader.num_workers,
@@ -124,12 +135,15 @@ def watch_dataloaders() -> None:
             "persistent_workers": bool(loader.persistent_workers),
             "iterable": isinstance(loader.dataset, IterableDataset),
             "by_engine": by_engine(),
+            "site": site,
+            "framework": framework,
         }
+        state(fact)
 
     def number(iterator: Any, loader: Any, *_: Any, **__: Any) -> None:
         setattr(iterator, LOADER, getattr(loader, LOADER, None))
 
-    after_init(DataLoader, describe)
+    _after_call_of_init(DataLoader, tell)
     _after_call_of_init(_BaseDataLoaderIter, number)
 
 

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
-from jobs import environment
+from armed import both, train
 
 from dsprof.capture import read_capture
 from dsprof.derive import trace_rows
 from dsprof.schema import Kind
-
-
-def train(tmp_path: Path, code: str, *, native: str) -> subprocess.CompletedProcess[str]:
-    """Run `code` armed, one process without a process group, capturing into tmp_path/run."""
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(code))
-    env = environment(DSPROF="1", DSPROF_RUN=str(tmp_path / "run"), DSPROF_NATIVE=native)
-    return subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120)
-
-
-both = pytest.mark.parametrize("native", ["1", "0"])
 
 
 @both

@@ -1,0 +1,67 @@
+"""What torch.compile takes for itself is a row, also where Dynamo comes late or is reset; and it compiles the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from armed import ALONE, both, captured, inside, train
+
+CODE = f"""
+import sys, torch, torch.distributed as dist
+torch.manual_seed(0)
+{ALONE}
+assert "torch._dynamo" not in sys.modules
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+@torch.compile(backend="eager", fullgraph=True)
+def criterion(x):
+    return x.square().sum()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    if step == 3:
+        torch._dynamo.reset()
+    loss = criterion(compiled(torch.ones(2, 4)))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item())
+dist.destroy_process_group()
+"""
+
+
+@both
+def test_compilations_are_seen_where_they_happen(native: str, tmp_path: Path) -> None:
+    done = train(tmp_path, CODE, native=native)
+    assert done.returncode == 0, done.stderr
+    run = captured(tmp_path)
+    forwards, backwards, compiles = run.phases("forward"), run.phases("backward"), run.phases("compile")
+    assert len(forwards) == len(backwards) == 4
+    # model, criterion and the model's backward, at the first step and again after the reset
+    assert len(compiles) == 6
+    for first, compiled in ((0, compiles[:3]), (3, compiles[3:])):
+        assert inside(compiled[0], forwards[first])
+        assert forwards[first].end_ns <= compiled[1].start_ns
+        assert compiled[1].end_ns <= backwards[first].start_ns
+        assert inside(compiled[2], backwards[first])
+
+
+def test_losses_are_those_of_the_job_alone(tmp_path: Path) -> None:
+    arms = [("1", {}), ("0", {}), ("0", {"DSPROF": "0"})]
+    said = [train(tmp_path, CODE, native=native, **env) for native, env in arms]
+    assert {done.returncode for done in said} == {0}
+    assert len({done.stdout for done in said}) == 1
+
+
+@both
+def test_a_handler_is_left_as_it_was(native: str, tmp_path: Path) -> None:
+    code = f"""
+import torch, torch.distributed as dist, torch._dynamo
+{ALONE}
+from dsprof.collectors import session
+handler = torch._dynamo.callback.callback_handler
+assert len(handler.start_callbacks) == len(handler.end_callbacks) == 1
+session.stop()
+assert handler.start_callbacks == handler.end_callbacks == [] and "clear" not in vars(handler)
+"""
+    done = train(tmp_path, code, native=native)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,93 @@
+"""Where something was made, and whether a framework made it on the user's behalf."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from dsprof.collectors import facts
+from dsprof.collectors.facts import LOADER, Fact
+
+
+def code_of(name: str, file: str, text: str, **known: Any) -> dict[str, Any]:
+    """The module `name` in `file`."""
+    module: dict[str, Any] = {"__name__": name, **known}
+    exec(compile(text, file, "exec"), module)
+    return module
+
+
+@pytest.fixture
+def stated(monkeypatch: pytest.MonkeyPatch) -> list[Fact]:
+    """The facts that the test states; what it watches is let go of afterwards."""
+    found: list[Fact] = []
+    monkeypatch.setattr(facts, "_sink", found.append)
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    for cls in (DataLoader, _BaseDataLoaderIter):
+        monkeypatch.setattr(cls, "__init__", cls.__init__)
+    facts.watch_dataloaders()
+    return found
+
+
+CALL = "def call(inner):\n    return inner()\n"
+
+
+@pytest.mark.parametrize(
+    ("modules", "framework"),
+    [
+        ([], None),
+        ([("accelerate.data_loader", "/x/site-packages/accelerate/data_loader.py")], "accelerate"),
+        ([("pytorch_lightning.trainer", "/x/lightning/trainer.py")], "lightning"),  # installed from its source
+        (
+            [("accelerate.accelerator", "/x/site-packages/accelerate/a.py"),
+             ("transformers.trainer", "/x/site-packages/transformers/t.py")],
+            "transformers",
+        ),
+        ([("somebody.helpers", "/x/site-packages/somebody/helpers.py")], None),
+    ],
+)  # fmt: skip
+def test_the_outermost_framework_before_the_users_code(modules: list[tuple[str, str]], framework: str | None) -> None:
+    inner: Any = facts._caller
+    for name, file in modules:
+        inner = code_of(name, file, "def through():\n    return inner()\n", inner=inner)["through"]
+    line = code_of("__main__", "/home/me/train.py", "\n\nfound = inner()\n", inner=inner)["found"]
+    assert line == ("/home/me/train.py:3", framework)
+
+
+def test_a_users_callback_inside_a_framework_is_the_users(stated: list[Fact]) -> None:
+    text = "def train_dataloader():\n    return DataLoader([1, 2])\n"
+    mine = code_of("__main__", "/home/me/train.py", text, DataLoader=DataLoader)["train_dataloader"]
+    code_of("lightning.trainer", "/x/site-packages/lightning/t.py", CALL)["call"](mine)
+    assert [(fact["site"], fact["framework"]) for fact in stated] == [("/home/me/train.py:2", None)]
+
+
+def test_a_loader_made_in_the_image_of_the_users_is_changed_at_the_users(stated: list[Fact]) -> None:
+    text = "def prepare(loader):\n    return DataLoader(loader.dataset, num_workers=loader.num_workers)\n"
+    prepare = code_of("accelerate.a", "/x/site-packages/accelerate/a.py", text, DataLoader=DataLoader)["prepare"]
+    text = "loader = DataLoader([1, 2])\nprepared = prepare(loader)\n"
+    made = code_of("__main__", "/home/me/train.py", text, DataLoader=DataLoader, prepare=prepare)
+    assert [(fact["number"], fact["site"], fact["framework"]) for fact in stated] == [
+        (1, "/home/me/train.py:1", None), (2, "/home/me/train.py:1", None),
+    ]  # fmt: skip
+    text = "def trainer():\n    return DataLoader([1, 2])\n"
+    trainer = code_of("transformers.t", "/x/site-packages/transformers/t.py", text, DataLoader=DataLoader)["trainer"]
+    code_of("__main__", "/home/me/train.py", "trainer()\n", trainer=trainer)
+    assert (stated[-1]["number"], stated[-1]["site"], stated[-1]["framework"]) == (
+        3, "/home/me/train.py:1", "transformers",
+    )  # fmt: skip
+    assert getattr(iter(made["prepared"]), LOADER) == 2
+
+
+def test_the_standard_library_is_not_the_users_code() -> None:
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        yield
+
+    call = around()(facts._caller)  # by way of contextlib's own frame
+    assert code_of("__main__", "/home/me/train.py", "found = call()\n", call=call)["found"] == (
+        "/home/me/train.py:1", None,
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""Hooks in modules that are imported later: they go in, come out, and the import is what it would have been."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from dsprof.collectors import session
+from dsprof.collectors.imports import _finder, when_imported
+
+
+@pytest.fixture
+def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module that can be imported."""
+    (tmp_path / "imported_late.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "imported_late"
+    sys.modules.pop("imported_late", None)
+    assert not _finder.waiting
+    assert _finder not in sys.meta_path
+
+
+class Hook:
+    """Sets a module's `value` to 2, and back."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: ModuleType) -> object:
+        self.calls += 1
+        module.value = 2  # type: ignore[attr-defined]
+
+        def uninstall() -> None:
+            module.value = 1  # type: ignore[attr-defined]
+
+        return uninstall
+
+
+def test_a_hook_waits_for_the_import(name: str) -> None:
+    hook = Hook()
+    uninstall = when_imported(name, hook)  # type: ignore[arg-type]
+    assert importlib.util.find_spec(name) is not None  # only looked whether it is there
+    assert hook.calls == 0
+    module = importlib.import_module(name)
+    assert (module.value, hook.calls) == (2, 1)
+    assert type(module.__loader__).__name__ == "SourceFileLoader"
+    assert "exec_module" not in vars(module.__loader__)
+    assert importlib.reload(module).value == 1  # the user's doing
+    uninstall()
+    assert module.value == 1
+
+
+def test_a_module_that_is_there_is_hooked_at_once(name: str) -> None:
+    module = importlib.import_module(name)
+    uninstall = when_imported(name, Hook())  # type: ignore[arg-type]
+    assert module.value == 2
+    uninstall()
+    assert module.value == 1
+
+
+def test_who_gives_up_waiting_leaves_no_trace(name: str) -> None:
+    first, second = Hook(), Hook()
+    give_up = [when_imported(name, hook) for hook in (first, second)]  # type: ignore[arg-type]
+    give_up[0]()
+    assert importlib.import_module(name).value == 2
+    assert (first.calls, second.calls) == (0, 1)
+    give_up[1]()
+
+
+def test_an_import_that_fails_fails_and_may_succeed_later(name: str, tmp_path: Path) -> None:
+    uninstall = when_imported(name, Hook())  # type: ignore[arg-type]
+    file = tmp_path / f"{name}.py"
+    file.write_text("raise KeyError('planted')\n")
+    with pytest.raises(KeyError, match="planted"):
+        importlib.import_module(name)
+    file.write_text("value = 1  # mended\n")
+    importlib.invalidate_caches()
+    assert importlib.import_module(name).value == 2
+    uninstall()
+
+
+def test_a_hook_that_fails_is_counted_and_the_import_succeeds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_errors", [])
+
+    def broken(module: ModuleType) -> object:
+        raise AttributeError("gone")
+
+    uninstall = when_imported(name, broken)  # type: ignore[arg-type]
+    assert importlib.import_module(name).value == 1
+    assert session._errors == [f"a hook in {name}: AttributeError: gone"]
+    uninstall()
