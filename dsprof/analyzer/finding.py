@@ -121,13 +121,15 @@ class Finding:
 def severity_of(gain: Gain, noise_ms: float) -> Severity:
     """A finding stands above `info` only if the low end of its gain exceeds 1 % of the step and the noise.
 
-    `noise_ms` is the run's own noise floor. The step is recovered from the gain's own percent.
+    `noise_ms` is the run's own noise floor. The step is recovered from the gain's own percent. Of what irregular steps
+    cost, only the low end counts: a stop that came once may not come again.
     """
     if gain.percent <= 0 or gain.ms <= 0:
         return "info"
     step_ms = gain.ms / gain.percent * 100
     if not gain.low > max(noise_ms, step_ms * LOW_PERCENT / 100):  # so that a NaN is `info`
         return "info"
-    if gain.percent >= HIGH_PERCENT:
+    percent = gain.low / step_ms * 100 if gain.method == MEASURED_EXCESS else gain.percent
+    if percent >= HIGH_PERCENT:
         return "high"
-    return "medium" if gain.percent >= MEDIUM_PERCENT else "low"
+    return "medium" if percent >= MEDIUM_PERCENT else "low"

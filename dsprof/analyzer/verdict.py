@@ -40,7 +40,7 @@ JUDGES: Final = {
     "pause": ("pause.gc",),
 }
 """Part -> the rules that can say why it is as large as it is."""
-LEVERS: Final = ("comm_exposed", "bubble", "data")
+LEVERS: Final = ("comm_exposed", "bubble")
 """Parts for which a rule replays every lever there is: where none gains anything, the part is explained."""
 LOST: Final = {
     "comm_exposed": "waiting for collectives",
@@ -148,10 +148,10 @@ def _more(analysis: Analysis, part: str) -> str:
     reason = _unjudged(analysis, part)
     if reason is not None:
         return f" (not judged: {clean(reason)})"
-    if part in LEVERS:
-        tried = [finding for finding in analysis.findings if finding.code in JUDGES[part] and finding.gain.ms > 0]
-        return " (what could be gained is not sure: run more steps)" if tried else ", for which no lever here was found"
-    return ""
+    about = [finding for finding in analysis.findings if finding.code in JUDGES.get(part, ())]
+    if any(finding.gain.ms > 0 for finding in about):
+        return " (what could be gained is not sure: run more steps)"
+    return f" ({clean(about[0].title)})" if about else ""
 
 
 def _where_other(analysis: Analysis) -> str | None:
