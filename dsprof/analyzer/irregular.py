@@ -42,6 +42,9 @@ STOP_STEPS: Final = 1.0
 STOP_SPREADS: Final = 5.0
 """A stop takes a rank longer than its typical step by this many typical steps, and by this many times the distance of
 the third quartile from the median, so that steps that just differ in length are none."""
+APART: Final = 2.0
+"""And the shortest stop is so many times as long beyond the typical step as the longest of the other steps: between
+steps that just differ there is no such gap."""
 RARE_SHARE: Final = 0.07
 FEWEST_RARE: Final = 2
 """Stops are rare: what befalls more of the steps is how the job runs."""
@@ -95,7 +98,7 @@ def find_irregular(steps: pd.DataFrame, rows: pd.DataFrame) -> Irregular:
     """Look at the steps that every rank completed, after warm-up. `steps`: rank, step, dur_ns, the budget's parts, and
     `<kind>_ms` of what is not training (`budget.step_budget`)."""
     shared = steps.groupby("step").size()
-    common = np.sort(shared[shared == steps["rank"].nunique()].index.to_numpy()).astype(np.int64)
+    common = np.sort(shared[shared == steps["rank"].nunique()].index.to_numpy(np.int64))
     common = common[warm_up(len(common)) :]
     if len(common) == 0:
         return Irregular()
@@ -149,6 +152,10 @@ def _stops(own: Float, typical: float, rows: pd.DataFrame, ranks: tuple[int, ...
         return np.zeros_like(own)
     limit = np.maximum(max(STOP_STEPS * typical, LEAST_STOP_MS), STOP_SPREADS * (upper - middle))
     stops = beyond > limit[:, None]
+    for mine, found in zip(beyond, stops, strict=True):
+        falling = -np.sort(-mine)
+        gaps = np.flatnonzero((falling[:-1] >= APART * np.maximum(falling[1:], 0)) & found[np.argsort(-mine)][:-1])
+        found &= mine >= (falling[gaps[-1]] if len(gaps) else np.inf)
     forward = rows[(rows["kind"] == "phase") & (rows["name"] == "forward") & rows["value"].notna()]
     if len(forward):
         size = forward.groupby(["rank", "step"])["value"].sum().unstack().reindex(index=list(ranks), columns=common)

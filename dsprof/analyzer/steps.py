@@ -87,7 +87,7 @@ def lasting_change(
     spread = np.sqrt(first.var() / len(first) + second.var() / len(second))
     if right < (1 + LEAST_SHIFT) * left or second.mean() - first.mean() < SURE * spread:
         return None
-    if np.percentile(first, 90) > np.percentile(second, 10):
+    if max(np.ptp(np.percentile(side, [10, 90])) for side in (first, second)) > (right - left) / 2:
         return None
     return int(numbers[split]), left, right
 

@@ -28,11 +28,12 @@ SLACK: Final = 1.5
 """Batches do not all take the same time: that much more capacity than the mean needs."""
 MOSTLY: Final = 0.75
 """Loading that sleeps for this share of its time may have more workers than cores."""
-UNEXPLAINED: Final = 0.05
+UNEXPLAINED: Final = 0.02
 """Of the time outside of communication, this share of sleep may as well be page faults and late wake-ups."""
 UNHINDERED: Final = 0.02
-"""Where there are fewer cores than threads that want one, a thread that waits for a core for less than this share of
-its time shows that the others sleep."""
+HINDERED: Final = 0.2
+"""Where there are fewer cores than threads, one that waits for a core for less than the first share of the time it runs
+shows that the others sleep, and for more than the second, that they compute."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class Supply:
     cores:   that a rank and its workers have among them, on average; None: not known
     sleep:   [R, S] ms that loading slept (or waited for a disk, or the net), at most
     asleep:  it did so for most of its time
-    low, high: [R, S] ms that as many workers would save if all that may be computing computes, and if all that may be
-             sleeping sleeps
+    saved:   [R, S] ms that as many workers would save
+    low, high: [R, S] the same if all that may be computing computes, and if all that may be sleeping sleeps
     """
 
     loader: Fact | None
@@ -58,12 +59,9 @@ class Supply:
     cores: float | None
     sleep: Float
     asleep: bool
+    saved: Float
     low: Float
     high: Float
-
-    @property
-    def saved(self) -> Float:
-        return (self.low + self.high) / 2
 
     @property
     def worst_ms(self) -> float:
@@ -99,34 +97,41 @@ def supply(context: Context) -> Supply | None:
         saved: Float = waited * max(1 - left, 0.0)
         return saved
 
-    def answer(count: int, low: Float, high: Float, sleep: Float = waited, asleep: bool = False) -> Supply:
-        return Supply(loader, waited, now, count, wanted, a_rank, sleep, asleep, low, np.maximum(low, high))
+    def answer(count: int, saved: Float, low: Float, high: Float, sleep: Float, asleep: bool) -> Supply:
+        low, high = np.minimum(low, saved), np.maximum(high, saved)
+        return Supply(loader, waited, now, count, wanted, a_rank, sleep, asleep, saved, low, high)
 
     cores = context.load.of(context.ranks[worst]) if context.load is not None else None
     a_rank = cores.cores_a_rank if cores is not None else None
     if cores is None:
-        return answer(wanted, with_workers(wanted, at_worst), with_workers(wanted))
+        low, high = with_workers(wanted, at_worst), with_workers(wanted)
+        return answer(wanted, (low + high) / 2, low, high, waited, False)
     free = max(math.floor(cores.cores_a_rank) - 1, 1)
     if now == 0:
-        sleep, surely = (np.minimum(ms, waited) for ms in _asleep_ms(context))
-        share = float(surely[worst].mean()) / wait_ms
+        idle = np.clip(cores.idle_ms, 0, None)  # threads of its own may run while the training thread sleeps
+        sleep, surely = (np.minimum(np.minimum(ms, idle), waited) for ms in _asleep_ms(context))
+        share = float((sleep + surely)[worst].mean()) / 2 / wait_ms
         asleep = share >= MOSTLY
         workers = min(wanted, math.floor(free / max(1 - share, 1 / MOST_WORKERS)) if asleep else free)
-        # In its place a worker computes, and hands the batch over: in time for which the training thread would have
-        # slept, and on idle cores. At worst only those are idle that no rank needs once it has stopped waiting.
+        # In its place a worker computes, and hands the batch over: in the time for which the training thread would have
+        # slept, and on cores that no rank needs. Those that are idle while ranks wait for one another are of little
+        # use: a worker that gets one does not give it back at once.
         low = np.minimum(with_workers(workers, at_worst), surely + cores.spare_ms - at_worst)
+        usual = np.minimum(with_workers(workers), sleep + cores.spare_ms - hand_over)
         high = np.minimum(with_workers(workers), np.maximum(sleep, cores.idle_ms) - hand_over)
-        return answer(workers, low, high, sleep, asleep)
-    asleep = _workers_sleep(context, cores, now)
+        return answer(workers, np.clip((low + usual) / 2, 0, None), low, high, sleep, asleep)
+    hindered = _hindered(context, cores, now)
+    asleep = hindered < UNHINDERED
     if not asleep and now >= min(wanted, free):
         # Every core has its worker. Should these sleep all the same, more of them would do.
-        return answer(now, np.zeros_like(waited), with_workers(wanted))
+        high, low = with_workers(wanted), np.zeros_like(waited)
+        return answer(now, low if hindered > HINDERED else high / 2, low, high, waited, False)
     workers = wanted if asleep else min(wanted, free)
-    low = with_workers(workers, at_worst)
+    low, high = with_workers(workers, at_worst), with_workers(workers)
     if not asleep:  # then those there are may keep a core busy each
         taken = step_ms * len(cores.ranks) * now / cores.cores
         low = np.minimum(low, np.clip(cores.spare_ms - taken, 0, None))
-    return answer(workers, low, with_workers(workers), asleep=asleep)
+    return answer(workers, (low + high) / 2, low, high, waited, asleep)
 
 
 def _input_bytes(context: Context) -> float:
@@ -159,15 +164,14 @@ def _asleep_ms(context: Context) -> tuple[Float, Float]:
     return np.clip(asleep, 0, None), np.clip(asleep - UNEXPLAINED * own, 0, None)
 
 
-def _workers_sleep(context: Context, cores: SharedCores, now: int) -> bool:
-    """Whether `now` workers a rank leave the training threads alone although there is no core for each of them."""
-    if len(cores.ranks) * (1 + now) <= cores.cores:
-        return False
+def _hindered(context: Context, cores: SharedCores, now: int) -> float:
+    """How long training threads waited for a core, of the time they ran, beside `now` workers a rank. NaN where that
+    says nothing of the workers: it was not measured, or there is a core for each of them."""
     ran, wanted = (_per_rank(context, gauge) for gauge in ("training_thread_cpu_seconds", "core_wait_seconds"))
-    if ran is None or wanted is None:
-        return False
+    if ran is None or wanted is None or len(cores.ranks) * (1 + now) <= cores.cores:
+        return math.nan
     here = np.isin(context.ranks, cores.ranks)
-    return bool(wanted[here].mean() <= UNHINDERED * ran[here].mean())
+    return float(wanted[here].mean()) / max(float(ran[here].mean()), 1e-9)
 
 
 # --- the wait of ordinary steps -----------------------------------------------------------------
