@@ -160,11 +160,11 @@ def step_time(
     if not whole.empty:
         traces.append(_line(slowest.columns, slowest.iloc[0], "whole step", palette.NEUTRAL, 2.5))
     if irregular is not None and len(irregular):
-        marked = irregular
+        marked = tables.irregular_steps(irregular)
         if len(marked) > max_marks:
             notes.append(f"marked: of {len(marked):,} irregular steps the {max_marks} that took longest")
-            marked = marked.nlargest(max_marks, "excess_ms")
-        traces += _marks(marked.sort_values("step"), whole.max())
+            marked = marked.nlargest(max_marks, "excess_ms").sort_values("step")
+        traces += _marks(marked, whole.max())
     numbers = [int(step) for step in steps.loc[steps["ordinary"].astype(bool), "step"].unique()]
     gap = max(1, (max(numbers) - min(numbers)) // MAX_STRETCHES) if numbers else 1
     shaded = tables.stretches(numbers, gap)
@@ -188,24 +188,25 @@ def _line(x: Any, y: Any, name: str, color: str, width: float) -> go.Scatter:
 
 
 def _marks(marked: pd.DataFrame, whole: pd.Series) -> list[Any]:
-    """A symbol a kind, at the height of the whole step. marked: `Analysis.irregular`; whole: step -> ms."""
+    """A symbol a step, at the height of the whole step. marked: `tables.irregular_steps`; whole: step -> ms."""
     traces = []
     for kind, of_kind in marked[marked["step"].isin(whole.index)].groupby("kind", observed=True):
         look = palette.mark(str(kind))
-        label = escape(text.clean(look.label))
         traces.append(
             go.Scatter(
                 x=of_kind["step"].to_numpy(), y=np.round(whole[of_kind["step"]].to_numpy(dtype="float64"), 3),
-                name=label, mode="markers",
+                name=escape(text.clean(look.label)), mode="markers",
                 marker={"symbol": look.symbol, "color": look.color, "size": 9, "line": {"width": 1}},
-                text=[
-                    f"{label}, most on rank {item.rank}: {text.ms(item.excess_ms)} more than an ordinary step"
-                    for item in of_kind.itertuples()
-                ],
+                text=["<br>".join(_excess(*part) for part in parts) for parts in of_kind["parts"]],
                 hovertemplate="%{text}<extra></extra>",
             )
         )  # fmt: skip
     return traces
+
+
+def _excess(kind: str, rank: int, excess_ms: float) -> str:
+    label = escape(text.clean(palette.mark(kind).label))
+    return f"{label}, most on rank {rank}: {text.ms(excess_ms)} more than an ordinary step"
 
 
 def heatmap(steps: pd.DataFrame, *, max_columns: int = 500, max_rows: int = 128) -> go.Figure:

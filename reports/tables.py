@@ -78,6 +78,17 @@ def stretches(numbers: Sequence[int], gap: int = 1) -> list[tuple[int, int]]:
     return found
 
 
+def irregular_steps(irregular: pd.DataFrame) -> pd.DataFrame:
+    """`Analysis.irregular` (rank, step, kind, excess_ms) by step: step, excess_ms in all, kind that took most of it,
+    and parts: (kind, rank, excess_ms) of each, most first.
+    """
+    rows = []
+    for step, of_step in irregular.sort_values("excess_ms", ascending=False).groupby("step"):
+        parts = list(zip(of_step["kind"].astype(str), of_step["rank"], of_step["excess_ms"], strict=True))
+        rows.append((step, float(of_step["excess_ms"].sum()), parts[0][0], parts))
+    return pd.DataFrame(rows, columns=["step", "excess_ms", "kind", "parts"])
+
+
 def pick_ranks(candidates: Sequence[int], wanted: Sequence[int], limit: int) -> list[int]:
     """At most `limit` of `candidates`: those in `wanted` first, then evenly spread over the rest; sorted."""
     if len(candidates) <= limit:

@@ -23,6 +23,8 @@ BAR_WIDTH = 24
 SHOWN_FINDINGS = 5
 SHOWN_INFO = 3
 SHOWN_RANKS = 3
+KEPT = "\ue000"
+"""A blank at which rich breaks no line, as it does at every space that Unicode has."""
 
 SEVERITY_STYLE = {"high": "bold red", "medium": "bold yellow", "low": "bold cyan", "info": "dim"}
 TONE_STYLE = {**SEVERITY_STYLE, "good": "bold green", "unsure": "bold yellow"}
@@ -54,7 +56,7 @@ def render(analysis: Analysis, file: TextIO, *, color: bool | None = None, width
     glyphs = UNICODE if _can_encode(file, "".join(vars(UNICODE).values())) else ASCII
     with console.capture() as capture:
         _verdict(console, glyphs, analysis)
-    written = "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+    written = "".join(f"{line.rstrip()}\n" for line in capture.get().replace(KEPT, " ").splitlines())
     encoding = getattr(file, "encoding", None) or "utf-8"
     file.write(written.encode(encoding, "replace").decode(encoding))
 
@@ -106,7 +108,7 @@ def _headline(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
         (title, "bold"), (verdict.status, style), " ", (f"{glyphs.rule * fill}{run}{glyphs.rule}", "dim")
     )
     console.print(rule, overflow="ellipsis", no_wrap=True)
-    console.print(Text(verdict.headline, style=style))
+    console.print(_prose(verdict.headline, style))
 
 
 # --- the run and the step as a tree ---------------------------------------------------------------
@@ -226,30 +228,35 @@ def _bar(glyphs: Glyphs, share: float) -> str:
 def _finding(console: Console, index: int, finding: Finding, cwd: str) -> None:
     head = Text.assemble(
         f"{index}. ", (finding.severity, SEVERITY_STYLE[finding.severity]), "  ", (finding.code, "bold"), "  ",
-        text.clean(finding.title),
+        wording.unbroken(text.clean(finding.title), KEPT),
     )  # fmt: skip
     console.print(head)
     grid = _labelled()
     saved = wording.gain(finding.gain)
     if saved or finding.confidence < 0.995:
         sure = f"confidence {text.percent(100 * finding.confidence)}"
-        grid.add_row(Text("gain", style="dim"), Text(f"{saved or 'not predicted'}, {sure}"))
+        grid.add_row(Text("gain", style="dim"), _prose(f"{saved or 'not predicted'}, {sure}"))
     place = wording.where(finding.where)
     if place:
         grid.add_row(Text("where", style="dim"), Text(place))
     label = "why"
     for item in finding.evidence:
-        grid.add_row(Text(label, style="dim"), Text(wording.evidence(item)))
+        grid.add_row(Text(label, style="dim"), _prose(wording.evidence(item)))
         label = ""
     label = "fix"
     for fix in finding.fixes:
         own = fix.gain if fix.gain is not None and fix.gain != finding.gain else None
         title = text.clean(fix.title) + (f" ({wording.gain(own)})" if own and own.ms > 0 else "")
-        grid.add_row(Text(label, style="dim"), Text(title))
+        grid.add_row(Text(label, style="dim"), _prose(title))
         for line in wording.changes(fix, cwd):
             grid.add_row("", Text(f"  {line}", style="bold"))
         label = ""
     console.print(Padding(grid, (0, 0, 0, 3)))
+
+
+def _prose(words: str, style: str = "") -> Text:
+    """Text whose numbers stay on one line with their units."""
+    return Text(wording.unbroken(words, KEPT), style=style)
 
 
 def _labelled() -> Table:
@@ -270,7 +277,7 @@ def _notes(console: Console, analysis: Analysis) -> None:
     for finding in minor[:SHOWN_INFO]:
         saved = wording.gain(finding.gain)
         remark = f"{finding.code}: {text.clean(finding.title)}" + (f"; {saved}, which is not sure" if saved else "")
-        grid.add_row(Text("info", style="dim"), Text(remark, style="dim"))
+        grid.add_row(Text("info", style="dim"), _prose(remark, "dim"))
     if len(minor) > SHOWN_INFO:
         grid.add_row(Text("info", style="dim"), Text(f"and {len(minor) - SHOWN_INFO} more", style="dim"))
     remarked = {finding.code for finding in minor}
@@ -278,10 +285,10 @@ def _notes(console: Console, analysis: Analysis) -> None:
     if passed:
         grid.add_row(Text("passed", style="green"), Text(", ".join(passed)))
     for reason, codes in wording.by_reason(analysis.not_judged):
-        grid.add_row(Text("unjudged", style="dim"), Text(f"{', '.join(codes)}: {reason}", style="dim"))
+        grid.add_row(Text("unjudged", style="dim"), _prose(f"{', '.join(codes)}: {reason}", "dim"))
     for note in analysis.notes:
-        grid.add_row(Text("note", style="dim"), Text(text.clean(note)))
-    grid.add_row(Text("capture", style="dim"), Text(wording.capture_facts(analysis), style="dim"))
+        grid.add_row(Text("note", style="dim"), _prose(text.clean(note)))
+    grid.add_row(Text("capture", style="dim"), _prose(wording.capture_facts(analysis), "dim"))
     for warning in wording.capture_warnings(analysis):
-        grid.add_row(Text("warning", style="yellow"), Text(warning))
+        grid.add_row(Text("warning", style="yellow"), _prose(warning))
     console.print(grid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -302,6 +303,14 @@ def noise(analysis: Analysis) -> str:
     """The run's own noise floor; empty where there are too few steps to tell."""
     known = analysis.step_ms is not None and math.isfinite(analysis.noise_ms)
     return ms(analysis.noise_ms) if known else ""
+
+
+def unbroken(words: str, space: str = "\N{NO-BREAK SPACE}") -> str:
+    """Numbers kept on one line with their units, by `space`."""
+    return _UNIT.sub(space, words)
+
+
+_UNIT: Final = re.compile(r"(?<=\d) (?=%|(?:ms|s|min|h|[KMG]?i?B)\b)")
 
 
 def moment(text: str) -> str:

@@ -198,6 +198,18 @@ def test_irregular_steps_are_marked_and_not_shaded() -> None:
     assert note_of(figure) == ""
 
 
+def test_a_step_that_was_longer_for_two_reasons_has_one_mark() -> None:
+    analysis = factories.evaluates()
+    both = analysis.irregular[analysis.irregular["step"] == 33]
+    both = pd.concat([both, both.assign(rank=0, kind="checkpointing", excess_ms=9.5)])
+    figure = plots.step_time(analysis.steps, both)
+    assert [(trace.name, list(trace.x)) for trace in figure.data[3:]] == [("stop", [33])]
+    assert figure.data[3].text[0] == (
+        "stop, most on rank 1: 900 ms more than an ordinary step<br>"
+        "checkpointing, most on rank 0: 9.50 ms more than an ordinary step"
+    )
+
+
 def test_of_many_irregular_steps_the_longest_are_marked() -> None:
     analysis = factories.evaluates()
     figure = plots.step_time(analysis.steps, analysis.irregular, max_marks=2)

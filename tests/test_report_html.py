@@ -17,6 +17,7 @@ import factories
 import pytest
 
 from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.finding import Evidence
 from dsprof.reports import html
 
 HERE = Path(html.__file__).parent
@@ -112,6 +113,12 @@ def test_a_cost_beside_the_ordinary_steps() -> None:
     assert "in bold" not in text  # nobody waits in ordinary steps
     marks = [trace for trace in figures(page)["steps"]["data"] if trace.get("mode") == "markers"]
     assert [trace["name"] for trace in marks] == ["checkpointing", "evaluation", "stop"]
+
+
+def test_evidence_without_anything_expected_has_no_such_column() -> None:
+    finding = replace(factories.EVAL_UNEVEN, evidence=(Evidence("one evaluation", 420.0, "ms"),))
+    text = text_of(html.render(replace(factories.evaluates(), findings=(finding,))))
+    assert "evidence measured one evaluation 420 ms" in text
 
 
 def test_an_inconclusive_verdict_promises_nothing() -> None:

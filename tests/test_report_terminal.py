@@ -264,6 +264,12 @@ def test_width() -> None:
         assert max(map(len, text_of(factories.straggler(), width=width).splitlines())) <= width
 
 
+def test_no_line_begins_with_a_unit() -> None:
+    for width in range(40, 110):
+        lines = text_of(factories.evaluates(), width=width).splitlines()
+        assert [line for line in lines if line.strip().partition(" ")[0].rstrip(",;") in ("ms", "s", "%", "%)")] == []
+
+
 def test_an_ascii_file_gets_ascii() -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")

@@ -154,6 +154,11 @@ def test_clean() -> None:
     assert text.clean("x" * 400) == "x" * 299 + "…"
 
 
+def test_numbers_stay_with_their_units() -> None:
+    words = "saves 38.2 ms of each 2 s step (18 %), 3 steps, 25.0 MiB"
+    assert wording.unbroken(words, "_") == "saves 38.2_ms of each 2_s step (18_%), 3 steps, 25.0_MiB"
+
+
 def test_moment() -> None:
     assert wording.moment("2026-11-20T12:02:38.536+01:00") == "2026-11-20 11:02:38 UTC"
     assert wording.moment("yesterday\x1b") == "yesterday"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import re
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -73,15 +72,10 @@ def _template() -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     environment.filters["clean"] = text.clean
-    environment.filters["unbroken"] = _unbroken
+    environment.filters["unbroken"] = wording.unbroken
     environment.filters["ms"] = text.ms
     environment.filters["percent"] = text.percent
     return environment.get_template("page.html.j2")
-
-
-def _unbroken(words: str) -> str:
-    """Numbers kept on one line with their units."""
-    return re.sub(r"(?<=\d) (?=%|(?:ms|s|min|h|[KMG]iB)\b)", "\N{NO-BREAK SPACE}", words)
 
 
 @cache
