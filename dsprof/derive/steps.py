@@ -41,11 +41,14 @@ def step_rows(rows: pd.DataFrame, phases: Phases, main: int) -> pd.DataFrame:
     turns, a step spans the pattern that repeats. Without any optimizer each backward ends a step, of value 0.
     """
     units = _units(rows, phases, main)
-    last = _iterations(units)
+    last, first_start = _iterations(units), _first_start(phases)
+    ended = units.end[last]
+    # Where records overlap, as they should not, two may end at once: a step has a length.
+    last = last[np.append(ended[1:] > ended[:-1], np.ones(len(ended[:1]), bool)) & (ended > first_start)]
     ended = units.end[last]
     steps = np.diff(np.cumsum(units.count)[last], prepend=0).astype(float)
-    began = np.concatenate([[_first_start(phases)], ended[:-1]]) if len(ended) else ended
-    return derived_rows("step", "step", np.minimum(began, ended), ended, main, value=steps)
+    began = np.concatenate([[first_start], ended])[: len(ended)]
+    return derived_rows("step", "step", began, ended, main, value=steps)
 
 
 def _units(rows: pd.DataFrame, phases: Phases, main: int) -> _Units:
