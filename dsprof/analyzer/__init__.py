@@ -19,13 +19,13 @@ from dsprof.trace import Trace
 from . import replay
 from .analysis import Analysis, CaptureQuality, Verdict
 from .budget import NOTHING, RankTime, paint, step_budget
-from .clock import align
+from .clock import align, find_jumps
 from .context import Context
 from .irregular import Irregular, find_irregular, mark_ordinary
 from .judge import judge
 from .kinds import apart_spans, divide_time, run_span
 from .load import measure_load
-from .match import match_collectives
+from .match import match_collectives, mismatches
 from .steps import align_steps, completed_steps, describe_steps, lasting_change, step_time
 from .text import ms
 from .topology import Topology, find_topology, name_pipeline_messages
@@ -46,6 +46,8 @@ def analyze(trace: Trace) -> Analysis:
     run = trace.run
     rows, clock_error_us, warnings = align(_last_attempt(trace.rows, run), run)
     rows, renumbered = align_steps(rows)
+    jump_us, jumps = find_jumps(rows)
+    clock_error_us = max(clock_error_us, jump_us)
     topology = find_topology(rows, run)
     rows = name_pipeline_messages(rows, topology)
     collectives = match_collectives(rows, run)
@@ -58,6 +60,7 @@ def analyze(trace: Trace) -> Analysis:
     ordinary = steps[steps["ordinary"]]
     step_ms = step_time(steps)
     context = _context(run, rows, steps, collectives, times, step_ms.mean if step_ms else 0.0, irregular, topology)
+    context = replace(context, clock_error_ms=clock_error_us / 1e3)
     findings, passed, not_judged, noise_ms = judge(context)
     budget_by_rank = ordinary.groupby("rank")[list(BUDGET_PARTS)].mean()
     span = run_span(run, rows)
@@ -87,7 +90,7 @@ def analyze(trace: Trace) -> Analysis:
             overhead_percent=_overhead(run, rows, ordinary),
             dropped=sum(item.dropped for item in run.ranks),
             clock_error_us=clock_error_us,
-            warnings=(*run.warnings, *warnings, *renumbered),
+            warnings=(*run.warnings, *warnings, *renumbered, *jumps, *mismatches(rows)),
         ),
     )
     return replace(analysis, verdict=answer(analysis, on_gpu=context.on_gpu))

@@ -7,6 +7,9 @@ difference of its ends over many collectives estimates the offset, and their spr
 
 from __future__ import annotations
 
+from typing import Final
+
+import numpy as np
 import pandas as pd
 
 from dsprof.run import RunInfo
@@ -38,3 +41,48 @@ def align(rows: pd.DataFrame, run: RunInfo) -> tuple[pd.DataFrame, float, list[s
         error_ns = max(error_ns, float((both - both.median()).abs().median()))
     shift = rows["rank"].map({rank: offsets.get(host, 0) for rank, host in host_of.items()}).fillna(0).astype("int64")
     return rows.assign(start_ns=rows["start_ns"] - shift, issue_ns=rows["issue_ns"] - shift), error_ns / 1e3, warnings
+
+
+LEAST_JUMP_NS: Final = 100_000_000
+"""Ends of one collective lie milliseconds apart on a busy host; this is a clock."""
+FEWEST: Final = 8
+"""Collectives on each side of a jump."""
+
+
+def find_jumps(rows: pd.DataFrame) -> tuple[float, list[str]]:
+    """By how much the clock of a rank moves against the others' during the run, microseconds, and warnings.
+
+    No rank leaves a synchronizing collective before the last has come, so its ends on the ranks stay together.
+    """
+    ended = rows[(rows["kind"] == "comm") & rows["dur_ns"].notna() & rows["name"].isin(SYNCHRONIZING)]
+    if ended["rank"].nunique() < 2:
+        return 0.0, []
+    ends = pd.DataFrame(
+        {
+            "key": ended["group"].astype(str) + "/" + ended["seq"].astype(str),
+            "rank": ended["rank"],
+            "step": ended["step"],
+            "end": ended["start_ns"] + ended["dur_ns"].astype("int64"),
+        }
+    ).drop_duplicates(["key", "rank"])
+    table = ends.pivot(index="key", columns="rank", values="end")
+    # Of two ranks nobody can say which clock it was; of more, the one that differs.
+    apart = table.sub(table.median(axis=1) if table.shape[1] > 2 else table.iloc[:, 0], axis=0)
+    steps = ends.groupby("key")["step"].max().reindex(apart.index)
+    worst, warnings = 0.0, []
+    for rank in apart.columns:
+        mine = apart[rank].dropna()
+        mine = mine.loc[steps[mine.index].sort_values(kind="stable").index]
+        if len(mine) < 2 * FEWEST:
+            continue
+        early, late = float(mine.iloc[:FEWEST].median()), float(mine.iloc[-FEWEST:].median())
+        if abs(late - early) < LEAST_JUMP_NS:
+            continue
+        worst = max(worst, abs(late - early))
+        beyond = np.abs(mine.to_numpy(np.float64) - early) > abs(late - early) / 2
+        step = int(steps[mine.index[int(beyond.argmax())]])
+        warnings.append(
+            f"rank {rank}: its clock moves by {(late - early) / 1e9:+.1f} s against the others' in step {step}; who waited "
+            "for whom is not known from there on"
+        )
+    return worst / 1e3, warnings

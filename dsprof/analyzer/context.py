@@ -51,6 +51,7 @@ class Context:
     facts:        `RunInfo.facts` by their kind.
     irregular:    the steps that are not ordinary, and what they cost.
     topology:     which ranks are stages of a pipeline.
+    clock_error_ms: how far the clocks of ranks may be apart.
     """
 
     run: RunInfo
@@ -63,6 +64,7 @@ class Context:
     facts: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
     irregular: Irregular = field(default_factory=Irregular)
     topology: Topology = field(default_factory=Topology)
+    clock_error_ms: float = 0.0
 
     @property
     def ordinary(self) -> pd.DataFrame:

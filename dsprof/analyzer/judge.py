@@ -11,6 +11,10 @@ from .attribution import attribute
 from .context import Change, Context
 from .finding import SEVERITIES, Finding, severity_of
 from .rules import FAULTS, LEAST_SHARE, RULES, NotConcerned, NotJudged, PartlyJudged
+from .text import ms
+
+MOST_CLOCK_ERROR: Final = 0.2
+"""Of the step."""
 
 Judged = TypeVar("Judged")
 
@@ -86,6 +90,11 @@ def _refusal(context: Context) -> str | None:
         return "no step was completed on all captured ranks"
     if context.on_gpu:
         return "the job ran on a device, whose time this version does not measure"
+    if context.clock_error_ms > MOST_CLOCK_ERROR * context.step_ms:
+        return (
+            f"the clocks of the ranks may be {ms(context.clock_error_ms)} apart, so who waited for whom in a step of "
+            f"{ms(context.step_ms)} cannot be told"
+        )
     error = context.replay_error()
     if error > MOST_REPLAY_ERROR:
         return f"replaying the measured steps misses them by {100 * error:.0f} %, so what a change gains cannot be told"

@@ -51,6 +51,26 @@ def match_collectives(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.Data
     return pd.concat(found, ignore_index=True).sort_values("last_ns", ignore_index=True)[list(COLLECTIVE_COLUMNS)]
 
 
+MOST_MISMATCHES: Final = 3
+"""Collectives that are named, of those that ranks disagree about."""
+
+
+def mismatches(rows: pd.DataFrame) -> list[str]:
+    """Warnings of collectives that have one number and are not the same on all ranks."""
+    comm = rows[(rows["kind"] == "comm") & rows["peer"].isna() & rows["seq"].notna()]
+    table = pd.DataFrame({"group": comm["group"].astype(str), "seq": comm["seq"], "name": comm["name"].astype(str)})
+    differ = table.groupby(["group", "seq"])["name"].nunique()
+    differ = differ[differ > 1]
+    found = []
+    for group, seq in differ.index[:MOST_MISMATCHES]:
+        chosen = comm[(comm["group"] == group) & (comm["seq"] == seq)].sort_values("rank")
+        names = ", ".join(f"{name} on rank {rank}" for rank, name in zip(chosen["rank"], chosen["name"], strict=True))
+        found.append(f"collective {seq} of group {group} is not the same on all ranks: {names}")
+    if len(differ) > MOST_MISMATCHES:
+        found.append(f"and {len(differ) - MOST_MISMATCHES} more collectives that differ between ranks")
+    return found
+
+
 def _collectives(comm: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
     if comm.empty:
         return comm

@@ -40,6 +40,8 @@ JUDGES: Final = {
     "pause": ("pause.gc",),
 }
 """Part -> the rules that can say why it is as large as it is."""
+GAINS: Final = "pause.gc"
+"""It can be judged wherever gains can be told by replay at all."""
 LEVERS: Final = ("comm_exposed", "bubble")
 """Parts for which a rule replays every lever there is: where none gains anything, the part is explained."""
 LOST: Final = {
@@ -79,6 +81,8 @@ def answer(analysis: Analysis, *, on_gpu: bool = False) -> Verdict:
     if len(analysis.ranks_captured) < analysis.ranks_expected:
         captured = f"{len(analysis.ranks_captured)} of {count(analysis.ranks_expected, 'rank')}"
         return Verdict("inconclusive", f"{found}, in {captured}")
+    if GAINS in analysis.not_judged:
+        return Verdict("inconclusive", f"{found}: {clean(analysis.not_judged[GAINS])}")
     lost = _lost(analysis)
     explained = {part for part in lost if _explained(analysis, part)}
     unexplained = sum(share for part, share in lost.items() if part not in explained)
