@@ -28,12 +28,12 @@ PARTS: Final = {
     "compute": Part("compute", "#2F86EE", BLACK, "forward, loss, backward"),
     "comm_exposed": Part("exposed comm", "#E0914A", BLACK, "standing still while bytes move"),
     "peer_wait": Part("peer wait", "#B5121B", WHITE, "standing still until the last rank arrives"),
-    "bubble": Part("bubble", "#A01C8C", WHITE, "pipeline warm-up and drain"),
+    "bubble": Part("bubble", "#A01C8C", WHITE, "standing still for another stage of the pipeline"),
     "data": Part("data", "#1F7C59", WHITE, "waiting for the next batch"),
     "optimizer": Part("optimizer", "#45C8F5", BLACK, "gradient clipping and the optimizer step"),
     "offload": Part("offload", "#DCCB1E", BLACK, "copies to and from the CPU or NVMe"),
     "pause": Part("pause", "#7A2CEB", WHITE, "garbage collection"),
-    "other": Part("other", "#ADADAD", BLACK, "what nothing explains"),
+    "other": Part("other", "#ADADAD", BLACK, "outside the phases of the loop"),
 }
 
 TIMES: Final = {
@@ -65,6 +65,9 @@ IRREGULAR: Final = {
     "stop": Mark("stop", PARTS["pause"].color, "x"),
 }
 """What makes a step irregular (`Analysis.irregular`, column `kind`)."""
+
+LEAST_SHARE: Final = 5e-4
+"""A part of less of the step is not shown."""
 
 WAITING: Final = ("comm_exposed", "peer_wait", "bubble")
 """Parts in which a rank stands still for others; the rest of a step is its own work."""

@@ -91,10 +91,10 @@ def budget_bar(
     hover = "%{{y}}: {0} <b>%{{x:,.2f}} ms</b> (%{{customdata}})<br>{1}<extra></extra>"
     for part in table.columns:
         values = [mean.get(part, 0.0), *shown[part]]
-        if not any(value > 0 for value in values):
+        shares = [100 * value / whole if whole > 0 else 0.0 for value, whole in zip(values, total, strict=True)]
+        if max(shares) < 100 * palette.LEAST_SHARE:
             continue
         look = palette.part(part)
-        shares = [100 * value / whole if whole > 0 else 0.0 for value, whole in zip(values, total, strict=True)]
         traces.append(
             go.Bar(
                 name=look.label, y=labels, x=np.round(values, 3), orientation="h",

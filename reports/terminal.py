@@ -144,7 +144,9 @@ def _step_tree(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
     if analysis.step_is:
         console.print(Padding(Text(wording.step_is(analysis), style="dim"), (0, 0, 0, 5)))
     causes = wording.codes(analysis, palette.part_of)
-    shown = [part for part, value in analysis.budget.items() if value >= step.mean * 5e-4 or part in causes]
+    shown = [
+        part for part, value in analysis.budget.items() if value >= palette.LEAST_SHARE * step.mean or part in causes
+    ]
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)

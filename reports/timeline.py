@@ -24,6 +24,7 @@ MAX_SPAN_LANES: Final = 4
 _PHASE_COLORS: Final = {
     "loader_start": "#5FA98A",
     "data": palette.PARTS["data"].color,
+    "between": "#D2D2D2",
     "forward": palette.PARTS["compute"].color,
     "loss": "#8DBDF7",
     "backward": "#1A5DB0",
@@ -33,7 +34,11 @@ _PHASE_COLORS: Final = {
     "checkpoint": palette.TIMES["checkpointing"].color,
     "compile": palette.TIMES["compilation"].color,
 }
-_PHASE_LABELS: Final = {"loader_start": "loader's start", "evaluation": "forward without gradients"}
+_PHASE_LABELS: Final = {
+    "loader_start": "loader's start",
+    "between": "optimizer to forward",
+    "evaluation": "forward without gradients",
+}
 _PHASE_OF_PIPE: Final = {"F": "forward", "B": "backward", "W": "backward"}
 """Actions of a pipeline's schedule."""
 _PEERS: Final = ("waiting for peers", palette.PARTS["peer_wait"].color)

@@ -297,6 +297,13 @@ def test_timeline_tells_forwards_without_gradients_and_checkpoints() -> None:
     assert list(trace_of(timeline(analysis.rows, 14), "checkpoint").x) == [95, 105]
 
 
+def test_timeline_tells_what_lies_between_optimizer_and_forward() -> None:
+    rows = factories.healthy().rows.iloc[1:3].assign(name=["between", "loader_start"])
+    figure = timeline(rows, 0)
+    assert [trace.name for trace in figure.data] == ["loader's start", "optimizer to forward"]
+    assert figure.layout.yaxis.ticktext == ("<b>rank 0</b>",)
+
+
 def test_timeline_of_a_pipeline_tells_stage_and_micro_batch() -> None:
     rows = factories.healthy().rows.iloc[:2].assign(kind="pipe", name=["F", "B"])
     rows = rows.assign(stage=pd.array([2, 2], "Int16"), microbatch=pd.array([5, 4], "Int16"))

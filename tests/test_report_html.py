@@ -136,6 +136,19 @@ def test_kinds_of_time_that_are_not_known_are_not_shown() -> None:
     assert "time" not in figures(page)
 
 
+def test_collectives_of_which_none_was_timed_have_no_figure() -> None:
+    analysis = factories.healthy()
+    untimed = analysis.collectives.assign(transfer_ns=0)
+    assert "collectives" not in figures(html.render(replace(analysis, collectives=untimed)))
+
+
+def test_a_part_next_to_nothing_has_no_line() -> None:
+    job = factories.Job(pauses={(0, 20): 1.0})
+    page = html.render(factories.build(job))
+    assert "garbage collection" not in text_of(page)
+    assert "pause" not in [trace["name"] for trace in figures(page)["budget"]["data"]]
+
+
 def test_missing_ranks_have_a_row() -> None:
     text = text_of(html.render(factories.build(factories.Job(ranks=3, steps=8, captured=(0, 2)))))
     assert "1 node0 not captured exit status 0" in text

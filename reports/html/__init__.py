@@ -117,8 +117,9 @@ def _figures(analysis: Analysis) -> dict[str, Any]:
         figures["budget"] = plots.budget_bar(analysis.budget_by_rank, analysis.budget)
         figures["heatmap"] = plots.heatmap(analysis.steps)
         figures["steps"] = plots.step_time(analysis.steps, analysis.irregular, highlight=_blamed(analysis))
-    if len(analysis.collectives):
-        figures["collectives"] = plots.collectives(analysis.collectives)
+    collectives = plots.collectives(analysis.collectives)
+    if collectives.data:
+        figures["collectives"] = collectives
     step, why = _step_to_show(analysis)
     if step is not None:
         named = [rank for finding in analysis.findings for rank in finding.where.ranks or ()]
@@ -187,7 +188,7 @@ def _budget(analysis: Analysis) -> list[dict[str, Any]]:
     return [
         {"look": palette.part(part), "ms": value, "share": 100 * value / total, "codes": codes.get(part, [])}
         for part, value in analysis.budget.items()
-        if value > 0 and total > 0
+        if total > 0 and value >= palette.LEAST_SHARE * total
     ]
 
 

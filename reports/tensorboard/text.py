@@ -31,7 +31,7 @@ def verdict_markdown(analysis: Analysis) -> str:
             "|---|---:|---:|---|",
         ]
         for part, value in analysis.budget.items():
-            if value > 0:
+            if value >= palette.LEAST_SHARE * step.mean:
                 look = palette.part(part)
                 lines.append(f"| {look.label} | {value:,.2f} | {100 * value / step.mean:.1f} | {look.meaning} |")
         lines.append("")
