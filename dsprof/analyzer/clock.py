@@ -82,7 +82,7 @@ def find_jumps(rows: pd.DataFrame) -> tuple[float, list[str]]:
         beyond = np.abs(mine.to_numpy(np.float64) - early) > abs(late - early) / 2
         step = int(steps[mine.index[int(beyond.argmax())]])
         warnings.append(
-            f"rank {rank}: its clock moves by {(late - early) / 1e9:+.1f} s against the others' in step {step}; who waited "
-            "for whom is not known from there on"
+            f"rank {rank}: its clock moves by {(late - early) / 1e9:+.1f} s against the others' in step {step}; who "
+            "waited for whom is not known from there on"
         )
     return worst / 1e3, warnings
