@@ -139,6 +139,11 @@ def test_heatmap_of_noise_stays_pale() -> None:
     assert cells.zmax == pytest.approx(0.05 * 174.6)
 
 
+def test_full_colour_that_is_the_largest_needs_no_note() -> None:
+    steps = table({0: [10.1, 10.1], 1: [10.1, 14.3], 2: [12.2, 10.1]}, {0: [2, 4], 1: [2, 0], 2: [0, 4]})
+    assert note_of(plots.heatmap(steps)) == ""
+
+
 def test_one_bright_cell_does_not_blind_the_others() -> None:
     figure = plots.heatmap(factories.wide(ranks=8, steps=100).steps)
     assert float(np.max(figure.data[0].z)) > 150
