@@ -233,7 +233,8 @@ def heatmap(steps: pd.DataFrame, *, max_columns: int = 500, max_rows: int = 128)
         notes.append(f"full colour from {text.ms(ceiling)}; the largest is {text.ms(top)}")
     trace = go.Heatmap(
         x=joined.columns.to_numpy(), y=[f"rank {rank}" if rows == 1 else f"ranks {rank}-" for rank in joined.index],
-        z=np.round(values, 2).astype("float32"), zmin=0, zmax=ceiling, hoverongaps=False, xgap=0, ygap=1 if len(joined) <= 40 else 0,
+        z=np.round(values, 2).astype("float32"), zmin=0, zmax=ceiling, hoverongaps=False,
+        xgap=0, ygap=1 if len(joined) <= 40 else 0,
         colorscale=[[0, "rgba(181,18,27,0.05)"], [0.5, "rgba(214,90,40,0.62)"], [1, "rgba(181,18,27,1)"]],
         colorbar={"title": {"text": "ms"}, "thickness": 12, "outlinewidth": 0, "len": 1, "lenmode": "fraction"},
         hovertemplate="%{y}, step %{x}<br><b>%{z:,.1f} ms</b> more own work than the middle rank<extra></extra>",
