@@ -347,7 +347,7 @@ DIED = Finding(
 
 
 def healthy() -> Analysis:
-    verdict = Verdict("healthy", "healthy: nothing found that is sure to shorten the 175 ms step")
+    verdict = Verdict("healthy", "nothing found that is sure to shorten the 175 ms step")
     return build(Job(), findings=(EXPOSED_INFO,), passed=RULES, verdict=verdict)
 
 

@@ -25,7 +25,7 @@ def with_part(part: str, share: float) -> Analysis:
 def test_a_healthy_run() -> None:
     verdict = answer(factories.healthy())
     assert verdict.status == "healthy"
-    assert verdict.headline == "healthy: nothing found that is sure to shorten the 175 ms step"
+    assert verdict.headline == "nothing found that is sure to shorten the 175 ms step"
 
 
 @pytest.mark.parametrize("part", ["bubble", "peer_wait", "other"])

@@ -85,7 +85,7 @@ def test_straggler_says_what_matters() -> None:
 
 def test_healthy_dead_and_empty() -> None:
     healthy = text_of(html.render(factories.healthy()))
-    assert "healthy: nothing found that is sure to shorten the 175 ms step" in healthy
+    assert "nothing found that is sure to shorten the 175 ms step" in healthy
     assert "1 remark below the threshold" in healthy
     dead = text_of(html.render(factories.dead_rank()))
     assert "rank 1 was killed by SIGKILL in step 12, during forward" in dead

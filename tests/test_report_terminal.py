@@ -35,7 +35,7 @@ def literal(text: str) -> str:
 def test_healthy() -> None:
     assert text_of(factories.healthy()) == literal("""
         [dsprof] verdict: healthy ────────────────────────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
-        healthy: nothing found that is sure to shorten the 175 ms step
+        nothing found that is sure to shorten the 175 ms step
 
         run 11.4 s  training 7.0 s (61 %), start-up 4.0 s, rest 0.4 s
         step 175 ms  median 175, p10-p90 174-175, 35 ordinary steps of 40, 2 ranks
@@ -220,7 +220,7 @@ def test_missing_ranks_are_named() -> None:
 
 def test_the_noise_is_told_with_the_capture() -> None:
     text = text_of(replace(factories.healthy(), noise_ms=5.0))
-    assert "healthy: nothing found that is sure to shorten the 175 ms step\n" in text
+    assert "nothing found that is sure to shorten the 175 ms step\n" in text
     assert "clocks within 3 us, noise 5.00 ms\n" in text
 
 

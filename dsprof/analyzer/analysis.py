@@ -110,6 +110,7 @@ class Analysis:
                 "command": list(self.run.command),
                 "ranks": {"expected": self.ranks_expected, "captured": len(self.ranks_captured)},
                 "steps": self.step_count,
+                "steps_judged": int(self.steps.loc[self.steps["ordinary"].astype(bool), "step"].nunique()),
                 "step_is": self.step_is,
                 "step_ms": step_ms,
             },

@@ -28,11 +28,7 @@ def attribute(context: Context, changes: dict[str, Change]) -> tuple[dict[str, F
     for size in range(1, len(names) + 1):
         for chosen in combinations(names, size):
             made = tuple(changes[name] for name in chosen)
-            after = context.replayed(made)
-            vanishing = tuple(change for change in made if not change.overlaps)
-            if len(vanishing) < len(made):
-                after = context.overlapped(context.replayed(vanishing), after)
-            value[frozenset(chosen)] = before - after
+            value[frozenset(chosen)] = before - context.replayed(made)
     shares = {}
     for name in names:
         rest = [other for other in names if other != name]

@@ -34,11 +34,9 @@ class Change:
     """Own work that would go away if one fault were mended.
 
     removed:  part of WORK -> ms, [R, S] over the ordinary steps in order; negative where a rank would get more to do.
-    overlaps: the work does not vanish but moves beside other work, so the host's cores limit what is gained.
     """
 
     removed: Mapping[str, Float]
-    overlaps: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,7 @@ class Context:
         """`after`, where what is saved from `before` was only moved beside other work: there must be idle cores."""
         if self.load is None:
             return after
-        return np.maximum(after, before - self.load.idle_ms)
+        return np.maximum(after, before - self.load.idle_in(self.replayed_steps))
 
     def replay_error(self) -> float:
         """How far the unchanged replay is from the measured steps, as a share of them."""

@@ -33,7 +33,7 @@ USUAL: Final = 0.4
 """What this share of the steps lacks is not usual: what every other step has makes it irregular, what most have not."""
 LEAST_APART: Final = 0.02
 """Share of the typical step that evaluation, a checkpoint or compilation must take beyond what is usual."""
-LEAST_RESTART: Final = 0.1
+LEAST_RESTART: Final = 0.02
 """The same of a loader that starts anew."""
 FEWEST_STEPS: Final = 8
 LEAST_STOP_MS: Final = 20.0

@@ -89,9 +89,7 @@ def answer(analysis: Analysis, *, on_gpu: bool = False) -> Verdict:
     unjudged = [part for part, share in lost.items() if share > MATTERS and _unjudged(analysis, part)]
     if unexplained < LARGE and not unjudged:
         spared = [f"{percent(100 * share)} is {_words(part)}" for part, share in lost.items() if share > LARGE]
-        return Verdict(
-            "healthy", f"healthy: {found}" + (f"; {', '.join(spared)}, and no lever here gains" if spared else "")
-        )
+        return Verdict("healthy", found + (f"; {', '.join(spared)}, and no lever here gains" if spared else ""))
     named = [part for part in lost if part not in explained and lost[part] > LARGE / 2] or unjudged
     parts = [f"{percent(100 * lost[part])} is {_words(part)}{_more(analysis, part)}" for part in named]
     return Verdict("inconclusive", f"{found}, but {' and '.join(parts)}")
@@ -108,7 +106,8 @@ def _of_finding(analysis: Analysis, finding: Finding) -> Verdict:
     if step is None or gain.ms <= 0:
         return Verdict("bottleneck", title)
     if gain.method == MEASURED_EXCESS:
-        saved = f"fixing it saves {ms(gain.ms)} a step on average ({percent(gain.percent)} of the run's steps)"
+        share = f"{percent(gain.percent)} of the run's time per step"
+        saved = f"fixing it saves {ms(gain.ms)} a step on average ({share})"
     else:
         saved = f"fixing it saves {ms(gain.ms)} of each {ms(step.mean)} step ({percent(gain.percent)})"
     return Verdict("bottleneck", f"{title}; {saved}")

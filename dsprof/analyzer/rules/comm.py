@@ -13,7 +13,8 @@ from .. import recut, replay
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..link import Link, fit_link
-from .base import LEAST_SHARE, NotJudged, PartlyJudged, at, code_fix, confidence_of, need_steps
+from ..text import size
+from .base import LEAST_SHARE, NotJudged, PartlyJudged, confidence_of, ddp_argument_fix, need_steps
 from .shards import UNJUDGED, sharded, small_shards
 
 Float = npt.NDArray[np.float64]
@@ -70,7 +71,7 @@ def _small(context: Context, cut: _Cut, best: Recut) -> Finding:
         Evidence("latency of one", round(cut.link.latency_ms, 4), "ms"),
         Evidence("host time to issue one", round(cut.host_ms, 4), "ms"),
     )
-    title = f"{cut.count} gradient collectives a step of {_size(cut.median_bytes)} each are bound by latency"
+    title = f"{cut.count} gradient collectives a step of {size(cut.median_bytes)} each are bound by latency"
     where = Where(group=cut.group, op=cut.op, steps=context.step_range)
     confidence = confidence_of(best.gain) * (1.0 if cut.link.fitted else 0.5)
     fixes = (_bucket_fix(cut, best),)
@@ -87,8 +88,8 @@ def _exposed(context: Context, cut: _Cut, best: Recut | None, waited: float) -> 
     fixes = [_bucket_fix(cut, best)] if best is not None else []
     fact = cut.ddp or {}
     if fact.get("find_unused_parameters"):
-        title = f"find_unused_parameters=False if every parameter is used{at(fact.get('site'))}"
-        fixes.append(code_fix(title, "find_unused_parameters", False, fact.get("site")))
+        note = ", if every parameter is used"
+        fixes.append(ddp_argument_fix(fact, "find_unused_parameters", False, note=note))
     title = f"{waited:.1f} ms of each step wait for collectives"
     title += "; no other bucket size would hide more of them" if best is None and cut.ddp else ""
     where = Where(group=cut.group, op=cut.op, steps=context.step_range)
@@ -211,10 +212,5 @@ def _bucket_fix(cut: _Cut, best: Recut) -> Fix:
         return Fix(
             "code", f"reduce the gradients in {best.buckets} pieces of about {best.cap_mb:g} MiB", gain=best.gain
         )
-    site = cut.ddp.get("site")
-    title = f"DistributedDataParallel(bucket_cap_mb={best.cap_mb:g}){at(site)}: {best.buckets} collectives a step"
-    return code_fix(title, "bucket_cap_mb", best.cap_mb, site, best.gain)
-
-
-def _size(count: float) -> str:
-    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 1024:.1f} KiB"
+    note = f": {best.buckets} collectives a step"
+    return ddp_argument_fix(cut.ddp, "bucket_cap_mb", best.cap_mb, best.gain, note)
