@@ -1,4 +1,4 @@
-"""Checkpoints: what a thread takes to save one, by torch.save, torch.distributed.checkpoint or safetensors.
+"""Checkpoints: what a thread takes to save one, by torch.save, torch.distributed.checkpoint, safetensors or Lightning.
 
 The outermost call counts: what DCP writes with torch.save is part of its own. So is what it writes on other threads,
 which nobody waits for: of `async_save` there is a row for the part that blocks its caller. dsprof's engine tells of its
@@ -30,7 +30,7 @@ DCP: Final = "torch.distributed.checkpoint"
 
 SHORTEST_IN_MEMORY_NS: Final = 1_000_000
 """Into memory, scripts also write small things that they send elsewhere, and quickly. A checkpoint on its way to a
-remote file system (Lightning's) takes longer."""
+remote file system takes longer."""
 
 
 class _Saving(threading.local):
@@ -60,6 +60,10 @@ def install(recorder: Recorder) -> list[Uninstall]:
         _watch(recorder, (torch.serialization, torch), "save", "torch.save"),
         when_imported(f"{DCP}.state_dict_saver", functools.partial(_watch_dcp, recorder)),
         when_imported("safetensors.torch", functools.partial(_watch_safetensors, recorder)),
+        *(
+            when_imported(f"{package}.plugins.io.torch_io", functools.partial(_watch_lightning, recorder))
+            for package in ("lightning.fabric", "lightning_fabric")
+        ),
     ]
 
 
@@ -73,6 +77,11 @@ def _watch_safetensors(recorder: Recorder, module: ModuleType) -> Uninstall:
     # transformers and others have `save_file` by name, from before the capture: it is seen by what it calls.
     names = {"save_file": "save_file", "save_model": "save_model", "serialize_file": "save_file"}
     return _all(_watch(recorder, (module,), name, f"safetensors.torch.{known}") for name, known in names.items())
+
+
+def _watch_lightning(recorder: Recorder, module: ModuleType) -> Uninstall:
+    # It saves into memory, and writes that.
+    return _watch(recorder, (module,), "_atomic_save", "save_checkpoint")
 
 
 def _all(uninstalls: Any) -> Uninstall:

@@ -14,10 +14,26 @@ def compiling() -> bool:
 
 
 def skip(*functions: Callable[..., Any]) -> None:
-    """Have Dynamo run these as they are when C++ calls them inside a compiled region."""
+    """Have Dynamo run these and all that they call as they are, where C++ calls them inside a compiled region or Python
+    between two of its parts."""
+    _mark(functions, and_callees=True)
+
+
+def skip_frame(*functions: Callable[..., Any]) -> None:
+    """`skip`, but for what they call."""
+    _mark(functions, and_callees=False)
+
+
+def _mark(functions: tuple[Callable[..., Any], ...], and_callees: bool) -> None:
     try:
-        from torch._C._dynamo.eval_frame import skip_code  # type: ignore[attr-defined]
-    except ImportError:  # private to torch, so it may go: then the hooks are traced, which costs but does no harm
+        # Part of torch itself: torch._dynamo need not be loaded.
+        from torch._C._dynamo.eval_frame import (
+            _FrameAction,
+            _FrameExecStrategy,
+            set_code_exec_strategy,
+        )
+    except ImportError:  # private to torch, so they may go: then the hooks are traced, which costs but does no harm
         return
+    strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP if and_callees else _FrameAction.DEFAULT)
     for function in functions:
-        skip_code(function.__code__)
+        set_code_exec_strategy(function.__code__, strategy)

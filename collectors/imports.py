@@ -52,7 +52,7 @@ class _Finder:
     def wait(self, name: str, waiting: _Waiting) -> None:
         if not self.skipped:  # an import inside a compiled function is no business of Dynamo's
             self.skipped = True
-            dynamo.skip(_Finder.find_spec, _Finder._wrap, _Finder._arrived)
+            dynamo.skip(_Finder.find_spec, _Finder._arrived)
         self.waiting.setdefault(name, []).append(waiting)
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)

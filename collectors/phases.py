@@ -71,24 +71,26 @@ class _Backwards:
         self.recorder: Recorder | None = None
         self.name = 0
 
-    def run(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self) -> tuple[Recorder, int] | None:
+        """A backward pass begins: what `leave` wants to know at its end."""
         if self.on_first is not None:
             first, self.on_first = self.on_first, None
             first()
         recorder = self.recorder
         if recorder is None:
-            return run(*args, **kwargs)
+            return None
         if recorder.enter_backward() > 1:  # re-entrant checkpointing: part of the outer one
-            try:
-                return run(*args, **kwargs)
-            finally:
-                recorder.leave_backward()
-        handle = recorder.begin(Kind.PHASE, self.name)
-        try:
-            return run(*args, **kwargs)
-        finally:
+            return recorder, -1
+        return recorder, recorder.begin(Kind.PHASE, self.name)
+
+    def leave(self, entered: tuple[Recorder, int] | None) -> None:
+        if entered is None:
+            return
+        recorder, handle = entered
+        if handle != -1:
             recorder.end(handle)
-            recorder.leave_backward()
+        recorder.leave_backward()
+        if handle != -1:
             optimizers.after_backward()
 
 
@@ -123,11 +125,21 @@ def _hook_backward() -> Uninstall:
     if getattr(run, "_dsprof", None) is not None:
         return run._dsprof  # type: ignore[attr-defined,no-any-return]
 
+    enter, leave = _backwards.enter, _backwards.leave
+
     @functools.wraps(run)
     def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
         if dynamo.compiling():
             return run(*args, **kwargs)
-        return _backwards.run(run, args, kwargs)
+        entered = enter()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            leave(entered)
+
+    # Called between the parts of a compiled step, it is no part of it.
+    dynamo.skip_frame(engine_run_backward)
+    dynamo.skip(_Backwards.enter, _Backwards.leave)
 
     def unhook() -> None:
         for place in places:

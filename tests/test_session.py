@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from armed import both, train
+from armed import both, captured, train
 
 from dsprof.capture import read_capture
 from dsprof.derive import trace_rows
@@ -68,17 +68,17 @@ def test_an_optimizer_that_raised_does_not_hide_the_steps_of_another(native: str
 
 
 def test_a_collection_inside_the_recorder_does_not_deadlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsprof.collectors import host, record
+    from dsprof.collectors import chunks, host, record
 
     recorder = record.PyRecorder(tmp_path)
-    make = record._make_chunk
+    make = chunks._make_chunk
 
     def make_and_collect(*args: object) -> object:
         chunk = make(*args)  # type: ignore[arg-type]
         gc.collect()  # as an automatic collection would, at any allocation under the recorder's lock
         return chunk
 
-    monkeypatch.setattr(record, "_make_chunk", make_and_collect)
+    monkeypatch.setattr(chunks, "_make_chunk", make_and_collect)
     monkeypatch.setattr(host, "SHORTEST_NS", 0)
     uninstall = host.install(recorder)
     try:
@@ -152,3 +152,5 @@ def test_a_compiled_step_is_compiled_as_without_us(native: str, tmp_path: Path) 
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
     assert "dsprof" not in done.stderr
     assert "perf_counter" not in done.stderr
+    # The optimizer is part of what was compiled; backward runs between the parts.
+    assert captured(tmp_path).told("backward", "optimizer") == [("backward", None)] * 3
