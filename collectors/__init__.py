@@ -4,9 +4,13 @@ arm          the entry point: decides whether this process is profiled, and wait
 session      one capture: opens the recorder, installs the hooks, closes
 identity     which rank, of what, and into which run folder
 record       writes records (the Python twin of native/)
+chunks       the files they go to
 native/      the same in C++, with the hot hooks
-collectives  every c10d operation, and the waits on them
+collectives  every c10d operation
 collective_kernels  their hooks in Python, where there is no native helper
+waits        where a thread stands still for communication
+targets      what it waits for, likewise in Python
+backward     where DDP begins to wait, likewise in Python
 modules      the outermost module call: forward
 phases       data and backward
 optimizers   the step

@@ -14,11 +14,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from dsprof.schema import COLLECTIVE_NAMES, DTYPES, Flag, Kind
+from dsprof.schema import COLLECTIVE_NAMES, DTYPES, Flag
 
 from . import dynamo
+from .backward import BackwardDone
 from .groups import Group
-from .record import NOTHING, PyRecorder
+from .record import CALLS, NOTHING, PyRecorder
+from .targets import Target
 
 SEND, RECV_ANY, UNKNOWN = 12, 14, 100
 """c10d::OpType (Work.hpp): the first and the last of the p2p operations, and that of a composite work."""
@@ -36,9 +38,11 @@ class PythonHooks:
         self._recorder = recorder
         self._names: dict[str, int] = {}
         self._groups = recorder.groups
+        self._targets = recorder.targets
+        self._backward = BackwardDone(recorder)
         self._p2p: dict[tuple[int, int, int, bool], int] = {}
-        self._pending: OrderedDict[int, tuple[Any, int]] = OrderedDict()
-        """id of a work -> the work, kept so that the id stays its own, and its record's handle."""
+        self._pending: OrderedDict[int, tuple[Any, _Issued]] = OrderedDict()
+        """id of a work -> the work, kept so that the id stays its own, and what was issued."""
         self._reaper = Reaper(self.waited, self._failed)
         self._libraries: list[Any] = []
         """torch takes the kernels out when these are collected."""
@@ -62,6 +66,7 @@ class PythonHooks:
                 each._destroy()
             self._reaper.stop()
             self._pending.clear()
+            self._targets.here.work = None
 
         return uninstall
 
@@ -70,9 +75,26 @@ class PythonHooks:
 
     def waited(self, work: Any) -> None:
         """Somebody's wait for this work has returned: it is over."""
+        if self._targets.here.work is work:
+            self._targets.here.work = None
         found = self._pending.pop(id(work), None)
         if found is not None:
-            self._recorder.comm_end(found[1], time.perf_counter_ns())
+            self._recorder.comm_end(found[1].handle, time.perf_counter_ns())
+
+    def waited_for(self, target: Target) -> None:
+        """Somebody's wait for what it made has returned: it is over."""
+        try:
+            for work, issued in list(self._pending.values()):
+                if issued.target is target:
+                    self.waited(work)
+        except Exception:
+            self._recorder.count_error()
+
+    def returned(self) -> None:
+        """The call has returned that waited in C++ for what this thread issued in it: that is over."""
+        inside, self._targets.here.inside = self._targets.here.inside, []
+        for work in inside:
+            self.waited(work)
 
     def _failed(self, work: Any) -> None:
         """Its record stays open, which is evidence; its tensors need not stay."""
@@ -91,7 +113,10 @@ class PythonHooks:
                 except Exception:
                     self._recorder.count_error()
             if issued is None:
-                return redispatch(keys & after, *args)
+                result = redispatch(keys & after, *args)
+                if passed_over.what == CALLS:
+                    self._remember_told(result)
+                return result
             began = time.perf_counter_ns()
             result = redispatch(keys & after, *args)
             try:
@@ -101,7 +126,7 @@ class PythonHooks:
                 self._recorder.count_error()
             return result
 
-        dynamo.skip(kernel, self._begin, self._watch)
+        dynamo.skip(kernel, self._begin, self._watch, self._remember, self._remember_told)
         return kernel
 
     def _begin(self, call: _Call, args: tuple[Any, ...]) -> _Issued | None:
@@ -110,6 +135,10 @@ class PythonHooks:
         nbytes, dtype, cpu = payload(args)
         if call.barrier:  # its tensor is a dummy
             nbytes, dtype = 0, 0
+        try:
+            self._backward.watch(cpu)
+        except Exception:
+            self._recorder.count_error()
         pg = ProcessGroup.unbox(args[call.group])
         peer, tag = call.argument(args, call.peer, -1), call.argument(args, call.tag, -1)
         flags = Flag.ASYNC if call.argument(args, call.async_op, False) else 0
@@ -127,23 +156,47 @@ class PythonHooks:
             if name is None:
                 name = self._names[call.name] = self._recorder.intern(call.name)
         handle = self._recorder.comm_begin(name, group.id, seq, peer, tag, nbytes, dtype, int(flags))
-        return _Issued(handle, group, cpu) if handle else None
+        target = self._targets.here.issued
+        if not handle or target is None:
+            return None
+        self._targets.remember_tensors(args[0], target)
+        return _Issued(handle, group, cpu, target)
 
-    def _watch(self, issued: _Issued, result: Any) -> None:
+    def _remember(self, result: Any, target: Target) -> Any:
+        """The work among what an operator returned, remembered for whoever waits for it; None where there is none."""
         from torch.distributed import Work
 
+        boxed = result[-1] if isinstance(result, (tuple, list)) else result
+        work = None if boxed is None else Work.unbox(boxed)
+        self._targets.here.work = work
+        if work is not None:
+            self._targets.remember_work(work, target)
+        return work
+
+    def _remember_told(self, result: Any) -> None:
+        """The engine told of this call: a wait for it is a wait for what the engine told."""
+        try:
+            told = self._targets.here.told
+            if told is not None:
+                self._remember(result, told)
+        except Exception:
+            self._recorder.count_error()
+
+    def _watch(self, issued: _Issued, result: Any) -> None:
         if not issued.cpu:  # device streams end where the host does not see it
             self._recorder.comm_end(issued.handle, 0)
+        work = self._remember(result, issued.target)
+        if not issued.cpu:
             return
-        boxed = result[-1] if isinstance(result, (tuple, list)) else result
-        if boxed is None:  # it returns no work: it was done in the call
+        if work is None:  # it returns none: it was done in the call
             self._recorder.comm_end(issued.handle, time.perf_counter_ns())
             return
-        work = Work.unbox(boxed)
-        self._pending[id(work)] = work, issued.handle
+        self._pending[id(work)] = work, issued
+        if self._targets.here.blocking:
+            self._targets.here.inside.append(work)
         if len(self._pending) > MAX_PENDING:
-            self._recorder.comm_end(self._pending.popitem(last=False)[1][1], 0)
-        op_type = work._get_op_type()  # type: ignore[attr-defined]
+            self._recorder.comm_end(self._pending.popitem(last=False)[1][1].handle, 0)
+        op_type = work._get_op_type()
         # Sends, receives and gloo's composite works (no type) do their last part in the caller's own wait.
         if issued.group.gloo and op_type != UNKNOWN and not SEND <= op_type <= RECV_ANY:
             self._reaper.add(work)
@@ -152,15 +205,27 @@ class PythonHooks:
         from torch._C import DispatchKey
 
         recorder, redispatch, meta = self._recorder, op.redispatch, DispatchKey.Meta
-        name, kind = recorder.intern("wait_tensor"), int(Kind.WAIT)
+        name = recorder.intern("wait_tensor")
+
+        def begin(tensor: Any) -> tuple[int, Target | None]:
+            try:
+                target = self._targets.of_tensor(tensor)
+                return recorder.wait_begin(name, target, time.perf_counter_ns()), target
+            except Exception:
+                recorder.count_error()
+                return 0, None
 
         def kernel(keys: Any, tensor: Any) -> Any:
-            handle = 0 if keys.has(meta) else recorder.begin(kind, name)
+            handle, target = (0, None) if keys.has(meta) else begin(tensor)
             try:
-                return redispatch(keys & after, tensor)
+                result = redispatch(keys & after, tensor)
+                if target is not None:
+                    self.waited_for(target)
+                return result
             finally:
                 recorder.end(handle)
 
+        dynamo.skip(kernel, begin, self.waited_for)
         return kernel
 
 
@@ -168,6 +233,7 @@ class _Issued(NamedTuple):
     handle: int
     group: Group
     cpu: bool
+    target: Target
 
 
 class _Call:
@@ -182,7 +248,7 @@ class _Call:
         at = {argument.name: i for i, argument in enumerate(arguments)}
         self.group = at["process_group"]
         self.async_op, self.tag = at.get("async_op"), at.get("tag")
-        self.peer = at.get("dst", at.get("src"))
+        self.peer = at.get("dst", at.get("src", at.get("root_rank")))
         self.p2p = self.tag is not None
         self._defaults = [argument.default_value for argument in arguments]
 
@@ -231,7 +297,7 @@ class Reaper:
                     wait(work, REAPER_PATIENCE)
                 except Exception:  # not yet; or it failed, which its owner's wait will tell him
                     if work.is_completed():
-                        self._failed(work)
+                        (self._over if work.is_success() else self._failed)(work)
                         break
                 else:
                     self._over(work)

@@ -9,35 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
-from dsprof.schema import COLLECTIVE_NAMES, Kind
+from dsprof.schema import COLLECTIVE_NAMES
 
+from . import waits
 from .collective_kernels import PythonHooks
 from .native import NativeRecorder
 from .record import PyRecorder, Recorder
-
-OP_TYPES: Final = {
-    0: "broadcast",
-    1: "all_reduce",
-    2: "all_reduce",
-    3: "reduce",
-    4: "all_gather",
-    5: "all_gather",
-    6: "all_gather",
-    7: "gather",
-    8: "scatter",
-    9: "reduce_scatter",
-    10: "all_to_all",
-    11: "all_to_all",
-    12: "send",
-    13: "recv",
-    14: "recv",
-    15: "barrier",
-    16: "reduce_scatter",
-    19: "reduce_scatter",
-}
-"""`c10d::OpType` of a work (Work.hpp) -> the name of its wait; of any other it is `wait`."""
 
 Uninstall = Callable[[], None]
 
@@ -55,7 +34,7 @@ def install(recorder: Recorder) -> Uninstall:
         hooks = PythonHooks(recorder)
     else:
         raise TypeError(f"cannot record collectives with a {type(recorder).__name__}")
-    undo = [hooks.install(), _watch_waits(recorder, hooks.waited), _watch_destroy(hooks.renew_groups)]
+    undo = [hooks.install(), *waits.install(recorder, hooks), _watch_destroy(hooks.renew_groups)]
 
     def uninstall() -> None:
         while undo:
@@ -79,33 +58,11 @@ class NativeHooks:
     def waited(self, work: Any) -> None:
         """gloo itself says when a send or a receive has been waited for."""
 
+    def waited_for(self, target: Any) -> None:
+        """And when a collective is over."""
 
-def _watch_waits(recorder: Recorder, waited: Callable[[Any], None]) -> Uninstall:
-    """Record `Work.wait`: where the caller stood still. Waits inside C++ (DDP's reducer) are not seen."""
-    from torch.distributed import Work
-
-    original = Work.wait
-    kind, other = int(Kind.WAIT), recorder.intern("wait")
-    names = {op_type: recorder.intern(name) for op_type, name in OP_TYPES.items()}
-    begin, end = recorder.begin, recorder.end
-
-    @functools.wraps(original)
-    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = begin(kind, names.get(self._get_op_type(), other))
-        try:
-            result = original(self, *args, **kwargs)
-            waited(self)  # a wait that raises ends nothing but itself
-            return result
-        finally:
-            end(handle)
-
-    Work.wait = wait  # type: ignore[method-assign]
-
-    def uninstall() -> None:
-        if Work.wait is wait:
-            Work.wait = original  # type: ignore[method-assign]
-
-    return uninstall
+    def returned(self) -> None:
+        """Likewise."""
 
 
 def _watch_destroy(renew_groups: Callable[[], None]) -> Uninstall:

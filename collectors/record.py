@@ -6,8 +6,6 @@ cannot be written (the disk is full, the capture reached its size limit) it stop
 
 from __future__ import annotations
 
-import itertools
-import mmap
 import os
 import struct
 import threading
@@ -16,7 +14,9 @@ from typing import Final, Protocol
 
 from dsprof import schema
 
+from .chunks import Chunks, offset
 from .groups import Groups
+from .targets import Target, Targets
 
 LIMIT_BYTES: Final = 2 << 30
 """Default size limit of one rank's capture."""
@@ -25,23 +25,16 @@ MAX_NAMES: Final = 65_536
 TOO_MANY_NAMES: Final = "(too many names)"
 """Every further name is recorded as this one."""
 
-CHUNK_BYTES: Final = schema.CHUNK_HEADER_BYTES + schema.CHUNK_RECORDS * schema.RECORD_BYTES
-
 MAX_HOST_NS: Final = 2**32 - 1
 
 _BEGUN, _DONE = int(schema.State.BEGUN), int(schema.State.DONE)
 _COMM, _WAIT = int(schema.Kind.COMM), int(schema.Kind.WAIT)
-_INT64, _DOUBLE, _UINT32, _UINT8 = (struct.Struct("<" + code) for code in "qdIB")
+_P2P = int(schema.Flag.P2P)
+_INT64, _DOUBLE, _UINT32, _UINT8, _PLACE = (struct.Struct("<" + code) for code in ("q", "d", "I", "B", "IIii"))
 
-
-def _offset(field: str) -> int:
-    codes = {name: code for name, code, _, _ in schema.RECORD_FIELDS}
-    before = "".join(codes.values())[: list(codes).index(field)]
-    return struct.calcsize("<" + before)
-
-
-_END_NS, _AUX, _BYTES, _SEQ, _HOST_NS, _STATE = map(_offset, ("end_ns", "aux", "bytes", "seq", "host_ns", "state"))
-_START_NS: Final = 0
+_START_NS, _END_NS, _AUX, _BYTES, _SEQ, _HOST_NS, _STATE, _NAME, _GROUP, _FLAGS = map(
+    offset, ("start_ns", "end_ns", "aux", "bytes", "seq", "host_ns", "state", "name", "group", "flags")
+)
 
 NOTHING, CALLS, CALLS_AND_WAITS = 0, 1, 2
 """What of c10d is passed over on a thread, because the engine tells of it."""
@@ -81,6 +74,26 @@ class Recorder(Protocol):
 
     def mark(self, kind: int, name: int, value: float | None = None, bytes: int = -1, /) -> None:
         """Record an instant or a sample: it begins and ends now."""
+
+    def begin_wait(self, name: int, waited: object, /) -> int:
+        """Record that this thread begins to wait now; a handle for `end`, 0 if it was not recorded.
+
+        `waited` is a c10d work, or what `target` gave of one. Where it is known the record names it, and bears its
+        name in place of `name`.
+        """
+
+    def target(self, work: object, /) -> object | None:
+        """What a wait for this c10d work waits for, for `begin_wait`; None where nobody knows."""
+
+    def stands_for_issued(self, work: object, /) -> None:
+        """A work that no c10d operator returned: it is of the collective that this thread issued last."""
+
+    def enter_blocking(self) -> None:
+        """This thread enters a call that waits inside C++ for the collectives it issues. From the first of them on it
+        waits, always for the last; where it issues none, nothing is recorded. Calls may nest."""
+
+    def leave_blocking(self) -> None:
+        """It left the innermost one."""
 
     def group(self, name: str, /) -> int:
         """The id of the process group that has this name now."""
@@ -146,38 +159,33 @@ class PyRecorder(BackwardDepth):
     def __init__(self, folder: str | os.PathLike[str], limit_bytes: int = LIMIT_BYTES) -> None:
         """Write into `folder`, which may be renamed later. Raises OSError when it cannot be opened."""
         super().__init__()
-        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            self._names = os.open("names.txt", flags, 0o644, dir_fd=self._folder)
+            self._names = os.open("names.txt", flags, 0o644, dir_fd=directory)
         except OSError:
-            os.close(self._folder)
+            os.close(directory)
             raise
-        self._max_chunks = limit_bytes // CHUNK_BYTES
-        self._chunks: dict[int, mmap.mmap] = {}
-        """The last three, mapped; older ones are written with `pwrite`, as each mapping holds a file descriptor."""
-        self._made: set[int] = set()
-        self._slots = itertools.count()
-        self._drops = itertools.count()
-        self._full = False
-        self._closed = False
+        self._chunks = Chunks(directory, limit_bytes)
+        self._write, self._store = self._chunks.write, self._chunks.store
         self._errors = 0
         self._lock = threading.Lock()
         self._ids: dict[str, int] = {}
         self.groups = Groups(self.intern)
         self.passed_over = PassedOver()
+        self.targets = Targets()
 
     @property
     def records(self) -> int:
-        return min(_taken(self._slots), len(self._made) * schema.CHUNK_RECORDS)
+        return self._chunks.records
 
     @property
     def dropped(self) -> int:
-        return _taken(self._drops)
+        return self._chunks.dropped
 
     @property
     def errors(self) -> int:
-        return self._errors
+        return self._errors + self._chunks.errors
 
     def count_error(self) -> None:
         self._errors += 1
@@ -186,7 +194,7 @@ class PyRecorder(BackwardDepth):
         known = self._ids.get(name)
         if known is not None:
             return known
-        if self._closed:
+        if self._chunks.closed:
             return 0
         with self._lock:
             if len(self._ids) >= MAX_NAMES:
@@ -196,10 +204,10 @@ class PyRecorder(BackwardDepth):
             number = len(self._ids) + 1
             line = f"{number}\t{schema.escape_name(name)}\n".encode(errors="backslashreplace")
             try:
-                if not self._full and os.write(self._names, line) != len(line):
-                    self._full = True
+                if not self._chunks.full and os.write(self._names, line) != len(line):
+                    self._chunks.full = True
             except OSError:
-                self._full = True
+                self._chunks.full = True
             self._ids[name] = number
             return number
 
@@ -207,7 +215,8 @@ class PyRecorder(BackwardDepth):
         if kind == _WAIT and self.passed_over.what == CALLS_AND_WAITS:
             return 0
         bits = 0 if value is None else _bits(value)
-        return self._write(time.perf_counter_ns(), 0, bits, bytes, name, 0, 0, -1, -1, kind, _BEGUN, 0, 0)
+        seq = schema.NO_SEQ if kind == _WAIT else 0
+        return self._write(time.perf_counter_ns(), 0, bits, bytes, name, 0, seq, -1, -1, kind, _BEGUN, 0, 0)
 
     def end(self, handle: int, value: float | None = None, bytes: int = -1, /) -> None:
         now = time.perf_counter_ns()
@@ -221,18 +230,57 @@ class PyRecorder(BackwardDepth):
         self, kind: int, name: int, start_ns: int, end_ns: int, value: float | None = None, bytes: int = -1, /
     ) -> None:
         bits = 0 if value is None else _bits(value)
-        self._write(start_ns, end_ns, bits, bytes, name, 0, 0, -1, -1, kind, _DONE, 0, 0)
+        seq = schema.NO_SEQ if kind == _WAIT else 0
+        self._write(start_ns, end_ns, bits, bytes, name, 0, seq, -1, -1, kind, _DONE, 0, 0)
 
     def mark(self, kind: int, name: int, value: float | None = None, bytes: int = -1, /) -> None:
         now = time.perf_counter_ns()
         self.put(kind, name, now, now, value, bytes)
+
+    def begin_wait(self, name: int, waited: object, /) -> int:
+        target = waited if isinstance(waited, Target) else self.targets.of_work(waited)
+        return self.wait_begin(name, target, time.perf_counter_ns())
+
+    def wait_begin(self, name: int, target: Target | None, now: int, /) -> int:
+        """This thread waits for `target` from now on; `name` is for a wait whose target is unknown."""
+        if self.passed_over.what == CALLS_AND_WAITS:
+            return 0
+        name, group, seq, peer, tag, flags = target or (name, 0, schema.NO_SEQ, -1, -1, 0)
+        return self._write(now, 0, 0, -1, name, group, seq, peer, tag, _WAIT, _BEGUN, 0, flags)
+
+    def target(self, work: object, /) -> Target | None:
+        return self.targets.of_work(work)
+
+    def stands_for_issued(self, work: object, /) -> None:
+        issued = self.targets.here.issued
+        if issued is not None:
+            self.targets.remember_work(work, issued)
+
+    def enter_blocking(self) -> None:
+        self.targets.here.blocking += 1
+
+    def leave_blocking(self) -> None:
+        here = self.targets.here
+        here.blocking -= 1
+        if not here.blocking:
+            self.end(here.wait)
+            here.wait, here.inside = 0, []
 
     def comm_begin(
         self, name: int, group: int, seq: int, peer: int, tag: int, bytes: int, dtype: int, flags: int, /
     ) -> int:
         """A collective is issued now."""
         now = time.perf_counter_ns()
-        return self._write(now, 0, now, bytes, name, group, seq, peer, tag, _COMM, _BEGUN, dtype, flags)
+        handle = self._write(now, 0, now, bytes, name, group, seq, peer, tag, _COMM, _BEGUN, dtype, flags)
+        here, p2p = self.targets.here, flags & _P2P
+        target = here.issued = Target(name, group, seq, peer if p2p else -1, tag if p2p else -1, p2p)
+        if here.wait:
+            self._store(here.wait, _NAME, _UINT32, name)
+            self._store(here.wait, _GROUP, _PLACE, group, seq, target.peer, target.tag)
+            self._store(here.wait, _FLAGS, _UINT8, p2p)
+        elif here.blocking:
+            here.wait = self.wait_begin(0, target, now)
+        return handle
 
     def comm_issued(self, handle: int, host_ns: int, /) -> None:
         """The call that issued it took `host_ns`."""
@@ -258,6 +306,9 @@ class PyRecorder(BackwardDepth):
         group: int, seq: int, dtype: int, flags: int, place: int, module: int, purpose: int, /,
     ) -> int:  # fmt: skip
         aux = issue_ns if kind == _COMM else 0 if value is None else _bits(value)
+        if kind == _COMM:
+            p2p = flags & _P2P
+            self.targets.here.told = Target(name, group, seq & schema.NO_SEQ, module if p2p else -1, -1, p2p)
         state = _DONE if end_ns else _BEGUN
         return self._write(
             start_ns, end_ns, aux, bytes, name, group, seq & schema.NO_SEQ, place, module, kind, state, dtype, flags,
@@ -272,131 +323,18 @@ class PyRecorder(BackwardDepth):
 
     def pass_over(self, what: int, /) -> None:
         self.passed_over.what = what
+        self.targets.here.told = None
 
     def disarm_after_fork(self) -> None:
-        self._full = self._closed = True
-        self._chunks = {}
+        self._chunks.abandon()
 
     def close(self) -> None:
         with self._lock:
-            if self._closed:
-                return
-            self._full = self._closed = True
-            self._chunks = {}  # not closed: another thread may be writing
-            os.close(self._folder)
-            os.close(self._names)
-
-    def _write(
-        self,
-        start_ns: int,
-        end_ns: int,
-        aux: int,
-        bytes: int,
-        name: int,
-        group: int,
-        seq: int,
-        peer: int,
-        tag: int,
-        kind: int,
-        state: int,
-        dtype: int,
-        flags: int,
-        host_ns: int = 0,
-    ) -> int:
-        if self._full:
-            if not self._closed:
-                next(self._drops)
-            return 0
-        slot = next(self._slots)
-        chunk = self._chunks.get(slot // schema.CHUNK_RECORDS) or self._map(slot // schema.CHUNK_RECORDS)
-        if chunk is None:
-            next(self._drops)
-            return 0
-        at = schema.CHUNK_HEADER_BYTES + slot % schema.CHUNK_RECORDS * schema.RECORD_BYTES
-        thread = threading.get_native_id()
-        try:
-            schema.RECORD.pack_into(
-                chunk, at, start_ns, end_ns, aux, bytes, name, thread, group, seq, peer, tag, host_ns, kind, 0, dtype,
-                flags,
-            )  # fmt: skip
-        except struct.error:  # a number out of range: the slot stays empty
-            self._errors += 1
-            return 0
-        chunk[at + _STATE] = state
-        return slot + 1
-
-    def _store(self, handle: int, offset: int, field: struct.Struct, value: float) -> None:
-        if handle == 0 or self._closed:
-            return
-        index, slot = divmod(handle - 1, schema.CHUNK_RECORDS)
-        at = schema.CHUNK_HEADER_BYTES + slot * schema.RECORD_BYTES + offset
-        try:
-            chunk = self._chunks.get(index)
-            if chunk is not None:
-                field.pack_into(chunk, at, value)
-                return
-            file = os.open(schema.chunk_name(index), os.O_WRONLY, dir_fd=self._folder)
-            try:
-                os.pwrite(file, field.pack(value), at)
-            finally:
-                os.close(file)
-        except (OSError, struct.error):
-            self._errors += 1
-
-    def _map(self, index: int) -> mmap.mmap | None:
-        with self._lock:
-            if index in self._chunks:
-                return self._chunks[index]
-            if index >= self._max_chunks or self._full:
-                self._full = True
-                return None
-            try:
-                if index in self._made:  # this thread slept through two chunks
-                    return _reopen_chunk(self._folder, index)
-                chunk = _make_chunk(self._folder, index)
-            except (OSError, ValueError):
-                self._full = True
-                return None
-            self._made.add(index)
-            self._chunks = {**{i: c for i, c in self._chunks.items() if i > index - 3}, index: chunk}
-            return chunk
-
-
-def _make_chunk(folder: int, index: int) -> mmap.mmap:
-    """Make, reserve and map the chunk file `index` in the directory `folder` (a descriptor).
-
-    Space is reserved first: on a full disk a sparse mapping would end the job with SIGBUS. Raises OSError.
-    """
-    name = schema.chunk_name(index)
-    file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=folder)
-    try:
-        os.posix_fallocate(file, 0, CHUNK_BYTES)
-        chunk = mmap.mmap(file, CHUNK_BYTES, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    except (OSError, ValueError):
-        os.unlink(name, dir_fd=folder)
-        raise
-    finally:
-        os.close(file)
-    header = schema.CHUNK_HEADER.pack(
-        schema.CHUNK_MAGIC, schema.FORMAT_VERSION, schema.RECORD_BYTES, schema.CHUNK_RECORDS, index, os.getpid()
-    )
-    chunk[: len(header)] = header
-    return chunk
-
-
-def _reopen_chunk(folder: int, index: int) -> mmap.mmap:
-    file = os.open(schema.chunk_name(index), os.O_RDWR, dir_fd=folder)
-    try:
-        return mmap.mmap(file, CHUNK_BYTES)
-    finally:
-        os.close(file)
+            if not self._chunks.closed:
+                self._chunks.close()
+                os.close(self._names)
 
 
 def _bits(value: float) -> int:
     """The double's bits; those of 0.0, which mean "no value", become those of -0.0."""
     return int.from_bytes(_DOUBLE.pack(value or -0.0), "little", signed=True)
-
-
-def _taken(counter: itertools.count[int]) -> int:
-    """How many numbers a `count()` has given: its repr is the only view that does not take another."""
-    return int(repr(counter)[len("count(") : -1])

@@ -24,9 +24,11 @@ from captures import open_recorder
 from torch._C._distributed_c10d import FileStore
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from dsprof.collectors import collectives, modules
-from dsprof.schema import Kind
+from dsprof.collectors.record import CALLS, NOTHING, Recorder
+from dsprof.schema import Flag, Kind
 
 warnings.simplefilter("ignore")
 
@@ -101,6 +103,143 @@ def ddp(rank: int) -> None:
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.Linear(10, 1)))
     for _ in range(2):
         model(torch.ones(4, 10)).sum().backward()
+
+
+def ddp_buffers(rank: int) -> None:
+    """The parameters and buffers when it wraps, and the buffers again in each forward, are sent inside C++."""
+    model = DistributedDataParallel(torch.nn.BatchNorm1d(4))
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+
+
+def ddp_late_peer(rank: int) -> None:
+    """Rank 1 computes its gradients 0.2 s late; the reducer of rank 0 waits in C++."""
+    model = DistributedDataParallel(torch.nn.Linear(10, 1))
+    loss = model(torch.ones(4, 10)).sum()
+    loss.register_hook(lambda gradient: time.sleep(0.2 * rank))
+    dist.barrier()
+    loss.backward()
+
+
+def ddp_static(rank: int) -> None:
+    """The first backward issues its collectives among the callbacks at its end."""
+    model = DistributedDataParallel(torch.nn.Linear(10, 1), static_graph=True)
+    for _ in range(2):
+        model(torch.ones(4, 10)).sum().backward()
+
+
+def ddp_several(rank: int) -> None:
+    """Two reducers in one backward."""
+    one, two = (DistributedDataParallel(torch.nn.Linear(10, 10)) for _ in range(2))
+    two(one(torch.ones(4, 10))).sum().backward()
+
+
+def all_reduce_gradient(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    dist.all_reduce(parameter.grad)
+
+
+def retained(rank: int) -> None:
+    """Two backwards through one graph, with two collectives each and no DDP."""
+    model = torch.nn.Linear(4, 4)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(all_reduce_gradient)
+    loss = model(torch.ones(2, 4)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def reentrant(rank: int) -> None:
+    """Each checkpointed part has a backward of its own inside the outer one; gradients are reduced in all three."""
+    layers = [torch.nn.Linear(4, 4) for _ in range(3)]
+    for layer in layers:
+        layer.bias.register_post_accumulate_grad_hook(all_reduce_gradient)
+    x = torch.ones(2, 4, requires_grad=True)
+    x = checkpoint(layers[0], x, use_reentrant=True)
+    x = checkpoint(layers[1], x, use_reentrant=True)
+    layers[2](x).sum().backward()
+
+
+def no_gradients(rank: int) -> None:
+    """A backward without a collective, and a collective without a backward."""
+    torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()
+    dist.all_reduce(torch.ones(4))
+
+
+def waits(rank: int) -> None:
+    """Late, twice, in other orders; for batches, for futures, and for objects."""
+    first = dist.all_reduce(torch.ones(4), async_op=True)
+    second = dist.broadcast(torch.ones(4), 1, async_op=True)
+    assert first is not None
+    assert second is not None
+    second.wait()
+    time.sleep(0.02)
+    first.wait()
+    second.wait()
+    ends = [
+        dist.P2POp(dist.irecv, torch.empty(4), 1 - rank, tag=3),
+        dist.P2POp(dist.isend, torch.ones(4), 1 - rank, tag=3),
+    ]
+    for work in dist.batch_isend_irecv(ends):
+        work.wait()
+    with distributed_c10d._coalescing_manager(async_ops=True) as manager:
+        dist.all_reduce(torch.ones(10))
+        dist.all_reduce(torch.ones(20))
+    manager.wait()
+    reduced = dist.all_reduce(torch.ones(4), async_op=True)
+    assert reduced is not None
+    reduced.get_future().then(lambda future: future.value()[0]).wait()
+    found: list[object] = [None, None]
+    dist.all_gather_object(found, rank)
+    dist.broadcast_object_list(found, src=1)
+
+
+def reused(rank: int) -> None:
+    """Works are freed, and others take their addresses."""
+    for number in range(200):
+        works = [dist.all_reduce(torch.ones(1 + number % 7), async_op=True) for _ in range(3)]
+        for at in (1, 0, 2):
+            work = works[at]
+            assert work is not None
+            work.wait()
+
+
+def roots(rank: int) -> None:
+    """Named by their rank in the group, which is the other way round."""
+    group = dist.new_group([0, 1])
+    t, parts = torch.ones(4), [torch.ones(4), torch.ones(4)]
+    dist.broadcast(t, 1, group=group)
+    dist.reduce(t, 1, group=group)
+    dist.gather(t, parts if rank == 1 else None, 1, group=group)
+    dist.scatter(t, parts if rank == 1 else None, 1, group=group)
+    alone = dist.new_group([1])
+    if rank == 1:
+        dist.broadcast(t, 1, group=alone)
+
+
+def functional_waits(rank: int) -> None:
+    """Of several tensors, in another order than that of issue, and again."""
+    one = functional.all_reduce(torch.ones(3), "sum", world())
+    several = functional.all_gather_into_tensor_coalesced([torch.ones(2), torch.ones(5)], world())
+    two = functional.reduce_scatter_tensor(torch.ones(4), "sum", 0, world())
+    assert two.tolist() == [2, 2]
+    assert [each.tolist() for each in several] == [[1] * 4, [1] * 10]
+    assert one.tolist() == [2, 2, 2]
+    torch.ops._c10d_functional.wait_tensor(torch.ones(4))  # nobody's
+
+
+def told(rank: int) -> None:
+    """While the engine tells of a communication, the wait for what it calls is for what it told."""
+    recorder = RECORDER
+    assert recorder is not None
+    recorder.pass_over(CALLS)
+    group, now = recorder.group("0"), time.perf_counter_ns()
+    number, name = recorder.number("0"), recorder.intern("all_reduce")
+    handle = recorder.span(Kind.COMM, name, now, 0, now, None, 16, group, number, 0, int(Flag.ENGINE), 0, 0, 0)
+    dist.all_reduce(torch.ones(4))
+    recorder.pass_over(NOTHING)
+    recorder.span_end(handle, now, time.perf_counter_ns(), -1)
+    dist.all_reduce(torch.ones(4))
 
 
 def subgroups(rank: int) -> None:
@@ -187,6 +326,18 @@ SECTIONS: dict[str, Callable[[int], None]] = {
     "monitored": lambda rank: dist.monitored_barrier(),
     "p2p": p2p,
     "ddp": ddp,
+    "ddp_buffers": ddp_buffers,
+    "ddp_late_peer": ddp_late_peer,
+    "ddp_static": ddp_static,
+    "ddp_several": ddp_several,
+    "retained": retained,
+    "reentrant": reentrant,
+    "no_gradients": no_gradients,
+    "waits": waits,
+    "reused": reused,
+    "roots": roots,
+    "functional_waits": functional_waits,
+    "told": told,
     "subgroups": subgroups,
     "functional": functional_collectives,
     "threads": threads,
@@ -197,6 +348,7 @@ SECTIONS: dict[str, Callable[[int], None]] = {
 }
 
 FOLDER = Path()
+RECORDER: Recorder | None = None
 
 
 def init(rank: int, store: str) -> None:
@@ -204,10 +356,10 @@ def init(rank: int, store: str) -> None:
 
 
 def main(kind: str, rank: int, folder: Path) -> None:
-    global FOLDER
+    global FOLDER, RECORDER
     FOLDER = folder
     torch.set_num_threads(1)
-    recorder = open_recorder(kind, folder / f"rank{rank}")
+    RECORDER = recorder = open_recorder(kind, folder / f"rank{rank}")
     uninstall = [collectives.install(recorder), modules.install(recorder)]
     init(rank, "first")
     for name, section in SECTIONS.items():

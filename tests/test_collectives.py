@@ -12,11 +12,15 @@ from typing import NamedTuple
 import pytest
 import torch  # noqa: F401  (the native helper is for the torch of this process)
 from captures import RECORDERS, Row, build_helper, has_compiler, read_rows
+from collective_job import SECTIONS
 
-from dsprof.schema import Flag, Kind, State
+from dsprof.schema import BACKWARD_DONE, NO_SEQ, Flag, Kind, State
 
 TESTS = Path(__file__).parent
 MS = 1_000_000
+
+Key = tuple[str, str, int, int, int]
+"""Name, group, number, peer and tag: what a wait says of a collective."""
 
 
 class Job(NamedTuple):
@@ -29,7 +33,7 @@ class Job(NamedTuple):
     def rows(self, rank: int, section: str, kind: Kind = Kind.COMM) -> list[Row]:
         """The rows of one section, in the order of issue."""
         rows = self.ranks[rank]
-        marks = [i for i, row in enumerate(rows) if row.kind is Kind.MARK] + [len(rows)]
+        marks = [i for i, row in enumerate(rows) if row.name.startswith("section ")] + [len(rows)]
         begin = next(i for i in marks[:-1] if rows[i].name == f"section {section}")
         end = marks[marks.index(begin) + 1]
         return [row for row in rows[begin + 1 : end] if row.kind is kind]
@@ -95,18 +99,10 @@ def test_both_recorders_write_the_same_rows(jobs: dict[str, Job]) -> None:
         pytest.skip("no C++ compiler")
     for rank in range(2):
         native, python = jobs["native"], jobs["python"]
-        for section in (
-            "sync",
-            "async",
-            "overlapping",
-            "coalesced",
-            "p2p",
-            "ddp",
-            "subgroups",
-            "functional",
-            "renewed",
-        ):
-            for kind in (Kind.COMM, Kind.WAIT, Kind.PHASE):
+        for section in SECTIONS:
+            for kind in (Kind.COMM, Kind.WAIT, Kind.PHASE, Kind.MARK):
+                if section == "threads":  # in any order
+                    continue
                 assert [row.identity for row in native.rows(rank, section, kind)] == [
                     row.identity for row in python.rows(rank, section, kind)
                 ]
@@ -123,7 +119,17 @@ def test_every_collective(job: Job, rank: int, section: str, flags: Flag) -> Non
     rows = job.rows(rank, section)
     assert described(rows) == (EVERY if rank == 0 else ELSEWHERE)
     assert {row.flags & ~Flag.START_MEASURED for row in rows} == {flags}
-    assert {(row.group, row.peer, row.tag) for row in rows} == {("0", -1, -1)}
+    assert {(row.group, row.tag) for row in rows} == {("0", -1)}
+    assert [row.peer for row in rows] == [0 if row.name in ROOTED else -1 for row in rows]
+
+
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+
+
+def test_roots_are_ranks_in_the_group(job: Job) -> None:
+    rows = job.rows(1, "roots")
+    assert [(row.name, row.peer) for row in rows] == [*((name, 1) for name in ROOTED), ("broadcast", 0)]
+    assert [row.peer for row in job.rows(0, "roots")] == [1] * 4
 
 
 def test_numbering_is_the_same_on_both_ranks(job: Job) -> None:
@@ -146,16 +152,99 @@ def test_times_are_in_order(job: Job) -> None:
                 assert row.state is State.DONE
 
 
-@pytest.mark.parametrize("section", ["sync", "async", "p2p"])
-def test_collective_is_over_when_its_wait_is(job: Job, section: str) -> None:
+def key(row: Row) -> Key:
+    """Of a comm or a wait; a collective's root is none of it."""
+    p2p = row.flags & Flag.P2P
+    return row.name, row.group, row.seq, row.peer if p2p else -1, row.tag if p2p else -1
+
+
+@pytest.mark.parametrize("section", [name for name in SECTIONS if name not in ("failing", "lost_peer")])
+def test_waits_name_what_they_wait_for(job: Job, section: str) -> None:
+    """It was issued before the wait was over, and is over with it."""
     for rank in range(2):
-        waits = job.rows(rank, section, Kind.WAIT)
-        assert waits
-        for wait in waits:
-            name = {"wait": "reduce_scatter"}.get(wait.name, wait.name)  # gloo's work has no type
-            issued = [row for row in job.rows(rank, section) if row.issue_ns < wait.start_ns and row.name == name]
-            assert issued, wait
-            assert 0 < issued[-1].end_ns <= wait.end_ns
+        comm = {key(row): row for row in job.rows(rank, section)}
+        assert len(comm) == len(job.rows(rank, section))
+        for wait in job.rows(rank, section, Kind.WAIT):
+            if wait.seq == NO_SEQ:
+                assert (section, wait.name, wait.group) == ("functional_waits", "wait_tensor", "")
+                continue
+            waited_for = comm[key(wait)]
+            assert waited_for.issue_ns <= wait.end_ns
+            if waited_for.flags & Flag.ENGINE:
+                continue  # the engine tells its end
+            assert 0 < waited_for.end_ns <= wait.end_ns
+
+
+@pytest.mark.parametrize("section", ["sync", "p2p", "subgroups", "monitored", "late_peer", "roots"])
+def test_each_call_that_blocks_has_one_wait(job: Job, section: str) -> None:
+    for rank in range(2):
+        rows = job.rows(rank, section)
+        assert rows
+        assert [key(row) for row in job.rows(rank, section, Kind.WAIT)] == [key(row) for row in rows]
+
+
+def test_waits_of_every_sort(job: Job) -> None:
+    """Late, again, of a batch, of coalesced calls, of a future that follows from a work's, and of objects."""
+    comm = [key(row) for row in job.rows(0, "waits")]
+    assert [name for name, *_ in comm] == [
+        "all_reduce", "broadcast", "recv", "send", "all_reduce", "all_reduce", "all_gather", "all_gather", "broadcast",
+        "broadcast",
+    ]  # fmt: skip
+    first, second, *others = comm
+    assert [key(row) for row in job.rows(0, "waits", Kind.WAIT)] == [second, first, second, *others]
+
+
+def test_functional_waits_find_their_tensors(job: Job) -> None:
+    one, several, two = (key(row) for row in job.rows(0, "functional_waits"))
+    unknown = ("wait_tensor", "", NO_SEQ, -1, -1)
+    waits = [key(row) for row in job.rows(0, "functional_waits", Kind.WAIT)]
+    assert waits == [two, several, several, one, unknown]
+
+
+def test_a_call_that_waits_in_cpp_is_one_wait(job: Job) -> None:
+    """For the last that it issued, from the first: shapes compared, parameters and buffers sent, buckets agreed on."""
+    rows, waits = job.rows(0, "ddp_buffers"), job.rows(0, "ddp_buffers", Kind.WAIT)
+    issued = [[row.name for row in rows if wait.start_ns <= row.issue_ns <= wait.end_ns] for wait in waits]
+    assert issued == [["all_gather", "broadcast"], *[["broadcast"] * 2] * 4]
+    for wait in waits:
+        inside = [row for row in rows if wait.start_ns <= row.issue_ns <= wait.end_ns]
+        assert wait.start_ns == inside[0].issue_ns
+        assert key(wait) == key(inside[-1])
+        assert max(row.end_ns for row in inside) <= wait.end_ns
+
+
+def test_what_the_engine_told_is_what_its_wait_is_for(job: Job) -> None:
+    told, other = job.rows(0, "told")
+    assert told.flags & Flag.ENGINE
+    assert [key(row) for row in job.rows(0, "told", Kind.WAIT)] == [key(told), key(other)]
+
+
+@pytest.mark.parametrize(
+    ("section", "marks"),
+    [
+        ("ddp", 2),
+        ("ddp_buffers", 2),
+        ("ddp_static", 2),
+        ("ddp_several", 1),
+        ("retained", 2),
+        ("reentrant", 3),
+        ("no_gradients", 0),
+    ],
+)
+def test_backwards_with_collectives_are_marked(job: Job, section: str, marks: int) -> None:
+    """Once each, and one inside another for itself."""
+    for rank in range(2):
+        assert [row.name for row in job.rows(rank, section, Kind.MARK)] == [BACKWARD_DONE] * marks
+
+
+def test_backward_is_done_where_the_reducer_begins_to_wait(job: Job) -> None:
+    """Rank 1 issues its all-reduce 200 ms late."""
+    for rank in range(2):
+        issued = job.rows(rank, "ddp_late_peer")[-1]
+        (mark,) = job.rows(rank, "ddp_late_peer", Kind.MARK)
+        assert issued.issue_ns < mark.start_ns
+        assert mark.start_ns - issued.issue_ns < 100 * MS
+        assert (issued.end_ns - mark.start_ns > 100 * MS) is (rank == 0)
 
 
 def test_starts_on_gloo_are_measured_natively(jobs: dict[str, Job]) -> None:
@@ -170,7 +259,7 @@ def test_starts_on_gloo_are_measured_natively(jobs: dict[str, Job]) -> None:
 
 def test_waits_are_named_after_what_they_wait_for(job: Job) -> None:
     names = [row.name for row in job.rows(0, "sync", Kind.WAIT)]
-    assert names == [*("wait" if name == "reduce_scatter" else name for name, _, _ in EVERY)]  # gloo's has no type
+    assert names == [name for name, _, _ in EVERY]
     assert all(row.end_ns >= row.start_ns for row in job.rows(0, "sync", Kind.WAIT))
 
 
@@ -246,7 +335,7 @@ def test_groups_of_a_second_world_are_others(job: Job) -> None:
 def test_functional_collectives_are_waited_for_by_an_operator(job: Job) -> None:
     assert described(job.rows(0, "functional")) == [("all_reduce", 12, "float32")]
     (wait,) = job.rows(0, "functional", Kind.WAIT)
-    assert wait.name == "wait_tensor"
+    assert wait.name == "all_reduce"
     assert wait.end_ns > wait.start_ns
 
 
@@ -291,7 +380,10 @@ from captures import open_recorder
 from dsprof.collectors import collectives, modules
 kind, folder = sys.argv[1], Path(sys.argv[2])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-wait, destroy, call = dist.Work.wait, dist.destroy_process_group, torch.nn.Module.__call__
+HOOKED = [(torch.nn.Module, "__call__"), (dist, "destroy_process_group"), (dist, "_broadcast_coalesced"),
+          (dist.Work, "wait"), (dist.Work, "get_future"), (torch._C.Future, "wait"), (torch._C.Future, "then"),
+          (dist.ProcessGroup, "monitored_barrier"), (dist.ProcessGroup, "_end_coalescing")]
+before = [getattr(owner, name) for owner, name in HOOKED]
 for number in range(3):
     recorder = open_recorder(kind, folder / str(number))
     undo = [collectives.install(recorder), modules.install(recorder)]
@@ -309,7 +401,9 @@ for number in range(3):
     recorder.close()
     dist.all_reduce(torch.ones(4))
     torch.nn.Identity()(torch.ones(1))
-assert (wait, destroy, call) == (dist.Work.wait, dist.destroy_process_group, torch.nn.Module.__call__)
+assert before == [getattr(owner, name) for owner, name in HOOKED]
+dist.all_reduce(torch.ones(4), async_op=True).get_future().then(lambda future: None).wait()
+dist.monitored_barrier()
 
 recorder = open_recorder(kind, folder / "compiled")
 undo = [collectives.install(recorder), modules.install(recorder)]
@@ -341,7 +435,67 @@ def test_hooks_come_and_go(kind: str, tmp_path: Path) -> None:
         assert rows[0].seq == 0
     compiled = read_rows(tmp_path / "compiled")
     assert [row.name for row in compiled if row.kind is Kind.COMM] == ["all_reduce"]
-    assert [row.name for row in compiled if row.kind is Kind.WAIT] == ["wait_tensor"]
+    assert [row.name for row in compiled if row.kind is Kind.WAIT] == ["all_reduce"]
+
+
+# DDP with buffers, re-entrant checkpointing and a hook of its own, trained with hooks and without.
+TRAINED = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from captures import open_recorder
+from dsprof.collectors import collectives, modules
+from torch.utils.checkpoint import checkpoint
+kind, folder = sys.argv[1], Path(sys.argv[2])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+    def forward(self, x):
+        return self.last(checkpoint(self.norm, self.first(x), use_reentrant=True))
+
+def train():
+    torch.manual_seed(3)
+    model = torch.nn.parallel.DistributedDataParallel(Net(), bucket_cap_mb=1e-4)
+    model.register_comm_hook(None, lambda state, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+                             .then(lambda future: future.value()[0]))
+    optimizer, seen = torch.optim.Adam(model.parameters()), []
+    for step in range(6):
+        loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(float(loss).hex())
+    return seen + [p.detach().numpy().tobytes() for p in model.parameters()]
+
+plain = train()
+recorder = open_recorder(kind, folder / "capture")
+undo = [collectives.install(recorder), modules.install(recorder)]
+hooked = train()
+for function in undo:
+    function()
+assert recorder.errors == 0
+recorder.close()
+assert plain == hooked == train()
+"""
+
+
+@pytest.mark.parametrize("kind", RECORDERS)
+def test_training_is_bit_identical(kind: str, tmp_path: Path) -> None:
+    if kind == "native":
+        build_helper()
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINED, kind, str(tmp_path)], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    rows = read_rows(tmp_path / "capture")
+    assert sum(row.name == BACKWARD_DONE for row in rows) == 6
+    waits = [row for row in rows if row.kind is Kind.WAIT]
+    assert {row.name for row in waits} >= {"broadcast"}
+    assert NO_SEQ not in {row.seq for row in waits}
 
 
 KILLED = """

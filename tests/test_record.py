@@ -17,7 +17,8 @@ from captures import RECORDERS, build_helper, open_recorder, read_names, read_ro
 
 from dsprof import schema
 from dsprof.collectors import record
-from dsprof.collectors.record import CHUNK_BYTES, PyRecorder, Recorder
+from dsprof.collectors.chunks import CHUNK_BYTES
+from dsprof.collectors.record import PyRecorder, Recorder
 from dsprof.schema import CHUNK_RECORDS, Kind, State
 
 Open = Callable[..., Recorder]
@@ -87,6 +88,40 @@ def test_mark_is_an_instant(opened: Open, tmp_path: Path) -> None:
     (row,) = read_rows(tmp_path / "capture")
     assert (row.kind, row.value, row.state) == (Kind.GAUGE, 0.25, State.DONE)
     assert row.start_ns == row.end_ns > 0
+
+
+def test_wait_for_nothing_known_has_no_target(opened: Open, tmp_path: Path) -> None:
+    recorder = opened()
+    wait = recorder.intern("wait")
+    recorder.end(recorder.begin(Kind.WAIT, wait))
+    recorder.end(recorder.begin_wait(wait, object()))
+    recorder.put(Kind.WAIT, wait, 100, 250)
+    assert recorder.target(None) is None
+    recorder.stands_for_issued(None)
+    for row in read_rows(tmp_path / "capture"):
+        assert (row.kind, row.name, row.state) == (Kind.WAIT, "wait", State.DONE)
+        assert (row.group, row.seq, row.peer, row.tag, row.flags) == ("", schema.NO_SEQ, -1, -1, 0)
+    assert recorder.errors == 0
+
+
+def test_waits_are_passed_over_where_the_engine_tells_of_them(opened: Open, tmp_path: Path) -> None:
+    recorder = opened()
+    wait = recorder.intern("wait")
+    recorder.pass_over(record.CALLS_AND_WAITS)
+    assert recorder.begin_wait(wait, None) == 0
+    recorder.pass_over(record.CALLS)
+    assert recorder.begin_wait(wait, None) != 0
+    recorder.pass_over(record.NOTHING)
+    assert len(read_rows(tmp_path / "capture")) == 1
+
+
+def test_blocking_call_that_issues_nothing_is_no_wait(opened: Open, tmp_path: Path) -> None:
+    recorder = opened()
+    for _ in range(2):
+        recorder.enter_blocking()
+    for _ in range(2):
+        recorder.leave_blocking()
+    assert read_rows(tmp_path / "capture") == []
 
 
 def test_handle_zero_is_ignored(opened: Open, tmp_path: Path) -> None:

@@ -39,6 +39,11 @@ class NativeRecorder(BackwardDepth):
         self.end = module.end
         self.put = module.put
         self.mark = module.mark
+        self.begin_wait = module.begin_wait
+        self.target = module.target
+        self.stands_for_issued = module.stands_for_issued
+        self.enter_blocking = module.enter_blocking
+        self.leave_blocking = module.leave_blocking
         self.group = module.group
         self.number = module.number
         self.span = module.span
@@ -67,7 +72,9 @@ class NativeRecorder(BackwardDepth):
 
     def install_collectives(self, names: Mapping[str, str]) -> None:
         """Record every c10d operator of `names` (operator -> name in the trace), and wait_tensor."""
-        self._install_collectives(dict(names))
+        from torch.distributed import Work
+
+        self._install_collectives(dict(names), Work)
 
     def install_modules(self) -> None:
         """Record the outermost call of a module in each thread."""

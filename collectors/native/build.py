@@ -29,7 +29,8 @@ from ..record import MAX_NAMES
 
 MODULE: Final = "dsprof_native"
 SOURCES: Final = tuple(
-    Path(__file__).parent / name for name in ("hooks.cpp", "collectives.hpp", "modules.hpp", "recorder.hpp")
+    Path(__file__).parent / name
+    for name in ("hooks.cpp", "collectives.hpp", "modules.hpp", "recorder.hpp", "waits.hpp")
 )
 COMPILE_SECONDS: Final = 300
 
@@ -176,6 +177,8 @@ def _definitions(target: Target) -> list[str]:
         f"DSPROF_CHUNK_RECORDS={schema.CHUNK_RECORDS}",
         f"DSPROF_CHUNK_HEADER_BYTES={schema.CHUNK_HEADER_BYTES}",
         f'DSPROF_CHUNK_MAGIC="{schema.CHUNK_MAGIC.decode()}"',
+        f"DSPROF_NO_SEQ={schema.NO_SEQ}u",
+        f'DSPROF_BACKWARD_DONE="{schema.BACKWARD_DONE}"',
         f"DSPROF_DTYPES={len(schema.DTYPES)}",
         f"DSPROF_MAX_NAMES={MAX_NAMES}",
         f'DSPROF_TORCH_VERSION="{target.torch_version}"',

@@ -11,10 +11,15 @@
 #include <vector>
 
 #include <ATen/record_function.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
 
 #include "recorder.hpp"
+#include "waits.hpp"
 
 namespace dsprof {
 
@@ -130,6 +135,7 @@ struct Payload {
   int64_t bytes = 0;
   uint8_t dtype = 0;
   bool seen = false, cpu = true;
+  c10::Device device = c10::kCPU;
 
   // Returns the bytes of all the tensors in `value`, and notes the first tensor's type and device.
   int64_t add(const c10::IValue& value) {
@@ -138,7 +144,8 @@ struct Payload {
       if (!tensor.defined()) return 0;
       if (!seen) {
         seen = true;
-        cpu = tensor.device().is_cpu();
+        device = tensor.device();
+        cpu = device.is_cpu();
         const int type = static_cast<int>(tensor.scalar_type()) + 1;
         dtype = type < DSPROF_DTYPES ? static_cast<uint8_t>(type) : 0;
       }
@@ -151,6 +158,53 @@ struct Payload {
   }
 };
 
+template <class Guard>
+bool capturing(const Guard& guard, c10::Device device) {
+  if constexpr (requires { guard.isStreamCapturing(guard.getStream(device)); }) {
+    return guard.isStreamCapturing(guard.getStream(device));
+  } else {
+    return true;  // an older torch does not tell
+  }
+}
+
+// Whether this is the first collective in the autograd engine's graph task `task`.
+inline bool first_of(int task) {
+  static std::mutex mutex;
+  static std::array<int, 64> latest;  // + 1; a re-entrant backward comes back to the outer one's task
+  static size_t next = 0;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (std::find(latest.begin(), latest.end(), task + 1) != latest.end()) return false;
+  latest[next++ % latest.size()] = task + 1;
+  return true;
+}
+
+// Has the end of the backward recorded that a collective is issued in. DDP's reducer queues its finalizer on the
+// autograd engine with its last bucket, so what is queued with the first runs just before it begins to wait.
+inline void watch_backward(const Payload& payload) try {
+  static thread_local int last = -1;
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task == -1 || task == last) return;
+  last = task;
+  if (!first_of(task)) return;
+  if (!payload.cpu && capturing(c10::impl::VirtualGuardImpl(payload.device.type()), payload.device)) return;
+  auto mark = [] {
+    try {
+      const int64_t now = now_ns();
+      if (Recorder* recorder = active.load(std::memory_order_acquire))
+        put(kMark, recorder->intern(DSPROF_BACKWARD_DONE), now, now, 0, -1);
+    } catch (...) {
+      errors++;
+    }
+  };
+  if (torch::autograd::get_current_node()) {
+    torch::autograd::Engine::get_default_engine().queue_callback(mark);
+  } else {  // this is a callback at its end already, such as DDP's with a static graph
+    mark();
+  }
+} catch (...) {
+  errors++;
+}
+
 // The kernel in front of one c10d operator (dispatch key BackendSelect, which every call passes).
 class CollectiveKernel final : public c10::OperatorKernel {
  public:
@@ -162,7 +216,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
       if (argument == "process_group") group_ = static_cast<int>(i);
       if (argument == "async_op") async_ = static_cast<int>(i);
       if (argument == "tag") tag_ = static_cast<int>(i);
-      if (argument == "dst" || argument == "src") peer_ = static_cast<int>(i);
+      if (argument == "dst" || argument == "src" || argument == "root_rank") peer_ = static_cast<int>(i);
     }
     send_ = name_ == "send";
     barrier_ = name_ == "barrier";
@@ -174,10 +228,16 @@ class CollectiveKernel final : public c10::OperatorKernel {
     Group* group = nullptr;
     Record* record = nullptr;
     if (!keys.has_backend(c10::BackendComponent::MetaBit)) record = begin(*stack, payload, group);
-    if (!record) return op.redispatchBoxed(keys & after, stack);
+    if (!record) {
+      op.redispatchBoxed(keys & after, stack);
+      if (passed_over != kNothing) remember(*stack, this_thread.told);
+      return;
+    }
+    const Target target = this_thread.issued;
     if (!payload.cpu) {  // device streams end where the host does not see it: state done, end_ns 0
       op.redispatchBoxed(keys & after, stack);
       set_host_time(record);
+      remember(*stack, target);
       return publish(record, kDone);
     }
     auto issued = std::make_shared<Issued>(record);
@@ -187,7 +247,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
     }
     try {
       set_host_time(record);
-      watch(*stack, issued, *group);
+      watch(*stack, issued, *group, target);
     } catch (...) {
       errors++;
     }
@@ -201,6 +261,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
     for (size_t i = 0; i < count_; i++) {
       payload.bytes = std::max(payload.bytes, payload.add(arguments[i]));
     }
+    watch_backward(payload);
     group = &groups().of(*arguments[group_].toCustomClass<c10d::ProcessGroup>(), *recorder);
     const int64_t peer = peer_ < 0 ? -1 : arguments[peer_].toInt();
     const int64_t tag = tag_ < 0 ? -1 : arguments[tag_].toInt();
@@ -220,6 +281,9 @@ class CollectiveKernel final : public c10::OperatorKernel {
     r->dtype = barrier_ ? 0 : payload.dtype;
     r->flags = static_cast<uint8_t>((tag_ < 0 ? 0 : kP2P) | (async_ >= 0 && arguments[async_].toBool() ? kAsync : 0));
     publish(r, kBegun);
+    note_issued(*recorder, *r, now);
+    int room = kMostTensors;
+    remember_tensors(arguments[0], this_thread.issued, room);
     return r;
   } catch (...) {
     errors++;
@@ -230,14 +294,26 @@ class CollectiveKernel final : public c10::OperatorKernel {
     r->host_ns = static_cast<uint32_t>(std::min<int64_t>(now_ns() - r->aux, UINT32_MAX));
   }
 
+  // Of a work that nothing else has to be done about, its target; returns the work, null where there is none.
+  static c10::intrusive_ptr<c10d::Work> remember(const torch::jit::Stack& stack, const Target& target) try {
+    if (stack.empty() || !stack.back().isObject()) return {};
+    auto work = stack.back().toCustomClass<c10d::Work>();
+    if (work) remember_work(*work, target);
+    return work;
+  } catch (...) {
+    errors++;
+    return {};
+  }
+
   // Arranges for the record of a CPU collective to be completed when its work is.
-  static void watch(const torch::jit::Stack& stack, const std::shared_ptr<Issued>& issued, const Group& group) {
+  static void watch(const torch::jit::Stack& stack, const std::shared_ptr<Issued>& issued, const Group& group,
+                    const Target& target) {
     Record* record = issued->record;
     if (stack.empty() || !stack.back().isObject()) {  // it returns no work: it was done in the call
       issued->ends_with_scope = false;
       return complete(record, now_ns());
     }
-    auto work = stack.back().toCustomClass<c10d::Work>();
+    auto work = remember(stack, target);
     c10::intrusive_ptr<c10::ivalue::Future> future;
     try {
       future = work ? work->getFuture() : nullptr;
@@ -274,13 +350,7 @@ class WaitKernel final : public c10::OperatorKernel {
  public:
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     static const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
-    Recorder* recorder = active.load(std::memory_order_acquire);
-    const bool wanted = recorder && passed_over != kCallsAndWaits && !keys.has_backend(c10::BackendComponent::MetaBit);
-    Record* r = wanted ? recorder->claim() : nullptr;
-    if (r) {
-      fill(r, kWait, recorder->intern("wait_tensor"), now_ns(), 0, 0, -1);
-      publish(r, kBegun);
-    }
+    Record* r = keys.has_backend(c10::BackendComponent::MetaBit) ? nullptr : begin(*stack);
     struct Ending {
       Record* r;
       ~Ending() {
@@ -288,6 +358,19 @@ class WaitKernel final : public c10::OperatorKernel {
       }
     } ending{r};
     op.redispatchBoxed(keys & after, stack);
+  }
+
+ private:
+  static Record* begin(const torch::jit::Stack& stack) try {
+    Recorder* recorder = active.load(std::memory_order_acquire);
+    Record* r = recorder && passed_over != kCallsAndWaits ? recorder->claim() : nullptr;
+    if (!r) return nullptr;
+    const int64_t now = now_ns();
+    const Target target = target_of_tensor(stack.back().toTensor());
+    return begin_wait(r, now, target, target.name ? 0 : recorder->intern("wait_tensor"));
+  } catch (...) {
+    errors++;
+    return nullptr;
   }
 };
 
@@ -314,6 +397,8 @@ inline void uninstall_collectives() {
 inline void install_collectives(const std::vector<std::pair<std::string, std::string>>& names) {
   uninstall_collectives();
   groups().clear();
+  works().clear();
+  storages().clear();
   auto library = [](const char* space) {
     return new torch::Library(torch::Library::IMPL, space, c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
   };

@@ -4,9 +4,12 @@
 
 #include <Python.h>
 
+#include <pybind11/detail/common.h>
+
 #include "collectives.hpp"
 #include "modules.hpp"
 #include "recorder.hpp"
+#include "waits.hpp"
 
 namespace dsprof {
 namespace {
@@ -128,14 +131,6 @@ PyObject* py_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-void put(int64_t kind, int64_t name, int64_t start, int64_t end, int64_t value, int64_t bytes) {
-  Recorder* recorder = active.load(std::memory_order_acquire);
-  Record* r = recorder ? recorder->claim() : nullptr;
-  if (!r) return;
-  fill(r, static_cast<uint8_t>(kind), static_cast<uint32_t>(name), start, end, value, bytes);
-  publish(r, kDone);
-}
-
 // put(kind, name, start_ns, end_ns, value=None, bytes=-1)
 PyObject* py_put(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const int64_t kind = integer(args, count, 0, 0), name = integer(args, count, 1, 0);
@@ -173,6 +168,64 @@ PyObject* py_number(PyObject*, PyObject* name) {
   return of_group(name, [](Group& group) { return group.next++; });
 }
 
+PyObject* work_type = nullptr;  // torch.distributed.Work, whose objects are pybind11's
+
+// The work in a Python object; null where it is none, or its class is made of several of pybind11's.
+c10d::Work* work_of(PyObject* object) {
+  if (!work_type || !PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(work_type))) return nullptr;
+  const auto* instance = reinterpret_cast<pybind11::detail::instance*>(object);
+  return instance->simple_layout ? static_cast<c10d::Work*>(instance->simple_value_holder[0]) : nullptr;
+}
+
+// What a wait waits for that Python names: a work, or what target() gave of one. Unknown: Target().
+Target target_named(PyObject* object) {
+  if (!PyTuple_CheckExact(object)) {
+    const c10d::Work* work = work_of(object);
+    return work ? target_of_work(*work) : Target();
+  }
+  unsigned int name, group, seq, flags;
+  int peer, tag;
+  if (!PyArg_ParseTuple(object, "IIIiiI", &name, &group, &seq, &peer, &tag, &flags)) return {};
+  return {name, group, seq, peer, tag, static_cast<uint8_t>(flags)};
+}
+
+// begin_wait(name, work or its target) -> handle
+PyObject* py_begin_wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  const int64_t now = now_ns(), name = integer(args, count, 0, 0);
+  const Target target = count > 1 ? target_named(args[1]) : Target();
+  if (misread() || passed_over == kCallsAndWaits) return PyLong_FromLong(0);
+  Recorder* recorder = active.load(std::memory_order_acquire);
+  uint64_t index = 0;
+  Record* r = recorder ? recorder->claim(&index) : nullptr;
+  if (!r) return PyLong_FromLong(0);
+  begin_wait(r, now, target, static_cast<uint32_t>(name));
+  return handle_of(*recorder, index);
+}
+
+// target(work) -> (name, group, seq, peer, tag, flags) or None
+PyObject* py_target(PyObject*, PyObject* object) {
+  const c10d::Work* work = work_of(object);
+  const Target target = work ? target_of_work(*work) : Target();
+  if (!target.name) Py_RETURN_NONE;
+  return Py_BuildValue("IIIiiI", target.name, target.group, target.seq, target.peer, target.tag,
+                       static_cast<unsigned int>(target.flags));
+}
+
+PyObject* py_stands_for_issued(PyObject*, PyObject* object) {
+  if (const c10d::Work* work = work_of(object)) remember_work(*work, this_thread.issued);
+  Py_RETURN_NONE;
+}
+
+PyObject* py_enter_blocking(PyObject*, PyObject*) {
+  enter_blocking();
+  Py_RETURN_NONE;
+}
+
+PyObject* py_leave_blocking(PyObject*, PyObject*) {
+  leave_blocking();
+  Py_RETURN_NONE;
+}
+
 // span(kind, name, start_ns, end_ns, issue_ns, value, bytes, group, seq, dtype, flags, place, module, purpose) -> handle
 PyObject* py_span(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 14) {
@@ -197,6 +250,7 @@ PyObject* py_span(PyObject*, PyObject* const* args, Py_ssize_t count) {
   r->host_ns = static_cast<uint32_t>(purpose);
   r->dtype = static_cast<uint8_t>(dtype);
   r->flags = static_cast<uint8_t>(flags);
+  if (kind == kComm) this_thread.told = target_of_told(*r);
   publish(r, end ? kDone : kBegun);
   return handle_of(*recorder, index);
 }
@@ -217,6 +271,7 @@ PyObject* py_span_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* py_pass_over(PyObject*, PyObject* what) {
   const long value = PyLong_AsLong(what);
   if (!misread()) passed_over = static_cast<uint8_t>(value);
+  this_thread.told = Target();
   Py_RETURN_NONE;
 }
 
@@ -226,13 +281,20 @@ PyObject* py_counters(PyObject*, PyObject*) {  // (records, dropped, errors)
   return Py_BuildValue("KKK", records, dropped, static_cast<unsigned long long>(errors.load()));
 }
 
-PyObject* py_install_collectives(PyObject*, PyObject* table) {
+// install_collectives({operator: name}, torch.distributed.Work)
+PyObject* py_install_collectives(PyObject*, PyObject* args) {
+  PyObject *table, *work, *key, *value;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyDict_Type, &table, &PyType_Type, &work)) return nullptr;
   std::vector<std::pair<std::string, std::string>> names;
-  PyObject *key, *value;
   Py_ssize_t position = 0;
   while (PyDict_Next(table, &position, &key, &value)) {
     names.emplace_back(PyUnicode_AsUTF8(key), PyUnicode_AsUTF8(value));
   }
+  // Should torch bind it by other means than pybind11 one day, its works cannot be told.
+  const auto* type = reinterpret_cast<PyTypeObject*>(work);
+  const bool known = strstr(Py_TYPE(work)->tp_name, "pybind11_type") &&
+                     type->tp_basicsize == sizeof(pybind11::detail::instance);
+  Py_XSETREF(work_type, known ? Py_NewRef(work) : nullptr);
   return guarded([&] {
     install_collectives(names);
     Py_RETURN_NONE;
@@ -279,13 +341,18 @@ PyMethodDef methods[] = {
     {"end", FAST(py_end), "end(handle, value=None, bytes=-1)"},
     {"put", FAST(py_put), "put(kind, name, start_ns, end_ns, value=None, bytes=-1)"},
     {"mark", FAST(py_mark), "mark(kind, name, value=None, bytes=-1)"},
+    {"begin_wait", FAST(py_begin_wait), "begin_wait(name, work or its target) -> handle; 0: not recorded"},
+    {"target", py_target, METH_O, "target(work) -> what a wait for it waits for, None: unknown"},
+    {"stands_for_issued", py_stands_for_issued, METH_O, "This work is of what this thread issued last"},
+    {"enter_blocking", py_enter_blocking, METH_NOARGS, "This thread enters a call that waits for what it issues"},
+    {"leave_blocking", py_leave_blocking, METH_NOARGS, "It left the innermost of them"},
     {"group", py_group, METH_O, "group(name) -> id of the process group that has this name now"},
     {"number", py_number, METH_O, "number(group name) -> the number of its next collective, which this takes"},
     {"span", FAST(py_span), "What the engine tells; see record.py -> handle; 0: not recorded"},
     {"span_end", FAST(py_span_end), "span_end(handle, start_ns, end_ns, seq)"},
     {"pass_over", py_pass_over, METH_O, "pass_over(0 nothing, 1 calls of c10d, 2 and waits), on this thread"},
     {"counters", py_counters, METH_NOARGS, "() -> (records, dropped, errors)"},
-    {"install_collectives", py_install_collectives, METH_O, "install_collectives({operator: name})"},
+    {"install_collectives", py_install_collectives, METH_VARARGS, "install_collectives({operator: name}, Work)"},
     {"renew_groups", py_renew_groups, METH_NOARGS, "The default group was destroyed: group names begin anew"},
     {"count_error", py_count_error, METH_NOARGS, "Count an error caught by a hook in Python"},
     {"uninstall_collectives", py_uninstall_collectives, METH_NOARGS, ""},

@@ -22,9 +22,10 @@
 
 namespace dsprof {
 
-enum Kind : uint8_t { kPhase = 2, kComm = 4, kWait = 5 };
+enum Kind : uint8_t { kPhase = 2, kComm = 4, kWait = 5, kMark = 13 };
 enum State : uint8_t { kEmpty = 0, kBegun = 1, kDone = 2 };
 enum Flag : uint8_t { kStartMeasured = 1, kAsync = 2, kP2P = 4 };
+constexpr uint32_t kNoSeq = DSPROF_NO_SEQ;  // of a wait that does not know what it waits for
 
 struct Record {  // schema.RECORD_FIELDS
   int64_t start_ns, end_ns, aux, bytes;
@@ -193,11 +194,21 @@ inline void fill(Record* r, uint8_t kind, uint32_t name, int64_t start, int64_t 
   r->bytes = bytes;
   r->name = name;
   r->thread = thread_id();
+  r->seq = kind == kWait ? kNoSeq : 0;
   r->peer = r->tag = -1;
   r->kind = kind;
 }
 
 inline void publish(Record* r, State state) { r->state.store(state, std::memory_order_release); }
+
+// Records what is over.
+inline void put(int64_t kind, int64_t name, int64_t start, int64_t end, int64_t value, int64_t bytes) {
+  Recorder* recorder = active.load(std::memory_order_acquire);
+  Record* r = recorder ? recorder->claim() : nullptr;
+  if (!r) return;
+  fill(r, static_cast<uint8_t>(kind), static_cast<uint32_t>(name), start, end, value, bytes);
+  publish(r, kDone);
+}
 
 inline void complete(Record* r, int64_t end) {
   if (!active.load(std::memory_order_acquire)) return;  // closed, or a forked child: not ours to write

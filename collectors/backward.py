@@ -1,0 +1,69 @@
+"""Where a backward has made its last gradient, for `PyRecorder`. The native twin is in `native/collectives.hpp`.
+
+DDP's reducer queues its finalizer, which waits in C++, on the autograd engine with its last bucket. A callback that is
+queued with the first collective of the backward runs just before.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+from dsprof.schema import BACKWARD_DONE, Kind
+
+if TYPE_CHECKING:
+    from .record import PyRecorder
+
+LATEST: Final = 64
+"""Graph tasks of the autograd engine that are remembered: a re-entrant backward comes back to the outer one's."""
+
+
+class BackwardDone:
+    """Marks the end of each backward that a collective is issued in."""
+
+    def __init__(self, recorder: PyRecorder) -> None:
+        import torch
+
+        self._recorder = recorder
+        self._latest: deque[int] = deque(maxlen=LATEST)
+        self._lock = threading.Lock()
+        self._task = torch._C._current_graph_task_id
+        self._engine: Any = torch.autograd.Variable._execution_engine
+
+    def watch(self, cpu: bool) -> None:
+        """A collective is about to be issued, on CPU tensors or not."""
+        task = self._task()
+        if task == -1:
+            return
+        with self._lock:
+            if task in self._latest:
+                return
+            self._latest.append(task)
+        if not cpu and _capturing():
+            return
+        if _in_node():
+            self._engine.queue_callback(self._mark)
+        else:  # this is a callback at its end already, such as DDP's with a static graph
+            self._mark()
+
+    def _mark(self) -> None:
+        try:
+            self._recorder.mark(Kind.MARK, self._recorder.intern(BACKWARD_DONE))
+        except Exception:
+            self._recorder.count_error()
+
+
+def _in_node() -> bool:
+    """Whether this thread is computing a gradient, and not running the callbacks after the last one."""
+    import torch
+
+    node = getattr(torch._C, "_current_autograd_node", None)
+    return node is None or node() is not None
+
+
+def _capturing() -> bool:
+    """Whether the call becomes part of a CUDA graph, which will not come by here when it is replayed."""
+    import torch
+
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,182 @@
+// What a wait waits for. A collective is remembered when it is issued, by its work and by the memory of its tensors;
+// a wait asks by the one or the other. The twin in Python is collectors/targets.py.
+
+#pragma once
+
+#include <array>
+#include <optional>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "recorder.hpp"
+
+namespace dsprof {
+
+struct Target {
+  uint32_t name = 0;  // of the collective, 0: unknown
+  uint32_t group = 0, seq = kNoSeq;
+  int32_t peer = -1, tag = -1;  // of a send or a receive
+  uint8_t flags = 0;            // kP2P or nothing
+};
+
+inline Target target_of(const Record& comm) {
+  const bool p2p = comm.flags & kP2P;
+  return {comm.name, comm.group, comm.seq, p2p ? comm.peer : -1, p2p ? comm.tag : -1,
+          static_cast<uint8_t>(comm.flags & kP2P)};
+}
+
+// Of a communication of the engine's, whose record has the peer where others have the tag.
+inline Target target_of_told(const Record& comm) {
+  const bool p2p = comm.flags & kP2P;
+  return {comm.name, comm.group, comm.seq, p2p ? comm.tag : -1, -1, static_cast<uint8_t>(comm.flags & kP2P)};
+}
+
+// Has a wait's record say what it waits for, and bear its name.
+inline void waits_for(Record* wait, const Target& target) {
+  wait->name = target.name;
+  wait->group = target.group;
+  wait->seq = target.seq;
+  wait->peer = target.peer;
+  wait->tag = target.tag;
+  wait->flags = target.flags;
+}
+
+// Writes the record of a wait that begins now; `otherwise` is its name where the target is unknown.
+inline Record* begin_wait(Record* wait, int64_t now, const Target& target, uint32_t otherwise) {
+  fill(wait, kWait, otherwise, now, 0, 0, -1);
+  if (target.name) waits_for(wait, target);
+  publish(wait, kBegun);
+  return wait;
+}
+
+// Targets by address. What is remembered last for an address counts, and only the newest of each set of addresses is
+// kept: 8,192 in all, where a job has some hundred under way at most. `Mark` tells whose address it is.
+template <class Mark>
+class Newest {
+ public:
+  struct Entry {
+    const void* address = nullptr;
+    Target target;
+    Mark mark{};
+  };
+
+  void remember(const void* address, Mark mark, const Target& target) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Set& set = set_of(address);
+    const size_t last = std::min(position(set, address), kWays - 1);
+    std::move_backward(set.begin(), set.begin() + last, set.begin() + last + 1);
+    set[0] = {address, target, std::move(mark)};
+  }
+
+  // The target, if its mark is of what has the address now.
+  template <class Check>
+  Target find(const void* address, Check recognizes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const Set& set = set_of(address);
+    const size_t at = position(set, address);
+    return at < kWays && recognizes(set[at].mark) ? set[at].target : Target();
+  }
+
+  void clear() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (Set& set : sets_) set = {};
+  }
+
+ private:
+  static constexpr size_t kWays = 8;
+  using Set = std::array<Entry, kWays>;  // the newest first
+
+  static size_t position(const Set& set, const void* address) {
+    size_t i = 0;
+    while (i < kWays && set[i].address != address) i++;
+    return i;
+  }
+
+  Set& set_of(const void* address) {
+    return sets_[reinterpret_cast<uintptr_t>(address) * 0x9E3779B97F4A7C15ull >> 54];
+  }
+
+  std::mutex mutex_;
+  std::array<Set, 1024> sets_;
+};
+
+// A work's address is used again. One of another type is another one, which no operator of c10d has returned.
+inline Newest<c10d::OpType>& works() {
+  static auto* instance = new Newest<c10d::OpType>;
+  return *instance;
+}
+
+inline void remember_work(const c10d::Work& work, const Target& target) {
+  works().remember(&work, work.retrieveOpType(), target);
+}
+
+inline Target target_of_work(const c10d::Work& work) {
+  return works().find(&work, [&](c10d::OpType type) { return type == work.retrieveOpType(); });
+}
+
+// A storage's address is its own for as long as there is a weak pointer to it, which does not keep its memory.
+using WeakStorage = std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>>;
+
+inline Newest<WeakStorage>& storages() {
+  static auto* instance = new Newest<WeakStorage>;
+  return *instance;
+}
+
+constexpr int kMostTensors = 256;  // of one collective that are remembered
+
+inline const c10::Storage* storage_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() ? &tensor.storage() : nullptr;
+}
+
+inline Target target_of_tensor(const at::Tensor& tensor) {
+  const c10::Storage* storage = storage_of(tensor);
+  if (!storage) return {};
+  return storages().find(storage->unsafeGetStorageImpl(), [](const WeakStorage&) { return true; });
+}
+
+// Remembers the tensors in `value`, a list of lists of them at most.
+inline void remember_tensors(const c10::IValue& value, const Target& target, int& room) {
+  if (value.isTensor()) {
+    const c10::Storage* storage = storage_of(value.toTensor());
+    if (storage && room-- > 0)
+      storages().remember(storage->unsafeGetStorageImpl(), storage->getWeakStorageImpl(), target);
+  } else if (value.isList()) {
+    for (const c10::IValue& item : value.toListRef()) {
+      if (room <= 0) return;
+      remember_tensors(item, target, room);
+    }
+  }
+}
+
+// What this thread communicates and waits for.
+struct Thread {
+  Target issued;          // the collective it issued last
+  Target told;            // the communication of the engine that is under way on it, whose calls are passed over
+  int blocking = 0;       // calls it is in that wait in C++ for the collectives they issue
+  Record* wait = nullptr;  // the record of the outermost of them, from its first collective on
+};
+inline thread_local Thread this_thread;
+
+// A collective was issued on this thread, at `now`.
+inline void note_issued(Recorder& recorder, const Record& comm, int64_t now) {
+  this_thread.issued = target_of(comm);
+  if (!this_thread.blocking) return;
+  if (!this_thread.wait) {
+    this_thread.wait = recorder.claim();
+    if (!this_thread.wait) return;
+    begin_wait(this_thread.wait, now, this_thread.issued, 0);
+  } else {
+    waits_for(this_thread.wait, this_thread.issued);
+  }
+}
+
+inline void enter_blocking() { this_thread.blocking++; }
+
+inline void leave_blocking() {
+  if (--this_thread.blocking || !this_thread.wait) return;
+  complete(this_thread.wait, now_ns());
+  this_thread.wait = nullptr;
+}
+
+}  // namespace dsprof

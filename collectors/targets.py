@@ -1,0 +1,110 @@
+"""What a wait waits for, as `PyRecorder` knows it. The native helper's part is `native/waits.hpp`.
+
+A collective is remembered when it is issued: by its work, and by the memory of its tensors, as functional collectives
+hand out tensors in place of works. A wait asks by the one or the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+MOST_TENSORS: Final = 256
+"""Of one collective that are remembered."""
+MOST_STORAGES: Final = 8192
+"""Of all collectives; the newest."""
+
+
+class Target(NamedTuple):
+    """A collective, a send or a receive, as a wait's record names it: fields of schema.RECORD_FIELDS."""
+
+    name: int
+    group: int
+    seq: int
+    peer: int
+    """Of a send or a receive; else -1. So is `tag`."""
+    tag: int
+    flags: int
+    """Flag.P2P or 0."""
+
+
+class Here(threading.local):
+    """What a thread communicates and waits for."""
+
+    issued: Target | None = None
+    """The collective it issued last."""
+    told: Target | None = None
+    """The engine's communication that is under way on it, whose calls of c10d are passed over."""
+    blocking: int = 0
+    """How many calls it is in that wait in C++ for the collectives they issue."""
+    wait: int = 0
+    """Handle of the outermost one's record, from its first collective on."""
+    work: Any = None
+    """Of the collective it issued last: kept so that whoever issued it is given this very object, and remembers it."""
+
+    def __init__(self) -> None:
+        self.inside: list[Any] = []
+        """The works that it issued in calls it is in that wait in C++."""
+
+
+class Targets:
+    """The targets of this process, by work and by storage. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.here = Here()
+        self._works: WeakKeyDictionary[Any, Target] = WeakKeyDictionary()
+        self._storages: dict[int, tuple[WeakStorage, Target]] = {}
+        """By address, which is the storage's own while there is a weak reference to it. The newest last."""
+        self._lock = threading.RLock()  # freeing a storage may collect garbage, and so run anything
+
+    def remember_work(self, work: Any, target: Target) -> None:
+        with contextlib.suppress(TypeError):  # None
+            self._works[work] = target
+
+    def remember_tensors(self, value: Any, target: Target) -> None:
+        """Of a tensor, a list of them, or a list of lists."""
+        known = self._storages
+        with self._lock:
+            for storage in _storages(value)[:MOST_TENSORS]:
+                address = storage._cdata
+                found = known.pop(address, None)
+                known[address] = (WeakStorage(storage) if found is None else found[0]), target
+            while len(known) > MOST_STORAGES:
+                known.pop(next(iter(known)))
+
+    def of_work(self, work: Any) -> Target | None:
+        try:
+            return self._works.get(work)
+        except TypeError:  # no work, or one of a class that cannot be hashed
+            return None
+
+    def of_tensor(self, tensor: Any) -> Target | None:
+        for storage in _storages(tensor):
+            found = self._storages.get(storage._cdata)
+            return None if found is None else found[1]
+        return None
+
+
+class WeakStorage:
+    """A weak reference, which keeps a storage's address from being used again, and not its memory."""
+
+    def __init__(self, storage: Any) -> None:
+        self.address: int = storage._weak_ref()
+        self._free = type(storage)._free_weak_ref
+
+    def __del__(self) -> None:
+        self._free(self.address)
+
+
+def _storages(value: Any) -> list[Any]:
+    """Of a tensor, a list of them, or a list of lists."""
+    if isinstance(value, (list, tuple)):
+        if len(value) == 1:
+            return _storages(value[0])
+        return [storage for item in value for storage in _storages(item)]
+    try:
+        return [value.untyped_storage()]
+    except (AttributeError, NotImplementedError, RuntimeError):  # no tensor, or one without a storage (sparse)
+        return []

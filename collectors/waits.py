@@ -1,0 +1,192 @@
+"""Where a thread stands still for communication: `Work.wait`, waits for the futures of works, and calls that issue
+collectives and wait for them inside C++. (`wait_tensor`, of functional collectives, is an operator and belongs to the
+kernels. Waits of DDP's reducer inside C++ are derived on merge.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Protocol
+from weakref import WeakKeyDictionary
+
+from . import dynamo
+
+if TYPE_CHECKING:
+    from .record import Recorder
+
+OP_TYPES: Final = {
+    0: "broadcast",
+    1: "all_reduce",
+    2: "all_reduce",
+    3: "reduce",
+    4: "all_gather",
+    5: "all_gather",
+    6: "all_gather",
+    7: "gather",
+    8: "scatter",
+    9: "reduce_scatter",
+    10: "all_to_all",
+    11: "all_to_all",
+    12: "send",
+    13: "recv",
+    14: "recv",
+    15: "barrier",
+    16: "reduce_scatter",
+    19: "reduce_scatter",
+}
+"""`c10d::OpType` of a work (Work.hpp) -> the name of its wait, where nobody knows which work it is; else `wait`."""
+
+BLOCKING: Final = (
+    ("", "_broadcast_coalesced"),  # DDP sends its buffers in forward, and DDP and FSDP the parameters when they wrap
+    ("", "_verify_params_across_processes"),
+    ("ProcessGroup", "monitored_barrier"),
+    ("Reducer", "_rebuild_buckets"),  # DDP's in the second forward, which agrees on their order
+)
+"""Functions and methods of torch.distributed that wait inside C++ for the collectives they issue."""
+
+Uninstall = Callable[[], None]
+Function = Callable[..., Any]
+
+
+class Hooks(Protocol):
+    """Who is told what is over: the hooks on c10d's operators."""
+
+    def waited(self, work: Any) -> None:
+        """A wait for it has returned."""
+
+    def waited_for(self, target: Any) -> None:
+        """A wait for what `Recorder.target` gave of a work has returned."""
+
+    def returned(self) -> None:
+        """The call has returned that waited in C++ for what this thread issued in it."""
+
+
+def install(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:
+    """Record waits from now on."""
+    return [_works(recorder, hooks), *_futures(recorder, hooks), _coalesced(recorder), *_blocking(recorder, hooks)]
+
+
+def _works(recorder: Recorder, hooks: Hooks) -> Uninstall:
+    from torch.distributed import Work
+
+    names = {op_type: recorder.intern(name) for op_type, name in OP_TYPES.items()}
+    other, begin, end, waited = recorder.intern("wait"), recorder.begin_wait, recorder.end, hooks.waited
+
+    def watched(original: Function) -> Function:
+        def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+            handle = begin(names.get(self._get_op_type(), other), self)
+            try:
+                result = original(self, *args, **kwargs)
+                waited(self)  # a wait that raises ends nothing but itself
+                return result
+            finally:
+                end(handle)
+
+        return wait
+
+    return _replace(Work, "wait", watched)
+
+
+def _futures(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:
+    """A future that `Work.get_future` gave, or that follows from such a one, may be waited for in place of the work."""
+    from torch._C import Future
+    from torch.distributed import Work
+
+    targets: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
+    name = recorder.intern("wait")
+
+    def carry(future: Any, target: object | None) -> Any:
+        if target is not None:
+            with contextlib.suppress(TypeError):  # of a class that cannot be hashed
+                targets[future] = target
+        return future
+
+    def target_of(future: Any) -> object | None:
+        try:
+            return targets.get(future)
+        except TypeError:
+            return None
+
+    def given(original: Function) -> Function:
+        return lambda self: carry(original(self), recorder.target(self))
+
+    def following(original: Function) -> Function:
+        return lambda self, callback: carry(original(self, callback), target_of(self))
+
+    def watched(original: Function) -> Function:
+        def wait(self: Any) -> Any:
+            target = target_of(self)
+            if target is None:
+                return original(self)
+            handle = recorder.begin_wait(name, target)
+            try:
+                result = original(self)
+                hooks.waited_for(target)
+                return result
+            finally:
+                recorder.end(handle)
+
+        return wait
+
+    future: Any = Future
+    return [_replace(Work, "get_future", given), _replace(future, "then", following), _replace(future, "wait", watched)]
+
+
+def _coalesced(recorder: Recorder) -> Uninstall:
+    """What is coalesced by the backend (NCCL) has one work, which no operator of c10d returns."""
+    from torch.distributed import ProcessGroup
+
+    def watched(original: Function) -> Function:
+        def _end_coalescing(*args: Any, **kwargs: Any) -> Any:
+            work = original(*args, **kwargs)
+            recorder.stands_for_issued(work)
+            return work
+
+        return _end_coalescing
+
+    return _replace(ProcessGroup, "_end_coalescing", watched)
+
+
+def _blocking(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:
+    from torch import distributed
+
+    enter, returned, leave = recorder.enter_blocking, hooks.returned, recorder.leave_blocking
+
+    def watched(original: Function) -> Function:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if dynamo.compiling():
+                return original(*args, **kwargs)
+            enter()
+            try:
+                result = original(*args, **kwargs)
+                returned()
+                return result
+            finally:
+                leave()
+
+        return call
+
+    owners = [(getattr(distributed, owner, None) if owner else distributed, name) for owner, name in BLOCKING]
+    return [_replace(owner, name, watched) for owner, name in owners]
+
+
+def _replace(owner: Any, name: str, watched: Callable[[Function], Function]) -> Uninstall:
+    """Put `watched(original)` in the place of an attribute, where there is one: some are private to torch."""
+    original = getattr(owner, name, None)
+    if original is None:
+        return lambda: None
+    stored = vars(owner).get(name)  # of a method of pybind11's: what binds it, where `original` may be a plain function
+    replacement = functools.wraps(original)(watched(original))
+    setattr(owner, name, replacement)
+
+    def uninstall() -> None:  # somebody may have wrapped ours since: then it stays, and records nothing
+        if vars(owner).get(name) is not replacement:
+            return
+        if stored is None:  # inherited
+            delattr(owner, name)
+        else:
+            setattr(owner, name, stored)
+
+    return uninstall
