@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 SHORTEST_NS: Final = 100_000
 """Young collections run hundreds of times a step and take microseconds: not worth a record."""
 
+
+TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+USER_TICKS: Final = 11
+SYSTEM_TICKS: Final = 12
+"""Fields of /proc/<pid>/stat behind the command's name (proc(5), from 0)."""
 
 _pauses: deque[tuple[int, int, float]] = deque(maxlen=10_000)
 """Collections not yet recorded. A collection can start anywhere, inside the recorder and under its lock too: so the
@@ -97,11 +103,32 @@ def _open(path: str) -> int:
 _run_queue = _RunQueue()
 
 
+def worker_seconds() -> float | None:
+    """CPU time of this process's children by `multiprocessing`, such as DataLoader workers, those that have ended
+    included; s. None where there are none, or the system does not tell."""
+    processes = getattr(sys.modules.get("multiprocessing.process"), "_children", None)
+    if not processes:
+        return None
+    ended = os.times()
+    total = ended.children_user + ended.children_system
+    for process in list(processes):
+        try:
+            with open(f"/proc/{process.pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:  # it has ended meanwhile, and counts as such in the next step
+            continue
+        total += (int(fields[USER_TICKS]) + int(fields[SYSTEM_TICKS])) / TICKS_A_SECOND
+    return total
+
+
 def sample(recorder: Recorder) -> None:
-    """Counters at the end of a step, by the training thread: CPU time of the process and of the thread, and how long
-    the thread waited for a core. All in seconds, since the process or thread began."""
+    """Counters at the end of a step, by the training thread: CPU time of the process, of the thread and of the
+    process's workers, and how long the thread waited for a core. All in seconds, since the process or thread began."""
     _record_pauses(recorder)
     gauges = [("cpu_seconds", time.process_time()), ("training_thread_cpu_seconds", time.thread_time())]
+    working = worker_seconds()
+    if working is not None:
+        gauges.append(("worker_cpu_seconds", working))
     waited = _run_queue.waited_s()
     if waited is not None:
         gauges.append(("core_wait_seconds", waited))

@@ -122,6 +122,10 @@ def supply(context: Context) -> Supply | None:
         return answer(workers, np.clip((low + usual) / 2, 0, None), low, high, sleep, asleep)
     hindered = _hindered(context, cores, now)
     asleep = hindered < UNHINDERED
+    working = _per_rank(context, "worker_cpu_seconds")
+    if working is not None:  # then their CPU time is known
+        asleep = float(working[worst].mean()) < (1 - MOSTLY) * now * step_ms
+        hindered = math.nan if asleep else math.inf
     if not asleep and now >= min(wanted, free):
         # Every core has its worker. Should these sleep all the same, more of them would do.
         high, low = with_workers(wanted), np.zeros_like(waited)

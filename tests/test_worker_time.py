@@ -1,0 +1,37 @@
+"""CPU time of DataLoader workers, as the training process sees it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+
+from dsprof.collectors import host
+
+
+def burn(seconds: float) -> None:
+    until = time.process_time() + seconds
+    while time.process_time() < until:
+        pass
+
+
+def test_a_process_without_children_says_nothing() -> None:
+    assert not multiprocessing.active_children()
+    assert host.worker_seconds() is None
+
+
+def test_children_count_while_they_run_and_after_they_ended() -> None:
+    fork = multiprocessing.get_context("fork")
+    sleeper = fork.Process(target=time.sleep, args=(60,), daemon=True)
+    sleeper.start()
+    try:
+        before = host.worker_seconds()
+        assert before is not None
+        worker = fork.Process(target=burn, args=(0.3,), daemon=True)
+        worker.start()
+        worker.join()
+        after = host.worker_seconds()
+        assert after is not None
+        assert after - before >= 0.25
+    finally:
+        sleeper.kill()
+        sleeper.join()
