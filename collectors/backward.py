@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dsprof.schema import BACKWARD_DONE, Kind
 
+from . import dynamo
+
 if TYPE_CHECKING:
     from .record import PyRecorder
 
@@ -30,6 +32,7 @@ class BackwardDone:
         self._lock = threading.Lock()
         self._task = torch._C._current_graph_task_id
         self._engine: Any = torch.autograd.Variable._execution_engine
+        dynamo.skip(self._mark)
 
     def watch(self, cpu: bool) -> None:
         """A collective is about to be issued, on CPU tensors or not."""

@@ -83,7 +83,8 @@ class Recorder(Protocol):
         """
 
     def target(self, work: object, /) -> object | None:
-        """What a wait for this c10d work waits for, for `begin_wait`; None where nobody knows."""
+        """What a wait for this c10d work waits for, for `begin_wait`; None where nobody knows. Of None: the collective
+        that this thread issued last."""
 
     def stands_for_issued(self, work: object, /) -> None:
         """A work that no c10d operator returned: it is of the collective that this thread issued last."""
@@ -249,7 +250,7 @@ class PyRecorder(BackwardDepth):
         return self._write(now, 0, 0, -1, name, group, seq, peer, tag, _WAIT, _BEGUN, 0, flags)
 
     def target(self, work: object, /) -> Target | None:
-        return self.targets.of_work(work)
+        return self.targets.here.issued if work is None else self.targets.of_work(work)
 
     def stands_for_issued(self, work: object, /) -> None:
         issued = self.targets.here.issued

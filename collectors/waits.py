@@ -90,7 +90,9 @@ def _works(recorder: Recorder, hooks: Hooks) -> Uninstall:
 
 
 def _futures(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:
-    """A future that `Work.get_future` gave, or that follows from such a one, may be waited for in place of the work."""
+    """A future that `Work.get_future` gave, or that follows from such a one, may be waited for in place of the work.
+    So is that of DDP's reducer where a rank has run out of input (`join`)."""
+    from torch import distributed
     from torch._C import Future
     from torch.distributed import Work
 
@@ -112,6 +114,9 @@ def _futures(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:
     def given(original: Function) -> Function:
         return lambda self: carry(original(self), recorder.target(self))
 
+    def of_reducer(original: Function) -> Function:
+        return lambda self, *args: carry(original(self, *args), recorder.target(None))
+
     def following(original: Function) -> Function:
         return lambda self, callback: carry(original(self, callback), target_of(self))
 
@@ -131,7 +136,12 @@ def _futures(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:
         return wait
 
     future: Any = Future
-    return [_replace(Work, "get_future", given), _replace(future, "then", following), _replace(future, "wait", watched)]
+    return [
+        _replace(Work, "get_future", given),
+        _replace(future, "then", following),
+        _replace(future, "wait", watched),
+        _replace(getattr(distributed, "Reducer", None), "_run_comm_hook", of_reducer),
+    ]
 
 
 def _coalesced(recorder: Recorder) -> Uninstall:
@@ -179,6 +189,7 @@ def _replace(owner: Any, name: str, watched: Callable[[Function], Function]) -> 
         return lambda: None
     stored = vars(owner).get(name)  # of a method of pybind11's: what binds it, where `original` may be a plain function
     replacement = functools.wraps(original)(watched(original))
+    dynamo.skip_frame(replacement)  # called between the parts of a compiled step, it is no part of it
     setattr(owner, name, replacement)
 
     def uninstall() -> None:  # somebody may have wrapped ours since: then it stays, and records nothing

@@ -134,6 +134,14 @@ def ddp_several(rank: int) -> None:
     two(one(torch.ones(4, 10))).sum().backward()
 
 
+def ddp_join(rank: int) -> None:
+    """Rank 0 runs out of input first; from then on it waits in Python for the future of each bucket."""
+    model = DistributedDataParallel(torch.nn.Linear(10, 1))
+    with model.join():
+        for _ in range(1 + 2 * rank):
+            model(torch.ones(4, 10)).sum().backward()
+
+
 def all_reduce_gradient(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     dist.all_reduce(parameter.grad)
@@ -330,6 +338,7 @@ SECTIONS: dict[str, Callable[[int], None]] = {
     "ddp_late_peer": ddp_late_peer,
     "ddp_static": ddp_static,
     "ddp_several": ddp_several,
+    "ddp_join": ddp_join,
     "retained": retained,
     "reentrant": reentrant,
     "no_gradients": no_gradients,

@@ -399,6 +399,7 @@ inline void install_collectives(const std::vector<std::pair<std::string, std::st
   groups().clear();
   works().clear();
   storages().clear();
+  this_thread = Thread();
   auto library = [](const char* space) {
     return new torch::Library(torch::Library::IMPL, space, c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
   };

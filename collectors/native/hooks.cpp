@@ -202,10 +202,9 @@ PyObject* py_begin_wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return handle_of(*recorder, index);
 }
 
-// target(work) -> (name, group, seq, peer, tag, flags) or None
+// target(work; None: what this thread issued last) -> (name, group, seq, peer, tag, flags) or None
 PyObject* py_target(PyObject*, PyObject* object) {
-  const c10d::Work* work = work_of(object);
-  const Target target = work ? target_of_work(*work) : Target();
+  const Target target = object == Py_None ? this_thread.issued : target_named(object);
   if (!target.name) Py_RETURN_NONE;
   return Py_BuildValue("IIIiiI", target.name, target.group, target.seq, target.peer, target.tag,
                        static_cast<unsigned int>(target.flags));
@@ -342,7 +341,7 @@ PyMethodDef methods[] = {
     {"put", FAST(py_put), "put(kind, name, start_ns, end_ns, value=None, bytes=-1)"},
     {"mark", FAST(py_mark), "mark(kind, name, value=None, bytes=-1)"},
     {"begin_wait", FAST(py_begin_wait), "begin_wait(name, work or its target) -> handle; 0: not recorded"},
-    {"target", py_target, METH_O, "target(work) -> what a wait for it waits for, None: unknown"},
+    {"target", py_target, METH_O, "target(work or None) -> what a wait for it waits for, None: unknown"},
     {"stands_for_issued", py_stands_for_issued, METH_O, "This work is of what this thread issued last"},
     {"enter_blocking", py_enter_blocking, METH_NOARGS, "This thread enters a call that waits for what it issues"},
     {"leave_blocking", py_leave_blocking, METH_NOARGS, "It left the innermost of them"},
