@@ -157,7 +157,7 @@ def test_workers_started_anew_are_to_persist() -> None:
     analysis = analyze(restarting().trace())
     first = analysis.findings[0]
     assert (first.code, first.severity) == ("data.stall", "high")
-    assert first.title.startswith("the 2 workers of the DataLoader are started anew every 10 steps, 40")
+    assert first.title.startswith("the DataLoader's 2 workers are started anew every 10 steps, 40")
     assert first.gain.method == "measured excess"
     # 400 ms in every tenth step; at worst the first batch takes as long as two workers may take for one and keep up.
     assert first.gain.ms == pytest.approx(40, abs=1)

@@ -1,7 +1,8 @@
 """Where each rank's step went. Every moment of the training thread belongs to one part, so the parts sum to the step.
 
 A moment that several claim goes to the first of: a pause of the interpreter; a wait (for a peer, then for the bytes); a
-wait for another stage of the pipeline, which is a bubble; evaluation, checkpoints and compilation; the innermost phase.
+wait for another stage of the pipeline, which is a bubble; evaluation, checkpoints and compilation; the innermost phase;
+a pipeline's schedule, between its actions.
 What nothing explains is `other`, and so is what is not training at all (`apart`).
 """
 
@@ -92,6 +93,7 @@ def paint(
         "apart": Intervals.empty(),
         **innermost(main[main["kind"] == "phase"]),
     }
+    own["compute"] = own["compute"] | _scheduled(main)
     for spans in (apart or {}).values():
         own["apart"] = own["apart"] | spans
     layers, so_far = [], Intervals.empty()
@@ -99,6 +101,14 @@ def paint(
         so_far = so_far | own[name]
         layers.append(so_far)
     return RankTime(rank, tuple(layers), waits, dict(apart or {}))
+
+
+def _scheduled(main: pd.DataFrame) -> Intervals:
+    """From the first to the last action of a pipeline in each step: what the schedule itself does in between."""
+    acted = main[main["kind"] == "pipe"]
+    end = acted["start_ns"] + acted["dur_ns"].astype("int64")
+    first, last = acted.groupby("step")["start_ns"].min(), end.groupby(acted["step"]).max()
+    return Intervals.union(first.to_numpy(np.int64), last.to_numpy(np.int64))
 
 
 def _spans(rows: pd.DataFrame) -> Intervals:

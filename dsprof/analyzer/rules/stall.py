@@ -13,7 +13,8 @@ import pandas as pd
 from ..context import Change, Context, interval
 from ..finding import LOW_PERCENT, Evidence, Finding, Gain, Where
 from ..load import SharedCores, spent_by_step
-from .base import LEAST_SHARE, NotConcerned, NotJudged, confidence_of, need_steps, widened
+from ..text import count
+from .base import LEAST_SHARE, NotConcerned, NotJudged, at, confidence_of, need_steps, widened
 from .loader import Fact, loader_fact, loader_fix, loading_rows, restarts, training_loader
 
 Float = npt.NDArray[np.float64]
@@ -126,15 +127,17 @@ def supply(context: Context) -> Supply | None:
     if working is not None:  # then their CPU time is known
         asleep = float(working[worst].mean()) < (1 - MOSTLY) * now * step_ms
         hindered = math.nan if asleep else math.inf
+    # While the loop waits, the training thread's core is a worker's.
+    free = max(math.floor(cores.cores_a_rank), 1)
     if not asleep and now >= min(wanted, free):
         # Every core has its worker. Should these sleep all the same, more of them would do.
         high, low = with_workers(wanted), np.zeros_like(waited)
         return answer(now, low if hindered > HINDERED else high / 2, low, high, waited, False)
     workers = wanted if asleep else min(wanted, free)
     low, high = with_workers(workers, at_worst), with_workers(workers)
-    if not asleep:  # then those there are may keep a core busy each
-        taken = step_ms * len(cores.ranks) * now / cores.cores
-        low = np.minimum(low, np.clip(cores.spare_ms - taken, 0, None))
+    if not asleep:  # then loading may compute all the time, on the cores that the rest of the step computes on
+        left = max((rest + one_batch) / cores.cores_a_rank, one_batch / workers) + at_worst
+        low = np.minimum(low, waited * min(max(step_ms - left, 0.0) / wait_ms, 1.0))
     return answer(workers, (low + high) / 2, low, high, waited, asleep)
 
 
@@ -225,6 +228,9 @@ def _stall(context: Context, found: Supply, gain: Gain, alone: Gain) -> Finding:
         Evidence("share of the step", round(100 * worst_ms / context.step_ms, 1), "%"),
         Evidence("DataLoader workers", found.now if found.loader else "unknown", "", found.workers if worth else None),
     ]
+    site = (found.loader or {}).get("site")
+    if site:
+        evidence.append(Evidence("the DataLoader was made in", at(site).strip(" ()"), ""))
     if found.cores is not None and crowded:
         evidence.append(Evidence("cores for a rank and its workers", round(found.cores, 2), "count", found.wanted + 1))
         if found.now == 0:
@@ -234,7 +240,7 @@ def _stall(context: Context, found: Supply, gain: Gain, alone: Gain) -> Finding:
         note = (
             "; its IterableDataset must be split by get_worker_info()" if (found.loader or {}).get("iterable") else ""
         )
-        if crowded and found.cores is not None and found.workers + 1 > max(found.cores, 2):
+        if found.asleep and found.cores is not None and found.workers + 1 > found.cores:
             note += "; more than there are cores, as loading mostly sleeps"
         settings = {"num_workers": found.workers, "persistent_workers": True}
         fixes.append(loader_fix(context, found.loader, settings, alone, note))
@@ -284,8 +290,9 @@ def _restarted(context: Context) -> list[Finding]:
     often = (
         "for each step" if between == 1 else f"every {between} steps" if len(costs) > 1 else f"once in {steps} steps"
     )
-    title = f"the {fact.get('num_workers')} workers of the DataLoader are started anew {often}, {costs.mean():.0f} ms "
-    title += "each time"
+    workers = int(fact.get("num_workers") or 0)
+    title = f"the DataLoader's {count(workers, 'worker')} {'is' if workers == 1 else 'are'} started anew {often}, "
+    title += f"{costs.mean():.0f} ms each time"
     evidence = (
         Evidence("loading where workers are started, beyond the usual", round(float(costs.mean()), 3), "ms", 0.0),
         Evidence("of that, in DataLoader.__iter__", round(float(anew["start_ms"].mean()), 3), "ms"),
