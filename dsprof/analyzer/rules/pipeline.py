@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -26,9 +26,7 @@ VIRTUAL: Final = 2
 def unbalanced(context: Context) -> Change | None:
     """Every stage computes as long as the mean of them: what an ideal division of the layers would give."""
     if not context.in_stages:
-        if context.topology.stage_of or not context.topology.pipelines:
-            raise NotConcerned
-        return None
+        raise NotConcerned
     if context.ranks_missing:
         raise NotJudged("not every stage of the pipeline was captured")
     compute = context.work("compute")
@@ -84,6 +82,13 @@ class _Shape:
     forward: Float
     backward: Float
     weight: Float
+    of_stage: dict[tuple[int, str], float]
+    """(stage, name) -> what such an action takes, ms, mean over the steps."""
+
+    def uneven_ms(self) -> float:
+        """The step with what each stage takes, ms."""
+        plan = schedules.make_plan(self.schedule, self.ranks, self.microbatches, self.virtual)
+        return schedules.simulate(plan, lambda action: self.of_stage.get((action.stage, action.op), 0.0)).makespan
 
     def step_ms(self, microbatches: int, schedule: str | None = None, virtual: int | None = None) -> float:
         """The mean step with stages that take the same, ms. Raises ValueError for a schedule that cannot be so."""
@@ -114,19 +119,28 @@ def bubble(context: Context) -> list[Finding]:
     # Costs enter linearly, so each step's saving goes with what its own actions took.
     taken = shape.forward + shape.backward + shape.weight
     series = taken / taken.mean()
-    gains = {times: _gain(context, np.minimum(saved * series, waited)) for times, saved in tried.items()}
-    best = max(MULTIPLES, key=lambda times: gains[times].ms)
+    # What a micro-batch costs beside its actions: the schedule's own work, messages. Of more micro-batches of the same
+    # size each has it too; of smaller ones, from the same batch, there are more to bear it.
+    ordinary = context.ordinary
+    busy = float((ordinary["dur_ns"] / 1e6 - ordinary[["data", "optimizer", "pause"]].sum(axis=1)).mean())
+    fixed = max(busy - shape.uneven_ms(), 0.0) / shape.microbatches
+    gains = {}
+    for times, saved in tried.items():
+        gain = _gain(context, np.minimum(saved * series, waited))
+        smaller = gain.low - fixed * shape.microbatches * (times - 1)
+        gains[times] = replace(gain, low=min(gain.low, smaller))
+    best = max(MULTIPLES, key=lambda times: gains[times].low)
     gain = gains[best]
     fact = _schedule_fact(context)
     argument = "n_microbatches" if fact else "gradient_accumulation_steps"
     site = fact.get("site")
     fixes = [
         code_fix(
-            f"{argument}={shape.microbatches * times}{at(site)}: so many micro-batches of the same size, or smaller "
-            "ones; the gain is per sample",
+            f"{argument}={shape.microbatches * times}{at(site)} with {times} times the batch: micro-batches of the "
+            "same size, and the gain is per sample; smaller ones from the same batch gain less",
             argument, shape.microbatches * times, site, gains[times],
         )
-        for times in sorted(MULTIPLES, key=lambda times: -gains[times].ms)
+        for times in sorted(MULTIPLES, key=lambda times: -gains[times].low)
     ]  # fmt: skip
     fixes += _other_schedules(context, shape, now, series, waited, site)
     ideal = 1 - shape.microbatches * shape.virtual * float(taken.mean()) / now
@@ -157,6 +171,7 @@ def _other_schedules(
         return []
     saved = now - shape.step_ms(shape.microbatches, "interleaved", VIRTUAL)
     gain = _gain(context, np.minimum(saved * series, waited))
+    gain = replace(gain, low=0.0)  # each part's messages and fixed costs are its own
     if gain.ms < LEAST_SHARE * context.step_ms:
         return []
     title = f"or an interleaved schedule, with {VIRTUAL} parts of the model on each rank{at(site)}"
@@ -184,7 +199,11 @@ def _shape(context: Context) -> _Shape:
     if virtual > 1 and schedule != "interleaved":
         raise NotJudged(f"no other number of micro-batches was tried: what {_schedule_fact(context).get('schedule')} "
                         "would do with it cannot be simulated")  # fmt: skip
-    return _Shape(schedule, ranks, microbatches, virtual, forward, backward, weight)
+    of_stage = {
+        (int(stage), str(name)): float(ms)
+        for (stage, name), ms in per_step["mean"].groupby(level=["stage", "name"]).mean().items()
+    }
+    return _Shape(schedule, ranks, microbatches, virtual, forward, backward, weight, of_stage)
 
 
 def _ranks_of_stages(context: Context) -> dict[tuple[int, ...], list[int]]:
