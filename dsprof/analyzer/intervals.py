@@ -37,6 +37,15 @@ class Intervals:
     def __or__(self, other: Intervals) -> Intervals:
         return Intervals.union(np.concatenate([self.start, other.start]), np.concatenate([self.end, other.end]))
 
+    def __sub__(self, other: Intervals) -> Intervals:
+        """What of this set is not in `other`."""
+        edges = np.unique(np.concatenate([self.start, self.end, other.start, other.end]))
+        if len(edges) < 2:
+            return self
+        mine, theirs = np.diff(self.before(edges)) > 0, np.diff(other.before(edges)) > 0
+        keep = mine & ~theirs
+        return Intervals.union(edges[:-1][keep], edges[1:][keep])
+
     def before(self, when: Int) -> Int:
         """Total length of the part of the set that lies before each moment of `when`."""
         if len(self.start) == 0:

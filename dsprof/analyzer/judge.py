@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 from .attribution import attribute
 from .context import Change, Context
 from .finding import SEVERITIES, Finding, severity_of
-from .rules import FAULTS, LEAST_SHARE, RULES, NotConcerned, NotJudged, PartlyJudged
+from .rules import FAULTS, LEAST_SHARE, PRICED_BY_REPLAY, RULES, NotConcerned, NotJudged, PartlyJudged
 from .text import ms
 
 MOST_CLOCK_ERROR: Final = 0.2
@@ -64,6 +64,9 @@ def judge(context: Context) -> tuple[list[Finding], list[str], dict[str, str], f
             finding = ask((code,), partial(FAULTS[code][1], context, change, *gains))
             found[code] = [finding] if finding is not None else []
     for codes, rule in RULES.items():
+        if refusal is not None and PRICED_BY_REPLAY & set(codes):
+            not_judged |= dict.fromkeys(codes, refusal)
+            continue
         for finding in ask(codes, partial(_whole, rule, context, not_judged)) or []:
             found.setdefault(finding.code, []).append(finding)
     every = dict.fromkeys((*FAULTS, *(code for of_rule in RULES for code in of_rule)))

@@ -19,7 +19,8 @@ LANDMARKS: Final = ("backward", "optimizer", "checkpoint", "compile")
 
 
 def apart_spans(rows: pd.DataFrame) -> dict[str, Intervals]:
-    """Kind -> when the training thread was not training but evaluating, saving or compiling. `rows` are of one rank."""
+    """Kind -> when the training thread was not training but evaluating, saving or compiling; they do not overlap.
+    `rows` are of one rank."""
     main = rows[(rows["kind"] == "phase") & (rows["lane"] == "main") & rows["dur_ns"].notna()].sort_values(
         ["start_ns", "dur_ns"], ascending=[True, False]
     )
@@ -29,6 +30,8 @@ def apart_spans(rows: pd.DataFrame) -> dict[str, Intervals]:
         chosen = main[names == name]
         start = chosen["start_ns"].to_numpy(np.int64)
         found[kind] = Intervals.union(start, start + chosen["dur_ns"].to_numpy(np.int64))
+    found["checkpointing"] = found["checkpointing"] - found["compilation"]
+    found["evaluation"] = found["evaluation"] - found["checkpointing"] - found["compilation"]
     return found
 
 

@@ -14,7 +14,10 @@ from ..finding import Finding, Gain
 from . import checkpoint, comm, data, evaluation, pause, pipeline, rank, run, stall
 from .base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged
 
-__all__ = ["FAULTS", "LEAST_SHARE", "RULES", "NotConcerned", "NotJudged", "PartlyJudged"]
+__all__ = ["FAULTS", "LEAST_SHARE", "PRICED_BY_REPLAY", "RULES", "NotConcerned", "NotJudged", "PartlyJudged"]
+
+PRICED_BY_REPLAY: Final = frozenset({"comm.small-messages", "comm.exposed", "pipeline.bubble"})
+"""Of RULES: they say nothing where the replay does not give the measured steps."""
 
 Describe = Callable[[Context, Change, Gain, Gain], Finding]
 """(context, change, its share of the lost time, the gain of mending it alone) -> finding."""

@@ -1,0 +1,37 @@
+"""Sets of intervals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dsprof.analyzer.intervals import Intervals
+
+Pairs = list[tuple[int, int]]
+
+
+def of(pairs: Pairs) -> Intervals:
+    return Intervals.union(np.array([a for a, _ in pairs], np.int64), np.array([b for _, b in pairs], np.int64))
+
+
+def pairs(intervals: Intervals) -> Pairs:
+    return list(zip(intervals.start.tolist(), intervals.end.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "left"),
+    [
+        ([(0, 10)], [], [(0, 10)]),
+        ([], [(0, 10)], []),
+        ([(0, 10)], [(3, 5)], [(0, 3), (5, 10)]),
+        ([(0, 10)], [(0, 10)], []),
+        ([(0, 10), (20, 30)], [(5, 25)], [(0, 5), (25, 30)]),
+        ([(5, 6)], [(0, 5), (6, 9)], [(5, 6)]),
+    ],
+)
+def test_difference(mine: Pairs, other: Pairs, left: Pairs) -> None:
+    assert pairs(of(mine) - of(other)) == left
+
+
+def test_union_joins_what_touches() -> None:
+    assert pairs(of([(0, 5), (5, 7)]) | of([(9, 9), (6, 8)])) == [(0, 8)]
