@@ -6,6 +6,7 @@ queued with the first collective of the backward runs just before.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +22,11 @@ LATEST: Final = 64
 """Graph tasks of the autograd engine that are remembered: a re-entrant backward comes back to the outer one's."""
 
 
+class _LastTask(threading.local):
+    task: int = -1
+    """That this thread issued a collective in."""
+
+
 class BackwardDone:
     """Marks the end of each backward that a collective is issued in."""
 
@@ -30,6 +36,7 @@ class BackwardDone:
         self._recorder = recorder
         self._latest: deque[int] = deque(maxlen=LATEST)
         self._lock = threading.Lock()
+        self._last = _LastTask()
         self._task = torch._C._current_graph_task_id
         self._engine: Any = torch.autograd.Variable._execution_engine
         dynamo.skip(self._mark)
@@ -37,8 +44,9 @@ class BackwardDone:
     def watch(self, cpu: bool) -> None:
         """A collective is about to be issued, on CPU tensors or not."""
         task = self._task()
-        if task == -1:
+        if task in (-1, self._last.task):
             return
+        self._last.task = task
         with self._lock:
             if task in self._latest:
                 return
@@ -46,11 +54,13 @@ class BackwardDone:
         if not cpu and _capturing():
             return
         if _in_node():
-            self._engine.queue_callback(self._mark)
+            self._engine.queue_callback(functools.partial(self._mark, task))
         else:  # this is a callback at its end already, such as DDP's with a static graph
-            self._mark()
+            self._mark(task)
 
-    def _mark(self) -> None:
+    def _mark(self, task: int) -> None:
+        if self._last.task > task:  # the last collective was issued, and waited for, in a re-entrant backward inside
+            return
         try:
             self._recorder.mark(Kind.MARK, self._recorder.intern(BACKWARD_DONE))
         except Exception:

@@ -293,11 +293,12 @@ class Reaper:
                 return
             # Never for long: a thread inside torch when the interpreter ends would take the process down with it.
             while not self._stopping or work.is_completed():
+                ended = work.is_completed()
                 try:
                     wait(work, REAPER_PATIENCE)
                 except Exception:  # not yet; or it failed, which its owner's wait will tell him
-                    if work.is_completed():
-                        (self._over if work.is_success() else self._failed)(work)
+                    if ended:
+                        self._failed(work)
                         break
                 else:
                     self._over(work)

@@ -121,6 +121,34 @@ def ddp_late_peer(rank: int) -> None:
     loss.backward()
 
 
+class Reentrant(torch.nn.Module):
+    """Its first gradients are made in the outer backward, its last in one inside, on rank 1 after 0.2 s."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.first, self.last = rank, torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = checkpoint(self.slowly, x, use_reentrant=True)
+        out: torch.Tensor = self.last(hidden)
+        return out
+
+    def slowly(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.first(x)
+        if out.requires_grad:
+            out.register_hook(lambda gradient: time.sleep(0.2 * self.rank))
+        return out
+
+
+def ddp_reentrant(rank: int) -> None:
+    """The reducer waits at the end of the inner backward; in the second step for two buckets."""
+    model = DistributedDataParallel(Reentrant(rank), bucket_cap_mb=1e-5)
+    for _ in range(2):
+        loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+        dist.barrier()
+        loss.backward()
+
+
 def ddp_static(rank: int) -> None:
     """The first backward issues its collectives among the callbacks at its end."""
     model = DistributedDataParallel(torch.nn.Linear(10, 1), static_graph=True)
@@ -158,7 +186,8 @@ def retained(rank: int) -> None:
 
 
 def reentrant(rank: int) -> None:
-    """Each checkpointed part has a backward of its own inside the outer one; gradients are reduced in all three."""
+    """Each checkpointed part has a backward of its own inside the outer one; gradients are reduced in all three, in the
+    outer one at first."""
     layers = [torch.nn.Linear(4, 4) for _ in range(3)]
     for layer in layers:
         layer.bias.register_post_accumulate_grad_hook(all_reduce_gradient)
@@ -336,6 +365,7 @@ SECTIONS: dict[str, Callable[[int], None]] = {
     "ddp": ddp,
     "ddp_buffers": ddp_buffers,
     "ddp_late_peer": ddp_late_peer,
+    "ddp_reentrant": ddp_reentrant,
     "ddp_static": ddp_static,
     "ddp_several": ddp_several,
     "ddp_join": ddp_join,

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch  # noqa: F401  (the native helper is for the torch of this process)
+import torch
 from captures import RECORDERS, Row, build_helper, has_compiler, read_rows
 from collective_job import SECTIONS
 
+from dsprof.collectors.collective_kernels import Reaper
 from dsprof.schema import BACKWARD_DONE, NO_SEQ, Flag, Kind, State
 
 TESTS = Path(__file__).parent
@@ -236,21 +238,23 @@ def test_what_the_engine_told_is_what_its_wait_is_for(job: Job) -> None:
         ("ddp_static", 2),
         ("ddp_several", 1),
         ("retained", 2),
-        ("reentrant", 3),
+        ("ddp_reentrant", 2),
+        ("reentrant", 2),
         ("no_gradients", 0),
     ],
 )
 def test_backwards_with_collectives_are_marked(job: Job, section: str, marks: int) -> None:
-    """Once each, and one inside another for itself."""
+    """Once each. One inside another stands for itself, and for the outer one if that issues no more."""
     for rank in range(2):
         assert [row.name for row in job.rows(rank, section, Kind.MARK)] == [BACKWARD_DONE] * marks
 
 
-def test_backward_is_done_where_the_reducer_begins_to_wait(job: Job) -> None:
-    """Rank 1 issues its all-reduce 200 ms late."""
+@pytest.mark.parametrize("section", ["ddp_late_peer", "ddp_reentrant"])
+def test_backward_is_done_where_the_reducer_begins_to_wait(job: Job, section: str) -> None:
+    """Rank 1 issues its last all-reduce 200 ms late."""
     for rank in range(2):
-        issued = job.rows(rank, "ddp_late_peer")[-1]
-        (mark,) = job.rows(rank, "ddp_late_peer", Kind.MARK)
+        issued = job.rows(rank, section)[-1]
+        mark = job.rows(rank, section, Kind.MARK)[-1]
         assert issued.issue_ns < mark.start_ns
         assert mark.start_ns - issued.issue_ns < 100 * MS
         assert (issued.end_ns - mark.start_ns > 100 * MS) is (rank == 0)
@@ -376,6 +380,33 @@ def test_late_peer_is_waited_for(job: Job) -> None:
         assert early.end_ns - early.start_ns > 100 * MS
         assert late.end_ns - late.start_ns < early.end_ns - early.start_ns
         assert late.issue_ns - early.issue_ns > 100 * MS
+
+
+class LateWork:
+    """It ends, well or not, just as the first wait for it gives up."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+        self.completed = False
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def wait(self, patience: object) -> None:
+        gave_up, self.completed = not self.completed, True
+        if gave_up or self.fails:
+            raise RuntimeError("Operation timed out!" if gave_up else "planted")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_that_ends_as_the_reapers_patience_does(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed.Work, "wait", LateWork.wait)
+    ended: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
+    reaper = Reaper(lambda work: ended.put(("over", work)), lambda work: ended.put(("failed", work)))
+    work = LateWork(fails)
+    reaper.add(work)
+    assert ended.get(timeout=60) == ("failed" if fails else "over", work)
+    reaper.stop()
 
 
 # One rank; hooks installed and removed over and over, a fork in between, compiled code with a collective in it.

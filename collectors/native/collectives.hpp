@@ -178,16 +178,18 @@ inline bool first_of(int task) {
   return true;
 }
 
+inline thread_local int last_task = -1;  // that this thread issued a collective in
+
 // Has the end of the backward recorded that a collective is issued in. DDP's reducer queues its finalizer on the
 // autograd engine with its last bucket, so what is queued with the first runs just before it begins to wait.
 inline void watch_backward(const Payload& payload) try {
-  static thread_local int last = -1;
   const int task = torch::autograd::get_current_graph_task_id();
-  if (task == -1 || task == last) return;
-  last = task;
+  if (task == -1 || task == last_task) return;
+  last_task = task;
   if (!first_of(task)) return;
   if (!payload.cpu && capturing(c10::impl::VirtualGuardImpl(payload.device.type()), payload.device)) return;
-  auto mark = [] {
+  auto mark = [task] {
+    if (last_task > task) return;  // the last collective was issued, and waited for, in a re-entrant backward inside
     try {
       const int64_t now = now_ns();
       if (Recorder* recorder = active.load(std::memory_order_acquire))
