@@ -194,7 +194,7 @@ def _rank_lines(analysis: Analysis, part: str) -> list[RankLine]:
     named = {
         rank
         for finding in analysis.findings
-        if wording.is_problem(finding) and palette.part_of(finding.code) == part
+        if finding.is_problem and palette.part_of(finding.code) == part
         for rank in finding.where.ranks or ()
         if rank in table.index
     }

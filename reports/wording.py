@@ -119,23 +119,19 @@ LEAST_PERCENT: Final = 0.1
 """What gains less of the step than this is not worth a line."""
 
 
-def is_problem(finding: Finding) -> bool:
-    return finding.severity != "info" or finding.code.startswith("run.")
-
-
 def problems(analysis: Analysis) -> list[Finding]:
     """Findings above `info`, and what broke the run; worst first."""
-    return [finding for finding in analysis.findings if is_problem(finding)]
+    return [finding for finding in analysis.findings if finding.is_problem]
 
 
 def remarks(analysis: Analysis) -> list[Finding]:
     """The other findings, but those whose predicted gain is next to nothing."""
-    return [finding for finding in listed(analysis) if not is_problem(finding)]
+    return [finding for finding in listed(analysis) if not finding.is_problem]
 
 
 def listed(analysis: Analysis) -> list[Finding]:
     """Problems and remarks, worst first."""
-    return [item for item in analysis.findings if is_problem(item) or not 0 < item.gain.percent < LEAST_PERCENT]
+    return [item for item in analysis.findings if item.is_problem or not 0 < item.gain.percent < LEAST_PERCENT]
 
 
 def codes(analysis: Analysis, place_of: Callable[[str], str | None]) -> dict[str, list[str]]:

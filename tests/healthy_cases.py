@@ -20,6 +20,11 @@ def _engine(ranks: int, stage: int, *args: object) -> Job:
     return _job("engine.py", ranks, 60, "--forward-ms", 20, "--zero-stage", stage, *args)
 
 
+def _fsdp(ranks: int, units: int, width: int, forward_ms: int) -> Job:
+    """A unit has 4 * width^2 bytes of parameters: large enough that their transfer takes longer than its latency."""
+    return _job("fsdp.py", ranks, 40, "--layers", units, "--width", width, "--forward-ms", forward_ms)
+
+
 def _pipeline(stages: int, micro_batches: int, *args: object, forward_ms: int = 6) -> Job:
     return _job(
         "pipeline.py", stages, 36, "--micro-batches", micro_batches, "--forward-ms", forward_ms, *args
@@ -46,10 +51,10 @@ HEALTHY: Final = {
     "buffers, 2 ranks": _ddp(2, "--batch-norm"),
     "buffers, 3 ranks": _ddp(3, "--batch-norm"),
     "buffers, deep": _ddp(2, "--batch-norm", "--layers", 12),
-    "FSDP2, 4 units": _job("fsdp.py", 2, 50, "--layers", 4, "--width", 256, "--forward-ms", 10),
-    "FSDP2, 2 units": _job("fsdp.py", 2, 50, "--layers", 2, "--width", 512, "--forward-ms", 25),
-    "FSDP2, 3 ranks": _job("fsdp.py", 3, 50, "--layers", 3, "--width", 256, "--forward-ms", 20),
-    "FSDP2, 1 rank": _job("fsdp.py", 1, 50, "--layers", 4, "--width", 256, "--forward-ms", 10),
+    "FSDP2, 4 units": _fsdp(2, 4, 1024, 40),
+    "FSDP2, 2 units": _fsdp(2, 2, 1024, 60),
+    "FSDP2, 3 ranks": _fsdp(3, 2, 1024, 80),
+    "FSDP2, 1 rank": _fsdp(1, 4, 256, 10),
     "pipeline 1F1B, 2 stages, 24 micro-batches": _pipeline(2, 24),
     "pipeline 1F1B, 2 stages, 32 micro-batches": _pipeline(2, 32),
     "pipeline GPipe, 2 stages, 24 micro-batches": _pipeline(2, 24, "--schedule", "GPipe"),

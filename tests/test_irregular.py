@@ -142,14 +142,14 @@ def test_a_lasting_slowdown_is_told_with_its_first_step() -> None:
 @pytest.mark.parametrize("shape", ["flat", "slope", "wave", "spike", "short"])
 def test_what_is_no_lasting_slowdown(shape: str) -> None:
     draw = np.random.default_rng(0)
-    at = np.arange(30 if shape == "short" else 300)
+    at = np.arange(18 if shape == "short" else 300)
     durations = 50 + draw.standard_normal(len(at))
     added = {
         "flat": 0 * at,
         "slope": at / 6,
         "wave": 10 * np.sin(at / 5),
         "spike": 900 * (at == 200),
-        "short": 20 * (at > 15),
+        "short": 20 * (at > 8),
     }
     durations += added[shape]
     assert lasting_change(at, durations) is None

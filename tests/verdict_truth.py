@@ -173,13 +173,13 @@ def gains(code: str, ms: Callable[[Outcome], float], within: float) -> Check:
     return check
 
 
-def percent_between(low: float, high: float) -> Check:
-    """The gain of the first finding, in percent of the step."""
+def gains_in_all(ms: Callable[[Outcome], float], least: float, most: float) -> Check:
+    """The gain of the first finding is at least and at most so many times what is true."""
 
     def check(outcome: Outcome) -> Iterator[str]:
-        gain = outcome.first["gain"]["percent"]
-        if not low <= gain <= high:
-            yield f"{outcome.first['code']} gains {gain:.1f} %, true is from {low:.1f} to {high:.1f}"
+        true_ms, gain_ms = ms(outcome), outcome.first.get("gain", {}).get("ms", 0.0)
+        if not least * true_ms <= gain_ms <= most * true_ms:
+            yield f"{outcome.first.get('code')} gains {gain_ms:.1f} ms, true is about {true_ms:.1f}"
 
     return check
 

@@ -26,7 +26,7 @@ from .judge import judge
 from .kinds import apart_spans, divide_time, run_span
 from .load import measure_load
 from .match import match_collectives, mismatches
-from .steps import align_steps, completed_steps, describe_steps, lasting_change, step_time
+from .steps import align_steps, completed_steps, describe_steps, early_ends, lasting_change, step_time
 from .text import ms
 from .topology import Topology, find_topology, name_pipeline_messages
 from .verdict import answer
@@ -90,7 +90,7 @@ def analyze(trace: Trace) -> Analysis:
             overhead_percent=_overhead(run, rows, ordinary),
             dropped=sum(item.dropped for item in run.ranks),
             clock_error_us=clock_error_us,
-            warnings=(*run.warnings, *warnings, *renumbered, *jumps, *mismatches(rows)),
+            warnings=(*run.warnings, *warnings, *renumbered, *jumps, *early_ends(steps), *mismatches(rows)),
         ),
     )
     return replace(analysis, verdict=answer(analysis, on_gpu=context.on_gpu))
@@ -154,7 +154,8 @@ def _notes(irregular: Irregular) -> tuple[str, ...]:
     if change is None:
         return ()
     first, before, after = change
-    return (f"steps are slower from step {first} on: {ms(after)}, {ms(before)} before (medians)",)
+    how = "slower" if after > before else "faster"
+    return (f"steps are {how} from step {first} on: {ms(after)}, {ms(before)} before (medians)",)
 
 
 def _overhead(run: RunInfo, rows: pd.DataFrame, ordinary: pd.DataFrame) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -100,6 +101,11 @@ class Analysis:
     verdict: Verdict
     capture: CaptureQuality
 
+    @property
+    def steps_judged(self) -> int:
+        """How many ordinary steps the budget and the findings are of."""
+        return int(self.steps.loc[self.steps["ordinary"].astype(bool), "step"].nunique())
+
     def to_dict(self) -> dict[str, Any]:
         """findings.json, schema 1. Without a complete step `step_ms` is null and `budget` empty."""
         step_ms = None if self.step_ms is None else vars(self.step_ms)
@@ -110,7 +116,7 @@ class Analysis:
                 "command": list(self.run.command),
                 "ranks": {"expected": self.ranks_expected, "captured": len(self.ranks_captured)},
                 "steps": self.step_count,
-                "steps_judged": int(self.steps.loc[self.steps["ordinary"].astype(bool), "step"].nunique()),
+                "steps_judged": self.steps_judged,
                 "step_is": self.step_is,
                 "step_ms": step_ms,
             },
@@ -120,7 +126,7 @@ class Analysis:
             "time": self.time,
             "passed": list(self.passed),
             "not_judged": self.not_judged,
-            "noise_ms": self.noise_ms,
+            "noise_ms": self.noise_ms if math.isfinite(self.noise_ms) else None,
             "notes": list(self.notes),
             "capture": {
                 "overhead_percent": self.capture.overhead_percent,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -59,7 +60,7 @@ class RankTime:
     apart: Mapping[str, Intervals] = field(default_factory=dict)
     """Kind of schema.TIME_KINDS -> when it was under way."""
 
-    @property
+    @cached_property
     def unbound(self) -> Intervals:
         """The waits of which it is not known what for."""
         waits = self.waits[(self.waits["collective"] == NOTHING) & ~self.waits["derived"]]
@@ -86,7 +87,7 @@ def paint(
     arrival, bubble = waits["arrival_ns"].to_numpy(np.int64), waits["bubble"].to_numpy(bool)
     stalled = main[main["kind"] == "pause"]
     own = {
-        "pause": _spans(stalled),
+        "pause": spans_of(stalled),
         "peer_wait": Intervals.union(start[~bubble], arrival[~bubble]),
         "comm_exposed": Intervals.union(arrival[~bubble], end[~bubble]),
         "bubble": Intervals.union(start[bubble], end[bubble]),
@@ -111,19 +112,20 @@ def _scheduled(main: pd.DataFrame) -> Intervals:
     return Intervals.union(first.to_numpy(np.int64), last.to_numpy(np.int64))
 
 
-def _spans(rows: pd.DataFrame) -> Intervals:
+def spans_of(rows: pd.DataFrame) -> Intervals:
+    """When any of `rows`, which have ended, was under way."""
     start = rows["start_ns"].to_numpy(np.int64)
     return Intervals.union(start, start + rows["dur_ns"].to_numpy(np.int64))
 
 
-def innermost(phases: pd.DataFrame) -> dict[str, Intervals]:
-    """Part -> when a phase of that part was the innermost one under way on the thread."""
-    part = phases["name"].astype(str).map(PHASE_PART)
+def innermost(phases: pd.DataFrame, parts: Mapping[str, str] = PHASE_PART) -> dict[str, Intervals]:
+    """Part -> when a phase of that part was the innermost one under way on the thread. `parts`: of each name."""
+    part = phases["name"].astype(str).map(parts)
     known = phases[part.notna()]
     starts = known["start_ns"].to_numpy(np.int64)
     ends = starts + known["dur_ns"].to_numpy(np.int64)
     names = part[part.notna()].to_numpy(object)
-    found: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in ("data", "optimizer", "compute")}
+    found: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in set(parts.values()) - {"other"}}
     stack: list[tuple[int, str]] = []
     at = 0
 

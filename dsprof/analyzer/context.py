@@ -34,9 +34,12 @@ class Change:
     """Own work that would go away if one fault were mended.
 
     removed:  part of WORK -> ms, [R, S] over the ordinary steps in order; negative where a rank would get more to do.
+    where_beyond_peers: it goes from where the rank takes longer than those that do the same work, between the same
+              collectives; else from all of the step in proportion.
     """
 
     removed: Mapping[str, Float]
+    where_beyond_peers: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,18 +143,32 @@ class Context:
                 durations = durations - slope * size - level
         if len(durations) < 2:
             return float(np.abs(durations).sum()) / 2
-        return float(1.96 * np.sqrt(np.mean(np.diff(durations) ** 2) / 2 / len(durations)))
+        neighbours = float(1.96 * np.sqrt(np.mean(np.diff(durations) ** 2) / 2 / len(durations)))
+        low, high = interval(durations)  # of what comes and goes in a fixed rhythm, neighbours say too much
+        return min(neighbours, (high - low) / 2)
 
     def replayed(self, changes: tuple[Change, ...] = ()) -> Float:
         """Duration of each middle step in ms, [S], mean over ranks, with the changes made."""
         order = {step: i for i, step in enumerate(self.step_numbers.tolist())}
         keep = np.ones((len(self.ranks), len(order), len(WORK)))
+        beyond = np.zeros((len(self.ranks), len(order)))
         for i, part in enumerate(WORK):
-            removed = [change.removed[part] for change in changes if part in change.removed]
+            removed = [c.removed[part] for c in changes if part in c.removed and not c.where_beyond_peers]
             if removed:
                 total = self.work(part)
                 keep[:, :, i] = np.clip(1 - sum(removed, np.zeros_like(total)) / np.maximum(total, 1e-9), 0, None)
-        return self.over_steps(lambda program: replay.run(program, keep[:, [order[s] for s in program.steps.tolist()]]))
+            beyond += sum((c.removed[part] for c in changes if part in c.removed and c.where_beyond_peers), 0.0)
+
+        def changed(program: Program) -> Float:
+            chosen = [order[s] for s in program.steps.tolist()]
+            kept = [of_rank[chosen][None] for of_rank in keep]
+            for r in np.flatnonzero(beyond.any(axis=1)).tolist():
+                team = next(team for team in self.teams if team[r])
+                peers = [p for p in np.flatnonzero(team).tolist() if not beyond[p].any()]
+                kept[r] = kept[r] * replay.keep_of_peers(program, r, peers, beyond[r, chosen])
+            return replay.run(program, kept)
+
+        return self.over_steps(changed)
 
     def over_steps(self, replayed: Callable[[Program], Float]) -> Float:
         """`replayed` of every program ([R, S] of it), mean over ranks, in order of step: [S]."""

@@ -105,6 +105,11 @@ class Finding:
     gain: Gain
     fixes: tuple[Fix, ...] = field(default=())
 
+    @property
+    def is_problem(self) -> bool:
+        """Whether it is more than a remark."""
+        return self.severity != "info" or self.code.startswith("run.")
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "code": self.code,

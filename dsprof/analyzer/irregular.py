@@ -22,6 +22,8 @@ KNOWN: Final = ("evaluation", "checkpointing", "compilation")
 """Kinds of time that are not training."""
 KINDS: Final = (*KNOWN, "data", "stop")
 
+FEWEST_JUDGED: Final = 5
+"""Of fewer steps nothing is sure."""
 WARM_UP_SHARE: Final = 4
 MOST_WARM_UP: Final = 100
 """A quarter of the steps, and no more than these, are taken for warm-up."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Final, TypeVar
 from .attribution import attribute
 from .context import Change, Context
 from .finding import SEVERITIES, Finding, severity_of
+from .irregular import FEWEST_JUDGED
 from .rules import FAULTS, LEAST_SHARE, PRICED_BY_REPLAY, RULES, NotConcerned, NotJudged, PartlyJudged
 from .text import ms
 
@@ -23,7 +25,8 @@ MOST_REPLAY_ERROR: Final = 0.05
 
 
 def judge(context: Context) -> tuple[list[Finding], list[str], dict[str, str], float]:
-    """Findings, worst first; the codes that passed; those that could not be judged and why; the noise floor in ms.
+    """Findings, worst first; the codes that passed; those that could not be judged and why; the noise floor in ms, NaN
+    where it is not known.
 
     The noise floor is that of the steps with every fault mended: one that strikes now and then must not hide in the
     noise that it makes.
@@ -43,7 +46,7 @@ def judge(context: Context) -> tuple[list[Finding], list[str], dict[str, str], f
             not_judged.update(dict.fromkeys(codes, f"the rule failed: {type(error).__name__}: {error}"))
         return None
 
-    noise_ms = 0.0
+    noise_ms = math.nan
     refusal = _refusal(context)
     if refusal is not None:
         not_judged |= dict.fromkeys(FAULTS, refusal)
@@ -69,8 +72,9 @@ def judge(context: Context) -> tuple[list[Finding], list[str], dict[str, str], f
             continue
         for finding in ask(codes, partial(_whole, rule, context, not_judged)) or []:
             found.setdefault(finding.code, []).append(finding)
+    few = len(context.step_numbers) < FEWEST_JUDGED
     every = dict.fromkeys((*FAULTS, *(code for of_rule in RULES for code in of_rule)))
-    rated = {code: [_rated(finding, noise_ms) for finding in found.get(code, [])] for code in every}
+    rated = {code: [_rated(finding, noise_ms, few) for finding in found.get(code, [])] for code in every}
     left_out = {*not_judged, *not_concerned}
     passed = [code for code, of in rated.items() if code not in left_out and all(f.severity == "info" for f in of)]
     findings = [finding for of in rated.values() for finding in of]
@@ -104,7 +108,9 @@ def _refusal(context: Context) -> str | None:
     return None
 
 
-def _rated(finding: Finding, noise_ms: float) -> Finding:
+def _rated(finding: Finding, noise_ms: float, few: bool) -> Finding:
     if finding.code.startswith("run."):
         return finding
-    return replace(finding, severity=severity_of(finding.gain, noise_ms))
+    if few:
+        return replace(finding, severity="info")
+    return replace(finding, severity=severity_of(finding.gain, 0.0 if math.isnan(noise_ms) else noise_ms))

@@ -66,7 +66,7 @@ def _evaluation(main: pd.DataFrame, rows: pd.DataFrame) -> Intervals:
         while following < len(names) and names[following] == "data" and values[following] in loaders:
             last, following = following, following + 1  # the loader that ends, and says so
         finish = int(end[last])
-        if following < len(names) and not landmark[following]:
+        if following < len(names):
             finish = max(finish, int(start[following]))
         begins.append(begin)
         finishes.append(finish)

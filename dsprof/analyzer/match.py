@@ -172,7 +172,7 @@ def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd
         table = table.merge(waited, on=["group", "seq", "rank"], how="left")
     else:
         table["waited"] = np.nan
-    table["told"] = table["end"].where(table["waited"].fillna(0) > INFORMATIVE_NS)
+    table["informative_end"] = table["end"].where(table["waited"].fillna(0) > INFORMATIVE_NS)
     table = table.sort_values(["group", "seq", "issue"], ignore_index=True)
     by = table.groupby(["group", "seq"], sort=False)
     matched = by.agg(
@@ -184,15 +184,15 @@ def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd
         last_ns=("issue", "last"),
         late_rank=("rank", "last"),
         end_ns=("end", "max"),
-        told_ns=("told", "min"),
+        informative_end_ns=("informative_end", "min"),
     ).reset_index()
     matched = matched[matched["end_ns"].notna() & (matched["ranks"] == 2)].reset_index(drop=True)
     if matched.empty:
         return matched
     matched = matched.astype({"end_ns": "int64"})
-    told = matched["told_ns"].fillna(matched["last_ns"]).astype("int64")
+    ended = matched["informative_end_ns"].fillna(matched["last_ns"]).astype("int64")
     return matched.assign(
-        name=SEND_RECV, needs="all", root_rank=-1, root_ns=-1, transfer_ns=(told - matched["last_ns"]).clip(lower=0)
+        name=SEND_RECV, needs="all", root_rank=-1, root_ns=-1, transfer_ns=(ended - matched["last_ns"]).clip(lower=0)
     )
 
 

@@ -12,6 +12,7 @@ Not fitted: lanes contending for cores. `HostLoad` says where that limits a pred
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -81,8 +82,24 @@ class Program:
     kind: tuple[str, ...] = ()
 
 
-def run(program: Program, keep: Float | None = None) -> Float:
-    """Step durations in ms, [R, S], with each rank's work multiplied by `keep` [R, S, PARTS]."""
+def keep_of_peers(program: Program, rank: int, peers: list[int], removed: Float) -> Float:
+    """What is left of a rank's work, [points + 1, S, 1] from 0 to 1, if `removed` ms of each step, [S], go from where
+    it takes longer than its peers do (indices of `ranks`), between the same points; where they do other things, from
+    all of its work in proportion."""
+    mine = program.work[rank].sum(axis=-1)
+    alike = [p for p in peers if [e.what for e in program.events[p]] == [e.what for e in program.events[rank]]]
+    share = mine / np.maximum(mine.sum(axis=0), 1e-9)
+    if alike:
+        usual = np.median([program.work[p].sum(axis=-1).mean(axis=1) for p in alike], axis=0)
+        more = np.clip(mine.mean(axis=1) - usual, 0, None)
+        if more.any():
+            share = np.broadcast_to((more / more.sum())[:, None], mine.shape)
+    left: Float = np.clip(1 - share * removed / np.maximum(mine, 1e-9), 0, 1)
+    return left[..., None]
+
+
+def run(program: Program, keep: Sequence[Float] | None = None) -> Float:
+    """Step durations in ms, [R, S], each rank's work multiplied by its `keep`, [points + 1 or 1, S, PARTS or 1]."""
     count = len(program.ranks)
     work = [w if keep is None else w * keep[r] for r, w in enumerate(program.work)]
     # What a rank does after its last wait makes it late for the next step. Steps are alike, so what the change takes
@@ -184,8 +201,11 @@ def programs(
     ranks = tuple(sorted(times))
     chosen = steps[steps["ordinary"]]
     numbers = np.sort(chosen["step"].unique()).astype(np.int64)
+    # A step's issues belong to it or, on a rank that runs ahead, to the one before.
+    near = np.unique(np.concatenate([numbers - 1, numbers, numbers + 1]))
+    chosen_rows = rows[rows["step"].isin(near) & rows["kind"].isin(["comm", "phase"])]
     index = {key: row for row, key in enumerate(zip(collectives["group"], collectives["seq"], strict=True))}
-    per_rank = {rank: _rank_points(times[rank], rows[rows["rank"] == rank], index, run) for rank in ranks}
+    per_rank = {rank: _rank_points(times[rank], chosen_rows[chosen_rows["rank"] == rank], index, run) for rank in ranks}
     keys = zip(chosen["rank"].tolist(), chosen["step"].tolist(), strict=True)
     ends = (chosen["start_ns"] + chosen["dur_ns"]).tolist()
     spans = dict(zip(keys, zip(chosen["start_ns"].tolist(), ends, strict=True), strict=True))

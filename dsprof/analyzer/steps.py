@@ -48,6 +48,21 @@ def completed_steps(rows: pd.DataFrame) -> pd.DataFrame:
     return steps.astype({"dur_ns": "int64"}).sort_values(["rank", "step"], ignore_index=True)
 
 
+def early_ends(steps: pd.DataFrame) -> list[str]:
+    """Warnings of ranks whose steps end well before the others' do."""
+    last = steps.groupby("rank")["step"].max()
+    return [
+        f"rank {rank}: its last complete step is {step}, the others' {last.max()}; what follows was not judged"
+        for rank, step in last.items()
+        if step < last.max() - max(FEW_BEHIND, LATE_SHARE * last.max())
+    ]
+
+
+FEW_BEHIND: Final = 2
+LATE_SHARE: Final = 0.02
+"""A rank may be so many steps, or so large a share of them, behind the others at the end."""
+
+
 def step_time(steps: pd.DataFrame) -> StepTime | None:
     """Of the ordinary steps; None without one."""
     ordinary = steps[steps["ordinary"]]
@@ -58,8 +73,8 @@ def step_time(steps: pd.DataFrame) -> StepTime | None:
     return StepTime(float(every.mean()), float(median), float(p10), float(p90))
 
 
-LEAST_STEPS: Final = 20
-"""A slowdown lasts for at least so many steps, and is one against at least so many."""
+LEAST_STEPS: Final = 10
+"""A change lasts for at least so many steps, and is one against at least so many."""
 LEAST_SHIFT: Final = 0.1
 SURE: Final = 8.0
 """Standard errors of the difference of two means that noise never makes."""
@@ -68,7 +83,7 @@ SURE: Final = 8.0
 def lasting_change(
     numbers: npt.NDArray[np.int64], durations: npt.NDArray[np.float64]
 ) -> tuple[int, float, float] | None:
-    """The first step (of `numbers`) of a lasting slowdown, and the median step before and after it in ms; None without.
+    """The first step (of `numbers`) of a lasting change, and the median step before and after it in ms; None without.
 
     `durations`: ms of each. The split is the one that explains most of the variance; both sides must be steady, so
     that a slope or a wave is none.
@@ -85,9 +100,9 @@ def lasting_change(
     first, second = values[:split], values[split:]
     left, right = float(np.median(first)), float(np.median(second))
     spread = np.sqrt(first.var() / len(first) + second.var() / len(second))
-    if right < (1 + LEAST_SHIFT) * left or second.mean() - first.mean() < SURE * spread:
+    if abs(right - left) < LEAST_SHIFT * min(left, right) or abs(second.mean() - first.mean()) < SURE * spread:
         return None
-    if max(np.ptp(np.percentile(side, [10, 90])) for side in (first, second)) > (right - left) / 2:
+    if max(np.ptp(np.percentile(side, [10, 90])) for side in (first, second)) > abs(right - left) / 2:
         return None
     return int(numbers[split]), left, right
 

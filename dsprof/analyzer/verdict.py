@@ -19,7 +19,7 @@ from dsprof.schema import BUDGET_PARTS
 from .analysis import Analysis, Verdict
 from .budget import PHASE_PART
 from .finding import MEASURED_EXCESS, Finding
-from .irregular import warm_up
+from .irregular import FEWEST_JUDGED, warm_up
 from .text import clean, count, ms, percent, ranks
 
 INTERRUPTED: Final = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -32,6 +32,9 @@ MATTERS: Final = 0.05
 NOTHING_TO_GAIN: Final = 1.0
 """A lever that gains less, in percent, explains why the time stays lost."""
 
+SLOWER: Final = "steps are slower"
+"""How the note of a lasting slowdown begins."""
+
 JUDGES: Final = {
     "comm_exposed": ("comm.exposed", "comm.small-messages"),
     "peer_wait": ("rank.straggler", "data.imbalance"),
@@ -42,11 +45,13 @@ JUDGES: Final = {
 """Part -> the rules that can say why it is as large as it is."""
 GAINS: Final = "pause.gc"
 """It can be judged wherever gains can be told by replay at all."""
+ENDS_EARLY: Final = "its last complete step is"
+"""In the warning of a rank that stopped before the others."""
 LEVERS: Final = ("comm_exposed", "bubble")
 """Parts for which a rule replays every lever there is: where none gains anything, the part is explained."""
 LOST: Final = {
     "comm_exposed": "waiting for collectives",
-    "peer_wait": "waiting for late ranks, none of which is late on the whole",
+    "peer_wait": "waiting for late ranks",
     "bubble": "waiting for other stages of the pipeline",
     "data": "waiting for input",
     "offload": "waiting for offloaded data",
@@ -62,9 +67,11 @@ def answer(analysis: Analysis, *, on_gpu: bool = False) -> Verdict:
     run, step = analysis.run, analysis.step_ms
     if run.hints and run.status:
         return Verdict("failed", clean(run.hints[0], 500))
-    worst = next((finding for finding in analysis.findings if _is_problem(finding)), None)
+    worst = next((finding for finding in analysis.findings if finding.is_problem), None)
     if worst is not None:
         return _of_finding(analysis, worst)
+    if step is None and len(analysis.steps):
+        return Verdict("inconclusive", "no step was completed on all captured ranks, so nothing can be compared")
     if step is None:
         return Verdict("failed", "no complete step was captured, so nothing can be said about its speed")
     if not analysis.passed and not analysis.findings:
@@ -72,31 +79,35 @@ def answer(analysis: Analysis, *, on_gpu: bool = False) -> Verdict:
     if on_gpu:
         text = f"the job ran on a GPU, whose kernels this version does not time; a step takes {ms(step.mean)}"
         return Verdict("inconclusive", text)
-    if not math.isfinite(analysis.noise_ms) or int(analysis.steps["ordinary"].sum()) < 2 * len(analysis.budget_by_rank):
+    if not math.isfinite(analysis.noise_ms) or analysis.steps_judged < FEWEST_JUDGED:
         return Verdict("inconclusive", f"too few steps to tell a gain from noise; a step takes {ms(step.mean)}")
     if run.status in INTERRUPTED:
         last = analysis.step_count - 1
         return Verdict("inconclusive", f"the job was interrupted after step {last}; {_unfinished(analysis)}")
     found = f"nothing found that is sure to shorten the {ms(step.mean)} step"
-    if len(analysis.ranks_captured) < analysis.ranks_expected:
-        captured = f"{len(analysis.ranks_captured)} of {count(analysis.ranks_expected, 'rank')}"
+    if len(analysis.budget_by_rank) < analysis.ranks_expected:
+        captured = f"{len(analysis.budget_by_rank)} of {count(analysis.ranks_expected, 'rank')}"
         return Verdict("inconclusive", f"{found}, in {captured}")
+    early = next((warning for warning in analysis.capture.warnings if ENDS_EARLY in warning), None)
+    if early is not None:
+        return Verdict("inconclusive", f"{found}, but {clean(early)}")
     if GAINS in analysis.not_judged:
         return Verdict("inconclusive", f"{found}: {clean(analysis.not_judged[GAINS])}")
     lost = _lost(analysis)
     explained = {part for part in lost if _explained(analysis, part)}
     unexplained = sum(share for part, share in lost.items() if part not in explained)
     unjudged = [part for part, share in lost.items() if share > MATTERS and _unjudged(analysis, part)]
+    slower = next((note for note in analysis.notes if note.startswith(SLOWER)), None)
+    if slower is not None and unexplained < LARGE:
+        return Verdict("inconclusive", f"{found}, but {slower}; what changed there no rule here judges")
     if unexplained < LARGE and not unjudged:
         spared = [f"{percent(100 * share)} is {_words(part)}" for part, share in lost.items() if share > LARGE]
-        return Verdict("healthy", found + (f"; {', '.join(spared)}, and no lever here gains" if spared else ""))
+        return Verdict(
+            "healthy", found + (f"; {', '.join(spared)}, and no change that was tried shortens it" if spared else "")
+        )
     named = [part for part in lost if part not in explained and lost[part] > LARGE / 2] or unjudged
     parts = [f"{percent(100 * lost[part])} is {_words(part)}{_more(analysis, part)}" for part in named]
     return Verdict("inconclusive", f"{found}, but {' and '.join(parts)}")
-
-
-def _is_problem(finding: Finding) -> bool:
-    return finding.severity != "info" or finding.code.startswith("run.")
 
 
 def _of_finding(analysis: Analysis, finding: Finding) -> Verdict:
@@ -119,10 +130,10 @@ def _lost(analysis: Analysis) -> dict[str, float]:
     assert step is not None
     lost = {part: analysis.budget.get(part, 0.0) / step.mean for part in BUDGET_PARTS if part not in WORKING}
     looked_at = max(analysis.step_count - warm_up(analysis.step_count), 1)
+    whole_ms = step.mean * looked_at + float(analysis.irregular["excess_ms"].sum())
     for kind, excess_ms in analysis.irregular.groupby("kind")["excess_ms"].sum().items():
         if kind in COSTS:
-            a_step = float(excess_ms) / looked_at
-            lost[f"irregular {kind}"] = a_step / (step.mean + a_step)
+            lost[f"irregular {kind}"] = float(excess_ms) / whole_ms
     return dict(sorted(lost.items(), key=lambda item: -item[1]))
 
 
@@ -152,6 +163,8 @@ def _more(analysis: Analysis, part: str) -> str:
     if reason is not None:
         return f" (not judged: {clean(reason)})"
     about = [finding for finding in analysis.findings if finding.code in JUDGES.get(part, ())]
+    if part == "peer_wait" and not about:
+        return ", none of which is late on the whole"
     if any(finding.gain.ms > 0 for finding in about):
         return " (what could be gained is not sure: run more steps)"
     return f" ({clean(about[0].title)})" if about else ""

@@ -14,7 +14,7 @@ from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..link import Link, fit_link
 from ..text import size
-from .base import LEAST_SHARE, NotJudged, PartlyJudged, confidence_of, ddp_argument_fix, need_steps
+from .base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged, confidence_of, ddp_argument_fix, need_steps
 from .shards import UNJUDGED, sharded, small_shards
 
 Float = npt.NDArray[np.float64]
@@ -52,7 +52,7 @@ def bucket_size(context: Context) -> list[Finding]:
     if cut is None:
         if context.collectives["step"].isin(context.step_numbers).any():
             raise NotJudged("no collective was seen to carry gradients: none reduces inside backward")
-        return []
+        raise NotConcerned
     recuts = _recuts(context, cut)
     best = max(recuts, key=lambda recut: recut.gain.ms, default=None)
     if best is not None and best.gain.ms < LEAST_SHARE * context.step_ms:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from ..context import Change, Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
-from .base import NotJudged, at, code_fix, confidence_of
+from .base import NotConcerned, NotJudged, at, code_fix, confidence_of
 from .loader import loader_site, loading_rows, training_loader
 
 Float = npt.NDArray[np.float64]
@@ -50,7 +50,7 @@ def unequal(context: Context) -> Change | None:
     if len(context.ranks) < 2:
         if context.ranks_missing:
             raise NotJudged("only one of the job's ranks was captured")
-        return None
+        raise NotConcerned
     if context.input_sizes() is None:
         raise NotJudged("the sizes of the inputs to forward were not captured")
     if all(team.sum() < 2 for team in context.teams):

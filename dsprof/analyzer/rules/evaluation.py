@@ -10,6 +10,8 @@ from ..text import count, ranks
 from .base import LEAST_SHARE, NotConcerned, NotJudged, confidence_of, need_steps
 
 KIND = "evaluation"
+MOST_OF_LONGEST = 0.9
+"""Of the longest evaluation: a rank that evaluates for less waits for those that do not."""
 LEAST_UNEVEN = 0.2
 """Of the longest evaluation of an occasion: ranks that differ by less evaluate alike."""
 
@@ -34,7 +36,7 @@ def uneven(context: Context) -> list[Finding]:
     if gain.ms < LEAST_SHARE * irregular.mean_ms:
         return []
     of_rank = own[:, unequal].mean(axis=1)
-    who = tuple(rank for rank, ms in zip(irregular.ranks, of_rank, strict=True) if ms > 0.5 * of_rank.max())
+    who = tuple(rank for rank, ms in zip(irregular.ranks, of_rank, strict=True) if ms > MOST_OF_LONGEST * of_rank.max())
     numbers = irregular.steps[unequal]
     often = f"{count(int(unequal.sum()), 'time')} in {count(len(irregular.steps), 'step')}"
     evidence = (
@@ -50,7 +52,11 @@ def uneven(context: Context) -> list[Finding]:
         ),
         Fix("code", "or evaluate less often, or in another process on a saved checkpoint"),
     )
-    title = f"{ranks(who)} evaluates" if len(who) == 1 else f"{ranks(who)} evaluate"
-    title += f" for {longest[unequal].mean():.0f} ms, {often}, while the others wait"
+    if (of_rank > 0).sum() > len(who):
+        title = f"ranks evaluate unequally, {often}: {ranks(who)} for up to {longest[unequal].mean():.0f} ms, "
+        title += f"{mean[unequal].mean():.0f} ms on average, and the others wait"
+    else:
+        title = f"{ranks(who)} {'evaluates' if len(who) == 1 else 'evaluate'} for {longest[unequal].mean():.0f} ms, "
+        title += f"{often}, while the others wait"
     where = Where(ranks=who, op="evaluation", steps=(int(numbers[0]), int(numbers[-1])))
     return [Finding("eval.uneven", title, "info", confidence_of(gain), where, evidence, gain, fixes)]

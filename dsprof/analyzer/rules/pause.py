@@ -65,9 +65,12 @@ def stops(context: Context) -> list[Finding]:
         Evidence("stops", int(stopped.sum()), "count", 0.0),
         Evidence("longest", round(length, 1), "ms"),
         Evidence("in step", step, ""),
-        *(Evidence(f"rank {rank} stood", _stood(context, rank, step), "") for rank in irregular.ranks[:MOST_STANDING]),
+        *(
+            Evidence(f"where rank {rank} was", _place_of(context, rank, step), "")
+            for rank in irregular.ranks[:MOST_NAMED]
+        ),
     ]
-    place = _stood(context, culprit, step)
+    place = _place_of(context, culprit, step)
     fixes = (
         Fix(
             "code",
@@ -82,11 +85,11 @@ def stops(context: Context) -> list[Finding]:
     return [Finding("pause.stop", title, "info", confidence_of(gain), where, tuple(evidence), gain, fixes)]
 
 
-MOST_STANDING = 4
-"""Ranks of which it is said where they stood."""
+MOST_NAMED = 4
+"""Ranks of which it is said where they were."""
 
 
-def _stood(context: Context, rank: int, step: int) -> str:
+def _place_of(context: Context, rank: int, step: int) -> str:
     """Where a rank spent most of a step beyond what is usual for it: in a phase, a wait, or outside of all."""
     steps = context.steps[context.steps["rank"] == rank]
     mine = steps[steps["step"] == step]

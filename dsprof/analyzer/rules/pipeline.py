@@ -132,7 +132,8 @@ def bubble(context: Context) -> list[Finding]:
     best = max(MULTIPLES, key=lambda times: gains[times].low)
     gain = gains[best]
     fact = _schedule_fact(context)
-    argument = "n_microbatches" if fact else "gradient_accumulation_steps"
+    acted = bool((context.rows["kind"] == "pipe").any())
+    argument = "n_microbatches" if fact else "gradient_accumulation_steps" if acted else "micro-batches"
     site = fact.get("site")
     fixes = [
         code_fix(
@@ -246,7 +247,7 @@ def _actions(context: Context) -> pd.DataFrame:
 
 def _schedule_of(actions: pd.DataFrame, virtual: int, splits: bool) -> str:
     if virtual > 1:
-        return "zero-bubble" if splits else "interleaved"
+        return "interleaved" if not splits and not _waits_for_all(actions) else "unknown"
     if splits:
         return "zero-bubble"
     first = actions[actions["stage"] == actions["stage"].min()].sort_values("start_ns")

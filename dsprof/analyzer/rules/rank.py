@@ -6,17 +6,21 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from ..budget import innermost, spans_of
 from ..context import Change, Context, interval
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..load import counted_per_step
-from .base import LEAST_SHARE, NotJudged, confidence_of
+from .base import LEAST_SHARE, NotConcerned, NotJudged, confidence_of
 from .data import explained_by_size
 
 Float = npt.NDArray[np.float64]
 
 OWN = ("compute", "optimizer", "other")
 """Work that makes a straggler: late data and collector pauses have findings of their own."""
+WORKING = ("forward", "loss", "backward", "clip", "optimizer")
 OUTSIDE = "time outside the phases"
+LEAST_OF_LATEST = 0.4
+"""A step in which a rank is less late than this share of the worst is not one in which it was struck."""
 LEAST_OF_WORST = 0.1
 """A rank this much less late than the latest is not named beside it."""
 
@@ -30,7 +34,7 @@ def slow_ranks(context: Context) -> Change | None:
     if len(context.ranks) < 2:
         if context.ranks_missing:
             raise NotJudged("only one of the job's ranks was captured")
-        return None
+        raise NotConcerned
     teams = [team for team in context.teams if team.sum() > 1]
     if not teams:
         raise NotJudged("each rank is another stage of a pipeline, so their work differs; see pipeline.imbalance")
@@ -44,7 +48,11 @@ def slow_ranks(context: Context) -> Change | None:
     surely = np.array([interval(series)[0] > 0 for series in late])
     slow = surely & (mean > LEAST_OF_WORST * mean.max())
     for team in teams:
-        if slow[team].all():
+        members = np.flatnonzero(team)
+        for r in members:  # of ranks that are late in turn each is late, but none more than the others
+            others = own[[other for other in members if other != r]].mean(axis=0)
+            slow[r] &= interval(own[r] - others)[0] > 0
+        if 2 * slow[team].sum() > len(members):  # then that is how long it takes
             slow &= ~team
     if not slow.any():
         return None
@@ -52,7 +60,7 @@ def slow_ranks(context: Context) -> Change | None:
     removed = np.clip(late, 0, None) * slow[:, None]
     removed *= (mean / np.maximum(removed.mean(axis=1), 1e-9))[:, None] * slow[:, None]
     share = np.clip(removed / np.maximum(own, 1e-9), 0, 0.95)
-    return Change({part: context.work(part) * share for part in OWN})
+    return Change({part: context.work(part) * share for part in OWN}, where_beyond_peers=True)
 
 
 def _own_work(context: Context) -> Float:
@@ -108,7 +116,7 @@ def _lateness_in_team(context: Context, own: Float) -> Float:
 
 def _lateness(late: Float) -> str:
     """`50.0 ms late in every step`, or in how many steps; `late` is by how much in each, ms, [S]."""
-    struck = late > 0.5 * late.mean()
+    struck = late > LEAST_OF_LATEST * late.max()
     if struck.mean() > 0.75:
         return f"{late.mean():.1f} ms late in every step"
     return f"{late[struck].mean():.1f} ms late in {struck.sum()} of {len(late)} steps"
@@ -131,25 +139,19 @@ def _mine_and_others(by_rank: pd.Series[float], ranks: tuple[int, ...]) -> tuple
 
 
 def _phase_excess(context: Context, ranks: tuple[int, ...]) -> dict[str, tuple[float, float]]:
-    """Phase -> mean ms a step on the slow ranks, and on the others (waits and pauses inside included)."""
-    rows = context.rows
-    numbers = context.step_numbers
-    phases = rows[(rows["kind"] == "phase") & (rows["lane"] == "main") & rows["step"].isin(numbers)]
-    phases = phases[phases["name"].isin(["forward", "loss", "optimizer", "clip"]) & phases["dur_ns"].notna()]
-    if phases.empty:
-        return {}
-    total = phases["dur_ns"].astype("int64").groupby([phases["name"].astype(str), phases["rank"]]).sum() / 1e6
-    mean = total.unstack(fill_value=0.0) / len(numbers)
-    found = {str(name): _mine_and_others(row, ranks) for name, row in mean.iterrows()}
-    # Backward contains the waits, so compare what is left of compute.
-    compute = context.ordinary.groupby("rank")["compute"].mean()
-    for name in ("forward", "loss"):
-        if name in mean.index:
-            compute = compute - mean.loc[name].reindex(compute.index).fillna(0)
-    other = context.ordinary.groupby("rank")["other"].mean()
-    found[OUTSIDE] = _mine_and_others(other, ranks)
-    found["backward"] = _mine_and_others(compute, ranks)
-    return found
+    """Phase -> mean ms of own work a step on the slow ranks, and on the others: waits and pauses left out."""
+    rows, numbers = context.rows, context.step_numbers
+    main = rows[(rows["lane"] == "main") & rows["step"].isin(numbers) & rows["dur_ns"].notna()]
+    found: dict[str, dict[int, float]] = {}
+    for rank, mine in main.groupby("rank"):
+        idle = spans_of(mine[mine["kind"].isin(["wait", "pause"])])
+        phases = mine[(mine["kind"] == "phase") & mine["name"].isin(WORKING)]
+        for name, spans in innermost(phases, {phase: phase for phase in WORKING}).items():
+            left = spans - idle
+            found.setdefault(name, {})[int(rank)] = float((left.end - left.start).sum()) / 1e6 / len(numbers)
+    result = {name: _mine_and_others(pd.Series(of, dtype=float), ranks) for name, of in found.items()}
+    result[OUTSIDE] = _mine_and_others(context.ordinary.groupby("rank")["other"].mean(), ranks)
+    return result
 
 
 def _fixes(context: Context, ranks: tuple[int, ...], phase: str | None, crowded: bool) -> tuple[Fix, ...]:

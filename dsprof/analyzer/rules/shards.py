@@ -60,16 +60,16 @@ def small_shards(context: Context) -> list[Finding]:
         return []
     median = float(table["bytes"].median())
     evidence = (
-        Evidence("gathers and scatters a step", round(a_step), "count", round(a_step / best.together)),
+        Evidence("all-gathers and reduce-scatters a step", round(a_step), "count", round(a_step / best.together)),
         Evidence("median size", round(median / 1024, 1), "KiB"),
         Evidence("latency of one", round(link.latency_ms, 4), "ms"),
         Evidence("host time to issue one", round(host_ms, 4), "ms"),
         Evidence("exposed communication a step", round(float(context.ordinary["comm_exposed"].mean()), 3), "ms", 0.0),
     )
-    title = f"{a_step:.0f} gathers and scatters of shards a step, of {size(median)} each, are bound by latency"
+    title = f"{a_step:.0f} all-gathers and reduce-scatters a step, of {size(median)} each, are bound by latency"
     where = Where(group=str(table["group"].mode().iloc[0]), op="all_gather", steps=context.step_range)
     confidence = round(confidence_of(best.gain) * (1.0 if link.fitted else 0.5), 2)
-    fixes = _fixes(context, best, median)
+    fixes = _fixes(context, best)
     return [Finding("comm.small-messages", title, "info", confidence, where, evidence, best.gain, fixes)]
 
 
@@ -109,7 +109,7 @@ def _families(program: Program) -> list[list[int]]:
     return list(families.values())
 
 
-def _fixes(context: Context, best: _Merged, median_bytes: float) -> tuple[Fix, ...]:
+def _fixes(context: Context, best: _Merged) -> tuple[Fix, ...]:
     fact = next(iter(context.facts.get("fsdp", [])[-1:]), None)
     if fact is not None:
         units = int(fact.get("units") or 0)
@@ -119,11 +119,4 @@ def _fixes(context: Context, best: _Merged, median_bytes: float) -> tuple[Fix, .
         title = f"wrap {best.together} neighbouring layers in one {call}{at(site)}: {fewer}; each holds more memory"
         grouped = "fully_shard([layer, layer, ...])" if fact.get("version") == 2 else "auto_wrap_policy"
         return (code_fix(title, grouped, "", site, best.gain),)
-    if context.facts.get("zero"):
-        elements = int(median_bytes * best.together / 4)
-        patch = tuple(
-            {"op": "add", "path": f"/zero_optimization/{key}", "value": elements}
-            for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size")
-        )
-        return (Fix("config", f"gather and reduce {best.together} at a time", patch, best.gain),)
     return (Fix("code", f"gather and reduce {best.together} neighbours at a time", gain=best.gain),)
