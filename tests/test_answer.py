@@ -55,7 +55,7 @@ def test_missing_ranks() -> None:
     analysis = factories.build(factories.Job(ranks=4, captured=(0, 2)), passed=factories.RULES)
     verdict = answer(analysis)
     assert verdict.status == "inconclusive"
-    assert verdict.headline.endswith("in 2 of 4 ranks")
+    assert verdict.headline.endswith("but only steps of 2 of 4 ranks were captured")
 
 
 def test_hardly_any_steps() -> None:

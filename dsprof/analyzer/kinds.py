@@ -77,8 +77,8 @@ def _usual_count(without: pd.DataFrame, rows: pd.DataFrame) -> int:
     """How many forwards without gradients most steps have: those of a teacher or a rollout, which belong to the step. 0
     where they are evaluation's."""
     steps = rows.loc[rows["kind"] == "step", "step"].unique()
-    if len(steps) == 0:
-        return 0
+    if len(steps) == 0:  # a rank that never trains, such as a frozen first stage: this is its work
+        return len(without)
     counts = without.groupby("step").size().reindex(steps, fill_value=0)
     return int(counts.quantile(USUAL, interpolation="lower"))
 

@@ -58,6 +58,8 @@ def early_ends(steps: pd.DataFrame) -> list[str]:
     ]
 
 
+MOST_OPTIMIZERS: Final = 6
+"""Of more, such as one a parameter, it is only said how many there are."""
 FEW_BEHIND: Final = 2
 LATE_SHARE: Final = 0.02
 """A rank may be so many steps, or so large a share of them, behind the others at the end."""
@@ -119,5 +121,7 @@ def describe_steps(rows: pd.DataFrame, run: RunInfo) -> str:
     if len(pattern) < 2:
         return ""
     known = {fact.get("number"): str(fact.get("class")) for fact in run.facts if fact.get("fact") == "optimizer"}
+    if len(pattern) > MOST_OPTIMIZERS:
+        return f"an iteration of {sum(times for _, times in pattern)} steps of {len(pattern)} optimizers"
     parts = [f"{times} of {known.get(number, 'optimizer')} {number}" for number, times in pattern]
     return f"an iteration of {count(sum(times for _, times in pattern), 'optimizer step')}: {', '.join(parts)}"

@@ -58,8 +58,8 @@ LOST: Final = {
     "pause": "garbage collection",
     "other": "outside the phases of the loop",
 }
-COSTS: Final = {"stop": "stops", "compilation": "compilation", "data": "starting loaders"}
-"""Kinds of irregular steps of which nothing is said unless a finding says it."""
+COSTS: Final = {"compilation": "compilation", "data": "starting loaders"}
+"""Kinds of irregular steps that come again. Of a stop that came by chance its finding says what is sure."""
 
 
 def answer(analysis: Analysis, *, on_gpu: bool = False) -> Verdict:
@@ -83,11 +83,12 @@ def answer(analysis: Analysis, *, on_gpu: bool = False) -> Verdict:
         return Verdict("inconclusive", f"too few steps to tell a gain from noise; a step takes {ms(step.mean)}")
     if run.status in INTERRUPTED:
         last = analysis.step_count - 1
-        return Verdict("inconclusive", f"the job was interrupted after step {last}; {_unfinished(analysis)}")
+        doing = f"; {_unfinished(analysis)}" if analysis.ranks_expected > 1 else ""
+        return Verdict("inconclusive", f"the job was interrupted after step {last}{doing}")
     found = f"nothing found that is sure to shorten the {ms(step.mean)} step"
     if len(analysis.budget_by_rank) < analysis.ranks_expected:
-        captured = f"{len(analysis.budget_by_rank)} of {count(analysis.ranks_expected, 'rank')}"
-        return Verdict("inconclusive", f"{found}, in {captured}")
+        captured = f"steps of {len(analysis.budget_by_rank)} of {count(analysis.ranks_expected, 'rank')} were captured"
+        return Verdict("inconclusive", f"{found}, but only {captured}")
     early = next((warning for warning in analysis.capture.warnings if ENDS_EARLY in warning), None)
     if early is not None:
         return Verdict("inconclusive", f"{found}, but {clean(early)}")

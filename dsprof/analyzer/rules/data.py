@@ -49,7 +49,7 @@ def unequal(context: Context) -> Change | None:
     """Every rank given an equal share of the step's input."""
     if len(context.ranks) < 2:
         if context.ranks_missing:
-            raise NotJudged("only one of the job's ranks was captured")
+            raise NotJudged("steps of only one of the job's ranks were captured")
         raise NotConcerned
     if context.input_sizes() is None:
         raise NotJudged("the sizes of the inputs to forward were not captured")
@@ -89,7 +89,13 @@ def _fixes(context: Context, alone: Gain) -> tuple[Fix, ...]:
     title = (
         f"give every rank batches of like length in a step: sort or bucket samples by length in the sampler{at(site)}"
     )
+    other = "or fill batches up to a number of tokens, not of samples"
+    if site is None:  # no DataLoader whose arguments could be changed
+        return (
+            Fix("code", title.replace(" in the sampler", " before they are shared out"), gain=alone),
+            Fix("code", other),
+        )
     return (
         code_fix(title, "sampler", "length-bucketed", site, alone),
-        code_fix("or fill batches up to a number of tokens, not of samples", "batch_sampler", "token budget", site),
+        code_fix(other, "batch_sampler", "token budget", site),
     )

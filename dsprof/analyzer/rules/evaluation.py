@@ -21,7 +21,7 @@ def uneven(context: Context) -> list[Finding]:
     need_steps(context)
     if len(context.ranks) < 2:
         if context.ranks_missing:
-            raise NotJudged("only one of the job's ranks was captured")
+            raise NotJudged("steps of only one of the job's ranks were captured")
         raise NotConcerned
     irregular = context.irregular
     own = irregular.own_ms.get(KIND)

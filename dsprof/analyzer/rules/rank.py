@@ -33,7 +33,7 @@ def slow_ranks(context: Context) -> Change | None:
     """
     if len(context.ranks) < 2:
         if context.ranks_missing:
-            raise NotJudged("only one of the job's ranks was captured")
+            raise NotJudged("steps of only one of the job's ranks were captured")
         raise NotConcerned
     teams = [team for team in context.teams if team.sum() > 1]
     if not teams:
