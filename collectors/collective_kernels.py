@@ -75,11 +75,14 @@ class PythonHooks:
 
     def waited(self, work: Any) -> None:
         """Somebody's wait for this work has returned: it is over."""
-        if self._targets.here.work is work:
-            self._targets.here.work = None
-        found = self._pending.pop(id(work), None)
-        if found is not None:
-            self._recorder.comm_end(found[1].handle, time.perf_counter_ns())
+        try:
+            if self._targets.here.work is work:
+                self._targets.here.work = None
+            found = self._pending.pop(id(work), None)
+            if found is not None:
+                self._recorder.comm_end(found[1].handle, time.perf_counter_ns())
+        except Exception:
+            self._recorder.count_error()
 
     def waited_for(self, target: Target) -> None:
         """Somebody's wait for what it made has returned: it is over."""
@@ -92,7 +95,11 @@ class PythonHooks:
 
     def returned(self) -> None:
         """The call has returned that waited in C++ for what this thread issued in it: that is over."""
-        inside, self._targets.here.inside = self._targets.here.inside, []
+        try:
+            inside, self._targets.here.inside = self._targets.here.inside, []
+        except Exception:
+            self._recorder.count_error()
+            return
         for work in inside:
             self.waited(work)
 

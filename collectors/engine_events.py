@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from dsprof.engine.hooks import Span, subscribe
-from dsprof.schema import DTYPES, Flag, Kind
+from dsprof.schema import DTYPES, LARGEST_PLACE, Flag, Kind
 
 from . import checkpoints, optimizers
 from .record import CALLS, CALLS_AND_WAITS, NOTHING
@@ -26,8 +26,6 @@ INSTANTS: Final = ("mark", "gauge", "mem")
 TOLD: Final = int(Flag.ENGINE)
 TOLD_BESIDE: Final = int(Flag.ENGINE | Flag.START_MEASURED | Flag.ASYNC)
 """A communication's that runs beside the computation."""
-LARGEST_PLACE: Final = 2**15 - 1
-"""Of stages and micro-batches that a record and the table have room for."""
 
 
 def install(recorder: Recorder, on_step: Callable[[], None]) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import sys
 import threading
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
 SHORTEST_NS: Final = 100_000
 """Young collections run hundreds of times a step and take microseconds: not worth a record."""
 
-
 TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 USER_TICKS: Final = 11
 SYSTEM_TICKS: Final = 12
 """Fields of /proc/<pid>/stat behind the command's name (proc(5), from 0)."""
+
+READ_EVERY_S: Final = 0.05
+"""Of workers' CPU time, which is read from a file for each of them and counts in steps of 0.01 s anyway."""
 
 _pauses: deque[tuple[int, int, float]] = deque(maxlen=10_000)
 """Collections not yet recorded. A collection can start anywhere, inside the recorder and under its lock too: so the
@@ -86,7 +89,7 @@ def process_start_ns() -> int | None:
     try:
         with open("/proc/self/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-        since_boot_ns = int(fields[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")  # starttime, the 22nd of proc(5)
+        since_boot_ns = int(fields[19]) * 1_000_000_000 // TICKS_A_SECOND  # starttime, the 22nd of proc(5)
         # The clock since boot goes on while the host sleeps, the monotonic one does not.
         return since_boot_ns - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns())
     except (OSError, ValueError, IndexError, AttributeError):
@@ -98,9 +101,6 @@ def _open(path: str) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return -1
-
-
-_run_queue = _RunQueue()
 
 
 def worker_seconds() -> float | None:
@@ -121,12 +121,32 @@ def worker_seconds() -> float | None:
     return total
 
 
+class WorkerTime:
+    """`worker_seconds`, read now and then: a step may be short, and there may be dozens of workers."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._due = -math.inf
+
+    def seconds(self) -> float | None:
+        """None, too, where it has just been read."""
+        now = self._clock()
+        if now < self._due:
+            return None
+        self._due = now + READ_EVERY_S
+        return worker_seconds()
+
+
+_run_queue = _RunQueue()
+_worker_time = WorkerTime()
+
+
 def sample(recorder: Recorder) -> None:
     """Counters at the end of a step, by the training thread: CPU time of the process, of the thread and of the
     process's workers, and how long the thread waited for a core. All in seconds, since the process or thread began."""
     _record_pauses(recorder)
     gauges = [("cpu_seconds", time.process_time()), ("training_thread_cpu_seconds", time.thread_time())]
-    working = worker_seconds()
+    working = _worker_time.seconds()
     if working is not None:
         gauges.append(("worker_cpu_seconds", working))
     waited = _run_queue.waited_s()

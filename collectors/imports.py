@@ -86,7 +86,9 @@ class _Finder:
         loader = spec.loader
         if loader is None or isinstance(loader, type):
             return
-        execute = loader.exec_module
+        execute = getattr(loader, "exec_module", None)
+        if execute is None:  # an old one, with load_module alone
+            return
 
         def exec_module(module: ModuleType) -> None:
             with suppress(AttributeError):

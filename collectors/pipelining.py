@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from dsprof.schema import Flag, Kind
+from dsprof.schema import LARGEST_PLACE, Flag, Kind
 
 from . import dynamo, facts
 from .imports import when_imported
@@ -31,9 +31,6 @@ CHUNKS: Final = {
 
 SCHEDULES: Final = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 """The classes that have the others' stages."""
-
-LARGEST_PLACE: Final = 2**15 - 1
-"""Of stages and micro-batches that a record and the table have room for."""
 
 
 def install(recorder: Recorder) -> list[Uninstall]:

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,7 @@ from .record import Recorder
 
 LONGEST_ERROR_LIST: Final = 20
 MOST_FACTS: Final = 1000
+"""Of a kind: each DataLoader of a script that makes one every epoch is another fact, and the others must still fit."""
 
 _current: Session | None = None
 _errors: list[str] = []
@@ -64,6 +66,7 @@ class Session:
         self._groups_seen = 0
         self._stepped = False
         self._facts_written: set[str] = set()
+        self._facts_of_a_kind: Counter[str] = Counter()
         self._facts = open(folder / "facts.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
     # --- hooks
@@ -167,12 +170,14 @@ class Session:
     # --- files
 
     def write_fact(self, fact: facts.Fact) -> None:
-        """Append a fact, once: a script may build the same DataLoader every epoch."""
+        """Append a fact, once: a script may make the same model, or the same group, again and again."""
         try:
+            kind = str(fact["fact"])
             line = json.dumps({**fact, "rank": self.who.rank}, default=str) + "\n"
-            if line in self._facts_written or len(self._facts_written) >= MOST_FACTS:
+            if line in self._facts_written or self._facts_of_a_kind[kind] >= MOST_FACTS:
                 return
             self._facts_written.add(line)
+            self._facts_of_a_kind[kind] += 1
             self._facts.write(line)
         except (OSError, ValueError) as error:
             count_error("facts.jsonl", error)

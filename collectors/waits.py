@@ -51,7 +51,7 @@ Function = Callable[..., Any]
 
 
 class Hooks(Protocol):
-    """Who is told what is over: the hooks on c10d's operators."""
+    """Who is told what is over: the hooks on c10d's operators. Nothing of this raises."""
 
     def waited(self, work: Any) -> None:
         """A wait for it has returned."""
@@ -76,7 +76,11 @@ def _works(recorder: Recorder, hooks: Hooks) -> Uninstall:
 
     def watched(original: Function) -> Function:
         def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-            handle = begin(names.get(self._get_op_type(), other), self)
+            try:
+                handle = begin(names.get(self._get_op_type(), other), self)
+            except Exception:
+                recorder.count_error()
+                handle = 0
             try:
                 result = original(self, *args, **kwargs)
                 waited(self)  # a wait that raises ends nothing but itself
@@ -125,7 +129,11 @@ def _futures(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:
             target = target_of(self)
             if target is None:
                 return original(self)
-            handle = recorder.begin_wait(name, target)
+            try:
+                handle = recorder.begin_wait(name, target)
+            except Exception:
+                recorder.count_error()
+                handle = 0
             try:
                 result = original(self)
                 hooks.waited_for(target)

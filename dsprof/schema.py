@@ -105,6 +105,9 @@ DTYPES: Final = (
 )  # fmt: skip
 """torch's ScalarType number + 1 -> name; anything later is stored as 0."""
 
+LARGEST_PLACE: Final = 2**15 - 1
+"""Of stages and micro-batches that a record and the table have room for."""
+
 # --- the chunk --------------------------------------------------------------------------------
 
 CHUNK_MAGIC: Final = b"dsprofch"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -54,6 +56,28 @@ def test_a_hook_waits_for_the_import(name: str) -> None:
     assert importlib.reload(module).value == 1  # the user's doing
     uninstall()
     assert module.value == 1
+
+
+def test_a_loader_of_the_old_kind_loads_as_without_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loader:
+        def load_module(self, name: str) -> ModuleType:
+            return sys.modules.setdefault(name, ModuleType(name))
+
+    class Finder:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            return ModuleSpec(name, Loader()) if name == "loaded_as_of_old" else None  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    hook = Hook()
+    forget = when_imported("loaded_as_of_old", hook)  # type: ignore[arg-type]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert importlib.import_module("loaded_as_of_old").__name__ == "loaded_as_of_old"
+        assert hook.calls == 0
+    finally:
+        forget()
+        sys.modules.pop("loaded_as_of_old", None)
 
 
 def test_a_module_that_is_there_is_hooked_at_once(name: str) -> None:

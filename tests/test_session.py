@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 from pathlib import Path
 
@@ -104,6 +105,60 @@ def test_sampling_from_one_thread_after_another_leaks_no_file(tmp_path: Path) ->
         thread.join()
     assert len(os.listdir("/proc/self/fd")) <= before + 1
     recorder.close()
+
+
+def test_many_facts_of_a_kind_leave_room_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsprof.collectors import identity, record, session
+
+    monkeypatch.setattr(session, "MOST_FACTS", 3)
+    recorder = record.PyRecorder(tmp_path)
+    written = session.Session(tmp_path, identity.identify(), recorder, native=False)
+    for number in range(5):
+        written.write_fact({"fact": "dataloader", "number": number})
+    for _ in range(2):
+        written.write_fact({"fact": "device", "type": "cuda"})
+    recorder.close()
+    written._facts.close()
+    facts = [json.loads(line) for line in (tmp_path / "facts.jsonl").read_text().splitlines()]
+    assert [(fact["fact"], fact.get("number")) for fact in facts] == [
+        ("dataloader", 0),
+        ("dataloader", 1),
+        ("dataloader", 2),
+        ("device", None),
+    ]
+
+
+def test_an_error_in_a_hook_around_a_wait_does_not_reach_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch import distributed
+
+    from dsprof.collectors import collective_kernels, record, waits
+
+    class Work:
+        def _get_op_type(self) -> int:
+            raise RuntimeError("not of this backend")
+
+        def wait(self) -> str:
+            return "waited"
+
+    class Broken:
+        @property
+        def here(self) -> object:
+            raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(distributed, "Work", Work)
+    recorder = record.PyRecorder(tmp_path)
+    hooks = collective_kernels.PythonHooks(recorder)
+    hooks._targets = Broken()  # type: ignore[assignment]
+    uninstall = waits._works(recorder, hooks)
+    try:
+        assert Work().wait() == "waited"
+        hooks.returned()
+        assert recorder.errors == 3
+    finally:
+        uninstall()
+        recorder.close()
 
 
 @both

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import time
 
+import pytest
+
 from dsprof.collectors import host
 
 
@@ -35,3 +37,11 @@ def test_children_count_while_they_run_and_after_they_ended() -> None:
     finally:
         sleeper.kill()
         sleeper.join()
+
+
+def test_it_is_read_at_most_every_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = (100.0, 100.02, 100.04, 100.06, 100.1, 100.2)
+    readings = iter([7.0, 8.0, 9.0])
+    monkeypatch.setattr(host, "worker_seconds", lambda: next(readings))
+    worker_time = host.WorkerTime(iter(moments).__next__)
+    assert [worker_time.seconds() for _ in moments] == [7.0, None, None, 8.0, None, 9.0]

@@ -1,5 +1,5 @@
 // Collectives: a kernel in front of every c10d operator, and a listener to gloo's own scopes, which together tell
-// when a collective was issued, when it began and when it ended. Their twin in Python is collectors/collectives.py.
+// when a collective was issued, when it began and when it ended. Their twin in Python is collectors/collective_kernels.py.
 
 #pragma once
 
