@@ -27,7 +27,7 @@ INTERRUPTED: Final = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 WORKING: Final = ("compute", "optimizer")
 LARGE: Final = 0.1
 """Share of the step that may be lost unexplained in a healthy run."""
-MATTERS: Final = 0.05
+MATTERS: Final = 0.075
 """Share of the step from which on the rules that could explain a part must have been judged."""
 NOTHING_TO_GAIN: Final = 1.0
 """A lever that gains less, in percent, explains why the time stays lost."""

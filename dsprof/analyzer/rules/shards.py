@@ -22,6 +22,8 @@ Float = npt.NDArray[np.float64]
 TOGETHER: Final = (2, 4, 8, 16)
 """Neighbours merged into one, that are tried."""
 KINDS: Final = ("all_gather parameter", "reduce_scatter gradient")
+SLOWEST_MS_PER_BYTE: Final = 1e-5
+"""100 MB/s."""
 LEAST_COVERED: Final = 0.5
 """Share of the steps to which the what-if must apply for its gain to stand for the run."""
 UNJUDGED: Final = "prefetching of sharded parameters is not replayed in this version"
@@ -76,11 +78,23 @@ def small_shards(context: Context) -> list[Finding]:
 def _merge(context: Context, link: Link, host_ms: float, together: int) -> _Merged:
     gain = context.gain(_replay(context, link, host_ms, 1) - _replay(context, link, host_ms, together))
     ends = []
-    for slower in (1 - link.spread, 1 + link.spread):
-        other = replace(link, latency_ms=link.latency_ms * slower, ms_per_byte=link.ms_per_byte * slower)
+    links = [
+        replace(link, latency_ms=link.latency_ms * slower, ms_per_byte=link.ms_per_byte * slower)
+        for slower in (1 - link.spread, 1 + link.spread)
+    ]
+    if not link.fitted:  # all of one size: it may be the bytes that take long
+        links.append(_by_bytes(link, float(of_shards(context)["bytes"].median())))
+    for other in links:
         saved = _replay(context, other, host_ms, 1) - _replay(context, other, host_ms, together)
         ends.append(float(saved.mean()))
     return _Merged(together, replace(gain, low=min(gain.low, *ends), high=max(gain.high, *ends)))
+
+
+def _by_bytes(link: Link, size: float) -> Link:
+    """The same transfer of `size` bytes, with as much of it owed to the bytes as a slow link may need."""
+    whole = float(link.transfer_ms(np.array(size)))
+    a_byte = min(whole / max(size, 1.0), SLOWEST_MS_PER_BYTE)
+    return Link(whole - size * a_byte, a_byte, False, link.spread)
 
 
 def _replay(context: Context, link: Link, host_ms: float, together: int) -> Float:
