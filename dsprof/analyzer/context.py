@@ -159,16 +159,20 @@ class Context:
                 keep[:, :, i] = np.clip(1 - sum(removed, np.zeros_like(total)) / np.maximum(total, 1e-9), 0, None)
             beyond += sum((c.removed[part] for c in changes if part in c.removed and c.where_beyond_peers), 0.0)
 
-        def changed(program: Program) -> Float:
+        def kept_by(program: Program) -> list[Float]:
             chosen = [order[s] for s in program.steps.tolist()]
             kept = [of_rank[chosen][None] for of_rank in keep]
             for r in np.flatnonzero(beyond.any(axis=1)).tolist():
                 team = next(team for team in self.teams if team[r])
                 peers = [p for p in np.flatnonzero(team).tolist() if not beyond[p].any()]
                 kept[r] = kept[r] * replay.keep_of_peers(program, r, peers, beyond[r, chosen])
-            return replay.run(program, kept)
+            return kept
 
-        return self.over_steps(changed)
+        if not changes:
+            return self.over_steps(replay.run)
+        durations = replay.run_in_turn(self.programs, [kept_by(program) for program in self.programs])
+        by_program = {id(program): each for program, each in zip(self.programs, durations, strict=True)}
+        return self.over_steps(lambda program: by_program[id(program)])
 
     def over_steps(self, replayed: Callable[[Program], Float]) -> Float:
         """`replayed` of every program ([R, S] of it), mean over ranks, in order of step: [S]."""

@@ -29,6 +29,9 @@ from .match import GLOO_WORKERS, SEND_RECV, message_group
 Float = npt.NDArray[np.float64]
 
 PARTS: Final = len(WORK)
+MOST_SWEEPS: Final = 24
+SETTLED: Final = 1e-3
+"""Of the mean step: starts that move by less between two sweeps have settled."""
 MOST_PROGRAMS: Final = 50
 
 
@@ -98,15 +101,16 @@ def keep_of_peers(program: Program, rank: int, peers: list[int], removed: Float)
     return left[..., None]
 
 
-def run(program: Program, keep: Sequence[Float] | None = None) -> Float:
+def run(program: Program, keep: Sequence[Float] | None = None, start: Float | None = None) -> Float:
     """Step durations in ms, [R, S], each rank's work multiplied by its `keep`, [points + 1 or 1, S, PARTS or 1]."""
     count = len(program.ranks)
     work = [w if keep is None else w * keep[r] for r, w in enumerate(program.work)]
-    # What a rank does after its last wait makes it late for the next step. Steps are alike, so what the change takes
-    # from the end of this one, the one before had taken from its end too.
-    sooner = np.stack([(old[-1] - new[-1]).sum(axis=-1) for old, new in zip(program.work, work, strict=True)])
-    start = program.start - sooner
-    start -= start.min(axis=0)
+    if start is None:
+        # What a rank does after its last wait makes it late for the next step. Steps are alike, so what the change
+        # takes from the end of this one, the one before had taken from its end too.
+        sooner = np.stack([(old[-1] - new[-1]).sum(axis=-1) for old, new in zip(program.work, work, strict=True)])
+        start = program.start - sooner
+        start = start - start.min(axis=0)
     now = start.copy()
     at = [0] * count
     issued: list[set[int]] = [set() for _ in range(count)]
@@ -184,6 +188,33 @@ def run(program: Program, keep: Sequence[Float] | None = None) -> Float:
         for point in range(at[r], len(program.events[r]) + 1):
             now[r] = now[r] + work[r][point].sum(axis=-1)
     durations: Float = now - start
+    return durations
+
+
+def run_in_turn(chain: Sequence[Program], keeps: Sequence[Sequence[Float]]) -> list[Float]:
+    """`run` of all programs of a job, each with its `keep`, with steps that follow one another: a rank begins a step
+    when it has ended the one before, so what makes it late adds up over steps in which nobody waits for it.
+
+    Starts are swept until they settle. Steps whose predecessor is not among them begin as the others do on average.
+    """
+    at = {step: (p, j) for p, program in enumerate(chain) for j, step in enumerate(program.steps.tolist())}
+    links = [(at[step - 1], place) for step, place in at.items() if step - 1 in at]
+    loose = [place for step, place in at.items() if step - 1 not in at]
+    starts = [program.start.copy() for program in chain]
+    for _ in range(MOST_SWEEPS):
+        durations = [run(program, keep, start) for program, keep, start in zip(chain, keeps, starts, strict=True)]
+        ends = [start + duration for start, duration in zip(starts, durations, strict=True)]
+        following = [start.copy() for start in starts]
+        for (p, j), (q, k) in links:
+            following[q][:, k] = ends[p][:, j] - ends[p][:, j].min()
+        if links:
+            usual = np.mean([following[q][:, k] for _, (q, k) in links], axis=0)
+            for q, k in loose:
+                following[q][:, k] = usual - usual.min()
+        moved = max(float(np.abs(new - old).max()) for new, old in zip(following, starts, strict=True))
+        starts = following
+        if moved < SETTLED * float(np.mean([duration.mean() for duration in durations])):
+            break
     return durations
 
 

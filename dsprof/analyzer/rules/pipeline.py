@@ -19,6 +19,8 @@ Float = npt.NDArray[np.float64]
 
 MULTIPLES: Final = (2, 4)
 """Of the micro-batches there are, that are tried."""
+ACCEPTED: Final = 0.1
+"""A bubble that takes less of the step is what pipelines are run with: then a larger batch is not worth asking for."""
 VIRTUAL: Final = 2
 """Parts of the model on each rank, that are tried."""
 
@@ -124,10 +126,13 @@ def bubble(context: Context) -> list[Finding]:
     ordinary = context.ordinary
     busy = float((ordinary["dur_ns"] / 1e6 - ordinary[["data", "optimizer", "pause"]].sum(axis=1)).mean())
     fixed = max(busy - shape.uneven_ms(), 0.0) / shape.microbatches
+    ideal = 1 - shape.microbatches * shape.virtual * float(taken.mean()) / now
     gains = {}
     for times, saved in tried.items():
         gain = _gain(context, np.minimum(saved * series, waited))
         smaller = gain.low - fixed * shape.microbatches * (times - 1)
+        if ideal > ACCEPTED:
+            smaller = max(smaller, gain.low / 2)
         gains[times] = replace(gain, low=min(gain.low, smaller))
     best = max(MULTIPLES, key=lambda times: gains[times].low)
     gain = gains[best]
@@ -144,7 +149,6 @@ def bubble(context: Context) -> list[Finding]:
         for times in sorted(MULTIPLES, key=lambda times: -gains[times].low)
     ]  # fmt: skip
     fixes += _other_schedules(context, shape, now, series, waited, site)
-    ideal = 1 - shape.microbatches * shape.virtual * float(taken.mean()) / now
     evidence = (
         Evidence("waiting for another stage, mean of the ranks", round(waited, 3), "ms"),
         Evidence("share of the step", round(100 * waited / context.step_ms, 1), "%"),
