@@ -82,9 +82,10 @@ class EngineEvents:
                 self._record(span, span.name)
             return
         seq = -1
-        if span.kind == "wait" and span.peer is None and span.group is not None and span.seq is not None:
-            # What it waited for has begun by now, and is the last of its group: a lane keeps its order.
-            seq = span.seq + self._ahead.get(span.group, 0)
+        if span.kind == "wait" and span.group is not None and span.seq is not None:
+            # What it waited for has begun by now, and is the last of its group: a lane keeps its order. Messages have
+            # numbers of their own.
+            seq = span.seq + (self._ahead.get(span.group, 0) if span.peer is None else 0)
         self._recorder.span_end(handle, span.start_ns, span.end_ns or 0, seq)
         if span.kind == "phase":
             self._leave(span.name)

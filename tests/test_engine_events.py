@@ -111,7 +111,7 @@ def test_what_a_pipeline_does_keeps_stage_micro_batch_and_peer(told: Told) -> No
     ) == [
         ("comm", "send", 2, 0, "7", 2, 0, None, None, "pipeline"),
         ("pipe", "B", 2, 0, None, None, None, None, None, None),
-        ("wait", "recv", 1, 6, "7", None, 1, None, None, "pipeline"),
+        ("wait", "recv", 1, 6, "7", 3, 1, None, None, "pipeline"),
     ]
 
 
