@@ -26,7 +26,7 @@ GLOO_WORKERS: Final = 2
 SEND_RECV: Final = "send_recv"
 """Name of a matched send and receive."""
 ROOT_SENDS: Final = frozenset({"broadcast", "scatter"})
-"""Nobody gets anything before the root has come; the root need not wait for anybody."""
+"""Nobody gets anything before the root has come, which waits for all: a send of gloo's waits for its receive."""
 ROOT_RECEIVES: Final = frozenset({"reduce", "gather"})
 """The root waits for everybody; nobody else for anyone."""
 
@@ -39,7 +39,8 @@ def match_collectives(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.Data
 
     An arrival is the issue: true starts on gloo are bounds. `ranks` is how many captured ranks issued it.
     `transfer_ns` runs from the last arrival, or from when the group had a worker free, to the last end known.
-    `needs` says whose arrival a participant depends on: `all`, `root` (all on the root), `to-root` (the root on all),
+    `needs` says whose arrival a participant depends on: `all`, `root` (the root on all, the others on it), `to-root`
+    (the root on all),
     `none` (unknown); `root_rank` and `root_ns` are the root's global rank and arrival (-1: unknown or none).
     `run` has the members of the groups; without it only groups whose ranks are the global ones are understood.
     """
@@ -203,9 +204,7 @@ def _transfer(matched: pd.DataFrame) -> pd.Series[int]:
         group = group.sort_values("last_ns")
         free = [0] * GLOO_WORKERS
         taken = []
-        rooted = (group["needs"] == "root").to_numpy()
-        begun = np.where(rooted, group["root_ns"], group["last_ns"]).tolist()
-        for last, end in zip(begun, group["end_ns"].tolist(), strict=True):
+        for last, end in zip(group["last_ns"].tolist(), group["end_ns"].tolist(), strict=True):
             worker = free.index(min(free))
             taken.append(max(end - max(last, free[worker]), 0))
             free[worker] = max(end, free[worker])
@@ -219,7 +218,7 @@ def arrivals(table: pd.DataFrame, rank: npt.NDArray[np.int64]) -> npt.NDArray[np
     needs = table["needs"].to_numpy(object)
     root = table["root_rank"].to_numpy(np.int64)
     last, first = table["last_ns"].to_numpy(np.int64), table["root_ns"].to_numpy(np.int64)
-    everyone = (needs == "all") | ((needs == "to-root") & (rank == root))
+    everyone = (needs == "all") | (np.isin(needs, ["root", "to-root"]) & (rank == root))
     of_root = (needs == "root") & (rank != root)
     result: npt.NDArray[np.int64] = np.where(everyone, last, np.where(of_root, first, -1))
     return result

@@ -134,7 +134,7 @@ def run(program: Program, keep: Sequence[Float] | None = None, start: Float | No
         if r in came[c]:
             if depends_on == "root" and r != root and root >= 0:
                 return came[c][root] + program.transfer[c] if root in came[c] else None
-            if depends_on in ("root", "none") or (depends_on == "to-root" and r != root):
+            if depends_on == "none" or (depends_on == "to-root" and r != root):
                 return came[c][r] + program.transfer[c]
             return ended.get(c)  # once all have come
         return ended[c] if c in ended else now[r]  # issued in an earlier step, or never by this rank
@@ -169,7 +169,10 @@ def run(program: Program, keep: Sequence[Float] | None = None, start: Float | No
         if program.message and program.message[c]:
             ended[c] = last + program.transfer[c]
             return
-        if needs(c) not in ("all", "to-root"):
+        if needs(c) == "root":
+            ended[c] = last + program.transfer[c]  # the root's
+            return
+        if needs(c) == "none":
             return  # each rank's end is its own
         group = program.group[c]
         workers = free.setdefault(group, np.full((GLOO_WORKERS, len(steps)), -np.inf))
