@@ -62,3 +62,14 @@ def test_hardly_any_steps() -> None:
     verdict = answer(replace(factories.healthy(), noise_ms=float("inf"), findings=()))
     assert verdict.status == "inconclusive"
     assert verdict.headline == "too few steps to tell a gain from noise; a step takes 175 ms"
+
+
+def test_time_that_is_lost_in_many_small_parts_is_named() -> None:
+    analysis = factories.build(factories.Job(), passed=factories.RULES)
+    assert analysis.step_ms is not None
+    step = analysis.step_ms.mean
+    small = dict.fromkeys(("comm_exposed", "peer_wait", "other"), 0.04 * step)
+    budget = {**dict.fromkeys(analysis.budget, 0.0), **small, "compute": 0.88 * step}
+    verdict = answer(replace(analysis, budget=budget))
+    assert verdict.status == "inconclusive"
+    assert "4.0 % is waiting for collectives and 4.0 % is waiting for late ranks" in verdict.headline

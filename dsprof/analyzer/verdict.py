@@ -106,7 +106,8 @@ def answer(analysis: Analysis, *, on_gpu: bool = False) -> Verdict:
         return Verdict(
             "healthy", found + (f"; {', '.join(spared)}, and no change that was tried shortens it" if spared else "")
         )
-    named = [part for part in lost if part not in explained and lost[part] > LARGE / 2] or unjudged
+    large = [part for part in lost if part not in explained and lost[part] > LARGE / 2] or unjudged
+    named = large or [part for part in lost if part not in explained and lost[part] > LARGE / 10]
     parts = [f"{percent(100 * lost[part])} is {_words(part)}{_more(analysis, part)}" for part in named]
     return Verdict("inconclusive", f"{found}, but {' and '.join(parts)}")
 
