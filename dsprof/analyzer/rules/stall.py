@@ -90,7 +90,9 @@ def supply(context: Context) -> Supply | None:
     # takes what it waited.
     one_batch = now * step_ms if now else wait_ms
     wanted = min(max(math.ceil(SLACK * one_batch / rest), now + 1, 2), MOST_WORKERS)
-    hand_over = HAND_OVER_MS + HAND_OVER_MS_PER_BYTE * _input_bytes(context)
+    fetched = loading[(loading["name"] == "data") & loading["step"].isin(context.step_numbers)]
+    batches = max(len(fetched) / len(context.ranks) / len(context.step_numbers), 1.0)
+    hand_over = HAND_OVER_MS * batches + HAND_OVER_MS_PER_BYTE * _input_bytes(context)
     at_worst = HAND_OVER_AT_WORST * hand_over
 
     def with_workers(count: int, hand_over: float = hand_over) -> Float:
