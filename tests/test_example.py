@@ -42,11 +42,12 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 CASES = [
-    # Both recorders write the same rows (test_collectives); with the Python one two of the jobs are enough, each 20 s.
+    # Both recorders write the same rows (test_collectives); with the Python one one of the jobs is enough, each 20 s.
+    # What test_verdicts has, too, is not run twice.
     pytest.param(
         (switch, native),
         id=f"{switch}-{native}",
-        marks=[pytest.mark.slow] if native == "off" and switch not in ("healthy", "slow-rank") else [],
+        marks=[pytest.mark.slow] if switch == "slow-loader" or (native == "off" and switch != "healthy") else [],
     )
     for native in ("on", "off")
     for switch in PLANTED
