@@ -12,7 +12,6 @@ import io
 import sys
 import threading
 import time
-from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,11 +19,10 @@ from dsprof.schema import Kind
 
 from . import dynamo, facts
 from .imports import when_imported
+from .uninstall import Uninstall, in_reverse
 
 if TYPE_CHECKING:
     from .record import Recorder
-
-Uninstall = Callable[[], None]
 
 DCP: Final = "torch.distributed.checkpoint"
 
@@ -70,28 +68,20 @@ def install(recorder: Recorder) -> list[Uninstall]:
 def _watch_dcp(recorder: Recorder, module: ModuleType) -> Uninstall:
     package = sys.modules.get(DCP)  # on its way, it takes over the module's functions, which are ours by then
     places = (module,) if package is None else (module, package)
-    return _all(_watch(recorder, places, name, f"{DCP}.{name}") for name in ("save", "async_save", "save_state_dict"))
+    return in_reverse(
+        _watch(recorder, places, name, f"{DCP}.{name}") for name in ("save", "async_save", "save_state_dict")
+    )
 
 
 def _watch_safetensors(recorder: Recorder, module: ModuleType) -> Uninstall:
     # transformers and others have `save_file` by name, from before the capture: it is seen by what it calls.
     names = {"save_file": "save_file", "save_model": "save_model", "serialize_file": "save_file"}
-    return _all(_watch(recorder, (module,), name, f"safetensors.torch.{known}") for name, known in names.items())
+    return in_reverse(_watch(recorder, (module,), name, f"safetensors.torch.{known}") for name, known in names.items())
 
 
 def _watch_lightning(recorder: Recorder, module: ModuleType) -> Uninstall:
     # It saves into memory, and writes that.
     return _watch(recorder, (module,), "_atomic_save", "save_checkpoint")
-
-
-def _all(uninstalls: Any) -> Uninstall:
-    undo: list[Uninstall] = list(uninstalls)
-
-    def uninstall() -> None:
-        while undo:
-            undo.pop()()
-
-    return uninstall
 
 
 def _watch(recorder: Recorder, places: tuple[ModuleType, ...], name: str, known: str) -> Uninstall:

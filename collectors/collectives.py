@@ -17,8 +17,7 @@ from . import waits
 from .collective_kernels import PythonHooks
 from .native import NativeRecorder
 from .record import PyRecorder, Recorder
-
-Uninstall = Callable[[], None]
+from .uninstall import Uninstall, in_reverse
 
 
 def install(recorder: Recorder) -> Uninstall:
@@ -34,13 +33,7 @@ def install(recorder: Recorder) -> Uninstall:
         hooks = PythonHooks(recorder)
     else:
         raise TypeError(f"cannot record collectives with a {type(recorder).__name__}")
-    undo = [hooks.install(), *waits.install(recorder, hooks), _watch_destroy(hooks.renew_groups)]
-
-    def uninstall() -> None:
-        while undo:
-            undo.pop()()
-
-    return uninstall
+    return in_reverse([hooks.install(), *waits.install(recorder, hooks), _watch_destroy(hooks.renew_groups)])
 
 
 class NativeHooks:

@@ -12,8 +12,8 @@ from contextlib import suppress
 from types import ModuleType
 
 from . import dynamo
+from .uninstall import Uninstall
 
-Uninstall = Callable[[], None]
 Hook = Callable[[ModuleType], Uninstall]
 
 

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from dsprof.schema import Kind
 
 from . import dynamo, facts, optimizers
+from .uninstall import Uninstall
 
 if TYPE_CHECKING:
     from .record import Recorder
-
-Uninstall = Callable[[], None]
 
 
 def install(recorder: Recorder) -> list[Uninstall]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,11 +15,10 @@ from dsprof.schema import LARGEST_PLACE, Flag, Kind
 
 from . import dynamo, facts
 from .imports import when_imported
+from .uninstall import Uninstall, in_reverse
 
 if TYPE_CHECKING:
     from .record import Recorder
-
-Uninstall = Callable[[], None]
 
 CHUNKS: Final = {
     "forward_one_chunk": ("F", "fwd_chunk_id"),
@@ -44,16 +42,11 @@ def install(recorder: Recorder) -> list[Uninstall]:
 
 def _watch_stages(recorder: Recorder, module: ModuleType) -> Uninstall:
     stage: Any = getattr(module, "_PipelineStageBase", None)
-    undo: list[Uninstall] = []
-    for method, (name, parameter) in CHUNKS.items():
-        if hasattr(stage, method):
-            undo.append(_watch_chunks(recorder, stage, method, recorder.intern(name), parameter))
-
-    def uninstall() -> None:
-        while undo:
-            undo.pop()()
-
-    return uninstall
+    return in_reverse(
+        _watch_chunks(recorder, stage, method, recorder.intern(name), parameter)
+        for method, (name, parameter) in CHUNKS.items()
+        if hasattr(stage, method)
+    )
 
 
 def _watch_chunks(recorder: Recorder, stage: Any, method: str, name: int, parameter: str) -> Uninstall:

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from . import facts
 from .imports import when_imported
-
-Uninstall = Callable[[], None]
+from .uninstall import Uninstall
 
 FSDP: Final = "torch.distributed.fsdp"
 

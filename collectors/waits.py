@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
 from . import dynamo
+from .uninstall import Uninstall
 
 if TYPE_CHECKING:
     from .record import Recorder
@@ -46,7 +47,6 @@ BLOCKING: Final = (
 )
 """Functions and methods of torch.distributed that wait inside C++ for the collectives they issue."""
 
-Uninstall = Callable[[], None]
 Function = Callable[..., Any]
 
 

@@ -138,7 +138,7 @@ class _Drawing:
         known = events["name"].isin(PHASES)
         self._lane(f"<b>rank {rank}</b>", events[(events["kind"] == "step") | (events["kind"] == "phase") & known], 1.0)
         for item in events[events["kind"] == "mark"].itertuples():
-            self.marks.append((self._at(item.start_ns), self.y - 0.5, self._hover(item, self.until)))
+            self.marks.append((self._at(item.start_ns), self.y - 0.5, self._hover(item)))
         self._lane("waits", events[events["kind"].isin(["wait", "pause"])], 0.6)
         self._packed("comm", events[events["kind"] == "comm"], MAX_COMM_LANES)
         spans = events["kind"].isin(["module", "pipe"]) | (events["kind"] == "phase") & ~known
@@ -204,7 +204,7 @@ class _Drawing:
         bars.lane.append(y)
         bars.height.append(height * 0.92)
         bars.text.append(escape(text.clean(item.name, 20)) if wide and item.kind != "step" else "")
-        bars.hover.append(self._hover(item, end, name))
+        bars.hover.append(self._hover(item, name))
         bars.pattern.append("/" if _never_ended(item) else "")
 
     def _at(self, ns: int) -> float:
@@ -217,7 +217,7 @@ class _Drawing:
             return self.until
         return int(item.start_ns) + max((self.until - self.origin) // 300, 1)  # a sliver: nobody measured its end
 
-    def _hover(self, item: Any, end: int, part: str = "") -> str:
+    def _hover(self, item: Any, part: str = "") -> str:
         """What is known of an event, for the pointer."""
         whole = "never ended" if _never_ended(item) else "not timed"
         if pd.notna(item.dur_ns):

@@ -64,6 +64,9 @@ def analyze(trace: Trace) -> Analysis:
     findings, passed, not_judged, noise_ms = judge(context)
     budget_by_rank = ordinary.groupby("rank")[list(BUDGET_PARTS)].mean()
     span = run_span(run, rows)
+    change = lasting_change(irregular.steps[irregular.ordinary], irregular.durations[irregular.ordinary])
+    note = _describe_change(*change) if change else ""
+    slowdown = note if change and change[2] > change[1] else ""
     analysis = Analysis(
         run=run,
         ranks_expected=run.world_size or len(by_rank),
@@ -84,7 +87,7 @@ def analyze(trace: Trace) -> Analysis:
         passed=tuple(passed),
         not_judged=not_judged,
         noise_ms=noise_ms,
-        notes=_notes(irregular),
+        notes=(note,) if note else (),
         verdict=Verdict("inconclusive", ""),
         capture=CaptureQuality(
             overhead_percent=_overhead(run, rows, ordinary),
@@ -93,7 +96,7 @@ def analyze(trace: Trace) -> Analysis:
             warnings=(*run.warnings, *warnings, *renumbered, *jumps, *early_ends(steps), *mismatches(rows)),
         ),
     )
-    return replace(analysis, verdict=answer(analysis, on_gpu=context.on_gpu))
+    return replace(analysis, verdict=answer(analysis, on_gpu=context.on_gpu, slowdown=slowdown))
 
 
 def _last_attempt(rows: pd.DataFrame, run: RunInfo) -> pd.DataFrame:
@@ -148,14 +151,9 @@ def _context(
     return Context(run, rows, steps, collectives, programs, step_ms, load, dict(facts), irregular, topology)
 
 
-def _notes(irregular: Irregular) -> tuple[str, ...]:
-    numbers, durations = irregular.steps[irregular.ordinary], irregular.durations[irregular.ordinary]
-    change = lasting_change(numbers, durations)
-    if change is None:
-        return ()
-    first, before, after = change
+def _describe_change(first: int, before: float, after: float) -> str:
     how = "slower" if after > before else "faster"
-    return (f"steps are {how} from step {first} on: {ms(after)}, {ms(before)} before (medians)",)
+    return f"steps are {how} from step {first} on: {ms(after)}, {ms(before)} before (medians)"
 
 
 def _overhead(run: RunInfo, rows: pd.DataFrame, ordinary: pd.DataFrame) -> float | None:

@@ -18,7 +18,8 @@ Float = npt.NDArray[np.float64]
 
 
 def attribute(context: Context, changes: dict[str, Change]) -> tuple[dict[str, Float], dict[str, Float], Float]:
-    """Fault -> ms saved in each middle step, [S]: its share, and if it were mended alone; and the step with all mended.
+    """Fault -> ms saved in each ordinary step, [S]: its share, and if it were mended alone; and the step with
+    all mended.
 
     2^n replays for n faults.
     """

@@ -21,7 +21,7 @@ from dsprof.run import RunInfo
 from dsprof.schema import BUDGET_PARTS
 
 from .intervals import Int, Intervals
-from .match import arrivals, message_group
+from .match import arrivals, matched_group
 from .topology import PIPELINE
 
 Float = npt.NDArray[np.float64]
@@ -184,14 +184,10 @@ def bind_waits(rows: pd.DataFrame, collectives: pd.DataFrame, run: RunInfo | Non
 
 def _named(waits: pd.DataFrame, collectives: pd.DataFrame, run: RunInfo | None) -> Int:
     """Row of the matched table for each wait that names what it waited for."""
-    group = waits["group"].astype(object).astype(str)
-    messages = waits["peer"].notna().to_numpy(bool)
-    if messages.any():
-        group[messages] = message_group(waits[messages], run)
     index = pd.MultiIndex.from_frame(collectives[["group", "seq"]])
     if not index.is_unique:  # a rank that was captured twice: none can be told from the other
         return np.full(len(waits), NOTHING, np.int64)
-    wanted = pd.MultiIndex.from_arrays([group, waits["seq"].astype("int64")])
+    wanted = pd.MultiIndex.from_arrays([matched_group(waits, run), waits["seq"].astype("int64")])
     found: Int = index.get_indexer(wanted).astype(np.int64)
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -67,11 +68,11 @@ class Context:
     topology: Topology = field(default_factory=Topology)
     clock_error_ms: float = 0.0
 
-    @property
+    @cached_property
     def ordinary(self) -> pd.DataFrame:
         return self.steps[self.steps["ordinary"]]
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         return tuple(int(rank) for rank in np.sort(self.steps["rank"].unique()))
 
@@ -87,7 +88,7 @@ class Context:
         """Whether ranks are stages of a pipeline, which do different work."""
         return len(self.teams) > 1
 
-    @property
+    @cached_property
     def teams(self) -> list[npt.NDArray[np.bool_]]:
         """Which of `ranks` are to do the same work, [R] a team: all, or those that hold the same stages."""
         stages = [self.topology.stage_of.get(rank, ()) for rank in self.ranks]
@@ -98,12 +99,12 @@ class Context:
         """Whether the job had ranks whose steps were not captured."""
         return (self.run.world_size or 0) > len(self.ranks)
 
-    @property
+    @cached_property
     def step_numbers(self) -> npt.NDArray[np.int64]:
         numbers: npt.NDArray[np.int64] = np.sort(self.ordinary["step"].unique()).astype(np.int64)
         return numbers
 
-    @property
+    @cached_property
     def replayed_steps(self) -> npt.NDArray[np.int64]:
         """Those of the ordinary steps that `programs` hold: all, unless nearly every step differs from every other."""
         found: npt.NDArray[np.int64] = np.sort(np.concatenate([program.steps for program in self.programs]))
@@ -148,7 +149,9 @@ class Context:
         return min(neighbours, (high - low) / 2)
 
     def replayed(self, changes: tuple[Change, ...] = ()) -> Float:
-        """Duration of each middle step in ms, [S], mean over ranks, with the changes made."""
+        """Duration of each ordinary step in ms, [S], mean over ranks, with the changes made."""
+        if not changes:
+            return self._unchanged
         order = {step: i for i, step in enumerate(self.step_numbers.tolist())}
         keep = np.ones((len(self.ranks), len(order), len(WORK)))
         beyond = np.zeros((len(self.ranks), len(order)))
@@ -168,11 +171,13 @@ class Context:
                 kept[r] = kept[r] * replay.keep_of_peers(program, r, peers, beyond[r, chosen])
             return kept
 
-        if not changes:
-            return self.over_steps(replay.run)
         durations = replay.run_in_turn(self.programs, [kept_by(program) for program in self.programs])
         by_program = {id(program): each for program, each in zip(self.programs, durations, strict=True)}
         return self.over_steps(lambda program: by_program[id(program)])
+
+    @cached_property
+    def _unchanged(self) -> Float:
+        return self.over_steps(replay.run)
 
     def over_steps(self, replayed: Callable[[Program], Float]) -> Float:
         """`replayed` of every program ([R, S] of it), mean over ranks, in order of step: [S]."""

@@ -10,6 +10,7 @@ import pandas as pd
 from dsprof.run import RunInfo
 from dsprof.schema import TIME_KINDS
 
+from .budget import spans_of
 from .intervals import Int, Intervals
 from .irregular import KNOWN, USUAL, Irregular
 
@@ -27,9 +28,7 @@ def apart_spans(rows: pd.DataFrame) -> dict[str, Intervals]:
     found = {"evaluation": _evaluation(main, rows)}
     names = main["name"].astype(str)
     for name, kind in PHASE_KIND.items():
-        chosen = main[names == name]
-        start = chosen["start_ns"].to_numpy(np.int64)
-        found[kind] = Intervals.union(start, start + chosen["dur_ns"].to_numpy(np.int64))
+        found[kind] = spans_of(main[names == name])
     found["checkpointing"] = found["checkpointing"] - found["compilation"]
     found["evaluation"] = found["evaluation"] - found["checkpointing"] - found["compilation"]
     return found

@@ -72,36 +72,46 @@ def mismatches(rows: pd.DataFrame) -> list[str]:
     return found
 
 
-def _collectives(comm: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
-    if comm.empty:
-        return comm
-    table = pd.DataFrame(
+OF_PARTICIPANTS: Final = {
+    "purpose": ("purpose", "first"),
+    "step": ("step", "max"),
+    "bytes": ("bytes", "max"),
+    "first_ns": ("issue", "first"),
+    "last_ns": ("issue", "last"),
+    "late_rank": ("rank", "last"),
+    "end_ns": ("end", "max"),
+}
+"""Column of a match -> what it is of the participants, in order of issue."""
+
+
+def _participants(comm: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
+    """Who issued what, and when: group, seq, purpose, step, bytes, rank, issue, end."""
+    return pd.DataFrame(
         {
-            "group": comm["group"].astype(str),
+            "group": matched_group(comm, run),
             "seq": comm["seq"].astype("int64"),
-            "name": comm["name"].astype(str),
             "purpose": comm["purpose"].astype(str),
             "step": comm["step"],
             "bytes": comm["bytes"].fillna(0).astype("int64"),
             "rank": comm["rank"],
             "issue": comm["issue_ns"].astype("int64"),
             "end": comm["start_ns"] + comm["dur_ns"],
-            "root": comm["root"].astype("Int64"),
         }
-    ).sort_values(["group", "seq", "issue"], ignore_index=True)
+    )
+
+
+def _collectives(comm: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
+    if comm.empty:
+        return comm
+    table = _participants(comm, run).assign(name=comm["name"].astype(str), root=comm["root"].astype("Int64"))
+    table = table.sort_values(["group", "seq", "issue"], ignore_index=True)
     table["root"] = global_ranks(table["group"], table["root"], run)
     table["root_issue"] = table["issue"].where(table["rank"] == table["root"]).astype("Int64")
     by = table.groupby(["group", "seq"], sort=False)
     matched = by.agg(
+        **OF_PARTICIPANTS,
         name=("name", "first"),
-        purpose=("purpose", "first"),
-        step=("step", "max"),
-        bytes=("bytes", "max"),
         ranks=("rank", "size"),
-        first_ns=("issue", "first"),
-        last_ns=("issue", "last"),
-        late_rank=("rank", "last"),
-        end_ns=("end", "max"),
         root_rank=("root", "first"),
         root_ns=("root_issue", "max"),
     ).reset_index()
@@ -135,7 +145,16 @@ def global_ranks(group: pd.Series[str], rank: pd.Series[int], run: RunInfo | Non
     return result
 
 
-def message_group(rows: pd.DataFrame, run: RunInfo | None) -> pd.Series[str]:
+def matched_group(rows: pd.DataFrame, run: RunInfo | None) -> pd.Series[str]:
+    """The group in the matched table of what each row communicates or waits for: its own, or of a message the pair."""
+    group = rows["group"].astype(object).astype(str)
+    messages = rows["peer"].notna().to_numpy(bool)
+    if messages.any():
+        group[messages] = _pair(rows[messages], run)
+    return group
+
+
+def _pair(rows: pd.DataFrame, run: RunInfo | None) -> pd.Series[str]:
     """The pair that each send, receive, or wait for one belongs to, as the group of a matched message."""
     peer = global_ranks(rows["group"].astype(str), rows["peer"], run).astype("int64")
     mine = rows["rank"].astype("int64")
@@ -150,24 +169,12 @@ def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd
     """Sends joined with their receives. The engine's own have no tag and are matched just so."""
     if comm.empty:
         return comm
-    table = pd.DataFrame(
-        {
-            "group": message_group(comm, run),
-            "seq": comm["seq"].astype("int64"),
-            "purpose": comm["purpose"].astype(str),
-            "step": comm["step"],
-            "bytes": comm["bytes"].fillna(0).astype("int64"),
-            "rank": comm["rank"],
-            "issue": comm["issue_ns"].astype("int64"),
-            "end": comm["start_ns"] + comm["dur_ns"],
-            "sends": comm["name"].astype(str) == "send",
-        }
-    )
+    table = _participants(comm, run)
     # gloo ends a send or a receive in its wait: where nobody stood still, that says nothing of when the bytes came.
     waits = rows[(rows["kind"] == "wait") & rows["peer"].notna() & rows["seq"].notna() & rows["dur_ns"].notna()]
     if len(waits):
         waited = pd.DataFrame(
-            {"group": message_group(waits, run), "seq": waits["seq"].astype("int64"), "rank": waits["rank"],
+            {"group": matched_group(waits, run), "seq": waits["seq"].astype("int64"), "rank": waits["rank"],
              "waited": waits["dur_ns"].astype("int64")}
         ).groupby(["group", "seq", "rank"], as_index=False)["waited"].max()  # fmt: skip
         table = table.merge(waited, on=["group", "seq", "rank"], how="left")
@@ -177,14 +184,8 @@ def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd
     table = table.sort_values(["group", "seq", "issue"], ignore_index=True)
     by = table.groupby(["group", "seq"], sort=False)
     matched = by.agg(
-        purpose=("purpose", "first"),
-        step=("step", "max"),
-        bytes=("bytes", "max"),
+        **OF_PARTICIPANTS,
         ranks=("rank", "nunique"),
-        first_ns=("issue", "first"),
-        last_ns=("issue", "last"),
-        late_rank=("rank", "last"),
-        end_ns=("end", "max"),
         informative_end_ns=("informative_end", "min"),
     ).reset_index()
     matched = matched[matched["end_ns"].notna() & (matched["ranks"] == 2)].reset_index(drop=True)

@@ -4,8 +4,9 @@ Each rank is a program: its own work, and in between, the collectives it issues 
 measured duration, part by part (so that a what-if can take away `data` or scale `compute`); a collective begins when
 its last rank has issued it and a worker of its group is free, and takes its measured transfer; a wait ends when its
 collective has. A message begins when it is both sent and expected; what a root sends, when the root has come.
-Everything else follows. Steps replay independently, from starts as far apart as they were measured, and all steps with
-the same program at once. What was issued in an earlier step ends when it was measured to.
+Everything else follows. All steps with the same program replay at once: one by one from starts as far apart as they
+were measured (`run`), or each rank's step from where it ended the one before (`run_in_turn`), as a change that makes a
+rank early needs. What was issued in an earlier step ends when it was measured to.
 
 Not fitted: lanes contending for cores. `HostLoad` says where that limits a prediction.
 """
@@ -24,7 +25,7 @@ from dsprof.run import RunInfo
 
 from .budget import WORK, RankTime
 from .intervals import Int
-from .match import GLOO_WORKERS, SEND_RECV, message_group
+from .match import GLOO_WORKERS, SEND_RECV, matched_group
 
 Float = npt.NDArray[np.float64]
 
@@ -102,15 +103,11 @@ def keep_of_peers(program: Program, rank: int, peers: list[int], removed: Float)
 
 
 def run(program: Program, keep: Sequence[Float] | None = None, start: Float | None = None) -> Float:
-    """Step durations in ms, [R, S], each rank's work multiplied by its `keep`, [points + 1 or 1, S, PARTS or 1]."""
+    """Step durations in ms, [R, S], each rank's work multiplied by its `keep`, [points + 1 or 1, S, PARTS or 1], from
+    `start` ([R, S], ms), or the measured one."""
     count = len(program.ranks)
     work = [w if keep is None else w * keep[r] for r, w in enumerate(program.work)]
-    if start is None:
-        # What a rank does after its last wait makes it late for the next step. Steps are alike, so what the change
-        # takes from the end of this one, the one before had taken from its end too.
-        sooner = np.stack([(old[-1] - new[-1]).sum(axis=-1) for old, new in zip(program.work, work, strict=True)])
-        start = program.start - sooner
-        start = start - start.min(axis=0)
+    start = program.start if start is None else start
     now = start.copy()
     at = [0] * count
     issued: list[set[int]] = [set() for _ in range(count)]
@@ -265,11 +262,7 @@ WHAT: Final = ("issue", "wait", "backward")
 
 def _rank_points(time: RankTime, rows: pd.DataFrame, index: dict[tuple[str, int], int], run: RunInfo | None) -> Points:
     comm = rows[(rows["kind"] == "comm") & rows["issue_ns"].notna() & rows["seq"].notna()]
-    group = comm["group"].astype(object).astype(str)
-    messages = comm["peer"].notna().to_numpy(bool)
-    if messages.any():
-        group[messages] = message_group(comm[messages], run)
-    keys = zip(group, comm["seq"].astype("int64"), strict=True)
+    keys = zip(matched_group(comm, run), comm["seq"].astype("int64"), strict=True)
     target = np.array([index.get(key, -2) for key in keys], np.int64)
     matched = target >= 0
     issue = comm["issue_ns"].to_numpy(np.int64)[matched]

@@ -20,6 +20,7 @@ from .analysis import Analysis, Verdict
 from .budget import PHASE_PART
 from .finding import MEASURED_EXCESS, Finding
 from .irregular import FEWEST_JUDGED, warm_up
+from .steps import early_ends
 from .text import clean, count, ms, percent, ranks
 
 INTERRUPTED: Final = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -32,9 +33,6 @@ MATTERS: Final = 0.075
 NOTHING_TO_GAIN: Final = 1.0
 """A lever that gains less, in percent, explains why the time stays lost."""
 
-SLOWER: Final = "steps are slower"
-"""How the note of a lasting slowdown begins."""
-
 JUDGES: Final = {
     "comm_exposed": ("comm.exposed", "comm.small-messages"),
     "peer_wait": ("rank.straggler", "data.imbalance"),
@@ -45,8 +43,6 @@ JUDGES: Final = {
 """Part -> the rules that can say why it is as large as it is."""
 GAINS: Final = "pause.gc"
 """It can be judged wherever gains can be told by replay at all."""
-ENDS_EARLY: Final = "its last complete step is"
-"""In the warning of a rank that stopped before the others."""
 LEVERS: Final = ("comm_exposed", "bubble")
 """Parts for which a rule replays every lever there is: where none gains anything, the part is explained."""
 LOST: Final = {
@@ -62,8 +58,8 @@ COSTS: Final = {"compilation": "compilation", "data": "starting loaders"}
 """Kinds of irregular steps that come again. Of a stop that came by chance its finding says what is sure."""
 
 
-def answer(analysis: Analysis, *, on_gpu: bool = False) -> Verdict:
-    """The verdict on `analysis`, whose own `verdict` is not looked at."""
+def answer(analysis: Analysis, *, on_gpu: bool = False, slowdown: str = "") -> Verdict:
+    """The verdict on `analysis`, whose own `verdict` is not looked at. `slowdown`: what to say of a lasting one."""
     run, step = analysis.run, analysis.step_ms
     if run.hints and run.status:
         return Verdict("failed", clean(run.hints[0], 500))
@@ -89,18 +85,17 @@ def answer(analysis: Analysis, *, on_gpu: bool = False) -> Verdict:
     if len(analysis.budget_by_rank) < analysis.ranks_expected:
         captured = f"steps of {len(analysis.budget_by_rank)} of {count(analysis.ranks_expected, 'rank')} were captured"
         return Verdict("inconclusive", f"{found}, but only {captured}")
-    early = next((warning for warning in analysis.capture.warnings if ENDS_EARLY in warning), None)
-    if early is not None:
-        return Verdict("inconclusive", f"{found}, but {clean(early)}")
+    early = early_ends(analysis.steps)
+    if early:
+        return Verdict("inconclusive", f"{found}, but {clean(early[0])}")
     if GAINS in analysis.not_judged:
         return Verdict("inconclusive", f"{found}: {clean(analysis.not_judged[GAINS])}")
     lost = _lost(analysis)
     explained = {part for part in lost if _explained(analysis, part)}
     unexplained = sum(share for part, share in lost.items() if part not in explained)
     unjudged = [part for part, share in lost.items() if share > MATTERS and _unjudged(analysis, part)]
-    slower = next((note for note in analysis.notes if note.startswith(SLOWER)), None)
-    if slower is not None and unexplained < LARGE:
-        return Verdict("inconclusive", f"{found}, but {slower}; what changed there no rule here judges")
+    if slowdown and unexplained < LARGE:
+        return Verdict("inconclusive", f"{found}, but {slowdown}; what changed there no rule here judges")
     if unexplained < LARGE and not unjudged:
         spared = [f"{percent(100 * share)} is {_words(part)}" for part, share in lost.items() if share > LARGE]
         return Verdict(

@@ -1,16 +1,27 @@
-"""What rules share: how a rule declines, how a fix names what to type and where, and how wide an interval is."""
+"""What rules share: how a rule declines, how it replays collectives in other pieces, how a fix names what to type and
+where, and how wide an interval is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from ..context import Context
 from ..finding import Finding, Fix, Gain
+from ..recut import NotRecut
+from ..replay import Program, run
+
+Float = npt.NDArray[np.float64]
 
 LEAST_SHARE: Final = 0.001
 """What costs less than this share of the step is not worth a line, not even as `info`."""
+LEAST_COVERED: Final = 0.5
+"""Share of the steps to which a what-if must apply for its gain to stand for the run."""
 
 TRANSFORMERS_DDP: Final = frozenset({"bucket_cap_mb", "find_unused_parameters", "broadcast_buffers", "static_graph"})
 """Arguments of DistributedDataParallel that TrainingArguments has too, as `ddp_<argument>`."""
@@ -42,6 +53,22 @@ def need_steps(context: Context) -> None:
     """Raises NotJudged without a completed step to judge."""
     if not context.programs:
         raise NotJudged("no step was completed on all captured ranks")
+
+
+def replay_recut(context: Context, change: Callable[[Program], Program], untried: str) -> Float:
+    """Step durations [S] with every program changed, or unchanged where that raises NotRecut. Where this is so for most
+    steps it raises NotJudged: `untried`, and why."""
+    changed: dict[int, Program] = {}
+    refused: Counter[str] = Counter()
+    for program in context.programs:
+        try:
+            changed[id(program)] = change(program)
+        except NotRecut as reason:
+            refused[str(reason)] += len(program.steps)
+    steps = len(context.replayed_steps)
+    if steps - refused.total() < LEAST_COVERED * steps:
+        raise NotJudged(f"{untried}: {refused.most_common(1)[0][0]}")
+    return context.over_steps(lambda program: run(changed.get(id(program), program)))
 
 
 def code_fix(title: str, argument: str, value: Any, site: str | None, gain: Gain | None = None) -> Fix:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from .. import recut, replay
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..link import Link, fit_link
+from ..recut import rebucket
+from ..replay import Program
 from ..text import size
-from .base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged, confidence_of, ddp_argument_fix, need_steps
+from .base import (
+    LEAST_SHARE,
+    NotConcerned,
+    NotJudged,
+    PartlyJudged,
+    confidence_of,
+    ddp_argument_fix,
+    need_steps,
+    replay_recut,
+)
 from .shards import UNJUDGED, sharded, small_shards
 
 Float = npt.NDArray[np.float64]
@@ -22,8 +31,6 @@ Float = npt.NDArray[np.float64]
 CPU_MS_PER_BYTE: Final = 2e-6
 """Of reducing and copying, nominal: it stays whatever the cut."""
 CAPS_MB: Final = (1, 2, 5, 10, 25, 50, 100)
-LEAST_COVERED: Final = 0.5
-"""Share of the steps to which the bucket what-if must apply for its gain to stand for the run."""
 
 
 @dataclass(frozen=True)
@@ -165,17 +172,11 @@ def _replay_cut(context: Context, cut: _Cut, sizes: list[int], slower: float = 1
     """Step durations [S] with gradients cut into `sizes`. The present cut is replayed the same way, with modelled
     transfers, so that the model's own error cancels from the difference."""
     link = replace(cut.link, latency_ms=cut.link.latency_ms * slower, ms_per_byte=cut.link.ms_per_byte * slower)
-    changed: dict[int, replay.Program] = {}
-    refused: Counter[str] = Counter()
-    for program in context.programs:
-        try:
-            changed[id(program)] = recut.rebucket(program, sizes, link, cut.host_ms)
-        except recut.NotRecut as reason:
-            refused[str(reason)] += len(program.steps)
-    steps = len(context.replayed_steps)
-    if steps - refused.total() < LEAST_COVERED * steps:
-        raise NotJudged(f"no other bucket size was tried: {refused.most_common(1)[0][0]}")
-    return context.over_steps(lambda program: replay.run(changed.get(id(program), program)))
+
+    def change(program: Program) -> Program:
+        return rebucket(program, sizes, link, cut.host_ms)
+
+    return replay_recut(context, change, "no other bucket size was tried")
 
 
 def _less_cpu_ms(context: Context, cut: _Cut, buckets: int) -> float:

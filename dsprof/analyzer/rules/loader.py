@@ -8,13 +8,14 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
+from dsprof.derive.phases import LOADING
+
 from ..context import Context
 from ..finding import Fix, Gain
 from .base import at, settings_fix, written
 
 Fact = dict[str, Any]
 
-LOADING: Final = ("data", "loader_start")
 UNNUMBERED: Final = -1
 """Of a DataLoader that was entered before capturing began, by a collector that could not tell which it was."""
 
@@ -64,10 +65,10 @@ def training_loader(context: Context, loading: pd.DataFrame) -> Fact | None:
     if waited.empty:
         return None
     rank, number = waited.groupby(["rank", "number"])["ms"].sum().idxmax()
-    return loader_fact(context, loading, int(rank), int(number))
+    return loader_fact(context, int(rank), int(number))
 
 
-def loader_fact(context: Context, loading: pd.DataFrame, rank: int, number: int) -> Fact | None:
+def loader_fact(context: Context, rank: int, number: int) -> Fact | None:
     """What the DataLoader of that number said of itself, on its rank or else on another.
 
     Rows without a number are of the one DataLoader that is left when those of other rows are set aside.
@@ -93,7 +94,7 @@ def restarts(context: Context, loading: pd.DataFrame) -> pd.DataFrame:
     numbers = context.irregular.steps
     found = []
     for (rank, number), of_loader in loading.groupby(["rank", "number"]):
-        fact = loader_fact(context, loading, int(rank), int(number))
+        fact = loader_fact(context, int(rank), int(number))
         if fact is None or not fact.get("num_workers") or fact.get("persistent_workers"):
             continue
         begun = of_loader[of_loader["name"] == "loader_start"]

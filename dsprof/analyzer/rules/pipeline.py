@@ -56,10 +56,10 @@ def imbalance(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
     )
     fact = _schedule_fact(context)
     site = fact.get("site")
-    ratio = others / max(float(of_team[slowest]), 1e-9)
+    times = float(of_team[slowest]) / max(others, 1e-9)
     move = f"move {100 * (1 - float(of_team.mean()) / float(of_team[slowest])):.0f} % of the layers' time of stage "
     fixes = (Fix("code", f"{move}{_names(stages)} to other stages{at(site)}", gain=alone),)
-    title = f"stage {_names(stages)} computes {1 / max(ratio, 1e-9):.1f} times as long as the others, which wait for it"
+    title = f"stage {_names(stages)} computes {times:.1f} times as long as the others, which wait for it"
     where = Where(ranks=ranks, stage=stages[0] if len(stages) == 1 else None, steps=context.step_range)
     return Finding("pipeline.imbalance", title, "info", confidence_of(gain), where, evidence, gain, fixes)
 
@@ -254,11 +254,7 @@ def _schedule_of(actions: pd.DataFrame, virtual: int, splits: bool) -> str:
         return "interleaved" if not splits and not _waits_for_all(actions) else "unknown"
     if splits:
         return "zero-bubble"
-    first = actions[actions["stage"] == actions["stage"].min()].sort_values("start_ns")
-    step = first[first["step"] == first["step"].iloc[0]]
-    step = step[step["rank"] == step["rank"].iloc[0]]["name"].to_numpy(object)
-    forwards = int((step == "F").sum())
-    return "gpipe" if (step[:forwards] == "F").all() and forwards > 0 and _waits_for_all(actions) else "1f1b"
+    return "gpipe" if _waits_for_all(actions) else "1f1b"
 
 
 def _waits_for_all(actions: pd.DataFrame) -> bool:

@@ -12,10 +12,10 @@ import pandas as pd
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..link import Link, fit_link
-from ..recut import NotRecut, coalesce
-from ..replay import Program, run
+from ..recut import coalesce
+from ..replay import Program
 from ..text import size
-from .base import LEAST_SHARE, NotJudged, at, code_fix, confidence_of
+from .base import LEAST_SHARE, at, code_fix, confidence_of, replay_recut
 
 Float = npt.NDArray[np.float64]
 
@@ -24,8 +24,6 @@ TOGETHER: Final = (2, 4, 8, 16)
 KINDS: Final = ("all_gather parameter", "reduce_scatter gradient")
 SLOWEST_MS_PER_BYTE: Final = 1e-5
 """100 MB/s."""
-LEAST_COVERED: Final = 0.5
-"""Share of the steps to which the what-if must apply for its gain to stand for the run."""
 UNJUDGED: Final = "prefetching of sharded parameters is not replayed in this version"
 
 
@@ -56,8 +54,7 @@ def small_shards(context: Context) -> list[Finding]:
     host = issued["host_ns"].dropna().astype("int64")
     host_ms = float(host.median()) / 1e6 if len(host) else 0.0
     link = fit_link(table)
-    tried = [_merge(context, link, host_ms, together) for together in TOGETHER if 2 * together <= a_step / 2]
-    best = max(tried, key=lambda merged: merged.gain.ms, default=None)
+    best = max(_merges(context, link, host_ms, a_step), key=lambda merged: merged.gain.ms, default=None)
     if best is None or best.gain.ms < LEAST_SHARE * context.step_ms:
         return []
     median = float(table["bytes"].median())
@@ -75,19 +72,24 @@ def small_shards(context: Context) -> list[Finding]:
     return [Finding("comm.small-messages", title, "info", confidence, where, evidence, best.gain, fixes)]
 
 
-def _merge(context: Context, link: Link, host_ms: float, together: int) -> _Merged:
-    gain = context.gain(_replay(context, link, host_ms, 1) - _replay(context, link, host_ms, together))
-    ends = []
-    links = [
+def _merges(context: Context, link: Link, host_ms: float, a_step: float) -> list[_Merged]:
+    """What each of TOGETHER gains that leaves several of the `a_step` collectives there are."""
+    tried = [together for together in TOGETHER if 2 * together <= a_step / 2]
+    if not tried:
+        return []
+    links = [link] + [
         replace(link, latency_ms=link.latency_ms * slower, ms_per_byte=link.ms_per_byte * slower)
         for slower in (1 - link.spread, 1 + link.spread)
     ]
     if not link.fitted:  # all of one size: it may be the bytes that take long
         links.append(_by_bytes(link, float(of_shards(context)["bytes"].median())))
-    for other in links:
-        saved = _replay(context, other, host_ms, 1) - _replay(context, other, host_ms, together)
-        ends.append(float(saved.mean()))
-    return _Merged(together, replace(gain, low=min(gain.low, *ends), high=max(gain.high, *ends)))
+    before = [_replay(context, each, host_ms, 1) for each in links]
+    found = []
+    for together in tried:
+        saved = [now - _replay(context, each, host_ms, together) for now, each in zip(before, links, strict=True)]
+        gain, ends = context.gain(saved[0]), [float(of_link.mean()) for of_link in saved[1:]]
+        found.append(_Merged(together, replace(gain, low=min(gain.low, *ends), high=max(gain.high, *ends))))
+    return found
 
 
 def _by_bytes(link: Link, size: float) -> Link:
@@ -98,17 +100,11 @@ def _by_bytes(link: Link, size: float) -> Link:
 
 
 def _replay(context: Context, link: Link, host_ms: float, together: int) -> Float:
-    merged: dict[int, Program] = {}
-    refused: list[str] = []
-    for program in context.programs:
-        try:
-            merged[id(program)] = coalesce(program, _families(program), together, link, host_ms)
-        except NotRecut as reason:
-            refused += [str(reason)] * len(program.steps)
-    steps = len(context.replayed_steps)
-    if steps - len(refused) < LEAST_COVERED * steps:
-        raise NotJudged(f"no other number of gathers was tried: {refused[0]}")
-    return context.over_steps(lambda program: run(merged.get(id(program), program)))
+
+    def change(program: Program) -> Program:
+        return coalesce(program, _families(program), together, link, host_ms)
+
+    return replay_recut(context, change, "no other number of gathers was tried")
 
 
 def _families(program: Program) -> list[list[int]]:

@@ -279,7 +279,7 @@ def _restarted(context: Context) -> list[Finding]:
         return []
     rank, number = (int(key) for key in anew.groupby(["rank", "number"])["excess_ms"].sum().idxmax())
     anew = anew[anew["number"] == number]
-    fact = loader_fact(context, loading, rank, number) or {}
+    fact = loader_fact(context, rank, number) or {}
     by_step = anew.groupby("step")["excess_ms"]
     # Ranks that communicate wait for the last of them.
     together = context.collectives["step"].isin(context.step_numbers).any()
