@@ -67,6 +67,15 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     return {kind: run_job(kind, tmp_path_factory.mktemp(kind)) for kind in kinds}
 
 
+def run_alone(script: str, kind: str, folder: Path) -> None:
+    """Run a script in one process, with a recorder of that kind, which writes into the folder."""
+    if kind == "native":
+        build_helper()
+    command = [sys.executable, "-c", script, kind, str(folder)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(params=RECORDERS)
 def job(request: pytest.FixtureRequest, jobs: dict[str, Job]) -> Job:
     if request.param not in jobs:
@@ -462,12 +471,7 @@ recorder.close()
 
 @pytest.mark.parametrize("kind", RECORDERS)
 def test_hooks_come_and_go(kind: str, tmp_path: Path) -> None:
-    if kind == "native":
-        build_helper()
-    done = subprocess.run(
-        [sys.executable, "-c", TOGGLED, kind, str(tmp_path)], env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run_alone(TOGGLED, kind, tmp_path)
     for number in range(3):
         rows = read_rows(tmp_path / str(number))
         assert [row.name for row in rows if row.kind is Kind.COMM] == ["all_reduce"]
@@ -525,12 +529,7 @@ assert plain == hooked == train()
 
 @pytest.mark.parametrize("kind", RECORDERS)
 def test_training_is_bit_identical(kind: str, tmp_path: Path) -> None:
-    if kind == "native":
-        build_helper()
-    done = subprocess.run(
-        [sys.executable, "-c", TRAINED, kind, str(tmp_path)], env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run_alone(TRAINED, kind, tmp_path)
     rows = read_rows(tmp_path / "capture")
     assert sum(row.name == BACKWARD_DONE for row in rows) == 6
     waits = [row for row in rows if row.kind is Kind.WAIT]
