@@ -43,11 +43,15 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 def start(words: list[str], cwd: Path, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
     """`dsprof WORDS` in a session of its own, both its streams piped."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True, **options}
-    # A test run in the background ignores SIGINT, and its children would inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *words], cwd=cwd, env=clean_environment(env), text=True, **options
-    )
+    # A test run in the background ignores SIGINT, one under nohup SIGHUP, and its children would inherit that.
+    ours = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)}
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *words], cwd=cwd, env=clean_environment(env), text=True, **options
+        )
+    finally:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
 
 
 def run(words: list[str], cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
