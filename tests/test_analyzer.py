@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -61,16 +60,18 @@ def test_the_budget_sums_to_the_step(ranks: int) -> None:
 
 
 def test_replay_of_the_measured_job_gives_the_measured_steps() -> None:
-    job = Job(jitter=0.05)
-    analysis = analyze(job.trace())
-    from dsprof.analyzer import replay
     from dsprof.analyzer.budget import paint
+    from dsprof.analyzer.build import build_graph
+    from dsprof.analyzer.replay import replay
+    from dsprof.analyzer.trust import check
 
+    analysis = analyze(Job(jitter=0.05).trace())
     times = {rank: paint(analysis.rows[analysis.rows["rank"] == rank], analysis.collectives, rank) for rank in (0, 1)}
-    programs = replay.programs(times, analysis.rows, analysis.collectives, analysis.steps)
-    replayed = np.concatenate([replay.run(program).mean(axis=0) for program in programs])
+    graph = build_graph(times, analysis.rows, analysis.collectives, analysis.steps)
+    assert graph is not None
     middle = analysis.steps[analysis.steps["ordinary"]].groupby("step")["dur_ns"].mean() / 1e6
-    assert replayed == pytest.approx(middle.to_numpy(), rel=1e-6)
+    assert replay(graph).durations == pytest.approx(middle.to_numpy(), rel=1e-6)
+    assert check(graph).contradicted == 0
 
 
 def test_a_straggler_is_named_with_what_it_costs() -> None:
@@ -245,31 +246,6 @@ def test_two_hosts_are_put_on_one_clock() -> None:
     assert analysis.capture.clock_error_us < 1
 
 
-def test_replay_serves_collectives_as_two_workers_would() -> None:
-    from dsprof.analyzer.replay import PARTS, Event, Program, run
-
-    luck = random.Random(0)
-    for _ in range(200):
-        transfers = [luck.choice([1.0, 2.0, 5.0, 50.0, 100.0]) for _ in range(luck.randint(1, 12))]
-        count = len(transfers)
-        program = Program(
-            ranks=(0,),
-            steps=np.array([0]),
-            events=((*(Event("issue", c) for c in range(count)), Event("wait")),),
-            work=(np.zeros((count + 2, 1, PARTS)),),
-            start=np.zeros((1, 1)),
-            transfer=tuple(np.array([ms]) for ms in transfers),
-            wire=tuple(np.zeros(1) for _ in transfers),
-            size=tuple(np.ones(1) for _ in transfers),
-            group=("0",) * count,
-            gradient=(True,) * count,
-        )
-        free = [0.0, 0.0]
-        for ms in transfers:
-            free[free.index(min(free))] += ms
-        assert run(program)[0, 0] == pytest.approx(max(free))
-
-
 def test_smaller_buckets_gain_nothing_where_there_is_nothing_to_hide_behind() -> None:
     """60 MiB at 0.8 ms a MiB behind 5 ms of backward: bandwidth is shared, however many collectives there are."""
     analysis = analyze(Job(buckets=(60 << 20,), ms_per_mib=0.8, backward=constant(5)).trace())
@@ -313,38 +289,6 @@ def test_two_groups_that_reduce_gradients_are_not_judged_by_one_bucket() -> None
     assert reason == (
         "no other bucket size was tried: gradients are reduced by 2 process groups, and buckets are those of one"
     )
-
-
-@pytest.mark.parametrize(
-    ("points", "reason"),
-    [
-        ("B I0 W0 I1 W", "backward waits for collectives before its last gradients are issued"),  # ZeRO 1 and 2
-        ("B I0 B I1 W", "gradients are reduced in several backwards of a step"),
-        ("B I0 I2 I1 W", "other collectives are issued among those of the gradients"),
-        ("B W2 I0 I1 W", "backward waits for collectives before its last gradients are issued"),
-        ("I0 I1 W", "gradients are reduced where no backward was seen to begin before"),
-        ("B I0 I1 W", None),
-    ],
-)
-def test_why_gradients_cannot_be_cut_anew(points: str, reason: str | None) -> None:
-    from dsprof.analyzer.link import Link
-    from dsprof.analyzer.recut import NotRecut, rebucket
-    from dsprof.analyzer.replay import PARTS, Event, Program, run
-
-    kinds: dict[str, Any] = {"I": "issue", "W": "wait", "B": "backward"}
-    events = tuple(Event(kinds[point[0]], int(point[1:]) if point[1:] else None) for point in points.split())
-    one = np.ones(1)
-    program = Program(
-        ranks=(0,), steps=np.array([0]), events=(events,), work=(np.ones((len(events) + 1, 1, PARTS)),),
-        start=np.zeros((1, 1)), transfer=(one,) * 3, wire=(0 * one,) * 3, size=(one,) * 3, group=("0",) * 3,
-        gradient=(True, True, False),
-    )  # fmt: skip
-    link = Link(1.0, 0.0, 0.0, True)
-    if reason is None:
-        assert run(rebucket(program, [2], link, 0.0)).shape == (1, 1)
-        return
-    with pytest.raises(NotRecut, match=reason):
-        rebucket(program, [2], link, 0.0)
 
 
 def test_the_loader_that_is_slow_is_the_one_named() -> None:

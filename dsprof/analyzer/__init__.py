@@ -16,9 +16,9 @@ from dsprof.run import RunInfo, last_processes
 from dsprof.schema import BUDGET_PARTS
 from dsprof.trace import Trace
 
-from . import replay
 from .analysis import Analysis, CaptureQuality, Verdict
 from .budget import NOTHING, RankTime, paint, step_budget
+from .build import build_graph
 from .clock import align, find_jumps
 from .context import Context
 from .irregular import Irregular, find_irregular, mark_ordinary
@@ -29,6 +29,7 @@ from .match import match_collectives, mismatches
 from .steps import align_steps, completed_steps, describe_steps, early_ends, lasting_change, step_time
 from .text import ms
 from .topology import Topology, find_topology, name_pipeline_messages
+from .trust import check
 from .verdict import answer
 
 __all__ = ["analyze"]
@@ -61,7 +62,8 @@ def analyze(trace: Trace) -> Analysis:
     step_ms = step_time(steps)
     context = _context(run, rows, steps, collectives, times, step_ms.mean if step_ms else 0.0, irregular, topology)
     context = replace(context, clock_error_ms=clock_error_us / 1e3)
-    findings, passed, not_judged, noise_ms = judge(context)
+    checked = check(context.graph, context.clock_error_ms) if context.graph is not None else None
+    findings, passed, not_judged, noise_ms = judge(context, checked)
     budget_by_rank = ordinary.groupby("rank")[list(BUDGET_PARTS)].mean()
     span = run_span(run, rows)
     change = lasting_change(irregular.steps[irregular.ordinary], irregular.durations[irregular.ordinary])
@@ -145,10 +147,9 @@ def _context(
     for fact in run.facts:
         facts[str(fact.get("fact"))].append(fact)
     stepped = {rank: time for rank, time in times.items() if rank in set(steps["rank"])}
-    judged = bool(steps["ordinary"].any())
-    programs = tuple(replay.programs(stepped, rows, collectives, steps, run)) if judged else ()
+    graph = build_graph(stepped, rows, collectives, steps, run)
     load = measure_load(run, rows, steps, facts, step_ms)
-    return Context(run, rows, steps, collectives, programs, step_ms, load, dict(facts), irregular, topology)
+    return Context(run, rows, steps, collectives, graph, step_ms, load, dict(facts), irregular, topology)
 
 
 def _describe_change(first: int, before: float, after: float) -> str:

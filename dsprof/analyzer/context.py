@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
@@ -14,12 +14,11 @@ from scipy.special import chdtri, stdtrit
 
 from dsprof.run import RunInfo
 
-from . import replay
-from .budget import WORK
 from .finding import MEASURED_EXCESS, Gain
+from .graph import StepGraph
 from .irregular import Irregular
 from .load import HostLoad
-from .replay import Program
+from .replay import replay
 from .topology import Topology
 
 Float = npt.NDArray[np.float64]
@@ -31,24 +30,11 @@ MOST_BATCHES: Final = 20
 
 
 @dataclass(frozen=True)
-class Change:
-    """Own work that would go away if one fault were mended.
-
-    removed:  part of WORK -> ms, [R, S] over the ordinary steps in order; negative where a rank would get more to do.
-    where_beyond_peers: it goes from where the rank takes longer than those that do the same work, between the same
-              collectives; else from all of the step in proportion.
-    """
-
-    removed: Mapping[str, Float]
-    where_beyond_peers: bool = False
-
-
-@dataclass(frozen=True)
 class Context:
     """A run, ready to be judged.
 
     rows, steps, collectives: as in `Analysis`.
-    programs:     the ordinary steps, for replay.
+    graph:        the ordinary steps, for replay; None without one.
     load:         how busy the hosts' cores are; None: not measured.
     facts:        `RunInfo.facts` by their kind.
     irregular:    the steps that are not ordinary, and what they cost.
@@ -60,7 +46,7 @@ class Context:
     rows: pd.DataFrame
     steps: pd.DataFrame
     collectives: pd.DataFrame
-    programs: tuple[Program, ...]
+    graph: StepGraph | None
     step_ms: float
     load: HostLoad | None
     facts: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -106,9 +92,13 @@ class Context:
 
     @cached_property
     def replayed_steps(self) -> npt.NDArray[np.int64]:
-        """Those of the ordinary steps that `programs` hold: all, unless nearly every step differs from every other."""
-        found: npt.NDArray[np.int64] = np.sort(np.concatenate([program.steps for program in self.programs]))
-        return found
+        """Those of the ordinary steps that the graph holds."""
+        return self.need_graph().judged_steps
+
+    def need_graph(self) -> StepGraph:
+        """The graph, which a rule has by `need_steps`."""
+        assert self.graph is not None
+        return self.graph
 
     @property
     def step_range(self) -> tuple[int, int] | None:
@@ -148,56 +138,16 @@ class Context:
         low, high = interval(durations)  # of what comes and goes in a fixed rhythm, neighbours say too much
         return min(neighbours, (high - low) / 2)
 
-    def replayed(self, changes: tuple[Change, ...] = ()) -> Float:
-        """Duration of each ordinary step in ms, [S], mean over ranks, with the changes made."""
-        if not changes:
-            return self._unchanged
-        order = {step: i for i, step in enumerate(self.step_numbers.tolist())}
-        keep = np.ones((len(self.ranks), len(order), len(WORK)))
-        beyond = np.zeros((len(self.ranks), len(order)))
-        for i, part in enumerate(WORK):
-            removed = [c.removed[part] for c in changes if part in c.removed and not c.where_beyond_peers]
-            if removed:
-                total = self.work(part)
-                keep[:, :, i] = np.clip(1 - sum(removed, np.zeros_like(total)) / np.maximum(total, 1e-9), 0, None)
-            beyond += sum((c.removed[part] for c in changes if part in c.removed and c.where_beyond_peers), 0.0)
-
-        def kept_by(program: Program) -> list[Float]:
-            chosen = [order[s] for s in program.steps.tolist()]
-            kept = [of_rank[chosen][None] for of_rank in keep]
-            for r in np.flatnonzero(beyond.any(axis=1)).tolist():
-                team = next(team for team in self.teams if team[r])
-                peers = [p for p in np.flatnonzero(team).tolist() if not beyond[p].any()]
-                kept[r] = kept[r] * replay.keep_of_peers(program, r, peers, beyond[r, chosen])
-            return kept
-
-        durations = replay.run_in_turn(self.programs, [kept_by(program) for program in self.programs])
-        by_program = {id(program): each for program, each in zip(self.programs, durations, strict=True)}
-        return self.over_steps(lambda program: by_program[id(program)])
-
     @cached_property
-    def _unchanged(self) -> Float:
-        return self.over_steps(replay.run)
-
-    def over_steps(self, replayed: Callable[[Program], Float]) -> Float:
-        """`replayed` of every program ([R, S] of it), mean over ranks, in order of step: [S]."""
-        numbers = np.concatenate([program.steps for program in self.programs])
-        values = np.concatenate([replayed(program).mean(axis=0) for program in self.programs])
-        ordered: Float = values[np.argsort(numbers)]
-        return ordered
+    def replayed(self) -> Float:
+        """Duration of each ordinary step in ms, unchanged, [S], mean over ranks."""
+        return replay(self.need_graph()).durations
 
     def overlapped(self, before: Float, after: Float) -> Float:
         """`after`, where what is saved from `before` was only moved beside other work: there must be idle cores."""
         if self.load is None:
             return after
         return np.maximum(after, before - self.load.idle_in(self.replayed_steps))
-
-    def replay_error(self) -> float:
-        """How far the unchanged replay is from the measured steps, as a share of them."""
-        replayed = self.replayed()
-        chosen = self.ordinary[self.ordinary["step"].isin(self.replayed_steps)]
-        measured = chosen.groupby("step")["dur_ns"].mean().to_numpy(np.float64) / 1e6
-        return float(abs(replayed.mean() / measured.mean() - 1)) if len(measured) else 0.0
 
     def cost(self, events: Float, *, rare: bool = False) -> Gain:
         """What `events` (ms each) that make steps irregular cost, divided over the steps after warm-up; percent of a

@@ -9,22 +9,21 @@ from functools import partial
 from typing import Final, TypeVar
 
 from .attribution import attribute
-from .context import Change, Context
+from .context import Context
 from .finding import SEVERITIES, Finding, severity_of
 from .irregular import FEWEST_JUDGED
 from .rules import FAULTS, LEAST_SHARE, PRICED_BY_REPLAY, RULES, NotConcerned, NotJudged, PartlyJudged
 from .text import ms
+from .trust import ReplayCheck
+from .whatif.work import Change, less
 
 MOST_CLOCK_ERROR: Final = 0.2
 """Of the step."""
 
 Judged = TypeVar("Judged")
 
-MOST_REPLAY_ERROR: Final = 0.05
-"""A replay that misses the measured steps by more says nothing of what a change would gain."""
 
-
-def judge(context: Context) -> tuple[list[Finding], list[str], dict[str, str], float]:
+def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding], list[str], dict[str, str], float]:
     """Findings, worst first; the codes that passed; those that could not be judged and why; the noise floor in ms, NaN
     where it is not known.
 
@@ -47,21 +46,22 @@ def judge(context: Context) -> tuple[list[Finding], list[str], dict[str, str], f
         return None
 
     noise_ms = math.nan
-    refusal = _refusal(context)
+    refusal = _refusal(context, checked)
     if refusal is not None:
         not_judged |= dict.fromkeys(FAULTS, refusal)
-        if context.programs and not context.on_gpu:
-            noise_ms = context.noise_ms(context.replayed())
+        if context.graph is not None and not context.on_gpu:
+            noise_ms = context.noise_ms(context.graph.measured)
     else:
         changes: dict[str, Change] = {}
         for code, (mended, _) in FAULTS.items():
             change = ask((code,), partial(mended, context))
             if change is not None:
                 changes[code] = change
-        shares, alone, left = attribute(context, changes)
-        noise_ms = context.noise_ms(left)
+        graph = context.need_graph()
+        found_shares = attribute(graph, {code: less(graph, change, context.teams) for code, change in changes.items()})
+        noise_ms = context.noise_ms(found_shares.left)
         for code, change in changes.items():
-            gains = context.gain(shares[code]), context.gain(alone[code])
+            gains = context.gain(found_shares.shares[code]), context.gain(found_shares.alone[code])
             if gains[0].ms < LEAST_SHARE * context.step_ms:
                 continue
             finding = ask((code,), partial(FAULTS[code][1], context, change, *gains))
@@ -91,9 +91,9 @@ def _whole(rule: Callable[[Context], list[Finding]], context: Context, not_judge
         return part.findings
 
 
-def _refusal(context: Context) -> str | None:
+def _refusal(context: Context, checked: ReplayCheck | None) -> str | None:
     """Why no gain can be told by replay; None where it can."""
-    if not context.programs:
+    if context.graph is None or checked is None:
         return "no step was completed on all captured ranks"
     if context.on_gpu:
         return "the job ran on a device, whose time this version does not measure"
@@ -102,10 +102,7 @@ def _refusal(context: Context) -> str | None:
             f"the clocks of the ranks may be {ms(context.clock_error_ms)} apart, so who waited for whom in a step of "
             f"{ms(context.step_ms)} cannot be told"
         )
-    error = context.replay_error()
-    if error > MOST_REPLAY_ERROR:
-        return f"replaying the measured steps misses them by {100 * error:.0f} %, so what a change gains cannot be told"
-    return None
+    return checked.refusal
 
 
 def _rated(finding: Finding, noise_ms: float, few: bool) -> Finding:

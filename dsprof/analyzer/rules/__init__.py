@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from ..context import Change, Context
+from ..context import Context
 from ..finding import Finding, Gain
+from ..whatif.work import Change
 from . import checkpoint, comm, data, evaluation, pause, pipeline, rank, run, stall
 from .base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged
 

@@ -13,8 +13,10 @@ import numpy.typing as npt
 
 from ..context import Context
 from ..finding import Finding, Fix, Gain
-from ..recut import NotRecut
-from ..replay import Program, run
+from ..graph import Steps
+from ..replay import replay
+from ..whatif.edit import Edited, edit
+from ..whatif.recut import NotRecut
 
 Float = npt.NDArray[np.float64]
 
@@ -51,24 +53,27 @@ class NotConcerned(Exception):
 
 def need_steps(context: Context) -> None:
     """Raises NotJudged without a completed step to judge."""
-    if not context.programs:
+    if context.graph is None:
         raise NotJudged("no step was completed on all captured ranks")
 
 
-def replay_recut(context: Context, change: Callable[[Program], Program], untried: str) -> Float:
-    """Step durations [S] with every program changed, or unchanged where that raises NotRecut. Where this is so for most
+def replay_recut(context: Context, change: Callable[[Steps], Edited], untried: str) -> Float:
+    """Step durations [S] with all steps changed, or unchanged where that raises NotRecut. Where this is so for most
     steps it raises NotJudged: `untried`, and why."""
-    changed: dict[int, Program] = {}
     refused: Counter[str] = Counter()
-    for program in context.programs:
+
+    def changed(steps: Steps) -> Edited | None:
         try:
-            changed[id(program)] = change(program)
+            return change(steps)
         except NotRecut as reason:
-            refused[str(reason)] += len(program.steps)
-    steps = len(context.replayed_steps)
+            refused[str(reason)] += len(steps.numbers)
+            return None
+
+    graph = edit(context.need_graph(), changed)
+    steps = len(graph.numbers)
     if steps - refused.total() < LEAST_COVERED * steps:
         raise NotJudged(f"{untried}: {refused.most_common(1)[0][0]}")
-    return context.over_steps(lambda program: run(changed.get(id(program), program)))
+    return replay(graph).durations
 
 
 def code_fix(title: str, argument: str, value: Any, site: str | None, gain: Gain | None = None) -> Fix:

@@ -10,10 +10,11 @@ import numpy.typing as npt
 
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
+from ..graph import Steps
 from ..link import Link, fit_link
-from ..recut import rebucket
-from ..replay import Program
 from ..text import size
+from ..whatif.edit import Edited
+from ..whatif.recut import rebucket
 from .base import (
     LEAST_SHARE,
     NotConcerned,
@@ -173,8 +174,8 @@ def _replay_cut(context: Context, cut: _Cut, sizes: list[int], slower: float = 1
     transfers, so that the model's own error cancels from the difference."""
     link = replace(cut.link, latency_ms=cut.link.latency_ms * slower, ms_per_byte=cut.link.ms_per_byte * slower)
 
-    def change(program: Program) -> Program:
-        return rebucket(program, sizes, link, cut.host_ms)
+    def change(steps: Steps) -> Edited:
+        return rebucket(steps, sizes, link, cut.host_ms)
 
     return replay_recut(context, change, "no other bucket size was tried")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..context import Change, Context
+from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
+from ..whatif.work import Change
 from .base import NotConcerned, NotJudged, at, code_fix, confidence_of
 from .loader import loader_site, loading_rows, training_loader
 

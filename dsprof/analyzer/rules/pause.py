@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ..context import Change, Context
+from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..text import count
+from ..whatif.work import Change
 from .base import LEAST_SHARE, code_fix, confidence_of, need_steps, script_of
 
 

@@ -11,8 +11,9 @@ import pandas as pd
 
 from dsprof.engine import schedule as schedules
 
-from ..context import Change, Context, interval
+from ..context import Context, interval
 from ..finding import Evidence, Finding, Fix, Gain, Where
+from ..whatif.work import Change
 from .base import LEAST_SHARE, NotConcerned, NotJudged, at, code_fix, confidence_of, need_steps
 
 Float = npt.NDArray[np.float64]

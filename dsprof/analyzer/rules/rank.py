@@ -7,9 +7,10 @@ import numpy.typing as npt
 import pandas as pd
 
 from ..budget import innermost, spans_of
-from ..context import Change, Context, interval
+from ..context import Context, interval
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..load import counted_per_step
+from ..whatif.work import Change
 from .base import LEAST_SHARE, NotConcerned, NotJudged, confidence_of
 from .data import explained_by_size
 

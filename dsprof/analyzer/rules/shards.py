@@ -11,10 +11,11 @@ import pandas as pd
 
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
+from ..graph import Steps
 from ..link import Link, fit_link
-from ..recut import coalesce
-from ..replay import Program
 from ..text import size
+from ..whatif.edit import Edited
+from ..whatif.recut import coalesce
 from .base import LEAST_SHARE, at, code_fix, confidence_of, replay_recut
 
 Float = npt.NDArray[np.float64]
@@ -101,21 +102,24 @@ def _by_bytes(link: Link, size: float) -> Link:
 
 def _replay(context: Context, link: Link, host_ms: float, together: int) -> Float:
 
-    def change(program: Program) -> Program:
-        return coalesce(program, _families(program), together, link, host_ms)
+    def change(steps: Steps) -> Edited:
+        return coalesce(steps, _families(steps), together, link, host_ms)
 
     return replay_recut(context, change, "no other number of gathers was tried")
 
 
-def _families(program: Program) -> list[list[int]]:
-    """Collectives of one kind and group between two beginnings of a backward, in order of issue."""
+def _families(steps: Steps) -> list[list[int]]:
+    """Tasks of one kind and group between two beginnings of a backward, in the order in which the first rank issues
+    them."""
+    structure = steps.structure
+    issues = structure.issues[structure.thread[structure.issues[:, 0]] == 0]
+    begun = np.cumsum(structure.backward)
     families: dict[tuple[int, str, str], list[int]] = {}
-    stretch = 0
-    for event in program.events[0]:
-        stretch += event.what == "backward"
-        c = event.collective
-        if event.what == "issue" and c is not None and program.kind[c] in KINDS:
-            families.setdefault((stretch, program.kind[c], program.group[c]), []).append(c)
+    for segment, c in issues[np.argsort(issues[:, 0], kind="stable")].tolist():
+        task = structure.tasks[c]
+        # A segment is before the point at which it ends.
+        if task.kind in KINDS:
+            families.setdefault((int(begun[segment]), task.kind, task.lane), []).append(c)
     return list(families.values())
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ..context import Change, Context, interval
+from ..context import Context, interval
 from ..finding import LOW_PERCENT, Evidence, Finding, Gain, Where
 from ..load import SharedCores, spent_by_step
 from ..text import count
+from ..whatif.work import Change
 from .base import LEAST_SHARE, NotConcerned, NotJudged, at, confidence_of, need_steps, widened
 from .loader import Fact, loader_fact, loader_fix, loading_rows, restarts, training_loader
 

@@ -1,0 +1,604 @@
+"""From tables to the step graph: the points of each rank's program, and what lies between them.
+
+A task belongs to the step in which the last of its ranks issued it; who issued it in another step, or waits for it
+there, is joined to it by an edge across steps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dsprof.run import RunInfo
+
+from .backends import backend_of
+from .budget import RankTime
+from .graph import PARTS, Crossings, Edges, StepGraph, Steps, Structure, Task
+from .match import SEND_RECV, matched_group
+
+Float = npt.NDArray[np.float64]
+Int = npt.NDArray[np.int64]
+
+ISSUE, WAIT, WAIT_GRADIENTS, BACKWARD = range(4)
+"""What a point of a thread is. To wait for gradients is to wait for all that were issued so far."""
+LAG: Final = PARTS.index("lag")
+MOST_BRIDGED: Final = 8
+"""So many steps that are not judged, between two that are, are in the graph too: a delay reaches through them."""
+
+EVERYONE, OWN = 0, 1
+"""Whose arrival the end of a task depends on, as a rank sees it: on that of all; OWN + i: on that of rank i itself and,
+where a root sends, on the root's."""
+
+
+@dataclass(frozen=True)
+class _Points:
+    """Where threads issue, wait, or begin a backward, by step and rank and in time order.
+
+    step: index of the step, -1: in none of the graph's; rank: index; what: ISSUE...; target: row of the matched table,
+    -1: none; when, ended: ns, the latter when the rank saw its task end (-1: unknown)
+    """
+
+    step: Int
+    rank: Int
+    what: Int
+    target: Int
+    when: Int
+    ended: Int
+
+    def take(self, chosen: Int) -> _Points:
+        return _Points(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True)
+class _Tasks:
+    """The matched table as arrays, a row a task: see `match.COLLECTIVE_COLUMNS`.
+
+    home: index of the step it belongs to; -1: none of the graph's
+    end:  ns, when the first rank saw it end
+    view: by what a rank that waits for it depends on whom: `needs` as a number
+    """
+
+    lane: npt.NDArray[np.object_]
+    kind: npt.NDArray[np.object_]
+    gradient: npt.NDArray[np.bool_]
+    workers: Int
+    needs: npt.NDArray[np.object_]
+    root: Int
+    size: Float
+    end: Int
+    home: Int
+
+
+def build_graph(
+    times: dict[int, RankTime],
+    rows: pd.DataFrame,
+    collectives: pd.DataFrame,
+    steps: pd.DataFrame,
+    run: RunInfo | None = None,
+) -> StepGraph | None:
+    """The steps that are judged, and the few between them. None where no step is.
+
+    rows:  of the trace; `comm` rows and phases are looked at
+    steps: rank, step, start_ns, dur_ns, ordinary
+    """
+    ranks = tuple(sorted(times))
+    numbers, judged = _chosen(steps, len(ranks))
+    if not len(numbers):
+        return None
+    inside = steps[steps["step"].isin(numbers) & steps["rank"].isin(ranks)]
+    begin: Int = inside.pivot(index="rank", columns="step", values="start_ns").to_numpy(np.int64)
+    end: Int = begin + inside.pivot(index="rank", columns="step", values="dur_ns").to_numpy(np.int64)
+    follows = np.append(False, np.diff(numbers) == 1)
+    points = _points(times, rows, collectives, run, ranks, begin, end)
+    segments = _segments(times, ranks, points, begin, end)
+    return _Builder(ranks, numbers, judged, follows, begin, end, points, segments, collectives, run).build()
+
+
+def _chosen(steps: pd.DataFrame, ranks: int) -> tuple[Int, npt.NDArray[np.bool_]]:
+    """Numbers of the steps of the graph, and which of them are judged."""
+    judged = np.sort(steps.loc[steps["ordinary"], "step"].unique()).astype(np.int64)
+    counts = steps.groupby("step").size()
+    complete = np.sort(counts[counts == ranks].index.to_numpy(np.int64))
+    judged = judged[np.isin(judged, complete)]
+    if not len(judged):
+        return judged, np.zeros(0, bool)
+    after = np.searchsorted(judged, complete)
+    between = (after > 0) & (after < len(judged))
+    near = np.zeros(len(complete), bool)
+    near[between] = (judged[after[between]] - judged[after[between] - 1]) <= MOST_BRIDGED + 1
+    numbers: Int = complete[near | np.isin(complete, judged)]
+    return numbers, np.isin(numbers, judged)
+
+
+# --- points and segments ------------------------------------------------------------------------
+
+
+def _points(
+    times: dict[int, RankTime],
+    rows: pd.DataFrame,
+    collectives: pd.DataFrame,
+    run: RunInfo | None,
+    ranks: tuple[int, ...],
+    begin: Int,
+    end: Int,
+) -> _Points:
+    comm = rows[(rows["kind"] == "comm") & rows["issue_ns"].notna() & rows["seq"].notna() & rows["rank"].isin(ranks)]
+    if len(collectives) and len(comm):
+        index = pd.MultiIndex.from_frame(collectives[["group", "seq"]])
+        wanted = pd.MultiIndex.from_arrays([matched_group(comm, run), comm["seq"].astype("int64")])
+        row_of = index.get_indexer(wanted) if index.is_unique else np.full(len(comm), -1)
+    else:
+        row_of = np.full(len(comm), -1)
+    place = {rank: i for i, rank in enumerate(ranks)}
+    issue = pd.DataFrame(
+        {
+            "rank": comm["rank"].map(place).to_numpy(np.int64),
+            "target": row_of,
+            "when": comm["issue_ns"].to_numpy(np.int64),
+            "ended": (comm["start_ns"] + comm["dur_ns"]).fillna(-1).to_numpy(np.int64),
+        }
+    )
+    issue = issue[issue["target"] >= 0]
+    backward = rows[
+        (rows["kind"] == "phase") & (rows["name"] == "backward") & (rows["lane"] == "main") & rows["rank"].isin(ranks)
+    ]
+    backward_rank = backward["rank"].map(place).to_numpy(np.int64)
+    backward_at = backward["start_ns"].to_numpy(np.int64)
+    nothing = np.full(len(backward), -1)
+    parts: list[list[Int]] = [
+        [
+            issue["rank"].to_numpy(), np.full(len(issue), ISSUE), issue["target"].to_numpy(), issue["when"].to_numpy(),
+            issue["ended"].to_numpy(),
+        ],
+        [backward_rank, np.full(len(backward), BACKWARD), nothing, backward_at, backward_at],
+    ]  # fmt: skip
+    parts += [_wait_points(times[r].waits, np.sort(backward_at[backward_rank == i]), i) for i, r in enumerate(ranks)]
+    of_rank, what, target, when, ended = (np.concatenate([part[k] for part in parts]) for k in range(5))
+    step = np.full(len(when), -1, np.int64)
+    for i in range(len(ranks)):
+        mine = np.flatnonzero(of_rank == i)
+        at = np.searchsorted(begin[i], when[mine], "right") - 1
+        within = (at >= 0) & (when[mine] < end[i][np.maximum(at, 0)])
+        step[mine] = np.where(within, at, -1)
+    order = np.lexsort((when, of_rank, step))
+    return _Points(step, of_rank, what, target, when, ended).take(order)
+
+
+def _wait_points(waits: pd.DataFrame, backward_at: Int, rank: int) -> list[Int]:
+    """The columns of `_Points`, without the step."""
+    waits = waits[(waits["collective"] >= 0) | waits["derived"]]
+    when = waits["end_ns"].to_numpy(np.int64)
+    # DDP waits for its buckets one after the other, for as many as are still under way: that is one wait for all.
+    derived = waits["derived"].to_numpy(bool)
+    number = np.searchsorted(backward_at, when)
+    last = np.ones(len(waits), bool)
+    last[:-1] = ~(derived[:-1] & derived[1:] & (number[:-1] == number[1:]))
+    target = np.where(derived, -1, waits["collective"].to_numpy(np.int64))[last]
+    what = np.where(derived, WAIT_GRADIENTS, WAIT)[last]
+    return [np.full(int(last.sum()), rank), what, target, when[last], when[last]]
+
+
+@dataclass(frozen=True)
+class _Segments:
+    """The stretches between points, by step, rank and time: when each began (ns), and its own work, [:, PARTS] in ms;
+    `first`: [N + 1] index of each step's first."""
+
+    began: Int
+    work: Float
+    first: Int
+
+
+def _segments(times: dict[int, RankTime], ranks: tuple[int, ...], points: _Points, begin: Int, end: Int) -> _Segments:
+    steps = begin.shape[1]
+    number, began, work = [], [], []
+    for i, rank in enumerate(ranks):
+        mine = (points.rank == i) & (points.step >= 0)
+        edge_step = np.concatenate([np.arange(steps), points.step[mine], np.arange(steps)])
+        edge_kind = np.repeat([0, 1, 2], [steps, int(mine.sum()), steps])
+        when = np.concatenate([begin[i], points.when[mine], end[i]])
+        order = np.lexsort((when, edge_kind, edge_step))
+        when, edge_step, edge_kind = when[order], edge_step[order], edge_kind[order]
+        inside = edge_kind[:-1] < 2  # from the end of a step to the next one's start is no segment
+        work.append(_work_between(times[rank], when)[inside])
+        began.append(when[:-1][inside])
+        number.append(edge_step[:-1][inside])
+    every = np.concatenate(number)
+    order = np.argsort(every, kind="stable")
+    first = np.searchsorted(every[order], np.arange(steps + 1))
+    return _Segments(np.concatenate(began)[order], np.concatenate(work)[order], first)
+
+
+def _work_between(time: RankTime, when: Int) -> Float:
+    """Own work between consecutive moments, [len(when) - 1, PARTS] in ms. Waits for something unknown keep their
+    length: they count as `other`."""
+    spent = {part: np.diff(value) / 1e6 for part, value in time.before(when).items()}
+    explained = sum(spent.values(), np.zeros(len(when) - 1))
+    unknown = np.diff(time.unbound.before(when)) / 1e6
+    spent["other"] = np.diff(when) / 1e6 - explained + spent["apart"] + unknown
+    spent["lag"] = np.zeros(len(when) - 1)
+    return np.stack([spent[part] for part in PARTS], axis=-1)
+
+
+# --- shapes -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Shape:
+    """A structure, and which of the matched table's rows its local targets are in each of its steps."""
+
+    structure: Structure
+    steps: list[int]
+    targets: list[Int]
+    tasks: list[tuple[int, int]]
+    """(local target, view) of each task."""
+    outside: list[tuple[str, int, int]]
+    """("end", local target, view) or ("issue", local target, rank) of what other steps supply."""
+
+
+class _Builder:
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        numbers: Int,
+        judged: npt.NDArray[np.bool_],
+        follows: npt.NDArray[np.bool_],
+        begin: Int,
+        end: Int,
+        points: _Points,
+        segments: _Segments,
+        collectives: pd.DataFrame,
+        run: RunInfo | None,
+    ) -> None:
+        self.ranks, self.numbers, self.judged, self.follows = ranks, numbers, judged, follows
+        self.begin, self.end, self.segments = begin, end, segments
+        self.reference = begin.min(axis=0)
+        self.stretch = np.cumsum(~follows)
+        self.tasks = _tasks(collectives, points, ranks, run)
+        issues = points.what == ISSUE
+        home = np.where(points.target >= 0, self.tasks.home[points.target], -1) if len(self.tasks.home) else points.step
+        # Issued in another step than the one the task belongs to.
+        self.astray: dict[int, list[int]] = defaultdict(list)
+        for index in np.flatnonzero(issues & (home >= 0) & (home != points.step)).tolist():
+            self.astray[int(home[index])].append(index)
+        # What is waited for from elsewhere, by the step it belongs to.
+        self.wanted: dict[int, set[tuple[int, int]]] = defaultdict(set)
+        for index in np.flatnonzero((points.what == WAIT) & (home >= 0)).tolist():
+            target = int(points.target[index])
+            self.wanted[int(home[index])].add((target, self._view(target, int(points.rank[index]))))
+        self.all_points = points
+        first = int(np.searchsorted(points.step, 0))
+        self.points = points.take(np.arange(first, len(points.step)))
+        self.first_point = np.searchsorted(self.points.step, np.arange(len(numbers) + 1))
+        self.shapes: list[_Shape] = []
+        self.place: dict[int, tuple[int, int]] = {}
+
+    def _view(self, target: int, rank: int) -> int:
+        """Which end of a task a rank waits for."""
+        needs, root = self.tasks.needs[target], int(self.tasks.root[target])
+        if needs == "all" or (root >= 0 and rank == root):
+            return EVERYONE
+        return OWN + rank
+
+    def build(self) -> StepGraph:
+        by_key: dict[object, _Shape] = {}
+        for step in range(len(self.numbers)):
+            targets, key = self._describe(step)
+            shape = by_key.get(key)
+            if shape is None:
+                shape = by_key[key] = self._shape(step, targets)
+                self.shapes.append(shape)
+            self.place[step] = (self.shapes.index(shape), len(shape.steps))
+            shape.steps.append(step)
+            shape.targets.append(targets)
+        gap = np.zeros(self.begin.shape)
+        gap[:, 1:] = np.where(self.follows[1:], (self.begin[:, 1:] - self.end[:, :-1]) / 1e6, 0.0)
+        return StepGraph(
+            ranks=self.ranks,
+            shapes=tuple(self._steps(shape) for shape in self.shapes),
+            numbers=self.numbers,
+            judged=self.judged,
+            shape=np.array([self.place[step][0] for step in range(len(self.numbers))], np.int64),
+            column=np.array([self.place[step][1] for step in range(len(self.numbers))], np.int64),
+            start=(self.begin - self.reference) / 1e6,
+            duration=(self.end - self.begin) / 1e6,
+            follows=self.follows,
+            gap=gap,
+            crossings=self._crossings(),
+        )
+
+    def _mine(self, step: int) -> _Points:
+        return self.points.take(np.arange(self.first_point[step], self.first_point[step + 1]))
+
+    def _describe(self, step: int) -> tuple[Int, object]:
+        """The step's targets in the order in which they are met, and what it has in common with steps alike."""
+        mine = self._mine(step)
+        here = mine.target[mine.target >= 0]
+        beyond = [int(self.all_points.target[i]) for i in self.astray.get(step, ())]
+        asked = sorted(target for target, _ in self.wanted.get(step, ()))
+        met, first = np.unique(np.concatenate([here, beyond, asked]).astype(np.int64), return_index=True)
+        targets: Int = met[np.argsort(first)]
+        number = np.empty(int(met[-1]) + 1 if len(met) else 0, np.int64)
+        number[targets] = np.arange(len(targets))
+        local = np.where(mine.target >= 0, number[mine.target] if len(number) else -1, -1)
+        tasks = self.tasks
+        wanted = frozenset((int(number[target]), view) for target, view in self.wanted.get(step, ()))
+        astray = tuple(sorted(
+            (int(number[self.all_points.target[i]]), int(self.all_points.rank[i])) for i in self.astray.get(step, ())
+        ))  # fmt: skip
+        key = (
+            mine.rank.tobytes(), mine.what.tobytes(), local.tobytes(), tuple(tasks.lane[targets]),
+            tuple(tasks.kind[targets]), tuple(tasks.needs[targets]), tasks.root[targets].tobytes(),
+            (tasks.home[targets] == step).tobytes(), wanted, astray,
+        )  # fmt: skip
+        return targets, key
+
+    def _shape(self, step: int, targets: Int) -> _Shape:
+        mine, table = self._mine(step), self.tasks
+        local = {int(target): i for i, target in enumerate(targets.tolist())}
+        home = table.home[targets] == step
+        views = {(local[target], view) for target, view in self.wanted.get(step, ())}
+        views |= {(i, EVERYONE) for i in np.flatnonzero(home).tolist() if table.needs[targets[i]] == "all"}
+        gradient = table.gradient[targets]
+        waited = self._waited_gradients(mine, local, gradient)
+        views |= {(i, self._view(int(targets[i]), int(rank))) for _, rank, i in waited if home[i]}
+        tasks = sorted(views)
+        number = {task: i for i, task in enumerate(tasks)}
+        threads = len(self.ranks)
+        rank = mine.rank
+        segments = len(rank) + threads
+        thread = np.sort(np.concatenate([rank, np.arange(threads)]))
+        before = np.arange(len(rank)) + rank  # the segment that ends at each point
+        backward = np.zeros(segments, bool)
+        backward[before[mine.what == BACKWARD] + 1] = True
+        outside: dict[tuple[str, int, int], int] = {}
+        source, target = [], []
+
+        def operation(index: int, view: int) -> int:
+            """The operation whose end is the end of local target `index`, as seen by who has this view of it."""
+            if home[index]:
+                return segments + number[index, view]
+            return segments + len(tasks) + outside.setdefault(("end", index, view), len(outside))
+
+        def arrives(index: int, by: int) -> Iterator[int]:
+            """The tasks that rank `by` must have issued."""
+            sends = table.needs[targets[index]] == "root" and by == int(table.root[targets[index]])
+            for view in (EVERYONE, *(OWN + i for i in (range(threads) if sends else (by,)))):
+                if (index, view) in number:
+                    yield segments + number[index, view]
+
+        issues = np.flatnonzero(mine.what == ISSUE)
+        for point in issues.tolist():
+            index = local[int(mine.target[point])]
+            if home[index]:
+                for task in arrives(index, int(rank[point])):
+                    source.append(int(before[point]))
+                    target.append(task)
+        for point in self.astray.get(step, ()):
+            index, by = local[int(self.all_points.target[point])], int(self.all_points.rank[point])
+            for task in arrives(index, by):
+                source.append(segments + len(tasks) + outside.setdefault(("issue", index, by), len(outside)))
+                target.append(task)
+        for point in np.flatnonzero(mine.what == WAIT).tolist():
+            index = local[int(mine.target[point])]
+            source.append(operation(index, self._view(int(targets[index]), int(rank[point]))))
+            target.append(int(before[point]) + 1)
+        for point, by, index in waited:
+            source.append(operation(index, self._view(int(targets[index]), by)))
+            target.append(int(before[point]) + 1)
+        # Edges to or from what other steps supply were numbered with the count of tasks, which is final.
+        structure = Structure(
+            thread=thread,
+            backward=backward,
+            tasks=tuple(self._task(int(targets[i]), view) for i, view in tasks),
+            outside=len(outside),
+            edges=Edges(np.array(source, np.int64), np.array(target, np.int64)),
+            threads=threads,
+        )
+        return _Shape(structure, [], [], tasks, list(outside))
+
+    def _task(self, target: int, view: int) -> Task:
+        table = self.tasks
+        workers = int(table.workers[target])
+        queued = view == EVERYONE and table.needs[target] == "all" and workers > 0
+        return Task(
+            lane=str(table.lane[target]),
+            kind=str(table.kind[target]),
+            gradient=bool(table.gradient[target]),
+            workers=workers if queued else None,
+        )
+
+    def _waited_gradients(
+        self, mine: _Points, local: dict[int, int], gradient: npt.NDArray[np.bool_]
+    ) -> list[tuple[int, int, int]]:
+        """(point, rank, local target) of each wait for all gradients and what it waits for."""
+        if not (mine.what == WAIT_GRADIENTS).any():
+            return []
+        found = []
+        under_way: dict[int, dict[int, None]] = defaultdict(dict)
+        for point, (rank, what, target) in enumerate(
+            zip(mine.rank.tolist(), mine.what.tolist(), mine.target.tolist(), strict=True)
+        ):
+            if what == ISSUE and gradient[local[target]]:
+                under_way[rank][local[target]] = None
+            elif what == WAIT:
+                under_way[rank].pop(local[target], None)
+            elif what == WAIT_GRADIENTS:
+                found += [(point, rank, index) for index in under_way.pop(rank, {})]
+        return found
+
+    # --- values
+
+    def _steps(self, shape: _Shape) -> Steps:
+        steps = np.array(shape.steps)
+        structure, segments = shape.structure, self.segments
+        rows = segments.first[steps] + np.arange(structure.segments)[:, None]  # [W, S]
+        reference = self.reference[steps]
+        began = (segments.began[rows] - reference) / 1e6
+        work = segments.work[rows]
+        picks = np.array([[targets[i] for targets in shape.targets] for i, _ in shape.tasks], np.int64)
+        picks = picks.reshape(len(shape.tasks), len(steps))
+        ended = (self.tasks.end[picks] - reference) / 1e6 if picks.size else np.zeros(picks.shape)
+        outside = self._outside(shape, steps)
+        over = began + work.sum(axis=-1)
+        ended = _no_later_than_seen(structure, began, ended)
+        transfer, ended = _transfers(structure, over, outside, ended)
+        work[..., LAG] = _lags(structure, began, over, outside, ended)
+        return Steps(
+            structure=structure,
+            numbers=self.numbers[steps],
+            work=work,
+            transfer=transfer,
+            wire=np.zeros(transfer.shape),
+            size=self.tasks.size[picks] if picks.size else np.zeros(picks.shape),
+            outside=outside,
+            began=began,
+            ended=ended,
+        )
+
+    def _outside(self, shape: _Shape, steps: Int) -> Float:
+        """When what other steps supply had ended, [O, S] ms from each step's reference."""
+        found = np.empty((len(shape.outside), len(steps)))
+        issued = {
+            (int(self.all_points.target[i]), int(self.all_points.rank[i])): int(self.all_points.when[i])
+            for step in shape.steps
+            for i in self.astray.get(step, ())
+        }
+        for row, (what, index, by) in enumerate(shape.outside):
+            for column, (step, targets) in enumerate(zip(shape.steps, shape.targets, strict=True)):
+                target = int(targets[index])
+                when = int(self.tasks.end[target]) if what == "end" else issued[target, by]
+                found[row, column] = (when - self.reference[step]) / 1e6
+        return found
+
+    def _crossings(self) -> Crossings:
+        found: list[tuple[int, int, int, int, int, int]] = []
+        at_issue = {}
+        points = self.all_points
+        first = len(points.step) - len(self.points.step)
+        for indices in self.astray.values():
+            for i in indices:
+                if points.step[i] >= 0:
+                    in_step = i - first - int(self.first_point[points.step[i]])
+                    at_issue[int(points.target[i]), int(points.rank[i])] = (
+                        int(points.step[i]), in_step + int(points.rank[i]),
+                    )  # fmt: skip
+        numbers = [{task: i for i, task in enumerate(shape.tasks)} for shape in self.shapes]
+        for index, shape in enumerate(self.shapes):
+            for row, (what, local, by) in enumerate(shape.outside):
+                for column, (step, targets) in enumerate(zip(shape.steps, shape.targets, strict=True)):
+                    target = int(targets[local])
+                    if what == "issue":
+                        source_step, operation = at_issue.get((target, by), (-1, -1))
+                    else:
+                        source_step, operation = int(self.tasks.home[target]), -1
+                    if source_step < 0 or self.stretch[source_step] != self.stretch[step]:
+                        continue  # it stands as it was measured
+                    from_shape, from_column = self.place[source_step]
+                    if what == "end":
+                        source = self.shapes[from_shape]
+                        there = np.flatnonzero(source.targets[from_column] == target)
+                        number = numbers[from_shape].get((int(there[0]), by)) if len(there) else None
+                        if number is None:
+                            continue
+                        operation = source.structure.segments + number
+                    found.append((from_shape, operation, from_column, index, row, column))
+        return Crossings(*np.array(found, np.int64).reshape(-1, 6).T)
+
+
+def _tasks(collectives: pd.DataFrame, points: _Points, ranks: tuple[int, ...], run: RunInfo | None) -> _Tasks:
+    count = len(collectives)
+    issues = points.what == ISSUE
+    target, step = points.target[issues], points.step[issues]
+    home = np.full(count, -1, np.int64)
+    np.maximum.at(home, target, step)
+    # A rank that issues it after the steps of the graph: then who waited for whom there is not known.
+    last_in = np.full(count, np.iinfo(np.int64).min)
+    np.maximum.at(last_in, target[step >= 0], points.when[issues][step >= 0])
+    late = points.when[issues] > last_in[target]
+    home[target[(step < 0) & late]] = -1
+    message = (collectives["name"] == SEND_RECV).to_numpy(bool)
+    end = collectives["end_ns"].to_numpy(np.int64).copy()
+    seen = points.ended[issues] >= 0
+    earliest = np.full(count, np.iinfo(np.int64).max)
+    np.minimum.at(earliest, target[seen], points.ended[issues][seen])
+    known = earliest < np.iinfo(np.int64).max
+    end[known] = np.maximum(earliest[known], collectives["last_ns"].to_numpy(np.int64)[known])
+    transferred = collectives["last_ns"].to_numpy(np.int64) + collectives["transfer_ns"].to_numpy(np.int64)
+    end[message] = transferred[message]
+    groups = run.groups if run is not None else {}
+    lane = collectives["group"].astype(str).to_numpy(object)
+    backends = {name: backend_of(name, groups) for name in set(lane.tolist())}
+    place = {rank: i for i, rank in enumerate(ranks)}
+    return _Tasks(
+        lane=lane,
+        kind=(collectives["name"].astype(str) + " " + collectives["purpose"].astype(str)).to_numpy(object),
+        gradient=(collectives["purpose"] == "gradient").to_numpy(bool),
+        workers=np.array(
+            [
+                0 if sent and not backends[name].messages_queue else backends[name].workers or 0
+                for name, sent in zip(lane.tolist(), message.tolist(), strict=True)
+            ],
+            np.int64,
+        ),
+        needs=collectives["needs"].to_numpy(object),
+        root=np.array([place.get(int(rank), -1) for rank in collectives["root_rank"].tolist()], np.int64),
+        size=collectives["bytes"].to_numpy(np.float64),
+        end=end,
+        home=home,
+    )
+
+
+def _no_later_than_seen(structure: Structure, began: Float, ended: Float) -> Float:
+    """When each task ended, [C, S]: whoever went on after waiting for it shows that it had. That it has ended is
+    recorded by a thread that needs a core for it, and gets one late on a busy host."""
+    ended = ended.copy()
+    waits = structure.waits
+    np.minimum.at(ended, waits[:, 0], began[waits[:, 1]])
+    return ended
+
+
+def _transfers(structure: Structure, over: Float, outside: Float, ended: Float) -> tuple[Float, Float]:
+    """What each task took once all it needed was there and a worker of its lane free, [C, S]; and when it ended, no
+    earlier than that."""
+    segments, tasks = structure.segments, len(structure.tasks)
+    steps = over.shape[1]
+    arrived = np.full((tasks, steps), -np.inf)
+    source, target = structure.edges.source, structure.edges.target
+    ends = np.concatenate([over, ended, outside])
+    to_task = target >= segments
+    np.maximum.at(arrived, target[to_task] - segments, ends[source[to_task]])
+    arrived[np.isneginf(arrived)] = 0.0
+    begins = arrived.copy()
+    ended = ended.copy()
+    for lane in structure.lanes:
+        mine = [c for c, task in enumerate(structure.tasks) if task.lane == lane and task.workers is not None]
+        free = [np.full(steps, -np.inf)] * min(structure.tasks[mine[0]].workers or 1, 2)
+        for c in mine:
+            begins[c] = np.maximum(arrived[c], free[0])
+            ended[c] = np.maximum(ended[c], begins[c])
+            later = free[-1]
+            free = [ended[c]] if len(free) == 1 else [np.minimum(later, ended[c]), np.maximum(later, ended[c])]
+    ended = np.maximum(ended, begins)
+    return ended - begins, ended
+
+
+def _lags(structure: Structure, began: Float, over: Float, outside: Float, ended: Float) -> Float:
+    """How much later each segment that waited began than all it waited for had ended, [W, S] ms."""
+    segments = structure.segments
+    source, target = structure.edges.source, structure.edges.target
+    to_segment = target < segments
+    ready = np.full(began.shape, -np.inf)
+    ends = np.concatenate([over, ended, outside])
+    np.maximum.at(ready, target[to_segment], ends[source[to_segment]])
+    waited = np.isfinite(ready).all(axis=1)
+    follows = np.flatnonzero(waited & (np.append(-1, structure.thread[:-1]) == structure.thread))
+    ready[follows] = np.maximum(ready[follows], over[follows - 1])
+    lag = np.where(waited[:, None], began - ready, 0.0)
+    result: Float = np.clip(lag, 0.0, None)
+    return result

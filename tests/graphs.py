@@ -1,0 +1,105 @@
+"""Step graphs written by hand.
+
+A program is a row of points, each with the ms of own work before it: `5 I0 3 W0 2` works 5 ms, issues task 0, works
+3 ms, waits for task 0, and works 2 ms to the end of the step. `B` begins a backward. `O0` waits for what another step
+supplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dsprof.analyzer.graph import PARTS, Crossings, Edges, StepGraph, Steps, Structure, Task
+
+COMPUTE = PARTS.index("compute")
+
+
+def steps_of(
+    programs: Sequence[str],
+    transfers: Sequence[float] = (),
+    tasks: Sequence[Task] = (),
+    steps: int = 1,
+    wires: Sequence[float] = (),
+    sizes: Sequence[float] = (),
+    outside: int = 0,
+    arrivals: Sequence[tuple[int, int]] = (),
+) -> Steps:
+    """Like-shaped steps of these programs, one a thread. `arrivals`: (outside, task) that other steps supply."""
+    tasks = tasks or [Task("0", gradient=True)] * len(transfers)
+    thread: list[int] = []
+    work: list[float] = []
+    backward: list[bool] = []
+    edges: list[tuple[int, int]] = []  # tasks and outside are negative until the segments are counted
+    for r, program in enumerate(programs):
+        begins, waits, spent = False, list[int](), 0.0
+        for item in [*program.split(), "end"]:
+            if item[0].isdigit():
+                spent += float(item)
+                continue
+            edges += [(source, len(work)) for source in waits]
+            work.append(spent)
+            thread.append(r)
+            backward.append(begins)
+            begins, waits, spent = item == "B", [], 0.0
+            if item[0] == "I":
+                edges.append((len(work) - 1, -1 - int(item[1:])))
+            elif item[0] == "W":
+                waits = [-1 - int(number) for number in item[1:].split(",")]
+            elif item[0] == "O":
+                waits = [-1 - len(tasks) - int(item[1:])]
+    segments = len(work)
+
+    def operation(number: int) -> int:
+        return number if number >= 0 else segments - 1 - number
+
+    pairs = [(operation(a), operation(b)) for a, b in edges]
+    pairs += [(segments + len(tasks) + o, segments + c) for o, c in arrivals]
+    structure = Structure(
+        thread=np.array(thread, np.int64),
+        backward=np.array(backward, bool),
+        tasks=tuple(tasks),
+        outside=outside,
+        edges=Edges(np.array([a for a, _ in pairs], np.int64), np.array([b for _, b in pairs], np.int64)),
+        threads=len(programs),
+    )
+    parts = np.zeros((segments, steps, len(PARTS)))
+    parts[..., COMPUTE] = np.array(work)[:, None]
+
+    def column(values: Sequence[float]) -> np.ndarray:
+        found = np.zeros((len(tasks), steps))
+        found[: len(values)] = np.array(values, float).reshape(-1, 1)
+        return found
+
+    return Steps(
+        structure=structure,
+        numbers=np.arange(steps),
+        work=parts,
+        transfer=column(transfers),
+        wire=column(wires),
+        size=column(sizes or [1.0] * len(tasks)),
+        outside=np.zeros((outside, steps)),
+        began=np.zeros((segments, steps)),
+        ended=np.zeros((len(tasks), steps)),
+    )
+
+
+def graph_of(steps: Steps, crossings: Crossings | None = None, follow: bool = True) -> StepGraph:
+    """A graph of these steps alone, each of which follows the one before."""
+    threads, count = steps.structure.threads, len(steps.numbers)
+    follows = np.full(count, follow)
+    follows[:1] = False
+    return StepGraph(
+        ranks=tuple(range(threads)),
+        shapes=(steps,),
+        numbers=steps.numbers,
+        judged=np.ones(count, bool),
+        shape=np.zeros(count, np.int64),
+        column=np.arange(count),
+        start=np.zeros((threads, count)),
+        duration=np.ones((threads, count)),
+        follows=follows,
+        gap=np.zeros((threads, count)),
+        crossings=crossings or Crossings.none(),
+    )
