@@ -292,6 +292,8 @@ def capture_facts(analysis: Analysis) -> str:
         words.append(f"clocks within {quantity(error, 'us')}" if error > 0 else "one clock")
     if noise(analysis):
         words.append(f"noise {noise(analysis)}")
+    if capture.replay is not None and capture.replay.held_out is not None:
+        words.append(f"replay of held-out steps within {percent(100 * capture.replay.held_out)}")
     return ", ".join(words)
 
 

@@ -96,6 +96,7 @@ def analyze(trace: Trace) -> Analysis:
             dropped=sum(item.dropped for item in run.ranks),
             clock_error_us=clock_error_us,
             warnings=(*run.warnings, *warnings, *renumbered, *jumps, *early_ends(steps), *mismatches(rows)),
+            replay=checked,
         ),
     )
     return replace(analysis, verdict=answer(analysis, on_gpu=context.on_gpu, slowdown=slowdown))

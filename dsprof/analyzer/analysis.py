@@ -11,6 +11,7 @@ import pandas as pd
 from dsprof.run import RunInfo
 
 from .finding import Finding
+from .trust import ReplayCheck
 
 FINDINGS_SCHEMA = 1
 
@@ -34,6 +35,8 @@ class CaptureQuality:
     dropped: int
     clock_error_us: float
     warnings: tuple[str, ...] = ()
+    replay: ReplayCheck | None = None
+    """How far the step graph agrees with what was measured; None without one."""
 
 
 Status = Literal["healthy", "bottleneck", "inconclusive", "failed"]
@@ -133,5 +136,6 @@ class Analysis:
                 "dropped": self.capture.dropped,
                 "clock_error_us": self.capture.clock_error_us,
                 "warnings": list(self.capture.warnings),
+                "replay": self.capture.replay.to_dict() if self.capture.replay is not None else None,
             },
         }

@@ -42,6 +42,14 @@ class ReplayCheck:
     contradicted: float
     held_out: float | None
 
+    def to_dict(self) -> dict[str, float | None]:
+        """As `capture.replay` of findings.json."""
+        return {
+            "error_percent": 100 * self.error,
+            "contradicted_percent": 100 * self.contradicted,
+            "held_out_error_percent": None if self.held_out is None else 100 * self.held_out,
+        }
+
     @property
     def refusal(self) -> str | None:
         """Why no gain can be told; None where it can."""

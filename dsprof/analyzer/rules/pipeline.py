@@ -13,6 +13,7 @@ from dsprof.engine import schedule as schedules
 
 from ..context import Context, interval
 from ..finding import Evidence, Finding, Fix, Gain, Where
+from ..whatif.schedule import makespan, schedule_graph
 from ..whatif.work import Change
 from .base import LEAST_SHARE, NotConcerned, NotJudged, at, code_fix, confidence_of, need_steps
 
@@ -91,19 +92,15 @@ class _Shape:
     def uneven_ms(self) -> float:
         """The step with what each stage takes, ms."""
         plan = schedules.make_plan(self.schedule, self.ranks, self.microbatches, self.virtual)
-        return schedules.simulate(plan, lambda action: self.of_stage.get((action.stage, action.op), 0.0)).makespan
+        graph = schedule_graph(plan, lambda action: self.of_stage.get((action.stage, action.op), 0.0))
+        return float(makespan(graph)[0])
 
-    def step_ms(self, microbatches: int, schedule: str | None = None, virtual: int | None = None) -> float:
-        """The mean step with stages that take the same, ms. Raises ValueError for a schedule that cannot be so."""
+    def step_ms(self, microbatches: int, schedule: str | None = None, virtual: int | None = None) -> Float:
+        """Each step with stages that take the same, ms, [S]. Raises ValueError for a schedule that cannot be so."""
         split = self.virtual / (virtual or self.virtual)
-        costs = {"F": self.forward, "B": self.backward, "W": self.weight}
-        taken = {name: float(of.mean()) * split for name, of in costs.items()}
+        taken = {"F": self.forward * split, "B": self.backward * split, "W": self.weight * split}
         plan = schedules.make_plan(schedule or self.schedule, self.ranks, microbatches, virtual or self.virtual)
-
-        def cost(action: schedules.Action) -> float:
-            return taken[action.op]
-
-        return schedules.simulate(plan, cost).makespan
+        return makespan(schedule_graph(plan, lambda action: taken[action.op], steps=len(self.forward)))
 
 
 def bubble(context: Context) -> list[Finding]:
@@ -119,18 +116,16 @@ def bubble(context: Context) -> list[Finding]:
         return []
     now = shape.step_ms(shape.microbatches)
     tried = {times: now - shape.step_ms(shape.microbatches * times) / times for times in MULTIPLES}
-    # Costs enter linearly, so each step's saving goes with what its own actions took.
     taken = shape.forward + shape.backward + shape.weight
-    series = taken / taken.mean()
     # What a micro-batch costs beside its actions: the schedule's own work, messages. Of more micro-batches of the same
     # size each has it too; of smaller ones, from the same batch, there are more to bear it.
     ordinary = context.ordinary
     busy = float((ordinary["dur_ns"] / 1e6 - ordinary[["data", "optimizer", "pause"]].sum(axis=1)).mean())
     fixed = max(busy - shape.uneven_ms(), 0.0) / shape.microbatches
-    ideal = 1 - shape.microbatches * shape.virtual * float(taken.mean()) / now
+    ideal = 1 - shape.microbatches * shape.virtual * float(taken.mean()) / float(now.mean())
     gains = {}
     for times, saved in tried.items():
-        gain = _gain(context, np.minimum(saved * series, waited))
+        gain = _gain(context, np.minimum(saved, waited))
         smaller = gain.low - fixed * shape.microbatches * (times - 1)
         if ideal > ACCEPTED:
             smaller = max(smaller, gain.low / 2)
@@ -149,7 +144,7 @@ def bubble(context: Context) -> list[Finding]:
         )
         for times in sorted(MULTIPLES, key=lambda times: -gains[times].low)
     ]  # fmt: skip
-    fixes += _other_schedules(context, shape, now, series, waited, site)
+    fixes += _other_schedules(context, shape, now, waited, site)
     evidence = (
         Evidence("waiting for another stage, mean of the ranks", round(waited, 3), "ms"),
         Evidence("share of the step", round(100 * waited / context.step_ms, 1), "%"),
@@ -170,13 +165,11 @@ def _gain(context: Context, saved: Float) -> Gain:
     return Gain(mean, 100 * mean / context.step_ms, low, high, method="simulation")
 
 
-def _other_schedules(
-    context: Context, shape: _Shape, now: float, series: Float, waited: float, site: str | None
-) -> list[Fix]:
+def _other_schedules(context: Context, shape: _Shape, now: Float, waited: float, site: str | None) -> list[Fix]:
     if shape.virtual > 1 or shape.schedule not in ("gpipe", "1f1b") or shape.microbatches % shape.ranks:
         return []
     saved = now - shape.step_ms(shape.microbatches, "interleaved", VIRTUAL)
-    gain = _gain(context, np.minimum(saved * series, waited))
+    gain = _gain(context, np.minimum(saved, waited))
     gain = replace(gain, low=0.0)  # each part's messages and fixed costs are its own
     if gain.ms < LEAST_SHARE * context.step_ms:
         return []
