@@ -229,7 +229,7 @@ def _work_between(time: RankTime, when: Int) -> Float:
 
 
 @dataclass
-class _Shape:
+class _Alike:
     """A structure, and which of the matched table's rows its local targets are in each of its steps."""
 
     structure: Structure
@@ -275,7 +275,7 @@ class _Builder:
         first = int(np.searchsorted(points.step, 0))
         self.points = points.take(np.arange(first, len(points.step)))
         self.first_point = np.searchsorted(self.points.step, np.arange(len(numbers) + 1))
-        self.shapes: list[_Shape] = []
+        self.shapes: list[_Alike] = []
         self.place: dict[int, tuple[int, int]] = {}
 
     def _view(self, target: int, rank: int) -> int:
@@ -286,7 +286,7 @@ class _Builder:
         return OWN + rank
 
     def build(self) -> StepGraph:
-        by_key: dict[object, _Shape] = {}
+        by_key: dict[object, _Alike] = {}
         for step in range(len(self.numbers)):
             targets, key = self._describe(step)
             shape = by_key.get(key)
@@ -338,7 +338,7 @@ class _Builder:
         )  # fmt: skip
         return targets, key
 
-    def _shape(self, step: int, targets: Int) -> _Shape:
+    def _shape(self, step: int, targets: Int) -> _Alike:
         mine, table = self._mine(step), self.tasks
         local = {int(target): i for i, target in enumerate(targets.tolist())}
         home = table.home[targets] == step
@@ -400,7 +400,7 @@ class _Builder:
             edges=Edges(np.array(source, np.int64), np.array(target, np.int64)),
             threads=threads,
         )
-        return _Shape(structure, [], [], tasks, list(outside))
+        return _Alike(structure, [], [], tasks, list(outside))
 
     def _task(self, target: int, view: int) -> Task:
         table = self.tasks
@@ -434,7 +434,7 @@ class _Builder:
 
     # --- values
 
-    def _steps(self, shape: _Shape) -> Steps:
+    def _steps(self, shape: _Alike) -> Steps:
         steps = np.array(shape.steps)
         structure, segments = shape.structure, self.segments
         rows = segments.first[steps] + np.arange(structure.segments)[:, None]  # [W, S]
@@ -461,7 +461,7 @@ class _Builder:
             ended=ended,
         )
 
-    def _outside(self, shape: _Shape, steps: Int) -> Float:
+    def _outside(self, shape: _Alike, steps: Int) -> Float:
         """When what other steps supply had ended, [O, S] ms from each step's reference."""
         found = np.empty((len(shape.outside), len(steps)))
         issued = {

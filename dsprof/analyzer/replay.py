@@ -72,25 +72,23 @@ class _Sweeps:
 
     def __init__(self, graphs: Sequence[StepGraph]) -> None:
         self.graph = graph = graphs[0]
-        self.count = len(graphs)
+        self.count = count = len(graphs)
         self.columns = [np.flatnonzero(graph.shape == index) for index in range(len(graph.shapes))]
         for index, columns in enumerate(self.columns):  # in the order of the shape's own columns
             self.columns[index] = columns[np.argsort(graph.column[columns])]
-        self.weights = [
-            np.stack([weights_of(g.shapes[index]) for g in graphs], axis=-1) for index in range(len(graph.shapes))
-        ]
+        self.weights = [_stacked([g.shapes[index] for g in graphs]) for index in range(len(graph.shapes))]
         steps = graph.start.shape[1]
-        self.start = np.repeat(graph.start[..., None], self.count, axis=-1)  # [T, N, V]
-        self.end = self.start + graph.duration[..., None]
-        self.outside = [np.repeat(shape.outside[..., None], self.count, axis=-1) for shape in graph.shapes]
+        self.start = np.repeat(graph.start[:, None], count, axis=1)  # [T, V, N]
+        self.end = self.start + graph.duration[:, None]
+        self.outside = [np.repeat(shape.outside[:, None], count, axis=1) for shape in graph.shapes]
         lanes = list(dict.fromkeys(lane for shape in graph.shapes for lane in shape.structure.lanes))
         self.lanes_of = [
             np.array([2 * lanes.index(lane) + i for lane in shape.structure.lanes for i in (0, 1)], np.int64)
             for shape in graph.shapes
         ]
-        self.free = np.full((2 * len(lanes), steps, self.count), NEVER)  # when each lane's workers are, at the start
+        self.free = np.full((2 * len(lanes), count, steps), NEVER)  # when each lane's workers are, at the start
         self.left = self.free.copy()  # and at the end
-        self.reference = np.zeros((steps, self.count))
+        self.reference = np.zeros((count, steps))
         self._rows: list[Float | None] = [None] * len(graph.shapes)
         self._followers = np.flatnonzero(graph.follows)
 
@@ -101,97 +99,111 @@ class _Sweeps:
         for _ in range(len(graph.numbers) + 2):
             for index, columns in enumerate(self.columns):
                 moved = np.flatnonzero(changed[columns])
+                if 2 * len(moved) > len(columns):  # to pick most of them out costs more than the rest
+                    moved = np.arange(len(columns))
                 if len(moved):
                     self._evaluate(index, moved)
-            changed = self._hand_on(tolerance)
+            changed = self._pass_on(tolerance)
             if not changed.any():
                 break
-        reference = self.reference[None]
-        start, end = self.start + reference, self.end + reference
-        return [Replayed(start[..., v], end[..., v], graph.judged) for v in range(self.count)]
+        start, end = self.start + self.reference, self.end + self.reference
+        return [Replayed(start[:, v], end[:, v], graph.judged) for v in range(self.count)]
 
     def _evaluate(self, index: int, moved: Int) -> None:
         """Evaluate these of the shape's columns."""
         graph, shape = self.graph, self.graph.shapes[index]
         plan, columns = shape.structure.plan, self.columns[index][moved]
         lanes = self.lanes_of[index]
-        given = np.concatenate([self.start[:, columns], self.outside[index][:, moved], self.free[lanes][:, columns]])
-        weights = self.weights[index] if len(moved) == len(shape.numbers) else self.weights[index][:, moved]
-        flat = (-1, len(moved) * self.count)
-        rows = plan.evaluate(given.reshape(flat), weights.reshape(flat)).reshape(plan.rows, len(moved), self.count)
-        self.end[:, columns] = rows[plan.chain_of[plan.last]] + weights[plan.last]
+        parts = (self.start, columns), (self.outside[index], moved), (self.free[lanes], columns)
+        given = np.concatenate([of.take(chosen, axis=-1) for of, chosen in parts])
+        weights = self.weights[index] if len(moved) == len(shape.numbers) else self.weights[index].take(moved, axis=-1)
+        flat = (-1, self.count * len(moved))
+        rows = plan.evaluate(given.reshape(flat), weights.reshape(flat)).reshape(plan.rows, self.count, len(moved))
+        self.end[..., columns] = rows[plan.chain_of[plan.last]] + weights[plan.last]
+        self.left[..., columns] = self.free[..., columns]
         if len(lanes):
-            self.left[:, columns] = self.free[:, columns]
-            self.left[lanes[:, None], columns] = rows[plan.lane_ends] + weights[plan.lane_weights]
-        else:
-            self.left[:, columns] = self.free[:, columns]
+            state = rows[plan.lane_ends] + weights[plan.lane_weights]
+            for row, lane in enumerate(lanes.tolist()):
+                self.left[lane][:, columns] = state[row]
         if len(graph.crossings):
             whole = self._rows[index]
             if whole is None:
-                whole = self._rows[index] = np.empty((plan.rows, len(shape.numbers), self.count))
-            whole[:, moved] = rows
+                whole = self._rows[index] = np.empty((plan.rows, self.count, len(shape.numbers)))
+            whole[..., moved] = rows
 
-    def _hand_on(self, tolerance: float) -> npt.NDArray[np.bool_]:
+    def _pass_on(self, tolerance: float) -> npt.NDArray[np.bool_]:
         """Give each step what the others supply now; which steps it changed for."""
         graph = self.graph
         changed = np.zeros(len(graph.numbers), bool)
         # A step begins where the one before it ended: how far that is from the one before's own reference...
         at = self._followers
         if len(at):
-            begins = self.end[:, at - 1] + graph.gap[:, at, None]
+            begins = self.end[..., at - 1] + graph.gap[:, None, at]
             earliest = begins.min(axis=0)
             begins -= earliest
-            changed[at] |= (np.abs(begins - self.start[:, at]) > tolerance).any(axis=(0, 2))
-            self.start[:, at] = begins
-            free = np.maximum(self.left[:, at - 1] - earliest, NEVER)
-            if len(free):
+            changed[at] |= (np.abs(begins - self.start[..., at]) > tolerance).any(axis=(0, 1))
+            self.start[..., at] = begins
+            if len(self.free):
+                free = np.maximum(self.left[..., at - 1] - earliest, NEVER)
                 # What was free before the step began is free, whenever that was.
-                was, now = np.maximum(self.free[:, at], 0), np.maximum(free, 0)
-                changed[at] |= (np.abs(now - was) > tolerance).any(axis=(0, 2))
-                self.free[:, at] = free
+                was, now = np.maximum(self.free[..., at], 0), np.maximum(free, 0)
+                changed[at] |= (np.abs(now - was) > tolerance).any(axis=(0, 1))
+                self.free[..., at] = free
             # ... and so the references, one after the other.
             step = np.zeros_like(self.reference)
-            step[at] = earliest
-            total = np.cumsum(step, axis=0)
+            step[:, at] = earliest
+            total = np.cumsum(step, axis=1)
             begin = np.where(graph.follows, 0, np.arange(len(graph.numbers)))
-            self.reference = total - total[np.maximum.accumulate(begin)]
+            self.reference = total - total[:, np.maximum.accumulate(begin)]
         crossings = graph.crossings
         for index in range(len(graph.shapes)):
             into = np.flatnonzero(crossings.target_shape == index)
             if not len(into):
                 continue
-            columns = crossings.target_column[into]
+            columns, row = crossings.target_column[into], crossings.target[into]
             value = np.empty((len(into), self.count))
             for other in np.unique(crossings.source_shape[into]):
                 chosen = crossings.source_shape[into] == other
                 value[chosen] = self._ends(int(other), into[chosen])
-            value -= self.reference[self.columns[index][columns]]
-            place = (crossings.target[into], columns)
-            before = self.outside[index][place]
+            value -= self.reference[:, self.columns[index][columns]].T
+            before = self.outside[index][row, :, columns]
             moved = (np.abs(value - before) > tolerance).any(axis=1)
             changed[self.columns[index][columns[moved]]] = True
-            self.outside[index][place] = value
+            self.outside[index][row, :, columns] = value
         return changed
 
     def _ends(self, index: int, crossing: Int) -> Float:
-        """When the operations that these crossings come from end, from the stretch's first reference."""
+        """When the operations that these crossings come from end, from the stretch's first reference, [:, V]."""
         plan, structure = self.graph.shapes[index].structure.plan, self.graph.shapes[index].structure
         operation, column = self.graph.crossings.source[crossing], self.graph.crossings.source_column[crossing]
         rows = self._rows[index]
         assert rows is not None
-        task = np.maximum(operation - structure.segments, 0)
         is_task = operation >= structure.segments
-        segment = np.minimum(operation, structure.segments - 1)
-        row = np.where(is_task, plan.task_row[task] if len(plan.task_row) else 0, plan.chain_of[segment])
-        weight = np.where(is_task, plan.task_weight[task] if len(plan.task_weight) else 0, segment)
-        end: Float = rows[row, column] + self.weights[index][weight, column]
-        return end + self.reference[self.columns[index][column]]
+        row, weight = plan.chain_of[np.where(is_task, 0, operation)], operation.copy()
+        task = operation[is_task] - structure.segments
+        row[is_task], weight[is_task] = plan.task_row[task], plan.task_weight[task]
+        end: Float = rows[row, :, column] + self.weights[index][weight, :, column]
+        return end + self.reference[:, self.columns[index][column]].T
+
+
+def _stacked(variants: Sequence[Steps]) -> Float:
+    """`weights_of` of each, [:, V, S]."""
+    first = weights_of(variants[0])
+    found = np.empty((first.shape[0], len(variants), first.shape[1]))
+    found[:, 0] = first
+    for v, steps in enumerate(variants[1:], 1):
+        found[:, v] = weights_of(steps)
+    return found
 
 
 def weights_of(steps: Steps) -> Float:
     """What `levels.Plan.evaluate` takes, [segments + 2 * tasks + 1, S]."""
     structure = steps.structure
     first = structure.plan.chain_first
-    total = np.cumsum(steps.work.sum(axis=-1), axis=0)
-    before = np.where((first > 0)[:, None], total[np.maximum(first, 1) - 1], 0.0)
-    return np.concatenate([total - before, steps.transfer, steps.wire, np.zeros((1, total.shape[1]))])
+    segments, tasks = structure.segments, len(structure.tasks)
+    found = np.zeros((segments + 2 * tasks + 1, len(steps.numbers)))
+    total = np.cumsum(steps.work @ np.ones(steps.work.shape[-1]), axis=0)
+    np.subtract(total[:segments], np.where((first > 0)[:, None], total[first - 1], 0.0), out=found[:segments])
+    found[segments : segments + tasks] = steps.transfer
+    found[segments + tasks : -1] = steps.wire
+    return found
