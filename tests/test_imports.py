@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS: Final = {
     "schema": ("dsprof.schema", "dsprof.run"),
-    "trace": ("dsprof.trace", "dsprof.capture", "dsprof.derive"),
+    "trace": ("dsprof.trace",),
     "analyzer": ("dsprof.analyzer",),
     "reports": ("dsprof.reports",),
     "cli": (
@@ -88,7 +88,9 @@ ONLY_INSIDE_FUNCTIONS: Final = {
 NO_FILES_NO_PRINTING: Final = {"io", "logging", "os", "pathlib", "shutil", "subprocess", "sys", "tempfile"}
 """Modules that the analyzer, tables in and findings out, has no use for."""
 
-ROOMS: Final = ("dsprof.engine", "dsprof.collectors", "dsprof.reports", "dsprof.analyzer", "dsprof.cli", "dsprof")
+ROOMS: Final = (
+    "dsprof.engine", "dsprof.collectors", "dsprof.reports", "dsprof.analyzer", "dsprof.cli", "dsprof.trace", "dsprof",
+)  # fmt: skip
 """Inside one, imports are relative; between two, by full name. The last is what lies in dsprof/ itself."""
 
 DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py"}
