@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dsprof.launch import home
+from dsprof.launch.job import home
 
 BOOTSTRAP = home() / "dsprof" / "collectors" / "bootstrap"
 

@@ -26,9 +26,7 @@ LAYERS: Final = {
     "analyzer": ("dsprof.analyzer",),
     "reports": ("dsprof.reports",),
     "cli": (
-        "dsprof.__main__", "dsprof.claim", "dsprof.cli", "dsprof.conclude", "dsprof.devices", "dsprof.doctor",
-        "dsprof.hints", "dsprof.launch", "dsprof.machine", "dsprof.settings", "dsprof.supervise", "dsprof.talk",
-        "dsprof.torchrun",
+        "dsprof.__main__", "dsprof.cli", "dsprof.doctor", "dsprof.launch", "dsprof.machine", "dsprof.settings",
     ),
     "collectors": ("dsprof.collectors",),
     "engine": ("dsprof.engine",),
@@ -89,7 +87,8 @@ NO_FILES_NO_PRINTING: Final = {"io", "logging", "os", "pathlib", "shutil", "subp
 """Modules that the analyzer, tables in and findings out, has no use for."""
 
 ROOMS: Final = (
-    "dsprof.engine", "dsprof.collectors", "dsprof.reports", "dsprof.analyzer", "dsprof.cli", "dsprof.trace", "dsprof",
+    "dsprof.engine", "dsprof.collectors", "dsprof.reports", "dsprof.analyzer", "dsprof.cli", "dsprof.launch",
+    "dsprof.trace", "dsprof",
 )  # fmt: skip
 """Inside one, imports are relative; between two, by full name. The last is what lies in dsprof/ itself."""
 

@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from .run import RunError, RunFolder, RunInfo
+from dsprof.run import RunError, RunFolder, RunInfo
+
 from .talk import shown
 
 ERROR_LOG: Final = "dsprof-error.log"
