@@ -215,7 +215,7 @@ def _add_rank(rank: int, summary: dict[str, Any], info: RunInfo) -> None:
 
 
 def _note_errors(folder: RunFolder, info: RunInfo) -> None:
-    """Failures before there was a capture to note them in (see `collectors.session.report_failure`)."""
+    """Failures before there was a capture to note them in (see `collectors.errors.report_failure`)."""
     for path in sorted(folder.path.glob("error.*.txt")):
         for line in dict.fromkeys(path.read_text(errors="replace").splitlines()[:20]):
             warn(info, f"process {path.name.split('.')[1]}: {line}")
