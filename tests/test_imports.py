@@ -94,7 +94,7 @@ ROOMS: Final = (
 """Inside one, imports are relative; between two, by full name. The last is what lies in dsprof/ itself."""
 
 NOT_YET: Final = "dsprof.engine"
-"""What the rules against circles and namesakes do not hold for yet."""
+"""Where circles and namesakes are still allowed."""
 
 DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py"}
 """Import name -> name in pyproject.toml, where they differ."""
@@ -273,6 +273,18 @@ def test_circles_are_found(arrows: str, circle: str) -> None:
     for one, other in arrows.split():
         graph[one].add(other)
     assert circle_in(graph) == list(circle)
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """Nor does one inside a function or class: a name that is read anywhere means one thing."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module, path in FILES.items():
+        if not within(module, NOT_YET):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name].append(f"{module}:{node.lineno}")
+    assert len(places) > 80
+    assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
 def test_the_analyzer_touches_no_files_and_prints_nothing() -> None:
