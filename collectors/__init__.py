@@ -1,7 +1,9 @@
 """What runs inside a training process and writes events: standard library, native helper, the torch already there.
 
-arm          the entry point: decides whether this process is profiled, and waits for it to become a rank
+arm          the entry point: decides whether this process is profiled
+arming       has it open a capture once it becomes a rank
 session      one capture: opens the recorder, installs the hooks, closes
+errors       errors of our own, which the job must not see
 identity     which rank, of what, and into which run folder
 record       writes records (the Python twin of native/)
 chunks       the files they go to

@@ -2,16 +2,11 @@
 
 It must cost nothing without DSPROF=1, and never raise: torch turns an exception here into a failed import. But for
 one case, DSPROF_ENGINE=dsprof where that cannot be had: better no job than one on another engine than was asked for.
-Arming patches a few things and waits. The capture opens when the process shows itself to be a rank, by joining a
-process group, by a backward pass or by taking an optimizer step, so the torchrun agent, DataLoader workers and helper
-programs that inherit the environment never open one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-from typing import Any
 
 ON = ("1", "true", "yes", "on")
 
@@ -23,81 +18,7 @@ def autoload() -> None:
 
         if StandIn.wanted():
             StandIn.install()
-    if os.environ.get("DSPROF", "").lower() not in ON:
-        return
-    try:
-        _arm()
-    except Exception as error:  # the job matters more than its profile
-        _report("arming", error)
+    if os.environ.get("DSPROF", "").lower() in ON:
+        from .arming import arm
 
-
-_armed = False
-
-
-def _arm() -> None:
-    """Wrap `init_process_group`, and hook the first backward pass and the first optimizer step."""
-    global _armed
-    if _armed:  # both the entry point and the bootstrap ran
-        return
-    _armed = True
-
-    import functools
-
-    import torch.distributed as dist
-
-    from . import facts, hints, identity, optimizers, phases
-
-    identity.remember_settings()
-    hints.watch()
-    facts.watch_dataloaders()
-    phases.watch(_start_training)
-    optimizers.watch(_start_training)
-
-    if dist.is_available():
-        from torch.distributed import distributed_c10d as c10d
-
-        join = c10d.init_process_group
-
-        @functools.wraps(join)
-        def init_process_group(*args: Any, **kwargs: Any) -> Any:
-            try:
-                result = join(*args, **kwargs)
-            except Exception as error:
-                hints.refused(error)
-                raise
-            _start()
-            return result
-
-        # Private callers (DeviceMesh) look it up in distributed_c10d, users in torch.distributed.
-        c10d.init_process_group = init_process_group
-        dist.init_process_group = init_process_group
-
-
-def _start() -> None:
-    try:
-        from .session import start
-
-        start()
-    except Exception as error:
-        _report("starting the capture", error)
-
-
-def _start_training() -> None:
-    try:
-        from torch.utils.data import get_worker_info
-
-        from . import hints
-
-        if get_worker_info() is not None:  # a DataLoader's worker that computes gradients is no rank
-            return
-        hints.training()
-    except Exception as error:
-        _report("starting the capture", error)
-    _start()
-
-
-def _report(doing: str, error: Exception) -> None:
-    with contextlib.suppress(Exception):
-        from .session import report_failure
-
-        report_failure(doing, error)
+        arm()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dsprof.schema import Kind
 
 from . import dynamo, facts
+from .errors import count_error
 from .imports import when_imported
 from .uninstall import Uninstall, in_reverse
 
@@ -131,6 +132,4 @@ def _state(function: str) -> None:
     try:
         facts.state({"fact": "checkpoint", "function": function, "site": facts.caller_site()})
     except Exception as error:
-        from .session import count_error
-
         count_error("facts", error)

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from .errors import count_error
+
 Fact = dict[str, Any]
 
 HOME: Final = Path(__file__).parent.parent
@@ -188,8 +190,6 @@ def _after_call_of_init(cls: type, tell: Callable[..., None]) -> None:
         try:
             tell(self, *args, **kwargs)
         except Exception as error:
-            from .session import count_error
-
             count_error("facts", error)
 
     __init__._dsprof = True  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from . import identity
+from .errors import count_error
 
 VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher sets for a rank."""
@@ -63,8 +64,6 @@ def leave(kind: Literal["wants-ranks", "wants-no-ranks"], reason: str) -> None:
         path = Path(identity.setting("DSPROF_RUN")) / f"hint.{os.getpid()}.json"
         path.write_text(json.dumps({"kind": kind, "reason": reason}) + "\n")
     except Exception as error:
-        from .session import count_error
-
         count_error("hint", error)
 
 
@@ -107,8 +106,6 @@ def _at_exit() -> None:
                 leave("wants-no-ranks", "given ranks, it wants NCCL, and there is no GPU")
                 return
     except Exception as error:
-        from .session import count_error
-
         count_error("hint", error)
 
 

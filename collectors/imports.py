@@ -12,6 +12,7 @@ from contextlib import suppress
 from types import ModuleType
 
 from . import dynamo
+from .errors import count_error
 from .uninstall import Uninstall
 
 Hook = Callable[[ModuleType], Uninstall]
@@ -104,8 +105,6 @@ class _Finder:
             try:
                 waiting.arrived(module)
             except Exception as error:
-                from .session import count_error
-
                 count_error(f"a hook in {name}", error)
         if not self.waiting and self in sys.meta_path:
             sys.meta_path.remove(self)

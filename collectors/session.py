@@ -15,40 +15,20 @@ from typing import Final
 
 from dsprof.schema import FORMAT_VERSION, Kind
 
-from . import facts, host, identity
+from . import errors, facts, host, identity
+from .errors import count_error
 from .record import Recorder
 
-LONGEST_ERROR_LIST: Final = 20
 MOST_FACTS: Final = 1000
 """Of a kind: each DataLoader of a script that makes one every epoch is another fact, and the others must still fit."""
 
 _current: Session | None = None
-_errors: list[str] = []
 _lock = threading.Lock()
 
 
 def current() -> Session | None:
     """The capture under way in this process."""
     return _current
-
-
-def count_error(where: str, error: BaseException) -> None:
-    """Note an error inside the profiler: it must not reach the job, and must not be hidden either."""
-    if len(_errors) < LONGEST_ERROR_LIST:
-        _errors.append(f"{where}: {type(error).__name__}: {error}")
-
-
-def report_failure(doing: str, error: BaseException) -> None:
-    """A failure after which there may be no capture to note it in: leave a word in the run folder, never on stderr."""
-    count_error(doing, error)
-    folder = identity.setting("DSPROF_RUN")
-    if not folder:
-        return
-    try:
-        with open(Path(folder) / f"error.{os.getpid()}.txt", "a") as file:
-            file.write(f"{doing}: {type(error).__name__}: {error}\n")
-    except OSError:
-        pass  # the folder is gone or the disk full: the launcher reports the missing rank
 
 
 class Session:
@@ -207,7 +187,7 @@ class Session:
             "closed_ns": time.monotonic_ns() if closed else None,
             "records": self.recorder.records,
             "dropped": self.recorder.dropped,
-            "errors": [*_errors, *(["hooks"] * self.recorder.errors)][:LONGEST_ERROR_LIST],
+            "errors": [*errors.noted, *(["hooks"] * self.recorder.errors)][: errors.LONGEST_LIST],
             "closed": closed,
         }
         temporary = self.folder / ".meta.json.tmp"

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from . import facts
+from .errors import count_error
 from .imports import when_imported
 from .uninstall import Uninstall
 
@@ -117,6 +118,4 @@ def _replace(cls: Any, old: Any, new: Any) -> Uninstall:
 
 
 def _count(error: Exception) -> None:
-    from .session import count_error
-
     count_error("facts", error)

@@ -15,7 +15,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
 
-from .devices import visible_gpus
+from dsprof.launch.devices import visible_gpus
 
 ALLOCATOR: Final = (
     "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "LD_PRELOAD", "MALLOC_CONF",

@@ -196,7 +196,7 @@ class RunFolder:
 
     @property
     def exits(self) -> Path:
-        """One JSON file a launching host, written by `dsprof.torchrun`."""
+        """One JSON file a launching host, written by `dsprof.launch.torchrun`."""
         return self.path / "exits"
 
     def is_run(self) -> bool:

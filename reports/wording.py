@@ -75,7 +75,7 @@ LEAST_SECONDS: Final = 0.05
 
 
 @dataclass(frozen=True)
-class Kind:
+class KindOfTime:
     """A kind of the run's wall time."""
 
     name: str
@@ -89,11 +89,11 @@ class Kind:
         return f"{self.look.label} {duration(self.seconds)}{share}"
 
 
-def kinds_of_time(time: Mapping[str, float]) -> list[Kind]:
+def kinds_of_time(time: Mapping[str, float]) -> list[KindOfTime]:
     """What the run's wall time (kind -> s) went to, in schema.TIME_KINDS's order, without what is next to nothing."""
     total = sum(time.values())
     return [
-        Kind(name, palette.TIMES[name], time[name], 100 * time[name] / total)
+        KindOfTime(name, palette.TIMES[name], time[name], 100 * time[name] / total)
         for name in TIME_KINDS
         if time.get(name, 0.0) >= LEAST_SECONDS
     ]
@@ -195,7 +195,7 @@ def evidence(item: Evidence) -> str:
 
 
 @dataclass(frozen=True)
-class Change:
+class Edit:
     """One concrete edit: `text` to write at `place` (empty where it is clear or not known)."""
 
     place: str
@@ -205,22 +205,22 @@ class Change:
         return f"{self.place}  {self.text}" if self.place else self.text
 
 
-def changes(fix: Fix, cwd: str = "") -> list[Change]:
+def changes(fix: Fix, cwd: str = "") -> list[Edit]:
     """A fix as edits to copy; file names are shortened to be relative to `cwd`."""
     return [_change(fix.kind, entry, cwd) for entry in fix.patch]
 
 
-def _change(kind: str, entry: dict[str, Any], cwd: str) -> Change:
+def _change(kind: str, entry: dict[str, Any], cwd: str) -> Edit:
     value = clean(entry.get("value", ""))
     if kind == "env":
-        return Change("", f"export {clean(entry.get('name', ''))}={value}")
+        return Edit("", f"export {clean(entry.get('name', ''))}={value}")
     if kind == "config":
         key = clean(entry.get("path", "")).strip("/").replace("/", ".").replace("~1", "/").replace("~0", "~")
-        return Change("", f"remove {key}" if entry.get("op") == "remove" else f"{key} = {value}")
+        return Edit("", f"remove {key}" if entry.get("op") == "remove" else f"{key} = {value}")
     argument = clean(entry.get("argument") or "")
     called = argument.endswith(")")  # a call to write, not an argument to set
     code = f"{argument}={value}" if argument and value and not called else argument or value
-    return Change(site(entry.get("file"), entry.get("line"), cwd), code)
+    return Edit(site(entry.get("file"), entry.get("line"), cwd), code)
 
 
 def site(file: object, line: object, cwd: str = "") -> str:

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 from synthetic import MS
 
-from dsprof.capture import RECORD_DTYPE, Capture
-from dsprof.derive import trace_rows
 from dsprof.schema import NO_SEQ, Flag, Kind, State
+from dsprof.trace.capture import RECORD_DTYPE, Capture
+from dsprof.trace.derive import trace_rows
 
 Record = tuple[Kind, str, float, float | None, dict[str, Any]]
 

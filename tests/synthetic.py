@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dsprof.capture import RECORD_DTYPE, Capture
-from dsprof.derive import trace_rows
 from dsprof.run import RankExit, RankInfo, RunInfo
 from dsprof.schema import Flag, Kind, State
 from dsprof.trace import Trace
+from dsprof.trace.capture import RECORD_DTYPE, Capture
+from dsprof.trace.derive import trace_rows
 
 MS = 1_000_000
 NAMES = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dsprof.launch import home
+from dsprof.launch.job import home
 
 BOOTSTRAP = home() / "dsprof" / "collectors" / "bootstrap"
 
@@ -19,7 +19,7 @@ def site(tmp_path: Path) -> Path:
     write(tmp_path / "site" / "torch" / "__init__.py", "print('torch')")
     write(tmp_path / "home" / "dsprof" / "__init__.py", "")
     write(tmp_path / "home" / "dsprof" / "collectors" / "__init__.py", "")
-    write(tmp_path / "home" / "dsprof" / "collectors" / "arm.py", "def autoload():\n    print('armed')")
+    write(tmp_path / "home" / "dsprof" / "collectors" / "arming.py", "def arm():\n    print('armed')")
     return tmp_path / "site"
 
 
@@ -83,7 +83,7 @@ def test_survives_a_script_folder_with_our_names(site: Path) -> None:
 
 
 def test_never_raises(site: Path) -> None:
-    write(site.parent / "home" / "dsprof" / "collectors" / "arm.py", "raise RuntimeError")
+    write(site.parent / "home" / "dsprof" / "collectors" / "arming.py", "raise RuntimeError")
     assert python(site, "import torch\nprint('on')") == ["torch", "on"]
     assert python(site, "import torch\nprint('on')", DSPROF_HOME="/nowhere") == ["torch", "on"]
 

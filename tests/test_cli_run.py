@@ -16,8 +16,8 @@ from dsprof import settings
 from dsprof.cli import main, torchrun_flags
 from dsprof.cli import run as cli_run
 from dsprof.cli.split import split_at_job
-from dsprof.devices import count_visible
 from dsprof.launch import Job, Launch, LaunchError
+from dsprof.launch.devices import count_visible
 from dsprof.run import RunFolder
 from dsprof.settings import Settings, SettingsError
 

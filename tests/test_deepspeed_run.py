@@ -19,7 +19,9 @@ from dsprof.collectors.bootstrap.sitecustomize import StandIn
 from dsprof.engine.config import ConfigError, load
 from dsprof.engine.partition import partition, read_costs
 from dsprof.engine.schedule import make_plan
-from dsprof.launch import Job, Launch, environment, home
+from dsprof.launch import Job, Launch
+from dsprof.launch.job import home
+from dsprof.launch.launch import environment
 from dsprof.run import RunFolder
 from dsprof.settings import Settings
 

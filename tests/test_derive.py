@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from pandas.testing import assert_frame_equal
 from records import Record, capture_of, derive, derived, of, phase
 from synthetic import MS, write_capture
 
-from dsprof.capture import read_capture
-from dsprof.derive import step_pattern
 from dsprof.schema import NO_SEQ, Flag, Kind
+from dsprof.trace.capture import read_capture
+from dsprof.trace.derive import derive as derive_table
+from dsprof.trace.derive import step_pattern, trace_rows
+from dsprof.trace.derive.records import measured_rows
+from dsprof.trace.derive.rows import GIVEN
 
 # --- fields -------------------------------------------------------------------------------------
 
@@ -329,3 +333,24 @@ def test_an_inference_has_no_steps() -> None:
     assert steps_of(rows) == []
     assert (rows["step"] == -1).all()
     assert step_pattern(rows) == []
+
+
+# --- rows of other tools -------------------------------------------------------------------------
+
+
+def test_rows_of_another_tool_are_derived_alike() -> None:
+    """What it leaves out, or has in other types, changes nothing."""
+    turn = [phase("forward", 0, 10), phase("backward", 12, 30), phase("optimizer", 31, 40)]
+    reduce = (Kind.COMM, "all_reduce", 15, 29, {})
+    capture = capture_of(*turn, reduce, facts=[{"fact": "ddp"}])
+    rows = measured_rows(capture)
+    assert list(rows) == list(GIVEN)
+    left_out = ["lane", "engine", "stage", "microbatch", "module", "purpose", "peer", "tag", "root", "value", "ended"]
+    other = rows.drop(columns=left_out).astype({"kind": "category", "name": "category", "dur_ns": "int64"})
+    expected = trace_rows(capture, 0, 0)
+    assert_frame_equal(derive_table(other, {"ddp"}), expected)
+    assert_frame_equal(
+        derive_table(rows, {"ddp"}, rank=3, restart=1), expected.assign(rank=np.int32(3), restart=np.int16(1))
+    )
+    with pytest.raises(KeyError, match="rows without thread"):
+        derive_table(rows.drop(columns="thread"), ())

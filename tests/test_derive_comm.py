@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from records import Record, capture_of, derive, of, phase
 from synthetic import MS
 
-from dsprof.capture import RECORD_DTYPE
-from dsprof.derive import step_pattern, trace_rows
-from dsprof.derive.lanes import depths
 from dsprof.schema import BACKWARD_DONE, COLUMNS, NO_SEQ, Flag, Kind, State
+from dsprof.trace.capture import RECORD_DTYPE
+from dsprof.trace.derive import step_pattern, trace_rows
+from dsprof.trace.derive.lanes import depths
 
 
 def comm(name: str, issue: float, end: float | None, seq: int, **more: Any) -> Record:

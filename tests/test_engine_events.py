@@ -19,12 +19,12 @@ from jobs import ROOT, environment, profile
 from synthetic import MS, write_capture
 
 from dsprof import schema
-from dsprof.capture import RECORD_DTYPE, Capture, read_capture
 from dsprof.collectors import engine_events, optimizers
 from dsprof.collectors.record import Recorder
-from dsprof.derive import trace_rows
 from dsprof.engine.hooks import Hooks
 from dsprof.schema import NO_SEQ, Flag, Kind, State
+from dsprof.trace.capture import RECORD_DTYPE, Capture, read_capture
+from dsprof.trace.derive import trace_rows
 
 
 class Clock:

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from dsprof.collectors import session
+from dsprof.collectors import errors
 from dsprof.collectors.imports import _finder, when_imported
 
 
@@ -110,12 +110,12 @@ def test_an_import_that_fails_fails_and_may_succeed_later(name: str, tmp_path: P
 
 
 def test_a_hook_that_fails_is_counted_and_the_import_succeeds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_errors", [])
+    monkeypatch.setattr(errors, "noted", [])
 
     def broken(module: ModuleType) -> object:
         raise AttributeError("gone")
 
     uninstall = when_imported(name, broken)  # type: ignore[arg-type]
     assert importlib.import_module(name).value == 1
-    assert session._errors == [f"a hook in {name}: AttributeError: gone"]
+    assert errors.noted == [f"a hook in {name}: AttributeError: gone"]
     uninstall()

@@ -18,11 +18,12 @@ from pathlib import Path
 import launcher
 import pytest
 
-from dsprof.claim import claim, is_run, remove_run
-from dsprof.launch import Job, LaunchError, build_native_helper, environment
+from dsprof.launch import Job, LaunchError
+from dsprof.launch.claim import claim, is_run, remove_run
+from dsprof.launch.launch import build_native_helper, environment
+from dsprof.launch.talk import Talk
 from dsprof.run import RunError, RunFolder, RunInfo
 from dsprof.settings import Settings
-from dsprof.talk import Talk
 
 PYTHON = sys.executable
 COUNTS_SIGINT = """
@@ -409,7 +410,7 @@ def test_the_environment_of_the_job() -> None:
 def test_the_agent_is_safe_from_the_working_directory() -> None:
     job = Job(("train.py", "--", "-x"), torchrun_flags=("--standalone",))
     words = job.command(RunFolder(Path("/a")), installed=True)
-    assert words[:4] == [PYTHON, "-P", "-m", "dsprof.torchrun"]
+    assert words[:4] == [PYTHON, "-P", "-m", "dsprof.launch.torchrun"]
     assert words[6:] == ["--", "--standalone", "--", "train.py", "--", "-x"]
 
 
@@ -445,4 +446,4 @@ def test_a_closed_stderr_does_not_matter(tmp_path: Path) -> None:
 def test_dsprof_need_not_be_installed_to_start_ranks() -> None:
     words = Job(("train.py",), torchrun_flags=()).command(RunFolder(Path("/a")), installed=False)
     assert words[1:3] == ["-P", "-c"]
-    assert "from dsprof.torchrun import main" in words[3]
+    assert "from dsprof.launch.torchrun import main" in words[3]

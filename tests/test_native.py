@@ -171,9 +171,9 @@ def test_cache_under_a_file_falls_back(
 
 def test_key_changes_with_what_the_helper_depends_on() -> None:
     target = build.running_target()
-    other_torch = build.Target(**{**vars(target), "torch_git": "0" * 40})
-    other_python = build.Target(**{**vars(target), "soabi": "cpython-399-x86_64-linux-gnu"})
-    moved = build.Target(**{**vars(target), "torch_folder": "/elsewhere/torch"})
+    other_torch = build.BuildTarget(**{**vars(target), "torch_git": "0" * 40})
+    other_python = build.BuildTarget(**{**vars(target), "soabi": "cpython-399-x86_64-linux-gnu"})
+    moved = build.BuildTarget(**{**vars(target), "torch_folder": "/elsewhere/torch"})
     assert len({target.key, other_torch.key, other_python.key}) == 3
     assert moved.key == target.key
 
@@ -185,7 +185,7 @@ def test_load_explains_what_is_missing(cache: Path) -> None:
 
 
 def test_load_refuses_a_helper_for_another_torch(helper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = build.Target(**{**vars(build.running_target()), "torch_version": "9.9.9"})
+    other = build.BuildTarget(**{**vars(build.running_target()), "torch_version": "9.9.9"})
     monkeypatch.setattr(build, "find", lambda: helper)
     monkeypatch.setattr(build, "running_target", lambda: other)
     said: list[str] = []

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsprof.derive.period import EXCEPTIONS, iteration_ends, rarest_regular
+from dsprof.trace.derive.period import EXCEPTIONS, iteration_ends, rarest_regular
 
 LETTERS = "DGXY"
 

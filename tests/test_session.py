@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from armed import both, captured, train
 
-from dsprof.capture import read_capture
-from dsprof.derive import trace_rows
 from dsprof.schema import Kind
+from dsprof.trace.capture import read_capture
+from dsprof.trace.derive import trace_rows
 
 
 @both

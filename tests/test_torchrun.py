@@ -18,8 +18,8 @@ import launcher
 import pytest
 import torch
 
+from dsprof.launch.torchrun import DeathWatch
 from dsprof.run import RankExit, RunFolder
-from dsprof.torchrun import DeathWatch
 
 RANK = """
 import os, signal, sys, time

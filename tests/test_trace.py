@@ -15,10 +15,10 @@ from synthetic import MS, Job, write_capture
 
 from dsprof import schema
 from dsprof.analyzer import analyze
-from dsprof.capture import RECORD_DTYPE, Capture, read_capture
-from dsprof.derive import trace_rows
 from dsprof.run import RankExit, RunError, RunFolder, open_run
 from dsprof.trace import load, merge
+from dsprof.trace.capture import RECORD_DTYPE, Capture, read_capture
+from dsprof.trace.derive import trace_rows
 
 
 def run_of(job: Job, path: Path) -> RunFolder:

@@ -31,9 +31,9 @@ def arm() -> None:
         return
     with suppress(Exception):  # the job goes on without a profile, and the launcher says that no capture came
         find_dsprof()
-        from dsprof.collectors.arm import autoload
+        from dsprof.collectors import arming
 
-        autoload()
+        arming.arm()
 
 
 def find_dsprof() -> None:

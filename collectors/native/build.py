@@ -48,7 +48,7 @@ print(json.dumps({
 
 
 @dataclass(frozen=True)
-class Target:
+class BuildTarget:
     """The torch and Python that a helper is built for."""
 
     torch_version: str
@@ -70,10 +70,10 @@ class Target:
         return digest.hexdigest()[:20]
 
 
-def running_target() -> Target:
+def running_target() -> BuildTarget:
     """The torch that this process has imported."""
     torch = sys.modules["torch"]
-    return Target(
+    return BuildTarget(
         torch_version=str(torch.__version__),
         torch_git=str(torch.version.git_version),
         torch_folder=str(Path(str(torch.__file__)).parent),
@@ -82,12 +82,12 @@ def running_target() -> Target:
     )
 
 
-def probe_target(python: Path) -> Target:
+def probe_target(python: Path) -> BuildTarget:
     """What `python` would import, without importing it. Raises OSError, ValueError or SubprocessError."""
     output = subprocess.run(
         [python, "-c", _PROBE], env=_environment(), capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    return Target(**json.loads(output))
+    return BuildTarget(**json.loads(output))
 
 
 def find() -> Path | None:
@@ -127,7 +127,9 @@ def ensure(python: Path, progress: Callable[[str], None]) -> Path:
         raise NoHelper(f"{type(error).__name__}: {error}") from error
 
 
-def _build(target: Target, python: Path, compiler: list[str], folder: Path, progress: Callable[[str], None]) -> Path:
+def _build(
+    target: BuildTarget, python: Path, compiler: list[str], folder: Path, progress: Callable[[str], None]
+) -> Path:
     path = folder / f"{MODULE}.so"
     if path.is_file():  # somebody else built it while we waited for the lock
         return path
@@ -154,7 +156,7 @@ def _build(target: Target, python: Path, compiler: list[str], folder: Path, prog
         shutil.rmtree(temporary.parent, ignore_errors=True)
 
 
-def _command(target: Target, compiler: list[str], output: Path) -> list[str]:
+def _command(target: BuildTarget, compiler: list[str], output: Path) -> list[str]:
     torch = Path(target.torch_folder)
     includes = [torch / "include", torch / "include/torch/csrc/api/include", target.include]
     return [
@@ -167,7 +169,7 @@ def _command(target: Target, compiler: list[str], output: Path) -> list[str]:
     ]
 
 
-def _definitions(target: Target) -> list[str]:
+def _definitions(target: BuildTarget) -> list[str]:
     """The record's layout, from the one place that defines it."""
     return [
         "USE_DISTRIBUTED",

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dsprof.derive.steps import step_pattern
 from dsprof.run import RunInfo
+from dsprof.trace.derive.steps import step_pattern
 
 from .analysis import StepTime
 from .text import count

@@ -28,7 +28,7 @@ _OF_SCRIPT: Final = "an argument of the script; write it after the script: dspro
 
 
 @dataclass(frozen=True)
-class Flag:
+class DeepspeedFlag:
     """One flag of the launcher: `--num_gpus` is named `num_gpus`."""
 
     name: str
@@ -46,31 +46,34 @@ class Flag:
 
 
 FLAGS: Final = (
-    Flag("num_gpus", "N", "Ranks on this machine, as --nproc-per-node; hands the script --local_rank too.",
-         more=("--num-accelerators",)),
-    Flag("num_nodes", "N", "Number of machines: 1, or see --nnodes."),
-    Flag("no_local_rank", None, "Do not hand the script --local_rank."),
-    Flag("hostfile", "FILE", instead=_ON_EACH, more=("-H",)),
-    Flag("include", "HOST:GPUS", instead=_CHOOSE, more=("-i",)),
-    Flag("exclude", "HOST:GPUS", instead=_CHOOSE, more=("-e",)),
-    Flag("launcher", "NAME", instead="torchrun starts the ranks here; for another launcher write dsprof run -- "
-         "LAUNCHER ... python train.py"),
-    Flag("launcher_args", "ARGS", instead="torchrun starts the ranks here, and takes its own flags; leave it out"),
-    Flag("no_ssh", None, instead=_NO_SSH),
-    Flag("no_ssh_check", None, instead=_NO_SSH),
-    Flag("ssh_port", "PORT", instead=_NO_SSH),
-    Flag("force_multi", None, instead=_NO_SSH),
-    Flag("venv_script", "FILE", instead="activate the environment before dsprof run, or call that environment's own"),
-    Flag("save_pid", None, instead="run.json and exits/ in the run folder have the processes; leave it out"),
-    Flag("enable_each_rank_log", "DIR", instead="write --log-dir DIR --redirects 3"),
-    Flag("autotuning", "MODE", instead="try values one by one; each run says where its time went"),
-    Flag("bind_cores_to_rank", None, instead="write --numa-binding node, or core-complex"),
-    Flag("bind_core_list", "LIST", instead="put taskset -c LIST before dsprof run"),
-    Flag("log_level", "LEVEL", instead="write -q, or nothing"),
-    Flag("user_args", "ARGS", instead="write the script's arguments after the script"),
-    Flag("deepspeed", None, instead=_OF_SCRIPT.format(flag="--deepspeed")),
-    Flag("deepspeed_config", "FILE", instead=_OF_SCRIPT.format(flag="--deepspeed_config FILE")),
-    Flag("local_rank", "N", instead="each rank has its own: write --num-gpus, which hands it to the script"),
+    DeepspeedFlag("num_gpus", "N", "Ranks on this machine, as --nproc-per-node; hands the script --local_rank too.",
+                  more=("--num-accelerators",)),
+    DeepspeedFlag("num_nodes", "N", "Number of machines: 1, or see --nnodes."),
+    DeepspeedFlag("no_local_rank", None, "Do not hand the script --local_rank."),
+    DeepspeedFlag("hostfile", "FILE", instead=_ON_EACH, more=("-H",)),
+    DeepspeedFlag("include", "HOST:GPUS", instead=_CHOOSE, more=("-i",)),
+    DeepspeedFlag("exclude", "HOST:GPUS", instead=_CHOOSE, more=("-e",)),
+    DeepspeedFlag("launcher", "NAME",
+                  instead="torchrun starts the ranks here; for another launcher write dsprof run -- LAUNCHER ... "
+                  "python train.py"),
+    DeepspeedFlag("launcher_args", "ARGS",
+                  instead="torchrun starts the ranks here, and takes its own flags; leave it out"),
+    DeepspeedFlag("no_ssh", None, instead=_NO_SSH),
+    DeepspeedFlag("no_ssh_check", None, instead=_NO_SSH),
+    DeepspeedFlag("ssh_port", "PORT", instead=_NO_SSH),
+    DeepspeedFlag("force_multi", None, instead=_NO_SSH),
+    DeepspeedFlag("venv_script", "FILE",
+                  instead="activate the environment before dsprof run, or call that environment's own"),
+    DeepspeedFlag("save_pid", None, instead="run.json and exits/ in the run folder have the processes; leave it out"),
+    DeepspeedFlag("enable_each_rank_log", "DIR", instead="write --log-dir DIR --redirects 3"),
+    DeepspeedFlag("autotuning", "MODE", instead="try values one by one; each run says where its time went"),
+    DeepspeedFlag("bind_cores_to_rank", None, instead="write --numa-binding node, or core-complex"),
+    DeepspeedFlag("bind_core_list", "LIST", instead="put taskset -c LIST before dsprof run"),
+    DeepspeedFlag("log_level", "LEVEL", instead="write -q, or nothing"),
+    DeepspeedFlag("user_args", "ARGS", instead="write the script's arguments after the script"),
+    DeepspeedFlag("deepspeed", None, instead=_OF_SCRIPT.format(flag="--deepspeed")),
+    DeepspeedFlag("deepspeed_config", "FILE", instead=_OF_SCRIPT.format(flag="--deepspeed_config FILE")),
+    DeepspeedFlag("local_rank", "N", instead="each rank has its own: write --num-gpus, which hands it to the script"),
 )  # fmt: skip
 """All but those that torchrun has too, and -q, which is dsprof's."""
 
@@ -88,7 +91,7 @@ def parameters() -> Iterator[inspect.Parameter]:
         )
 
 
-def given(values: Mapping[str, Any]) -> list[Flag]:
+def given(values: Mapping[str, Any]) -> list[DeepspeedFlag]:
     """Those that were given."""
     return [flag for flag in FLAGS if values.get(flag.name) not in (None, False)]
 

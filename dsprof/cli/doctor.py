@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from dsprof.devices import visible_gpus
 from dsprof.doctor import GIB, Diagnosis, diagnose
+from dsprof.launch.devices import visible_gpus
 from dsprof.machine import Machine, inspect
 
 from .runs import USAGE, fail

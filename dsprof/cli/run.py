@@ -194,7 +194,7 @@ def with_defaults(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[
 
     filled = dict(flags)
     if not given("nproc_per_node"):
-        from dsprof.devices import visible_gpus
+        from dsprof.launch.devices import visible_gpus
 
         filled["nproc_per_node"] = str(visible_gpus(environ) or 1)
     # Without it, an older torchrun takes port 29500, and two jobs on one machine fight over it.

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from dsprof.derive.phases import LOADING
+from dsprof.trace.derive.phases import LOADING
 
 from ..context import Context
 from ..finding import Fix, Gain

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from .records import Int, derived_rows, ends
+from .rows import Int, derived_rows, ends
 
 LOADING: Final = ("data", "loader_start")
 NORM_WAITS: Final = ("all_reduce", "wait_tensor")

@@ -1,9 +1,15 @@
-"""Runs the job in the foreground and outlives it: signals reach it exactly once, and its status comes back."""
+"""Runs the job in the foreground and outlives it: signals reach it exactly once, and its status comes back.
+
+Where the launcher is killed all the same, what it started ends with it (`end_with`).
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +21,7 @@ SI_KERNEL: Final = 128
 """Linux's si_code of a signal that the kernel sent, so by the terminal to the whole foreground group."""
 REPEAT_S: Final = 0.5
 """A signal sent by a program again within this time is the same one sent twice, to the process and to its group."""
+PR_SET_PDEATHSIG: Final = 1
 KILL_AFTER_S: Final = 5.0
 """How long a job may live on after the second Ctrl-C."""
 
@@ -117,3 +124,10 @@ class Supervisor:
             self._kill_at = now + KILL_AFTER_S
         else:
             child.kill()
+
+
+def end_with(parent: int) -> None:
+    """Have SIGTERM sent to this process when the launcher dies, so that a killed launcher leaves no job behind."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it was already dead
+        sys.exit(128 + signal.SIGTERM)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from .records import ends
+from .rows import ends
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 

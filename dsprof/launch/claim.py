@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from .run import RunError, RunFolder, RunInfo
+from dsprof.run import RunError, RunFolder, RunInfo
+
 from .talk import shown
 
 ERROR_LOG: Final = "dsprof-error.log"
@@ -19,7 +20,7 @@ RUN_PARTS: Final = (
     ERROR_LOG,
 )  # fmt: skip
 LEFT_BY_PROCESSES: Final = re.compile(r"error\.\d+\.txt|hint\.\d+\.json")
-"""Beside RUN_PARTS, all that dsprof writes into a run folder: see `collectors.session.report_failure`, `run.Hint`."""
+"""Beside RUN_PARTS, all that dsprof writes into a run folder: see `collectors.errors.report_failure`, `run.Hint`."""
 
 
 def claim(path: Path, info: RunInfo, *, force: bool = False) -> RunFolder:

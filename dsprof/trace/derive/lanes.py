@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from .records import Int, ends
+from .rows import Int, ends
 
 
 def training_thread(rows: pd.DataFrame) -> int:
@@ -23,13 +23,14 @@ def training_thread(rows: pd.DataFrame) -> int:
 
 
 def lanes(rows: pd.DataFrame, main: int) -> pd.Series[str]:
+    """Lane of each row: the one that it came with; else its group's, or its thread's: `main` for the thread `main`."""
     lane = pd.Series("main", index=rows.index, dtype=object)
     other = rows["thread"] != main
     lane[other] = "thread." + rows.loc[other, "thread"].astype(str)
     comm = rows["kind"] == "comm"
     lane[comm] = "comm." + rows.loc[comm, "group"].astype(str)
-    named = rows["engine_lane"].notna()
-    lane[named] = rows.loc[named, "engine_lane"]
+    given = rows["lane"].notna()
+    lane[given] = rows.loc[given, "lane"]
     return lane
 
 

@@ -1,4 +1,4 @@
-"""Records as rows of the table: ids turned to names, and the fields that do not apply to null. Derived rows."""
+"""Records as rows of the table: ids turned to names, and the fields that do not apply to null."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ..capture import Capture
-from ..schema import DTYPES, NO_SEQ, Flag, Kind, State
+from dsprof.schema import DTYPES, NO_SEQ, Flag, Kind, State
 
-Int = npt.NDArray[np.int64]
+from ..capture import Capture
 
 WAITS_NAMED: Final = 3
 """The first format in which a wait names what it waited for, a forward says whether gradients were on, and a
@@ -21,10 +20,7 @@ ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
 
 
 def measured_rows(capture: Capture) -> pd.DataFrame:
-    """A row a record.
-
-    Beside the columns of the table: `engine`, whether dsprof's engine recorded it, and the `engine_lane` it ran on.
-    """
+    """A row a record, with the columns of `rows.GIVEN`."""
     records = capture.records
     kind, flags = records["kind"], records["flags"]
     names = np.array([None] * (max(capture.names, default=0) + 1), dtype=object)
@@ -51,13 +47,13 @@ def measured_rows(capture: Capture) -> pd.DataFrame:
         {
             "kind": kinds[kind],
             "name": name,
+            "lane": names[np.where(of_group, 0, records["group"])],
             "thread": records["thread"].astype(np.int64),
             "start_ns": records["start_ns"],
             "dur_ns": column(records["end_ns"] - records["start_ns"], ended),
             "issue_ns": column(records["aux"], comm),
             "host_ns": column(records["host_ns"], comm & ~engine),
             "group": names[np.where(of_group, records["group"], 0)],
-            "engine_lane": names[np.where(of_group, 0, records["group"])],
             "engine": engine,
             "stage": column(place >> 16, engine),
             "microbatch": column(place & 0xFFFF, engine),
@@ -73,28 +69,5 @@ def measured_rows(capture: Capture) -> pd.DataFrame:
             "grad": pd.Series(pd.array((flags & Flag.GRAD) != 0, "boolean")).where(forward),
             "source": "measured",
             "ended": records["state"] == State.DONE,
-        }
-    )
-
-
-def ends(rows: pd.DataFrame) -> Int:
-    """End of each row; of one that never ended, its start."""
-    end: Int = (rows["start_ns"] + rows["dur_ns"].fillna(0)).to_numpy(np.int64)
-    return end
-
-
-def derived_rows(kind: str, name: object, start: Int, end: Int, thread: object, **columns: object) -> pd.DataFrame:
-    """Rows of the training thread that nobody recorded; every argument is one value, or one a row."""
-    return pd.DataFrame(
-        {
-            "kind": kind,
-            "name": name,
-            "lane": "main",
-            "thread": thread,
-            "start_ns": start,
-            "dur_ns": pd.array(end - start, "Int64"),
-            "source": "derived",
-            "ended": True,
-            **columns,
         }
     )

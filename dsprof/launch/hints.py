@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+from dsprof.run import Hint, RunFolder
+from dsprof.schema import host_name
 
 from .devices import visible_gpus
-from .run import Hint, RunFolder
-from .schema import host_name
-
-if TYPE_CHECKING:
-    from .launch import Job
+from .job import Job
 
 WANTS_RANKS: Final = "wants-ranks"
 WANTS_NO_RANKS: Final = "wants-no-ranks"

@@ -12,9 +12,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from dsprof.run import RankExit, RunError, RunFolder, RunInfo, failures, write_atomically
+from dsprof.schema import host_name
+
 from .claim import ERROR_LOG
-from .run import RankExit, RunError, RunFolder, RunInfo, failures, write_atomically
-from .schema import host_name
 from .supervise import Ending
 from .talk import Talk, shown
 

@@ -1,4 +1,4 @@
-"""The trace: one flat table for the run, one Parquet file a rank. Merge captures into it; load it.
+"""Captures into the trace: one Parquet file a rank, and run.json beside them.
 
 A rank whose capture is missing, empty, truncated or corrupt costs only itself: the rest is merged, and `run.json`
 says what is missing. Merging again changes nothing.
@@ -11,7 +11,6 @@ import json
 import os
 import re
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,46 +18,15 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dsprof.run import RankInfo, RunError, RunFolder, RunInfo, from_known
+
 from .capture import FOLDER_NAME, Capture, read_capture
 from .derive import trace_rows
-from .run import RankInfo, RunError, RunFolder, RunInfo, from_known
-from .schema import COLUMNS
 
 MERGE_VERSION = 4
 """Part of the signature that tells whether a Parquet file is up to date: raise it when merging changes."""
 SIGNATURE = b"dsprof.signature"
 RANK_INFO = b"dsprof.rank"
-
-
-@dataclass(frozen=True)
-class Trace:
-    """A run and its rows (columns of `schema.COLUMNS`), each rank on its own host's monotonic clock."""
-
-    run: RunInfo
-    rows: pd.DataFrame
-
-
-def load(folder: RunFolder) -> Trace:
-    """The run's trace, merged first if it is not. Raises RunError where there is nothing to read."""
-    info, tables = _bring_up_to_date(folder)
-    for path in sorted(folder.trace.glob("rank*.parquet")):
-        rank = int(path.stem.removeprefix("rank"))
-        if rank not in tables:
-            try:
-                tables[rank] = pd.read_parquet(path)
-            except (OSError, ValueError, pa.ArrowException) as error:
-                _warn(info, f"{path.name}: unreadable ({_brief(error)})")
-                if rank in (captures := _captures(folder)):
-                    tables[rank] = _derive(rank, captures[rank])[0]
-    if not tables:
-        return Trace(info, pd.DataFrame({name: pd.Series(dtype=dtype) for name, dtype in COLUMNS.items()}))
-    parts = [tables[rank] for rank in sorted(tables)]
-    for column, dtype in COLUMNS.items():
-        if dtype == "category":  # one set of categories, or concat falls back to objects
-            values = sorted({value for part in parts for value in part[column].dropna().unique()})
-            for part in parts:
-                part[column] = pd.Categorical(part[column], categories=pd.Index(values, dtype=object))
-    return Trace(info, pd.concat(parts, ignore_index=True).astype(COLUMNS))
 
 
 def merge(folder: RunFolder) -> RunInfo:
@@ -67,29 +35,29 @@ def merge(folder: RunFolder) -> RunInfo:
     What cannot be written (a full disk, somebody else's folder) is a warning in it. Raises RunError when run.json is
     unreadable, or when there is neither a capture nor a trace.
     """
-    return _bring_up_to_date(folder)[0]
+    return bring_up_to_date(folder)[0]
 
 
-def _bring_up_to_date(folder: RunFolder) -> tuple[RunInfo, dict[int, pd.DataFrame]]:
+def bring_up_to_date(folder: RunFolder) -> tuple[RunInfo, dict[int, pd.DataFrame]]:
     """run.json's content, and the tables of the ranks whose Parquet file could not be written."""
     before = folder.read_info()
     info = folder.read_info()
     info.warnings = []
     captures = _captures(folder)
-    merged = {int(path.stem.removeprefix("rank")): path for path in sorted(folder.trace.glob("rank*.parquet"))}
+    merged = parquet_files(folder)
     if not captures and not merged and not folder.run_json.exists():
         raise RunError(f"{folder.path}: no capture and no trace in it; was the job started with dsprof?")
     exits, problems = folder.read_exits()
     info.exits = exits or info.exits
     for problem in problems:
-        _warn(info, problem)
+        warn(info, problem)
     info.ranks, info.facts = [], []
     unwritten: dict[int, pd.DataFrame] = {}
     for rank in sorted(captures.keys() | merged.keys()):
         try:
             table = _merge_rank(folder, rank, captures.get(rank, []), info)
         except Exception as error:  # whatever is wrong with one rank, the others count
-            _warn(info, f"rank {rank}: its capture could not be merged ({type(error).__name__}: {_brief(error)})")
+            warn(info, f"rank {rank}: its capture could not be merged ({type(error).__name__}: {brief(error)})")
         else:
             if table is not None:
                 unwritten[rank] = table
@@ -100,8 +68,19 @@ def _bring_up_to_date(folder: RunFolder) -> tuple[RunInfo, dict[int, pd.DataFram
         try:
             folder.write_info(info)
         except OSError as error:
-            _warn(info, f"run.json: not updated ({error.strerror})")
+            warn(info, f"run.json: not updated ({error.strerror})")
     return info, unwritten
+
+
+def derive_anew(folder: RunFolder, rank: int) -> pd.DataFrame | None:
+    """The rank's rows from its captures, whatever its Parquet file holds; None where there is no capture."""
+    captures = _captures(folder).get(rank)
+    return None if captures is None else _derive(rank, captures)[0]
+
+
+def parquet_files(folder: RunFolder) -> dict[int, Path]:
+    """rank -> file, in order."""
+    return {int(path.stem.removeprefix("rank")): path for path in sorted(folder.trace.glob("rank*.parquet"))}
 
 
 def _captures(folder: RunFolder) -> dict[int, list[tuple[int, Path]]]:
@@ -132,7 +111,7 @@ def _merge_rank(folder: RunFolder, rank: int, folders: list[tuple[int, Path]], i
     try:
         _write_parquet(target, table.replace_schema_metadata({**(table.schema.metadata or {}), **about}))
     except OSError as error:
-        _warn(info, f"trace/{target.name}: not written ({_brief(error)}); the capture is analyzed all the same")
+        warn(info, f"trace/{target.name}: not written ({brief(error)}); the capture is analyzed all the same")
         return rows
     return None
 
@@ -223,23 +202,23 @@ def _add_rank(rank: int, summary: dict[str, Any], info: RunInfo) -> None:
     if info.world_size is None:
         info.world_size = summary["world_size"]
     for problem in dict.fromkeys(summary["problems"]):
-        _warn(info, f"rank {rank}: {problem}")
+        warn(info, f"rank {rank}: {problem}")
     for item in described:
         if item.damaged:
-            _warn(info, f"rank {rank}: {item.damaged} damaged records were left out")
+            warn(info, f"rank {rank}: {item.damaged} damaged records were left out")
         if item.dropped:
-            _warn(info, f"rank {rank}: {item.dropped} records could not be written (disk full or size limit)")
+            warn(info, f"rank {rank}: {item.dropped} records could not be written (disk full or size limit)")
     for error in dict.fromkeys(summary["errors"]):
-        _warn(info, f"rank {rank}: error inside dsprof, without effect on the job: {error}")
+        warn(info, f"rank {rank}: error inside dsprof, without effect on the job: {error}")
     if summary["cuda"]:
-        _warn(info, f"rank {rank}: ran on a GPU; this version times the host side only, not kernels or NCCL")
+        warn(info, f"rank {rank}: ran on a GPU; this version times the host side only, not kernels or NCCL")
 
 
 def _note_errors(folder: RunFolder, info: RunInfo) -> None:
-    """Failures before there was a capture to note them in (see `collectors.session.report_failure`)."""
+    """Failures before there was a capture to note them in (see `collectors.errors.report_failure`)."""
     for path in sorted(folder.path.glob("error.*.txt")):
         for line in dict.fromkeys(path.read_text(errors="replace").splitlines()[:20]):
-            _warn(info, f"process {path.name.split('.')[1]}: {line}")
+            warn(info, f"process {path.name.split('.')[1]}: {line}")
 
 
 def _note_missing(info: RunInfo) -> None:
@@ -247,7 +226,7 @@ def _note_missing(info: RunInfo) -> None:
     missing = sorted(set(range(expected)) - {item.rank for item in info.ranks})
     if missing:
         shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        _warn(info, f"no capture of rank {shown} ({len(info.ranks)} of {expected} captured)")
+        warn(info, f"no capture of rank {shown} ({len(info.ranks)} of {expected} captured)")
 
 
 def _note_groups(info: RunInfo) -> None:
@@ -274,10 +253,12 @@ def _stored(target: Path) -> dict[bytes, bytes]:
         return {}
 
 
-def _warn(info: RunInfo, text: str) -> None:
+def warn(info: RunInfo, text: str) -> None:
+    """Add a warning to run.json's content, once."""
     if text not in info.warnings:
         info.warnings.append(text)
 
 
-def _brief(error: BaseException) -> str:
+def brief(error: BaseException) -> str:
+    """The first line of what the error says."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

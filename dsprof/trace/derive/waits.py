@@ -7,8 +7,9 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from ..schema import BACKWARD_DONE
-from .records import Int, derived_rows, ends
+from dsprof.schema import BACKWARD_DONE
+
+from .rows import Int, derived_rows, ends
 
 FINALIZER_NS: Final = 5_000_000
 FINALIZER_BYTES_PER_NS: Final = 0.5

@@ -21,30 +21,19 @@ from types import FrameType
 from typing import Final
 
 import dsprof
+from dsprof.run import RunFolder, RunInfo
+from dsprof.schema import host_name, new_run_id
+from dsprof.settings import Settings
 
 from .claim import claim, remove_run
 from .conclude import Conclusion, now
 from .hints import launch_hints
-from .run import RunFolder, RunInfo
-from .schema import host_name, new_run_id
-from .settings import Settings
-from .supervise import Ending, Supervisor
+from .job import Job, LaunchError, home
+from .supervise import Ending, Supervisor, end_with
 from .talk import Talk, shown
-from .torchrun import end_with
 
 LITTLE_SPACE: Final = 64 << 20
 """Free bytes below which a capture may well not fit."""
-
-LOCAL_RANK: Final = "--local_rank=${local_rank}"
-"""torchrun writes each rank's own number in the place of the second."""
-
-
-class LaunchError(Exception):
-    """The job cannot be started; the message says why and what to write instead. `status` is what to return."""
-
-    def __init__(self, message: str, status: int = 2) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class Stopped(BaseException):
@@ -52,69 +41,6 @@ class Stopped(BaseException):
 
     def __init__(self, number: int) -> None:
         self.status = 128 + number
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to run: a script or module by Python itself or under torchrun, or any other command as it is."""
-
-    words: tuple[str, ...]
-    """`train.py ARGS`, `-m pkg.train ARGS`, or the command."""
-    is_command: bool = False
-    is_program: bool = False
-    """A script that torchrun starts without Python (--no-python)."""
-    torchrun_flags: tuple[str, ...] | None = None
-    """None: without torchrun, as `python train.py ARGS`."""
-    world_size: int | None = None
-    """How many ranks there will be, where it is known."""
-    local_rank: bool = False
-    """Hand each rank's script `--local_rank=N`, as the deepspeed launcher does."""
-    on_our_engine: bool = False
-    """`import deepspeed` means dsprof's engine."""
-
-    @property
-    def has_ranks(self) -> bool:
-        """Whether we start its ranks."""
-        return self.torchrun_flags is not None
-
-    @property
-    def name(self) -> str:
-        """What the run is called: the script's stem, the module, or the command."""
-        if self.words[0] == "-m":
-            return self.words[1]
-        path = Path(self.words[0])
-        return path.name if self.is_command else path.stem
-
-    def check(self) -> None:
-        """Raises LaunchError if there is nothing of that name to run."""
-        first = self.words[0]
-        if first == "-m":
-            if len(self.words) < 2:
-                raise LaunchError("-m: the name of a module must follow")
-        elif self.is_command or self.is_program:
-            if shutil.which(first) is None:
-                raise LaunchError(f"{first}: no such command; give its path, or a name found in PATH", status=127)
-        elif not Path(first).is_file():
-            what = "is a folder" if Path(first).is_dir() else "no such file"
-            raise LaunchError(f"{first}: {what}; give the path of a script, as seen from {Path.cwd()}")
-
-    def command(self, folder: RunFolder, *, installed: bool) -> list[str]:
-        """What to start: torchrun in our own agent, which learns how each rank ends, or nothing but the job."""
-        if self.is_command:
-            return list(self.words)
-        if self.torchrun_flags is None:
-            return [sys.executable, *self.words]
-        # -P: nothing in the working directory may stand in for a module of ours or of Python's.
-        program = [sys.executable, "-P", "-m", "dsprof.torchrun"]
-        if not installed:
-            code = f"import sys; sys.path.append({str(home())!r}); from dsprof.torchrun import main; sys.exit(main())"
-            program[2:] = ["-c", code]
-        script, arguments = self.words[:1], self.words[1:]
-        if script == ("-m",):
-            script, arguments = self.words[:2], self.words[2:]
-        if self.local_rank:
-            arguments = (LOCAL_RANK, *arguments)
-        return [*program, str(folder.path), str(os.getpid()), "--", *self.torchrun_flags, "--", *script, *arguments]
 
 
 @dataclass(frozen=True)
@@ -234,11 +160,6 @@ def build_native_helper(settings: Settings, talk: Talk) -> None:
 def is_installed() -> bool:
     """Whether torch will find our entry point: dsprof may also be merely importable, from a checkout."""
     return any(point.name == "dsprof" for point in importlib.metadata.entry_points(group="torch.backends"))
-
-
-def home() -> Path:
-    """The folder that `dsprof` is imported from."""
-    return Path(dsprof.__file__).parent.parent
 
 
 def environment(base: Mapping[str, str], folder: RunFolder, settings: Settings, *, bootstrap: bool) -> dict[str, str]:

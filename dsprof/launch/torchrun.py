@@ -1,4 +1,4 @@
-"""torchrun, which tells how each rank ended: `python -m dsprof.torchrun RUN PARENT -- FLAGS -- SCRIPT ARGS`.
+"""torchrun, which tells how each rank ended: `python -m dsprof.launch.torchrun RUN PARENT -- FLAGS -- SCRIPT ARGS`.
 
 torchrun flattens every failure to status 1 and stamps failures by the second. This process is the ranks' parent, so
 it can know better: it writes RUN/exits/<host>.json and returns the first failing rank's own status.
@@ -7,7 +7,6 @@ It is never profiled itself, and leaves torchrun's own output as it is.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
@@ -22,10 +21,11 @@ from subprocess import Popen
 from types import FrameType
 from typing import Any, Final
 
-from .run import RankExit, RunFolder, write_atomically
-from .schema import host_name
+from dsprof.run import RankExit, RunFolder, write_atomically
+from dsprof.schema import host_name
 
-PR_SET_PDEATHSIG: Final = 1
+from .supervise import end_with
+
 REPEAT_NS: Final = 500_000_000
 """A signal that comes again within this time was sent both to this process and to its group."""
 
@@ -209,13 +209,6 @@ def launch(flags: list[str], words: list[str], watch: DeathWatch) -> int:
         first = watch.first_failure()
         return 128 + error.sigval if first is None else first.exit("").status
     return 0
-
-
-def end_with(parent: int) -> None:
-    """Have SIGTERM sent to this process when the launcher dies, so that a killed launcher leaves no job behind."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it was already dead
-        sys.exit(128 + signal.SIGTERM)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,7 +11,7 @@ import pandas as pd
 
 from .period import iteration_ends, rarest_regular
 from .phases import Phases
-from .records import Int, derived_rows, ends
+from .rows import Int, derived_rows, ends
 
 UNNUMBERED = 0
 """The optimizer of a record that does not say which: of an old format, or of dsprof's engine."""

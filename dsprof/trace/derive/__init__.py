@@ -1,6 +1,7 @@
-"""What the records imply but do not say: lanes, steps, the phases in between, and waits inside C++.
+"""What was recorded, and what that implies but does not say: lanes, steps, the phases in between, waits inside C++.
 
-    records  a record as a row of the table
+    records  a record of a capture as a row
+    rows     what rows consist of, before and after
     lanes    which thread trains; lanes, and nesting within them
     phases   the training thread's phases, how they nest, and what lies between them
     steps    where steps begin and end, and what they consist of
@@ -13,18 +14,22 @@ Every row made here says `source = derived`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pandas as pd
 
+from dsprof.schema import COLUMNS
+
 from ..capture import Capture
-from ..schema import COLUMNS
 from .lanes import depths, lanes, training_thread
 from .phases import main_phases, phases_between
 from .purpose import purposes
 from .records import measured_rows
+from .rows import completed
 from .steps import step_of, step_pattern, step_rows
 from .waits import backward_waits, name_inner_waits
 
-__all__ = ["step_pattern", "trace_rows"]
+__all__ = ["derive", "step_pattern", "trace_rows"]
 
 OUTER_FIRST = {"step": 0, "phase": 1}
 """Of rows that begin and end together, those that contain the others."""
@@ -32,8 +37,16 @@ OUTER_FIRST = {"step": 0, "phase": 1}
 
 def trace_rows(capture: Capture, rank: int, restart: int) -> pd.DataFrame:
     """The trace table of one rank (columns of `schema.COLUMNS`), ordered by start."""
-    rows = measured_rows(capture)
-    facts = {fact["fact"] for fact in capture.facts}
+    return derive(measured_rows(capture), {fact["fact"] for fact in capture.facts}, rank, restart)
+
+
+def derive(rows: pd.DataFrame, facts: Collection[str], rank: int = 0, restart: int = 0) -> pd.DataFrame:
+    """The same from rows (columns of `rows.GIVEN`) of one process, whichever tool recorded them.
+
+    facts: kinds of facts that are known of it, such as `ddp`, `fsdp` and `device`. Raises KeyError for rows without
+    a column that is required.
+    """
+    rows = completed(rows)
     main = training_thread(rows)
     rows["lane"] = lanes(rows, main)
     name_inner_waits(rows)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .schema import (
+from dsprof.schema import (
     CHUNK_HEADER,
     CHUNK_HEADER_BYTES,
     CHUNK_MAGIC,

@@ -1,0 +1,19 @@
+"""Launching: `dsprof run`.
+
+job        what is to be started: a script, ranks under torchrun, any command
+launch     the whole of it: makes the run folder, starts the job armed, ends with a verdict
+claim      making the run folder, and making room for it
+supervise  one child process: its signals, its status
+torchrun   torchrun in a process of ours, which tells how each rank ended
+conclude   after the job: how it ended, the analysis, the verdict
+hints      what to type instead, where a job died of how it was started
+talk       lines on stderr
+devices    how many GPUs a rank would see
+"""
+
+from __future__ import annotations
+
+from .job import Job, LaunchError
+from .launch import Launch
+
+__all__ = ["Job", "Launch", "LaunchError"]

@@ -1,0 +1,72 @@
+"""Rows: what derivation takes, whoever recorded them, and those that it makes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+Int = npt.NDArray[np.int64]
+
+GIVEN: Final = {
+    "kind": "object", "name": "object", "lane": "object", "thread": "int64", "start_ns": "int64", "dur_ns": "Int64",
+    "issue_ns": "Int64", "host_ns": "Int64", "group": "object", "engine": "bool", "stage": "Int64",
+    "microbatch": "Int64", "module": "object", "purpose": "object", "seq": "Int64", "peer": "Int64", "tag": "Int64",
+    "root": "Int64", "bytes": "Int64", "dtype": "object", "value": "float64", "grad": "boolean", "source": "object",
+    "ended": "bool",
+}  # fmt: skip
+"""Columns of the rows of one process that derivation starts from, before the order, steps and nesting of the table.
+
+They mean what they do in `schema.COLUMNS`. `lane` is null where it follows from thread and group. Beside those there is
+`engine`: whether dsprof's engine recorded the row, which names and brackets its waits itself.
+"""
+REQUIRED: Final = ("kind", "name", "thread", "start_ns", "dur_ns", "source")
+"""Of them, those that every source of rows has. One that is left out is null in every row; a row without `ended` has
+ended if it has a duration."""
+
+
+def completed(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with every column of GIVEN, as those types. Raises KeyError where a required one is missing."""
+    missing = [name for name in REQUIRED if name not in rows]
+    if missing:
+        raise KeyError(f"rows without {', '.join(missing)}")
+    absent = {
+        name: pd.Series(False if dtype == "bool" else None, index=rows.index, dtype=dtype)
+        for name, dtype in GIVEN.items()
+        if name not in rows
+    }
+    if "ended" in absent:
+        absent["ended"] = rows["dur_ns"].notna()
+    # Texts may be of any type but categories, which a derived row could not join.
+    other = {
+        name: dtype
+        for name, dtype in GIVEN.items()
+        if name in rows
+        and (isinstance(rows[name].dtype, pd.CategoricalDtype) if dtype == "object" else rows[name].dtype != dtype)
+    }
+    return rows.astype(other).assign(**absent).reset_index(drop=True)
+
+
+def ends(rows: pd.DataFrame) -> Int:
+    """End of each row; of one that never ended, its start."""
+    end: Int = (rows["start_ns"] + rows["dur_ns"].fillna(0)).to_numpy(np.int64)
+    return end
+
+
+def derived_rows(kind: str, name: object, start: Int, end: Int, thread: object, **columns: object) -> pd.DataFrame:
+    """Rows of the training thread that nobody recorded; every argument is one value, or one a row."""
+    return pd.DataFrame(
+        {
+            "kind": kind,
+            "name": name,
+            "lane": "main",
+            "thread": thread,
+            "start_ns": start,
+            "dur_ns": pd.array(end - start, "Int64"),
+            "source": "derived",
+            "ended": True,
+            **columns,
+        }
+    )
