@@ -61,6 +61,30 @@ def load(folder: RunFolder) -> Trace:
     return Trace(info, pd.concat(parts, ignore_index=True).astype(COLUMNS))
 
 
+def save(folder: RunFolder, trace: Trace) -> None:
+    """Make `folder` a run that holds this trace and no capture; `load` gives it back. Raises OSError.
+
+    Facts and warnings are kept with their rank; of `run.ranks`, one each.
+    """
+    folder.path.mkdir(parents=True, exist_ok=True)
+    for described in trace.run.ranks:
+        rank = described.rank
+        summary = {
+            "ranks": [vars(described)],
+            "facts": [fact for fact in trace.run.facts if fact.get("rank") == rank],
+            "versions": trace.run.versions,
+            "world_size": trace.run.world_size,
+            "problems": [],
+            "errors": [],
+            "cuda": False,
+        }
+        table = pa.Table.from_pandas(trace.rows[trace.rows["rank"] == rank], preserve_index=False)
+        about = {**(table.schema.metadata or {}), RANK_INFO: json.dumps(summary).encode()}
+        _write_parquet(folder.trace / f"rank{rank:05d}.parquet", table.replace_schema_metadata(about))
+    folder.write_info(trace.run)
+    merge(folder)
+
+
 def merge(folder: RunFolder) -> RunInfo:
     """Bring trace/ and run.json up to date with capture/ and exits/, and return run.json's content.
 
@@ -94,6 +118,7 @@ def _bring_up_to_date(folder: RunFolder) -> tuple[RunInfo, dict[int, pd.DataFram
             if table is not None:
                 unwritten[rank] = table
     _note_errors(folder, info)
+    _note_import(info)
     _note_missing(info)
     _note_groups(info)
     if info != before or not folder.run_json.exists():
@@ -240,6 +265,14 @@ def _note_errors(folder: RunFolder, info: RunInfo) -> None:
     for path in sorted(folder.path.glob("error.*.txt")):
         for line in dict.fromkeys(path.read_text(errors="replace").splitlines()[:20]):
             _warn(info, f"process {path.name.split('.')[1]}: {line}")
+
+
+def _note_import(info: RunInfo) -> None:
+    """What was odd about the trace of another tool (see `dsprof.importers`)."""
+    for fact in info.facts:
+        if fact["fact"] == "import":
+            for text in fact.get("warnings", []):
+                _warn(info, f"{fact.get('file', 'import')}: {text}")
 
 
 def _note_missing(info: RunInfo) -> None:
