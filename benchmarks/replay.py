@@ -1,4 +1,4 @@
-"""How fast step graphs are replayed: made-up jobs of data-parallel ranks, with and without groups of tensor-parallel ones.
+"""How fast step graphs are replayed: made-up jobs of data-parallel ranks and of groups of tensor-parallel ones.
 
     python benchmarks/replay.py          # a minute; writes benchmarks/results/replay.json
 

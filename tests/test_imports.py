@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS: Final = {
     "schema": ("dsprof.schema", "dsprof.run"),
     "trace": ("dsprof.trace",),
+    "importers": ("dsprof.importers",),
     "analyzer": ("dsprof.analyzer",),
     "reports": ("dsprof.reports",),
     "cli": (
@@ -38,9 +39,10 @@ LAYERS: Final = {
 MAY_IMPORT: Final = {
     "schema": {"schema"},
     "trace": {"trace", "schema"},
+    "importers": {"importers", "trace", "schema"},
     "analyzer": {"analyzer", "trace", "schema"},
     "reports": {"reports", "analyzer", "trace", "schema"},
-    "cli": {"cli", "reports", "trace", "schema", "public"},
+    "cli": {"cli", "reports", "importers", "trace", "schema", "public"},
     "collectors": {"collectors", "dsprof.schema", "dsprof.engine.hooks"},
     "engine": {"engine"},
     "public": {"dsprof.collectors.spans"},
@@ -60,6 +62,7 @@ helper's build, and the bootstrap, which looks whether dsprof is installed at al
 THIRD_PARTY: Final = {
     "schema": set(),
     "trace": {"numpy", "pandas", "pyarrow"},
+    "importers": {"numpy", "pandas", "pyarrow"},
     "analyzer": {"numpy", "pandas", "scipy"},
     "reports": {"jinja2", "markupsafe", "numpy", "orjson", "pandas", "plotly", "rich", "tensorboard"},
     "cli": {"pynvml", "rich", "tensorboard", "torch", "typer"},
@@ -78,7 +81,7 @@ TORCH_FREE: Final = (
 """Of the engine, what others share: the standard library, and what THIRD_PARTY_EXCEPTIONS says."""
 
 ONLY_INSIDE_FUNCTIONS: Final = {
-    "cli": {"dsprof.engine", "dsprof.reports", "pynvml", "rich", "tensorboard", "torch"},
+    "cli": {"dsprof.engine", "dsprof.importers", "dsprof.reports", "pynvml", "rich", "tensorboard", "torch"},
     "collectors": {"torch"},
     "public": {"dsprof.collectors.spans"},
 }
@@ -88,8 +91,8 @@ NO_FILES_NO_PRINTING: Final = {"io", "logging", "os", "pathlib", "shutil", "subp
 """Modules that the analyzer, tables in and findings out, has no use for."""
 
 ROOMS: Final = (
-    "dsprof.engine", "dsprof.collectors", "dsprof.reports", "dsprof.analyzer", "dsprof.cli", "dsprof.launch",
-    "dsprof.trace", "dsprof",
+    "dsprof.engine", "dsprof.collectors", "dsprof.reports", "dsprof.analyzer", "dsprof.importers", "dsprof.cli",
+    "dsprof.launch", "dsprof.trace", "dsprof",
 )  # fmt: skip
 """Inside one, imports are relative; between two, by full name. The last is what lies in dsprof/ itself."""
 
@@ -210,7 +213,7 @@ def circle_in(graph: Mapping[str, Collection[str]]) -> list[str]:
 
 
 def test_every_module_belongs_to_a_layer() -> None:
-    assert {"schema", "trace", "analyzer", "reports", "cli", "collectors", "engine", "public"} == {
+    assert {"schema", "trace", "importers", "analyzer", "reports", "cli", "collectors", "engine", "public"} == {
         layer_of(module) for module in FILES
     }
     assert len(IMPORTS) > 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import keyword
 import sys
 from typing import Annotated, Any, Final
 
@@ -16,7 +17,8 @@ from dsprof.settings import SettingsError
 
 from .split import split_at_job
 
-VERBS: Final = ("run", "report", "tensorboard", "analyze", "doctor")
+VERBS: Final = ("run", "report", "tensorboard", "analyze", "import", "doctor")
+"""Each the name of its module, with `_` after it where Python has that word for itself."""
 USAGE: Final = 2
 
 # Typer's own Click is private, and not always Click; the class above all usage errors is reached through a public one.
@@ -47,9 +49,10 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_root)
     for verb in VERBS:
-        if importlib.util.find_spec(f"{__name__}.{verb}") is None:
+        name = f"{__name__}.{verb}{'_' if keyword.iskeyword(verb) else ''}"
+        if importlib.util.find_spec(name) is None:
             continue
-        module = importlib.import_module(f"{__name__}.{verb}")
+        module = importlib.import_module(name)
         if verb == "run":
             app.command(
                 verb,

@@ -62,6 +62,7 @@ def bring_up_to_date(folder: RunFolder) -> tuple[RunInfo, dict[int, pd.DataFrame
             if table is not None:
                 unwritten[rank] = table
     _note_errors(folder, info)
+    _note_import(info)
     _note_missing(info)
     _note_groups(info)
     if info != before or not folder.run_json.exists():
@@ -109,7 +110,7 @@ def _merge_rank(folder: RunFolder, rank: int, folders: list[tuple[int, Path]], i
     table = pa.Table.from_pandas(rows, preserve_index=False)
     about = {SIGNATURE: signature, RANK_INFO: json.dumps(summary).encode()}
     try:
-        _write_parquet(target, table.replace_schema_metadata({**(table.schema.metadata or {}), **about}))
+        write_parquet(target, table.replace_schema_metadata({**(table.schema.metadata or {}), **about}))
     except OSError as error:
         warn(info, f"trace/{target.name}: not written ({brief(error)}); the capture is analyzed all the same")
         return rows
@@ -143,7 +144,7 @@ def _derive(rank: int, folders: list[tuple[int, Path]]) -> tuple[pd.DataFrame, d
     return pd.concat(tables.values(), ignore_index=True), summary
 
 
-def _write_parquet(target: Path, table: pa.Table) -> None:
+def write_parquet(target: Path, table: pa.Table) -> None:
     target.parent.mkdir(exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -219,6 +220,14 @@ def _note_errors(folder: RunFolder, info: RunInfo) -> None:
     for path in sorted(folder.path.glob("error.*.txt")):
         for line in dict.fromkeys(path.read_text(errors="replace").splitlines()[:20]):
             warn(info, f"process {path.name.split('.')[1]}: {line}")
+
+
+def _note_import(info: RunInfo) -> None:
+    """What was odd about the trace of another tool (see `dsprof.importers`)."""
+    for fact in info.facts:
+        if fact["fact"] == "import":
+            for text in fact.get("warnings", []):
+                warn(info, f"{fact.get('file', 'import')}: {text}")
 
 
 def _note_missing(info: RunInfo) -> None:

@@ -1,0 +1,83 @@
+"""`dsprof import`: a trace of another tool as a run."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsprof.run import DEFAULT_PARENT, RunError, RunFolder
+
+from .runs import UNREADABLE, USAGE, fail
+
+
+def command(
+    traces: Annotated[Path, typer.Argument(metavar="TRACES", help="A trace, or the folder that holds one.")],
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="RUN",
+            show_default=False,
+            help=f"The run folder to make. Default: a new one in {DEFAULT_PARENT}/.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace RUN if it was imported, too.")] = False,
+) -> None:
+    """Make a run folder of another tool's trace, for all other commands, and print its path.
+
+    So far: straggler tables (Parquet) of the OSDI '25 what-if analysis.
+    """  # fmt: skip
+    from dsprof.importers import import_trace
+
+    if output is not None:
+        _free(output, force)
+    try:
+        trace = import_trace(traces)
+    except RunError as error:
+        fail(error, UNREADABLE)
+    from dsprof import trace as traces_of_runs
+
+    folder = RunFolder(Path(DEFAULT_PARENT) / trace.run.id if output is None else output)
+    try:
+        if force:
+            _clear(folder)
+        traces_of_runs.save(folder, trace)
+    except OSError as error:
+        fail(f"{folder.path}: cannot be written ({error.strerror}); name another folder with -o", USAGE)
+    for warning in folder.read_info().warnings:
+        print(f"[dsprof] warning: {warning}", file=sys.stderr)
+    steps = trace.rows.loc[trace.rows["kind"] == "step", "step"].nunique()
+    print(
+        f"[dsprof] imported {len(trace.run.ranks)} ranks, {steps} steps; next: dsprof report {folder.path}",
+        file=sys.stderr,
+    )
+    print(folder.path)
+
+
+def _free(output: Path, force: bool) -> None:
+    """End with what is wrong if `output` cannot become this run."""
+    folder = RunFolder(output)
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not output.is_dir():
+        fail(f"{output}: is a file; name a folder with -o", USAGE)
+    if folder.capture.exists() or not folder.is_run():
+        what = "holds a capture" if folder.capture.exists() else "exists and is no run"
+        fail(f"{output}: {what}, which is never replaced; name another folder with -o", USAGE)
+    if not force:
+        fail(f"{output}: exists; name another folder with -o, or --force to replace it", USAGE)
+
+
+def _clear(folder: RunFolder) -> None:
+    """Remove what an earlier import, and the reports on it, left."""
+    for path in (folder.trace, folder.tensorboard):
+        if path.is_dir():
+            shutil.rmtree(path)
+    for path in (folder.run_json, folder.findings_json, folder.report_html, folder.layer_costs_json):
+        path.unlink(missing_ok=True)

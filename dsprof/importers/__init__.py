@@ -1,0 +1,57 @@
+"""Other tools' traces as runs of dsprof: a file a format, which is told by content.
+
+    straggler.py    the tables of 'Understanding Stragglers in Large Model Training Using What-if Analysis' (OSDI '25)
+
+A format's module has a DESCRIPTION, `recognizes(path)`, which looks at one file and never raises, and `read(path)`, its
+`Trace`; what is wrong with the file is a RunError that says what, where, and what to write instead.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Final, Protocol, cast
+
+from dsprof.run import RunError
+from dsprof.trace import Trace
+
+FORMATS: Final = ("straggler",)
+MOST_NAMED: Final = 8
+"""Files of a folder that are named, of those one could mean."""
+
+
+class Format(Protocol):
+    """What the module of a format has."""
+
+    DESCRIPTION: str
+
+    def recognizes(self, path: Path) -> bool: ...
+
+    def read(self, path: Path) -> Trace: ...
+
+
+def import_trace(path: Path) -> Trace:
+    """The trace in a file, or in the one file of a folder that a format recognizes. Raises RunError."""
+    formats = [cast(Format, importlib.import_module(f".{name}", __name__)) for name in FORMATS]
+    if not path.exists():
+        raise RunError(f"{path}: no such file or folder; name a trace, or the folder that holds one")
+    try:
+        files = sorted(child for child in path.iterdir() if child.is_file()) if path.is_dir() else [path]
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
+    found = [(file, known) for file in files for known in formats if known.recognizes(file)]
+    if len({file for file, _ in found}) > 1:
+        names = ", ".join(file.name for file, _ in found[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
+        raise RunError(f"{path}: holds {len(found)} traces ({names}); name one of them")
+    if not found:
+        known = "; ".join(each.DESCRIPTION for each in formats)
+        raise RunError(f"{path}: {_what(path, files)}; what can be imported is {known}")
+    file, chosen = found[0]
+    return chosen.read(file)
+
+
+def _what(path: Path, files: list[Path]) -> str:
+    """Why there is nothing to import, of what no format recognizes."""
+    if path.is_dir():
+        return f"none of its {len(files)} files is a trace that dsprof knows" if files else "an empty folder"
+    return "not a trace that dsprof knows" if path.stat().st_size else "an empty file"

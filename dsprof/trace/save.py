@@ -1,0 +1,36 @@
+"""A Trace as a run folder: how an importer keeps what it has read."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+
+from dsprof.run import RunFolder
+
+from .load import Trace
+from .merge import RANK_INFO, merge, write_parquet
+
+
+def save(folder: RunFolder, trace: Trace) -> None:
+    """Make `folder` a run that holds this trace and no capture; `load` gives it back. Raises OSError.
+
+    Facts and warnings are kept with their rank; of `run.ranks`, one each.
+    """
+    folder.path.mkdir(parents=True, exist_ok=True)
+    for described in trace.run.ranks:
+        rank = described.rank
+        summary = {
+            "ranks": [vars(described)],
+            "facts": [fact for fact in trace.run.facts if fact.get("rank") == rank],
+            "versions": trace.run.versions,
+            "world_size": trace.run.world_size,
+            "problems": [],
+            "errors": [],
+            "cuda": False,
+        }
+        table = pa.Table.from_pandas(trace.rows[trace.rows["rank"] == rank], preserve_index=False)
+        about = {**(table.schema.metadata or {}), RANK_INFO: json.dumps(summary).encode()}
+        write_parquet(folder.trace / f"rank{rank:05d}.parquet", table.replace_schema_metadata(about))
+    folder.write_info(trace.run)
+    merge(folder)
