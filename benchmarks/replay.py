@@ -46,7 +46,13 @@ def make_graph(ranks: int, steps: int = STEPS, team: int = 8) -> StepGraph:
             source += [r * SEGMENTS + issued for r in members] + [task] * len(members)
             target += [task] * len(members) + [r * SEGMENTS + waited for r in members]
     structure = Structure(
-        thread, np.zeros(segments, bool), tuple(tasks), 0, Edges(np.array(source), np.array(target)), ranks
+        thread=thread,
+        backward=np.zeros(segments, bool),
+        action=np.full(segments, "", object),
+        tasks=tuple(tasks),
+        outside=0,
+        edges=Edges(np.array(source), np.array(target)),
+        threads=ranks,
     )
     work = np.zeros((segments, steps, len(PARTS)))
     work[..., 0] = draw.uniform(0.1, 0.3, (segments, steps))

@@ -59,6 +59,7 @@ def steps_of(
     structure = Structure(
         thread=np.array(thread, np.int64),
         backward=np.array(backward, bool),
+        action=np.full(segments, "", object),
         tasks=tuple(tasks),
         outside=outside,
         edges=Edges(np.array([a for a, _ in pairs], np.int64), np.array([b for _, b in pairs], np.int64)),

@@ -1,4 +1,4 @@
-"""From tables to the step graph: the points of each rank's program, and what lies between them.
+"""From tables to the step graph: like-shaped steps, their tasks and edges.
 
 A task belongs to the step in which the last of its ranks issued it; who issued it in another step, or waits for it
 there, is joined to it by an edge across steps.
@@ -20,13 +20,12 @@ from dsprof.run import RunInfo
 from .backends import backend_of
 from .budget import RankTime
 from .graph import PARTS, Crossings, Edges, StepGraph, Steps, Structure, Task
-from .match import SEND_RECV, matched_group
+from .match import SEND_RECV
+from .points import BACKWARD, ISSUE, WAIT, WAIT_GRADIENTS, Points, Segments, actions_of, find_points, find_segments
 
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int64]
 
-ISSUE, WAIT, WAIT_GRADIENTS, BACKWARD = range(4)
-"""What a point of a thread is. To wait for gradients is to wait for all that were issued so far."""
 LAG: Final = PARTS.index("lag")
 MOST_BRIDGED: Final = 8
 """So many steps that are not judged, between two that are, are in the graph too: a delay reaches through them."""
@@ -34,25 +33,6 @@ MOST_BRIDGED: Final = 8
 EVERYONE, OWN = 0, 1
 """Whose arrival the end of a task depends on, as a rank sees it: on that of all; OWN + i: on that of rank i itself and,
 where a root sends, on the root's."""
-
-
-@dataclass(frozen=True)
-class _Points:
-    """Where threads issue, wait, or begin a backward, by step and rank and in time order.
-
-    step: index of the step, -1: in none of the graph's; rank: index; what: ISSUE...; target: row of the matched table,
-    -1: none; when, ended: ns, the latter when the rank saw its task end (-1: unknown)
-    """
-
-    step: Int
-    rank: Int
-    what: Int
-    target: Int
-    when: Int
-    ended: Int
-
-    def take(self, chosen: Int) -> _Points:
-        return _Points(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
 
 @dataclass(frozen=True)
@@ -95,8 +75,8 @@ def build_graph(
     begin: Int = inside.pivot(index="rank", columns="step", values="start_ns").to_numpy(np.int64)
     end: Int = begin + inside.pivot(index="rank", columns="step", values="dur_ns").to_numpy(np.int64)
     follows = np.append(False, np.diff(numbers) == 1)
-    points = _points(times, rows, collectives, run, ranks, begin, end)
-    segments = _segments(times, ranks, points, begin, end)
+    points = find_points(times, rows, collectives, run, ranks, begin, end)
+    segments = find_segments(times, ranks, points, begin, end)
     return _Builder(ranks, numbers, judged, follows, begin, end, points, segments, collectives, run).build()
 
 
@@ -114,115 +94,6 @@ def _chosen(steps: pd.DataFrame, ranks: int) -> tuple[Int, npt.NDArray[np.bool_]
     near[between] = (judged[after[between]] - judged[after[between] - 1]) <= MOST_BRIDGED + 1
     numbers: Int = complete[near | np.isin(complete, judged)]
     return numbers, np.isin(numbers, judged)
-
-
-# --- points and segments ------------------------------------------------------------------------
-
-
-def _points(
-    times: dict[int, RankTime],
-    rows: pd.DataFrame,
-    collectives: pd.DataFrame,
-    run: RunInfo | None,
-    ranks: tuple[int, ...],
-    begin: Int,
-    end: Int,
-) -> _Points:
-    comm = rows[(rows["kind"] == "comm") & rows["issue_ns"].notna() & rows["seq"].notna() & rows["rank"].isin(ranks)]
-    if len(collectives) and len(comm):
-        index = pd.MultiIndex.from_frame(collectives[["group", "seq"]])
-        wanted = pd.MultiIndex.from_arrays([matched_group(comm, run), comm["seq"].astype("int64")])
-        row_of = index.get_indexer(wanted) if index.is_unique else np.full(len(comm), -1)
-    else:
-        row_of = np.full(len(comm), -1)
-    place = {rank: i for i, rank in enumerate(ranks)}
-    issue = pd.DataFrame(
-        {
-            "rank": comm["rank"].map(place).to_numpy(np.int64),
-            "target": row_of,
-            "when": comm["issue_ns"].to_numpy(np.int64),
-            "ended": (comm["start_ns"] + comm["dur_ns"]).fillna(-1).to_numpy(np.int64),
-        }
-    )
-    issue = issue[issue["target"] >= 0]
-    backward = rows[
-        (rows["kind"] == "phase") & (rows["name"] == "backward") & (rows["lane"] == "main") & rows["rank"].isin(ranks)
-    ]
-    backward_rank = backward["rank"].map(place).to_numpy(np.int64)
-    backward_at = backward["start_ns"].to_numpy(np.int64)
-    nothing = np.full(len(backward), -1)
-    parts: list[list[Int]] = [
-        [
-            issue["rank"].to_numpy(), np.full(len(issue), ISSUE), issue["target"].to_numpy(), issue["when"].to_numpy(),
-            issue["ended"].to_numpy(),
-        ],
-        [backward_rank, np.full(len(backward), BACKWARD), nothing, backward_at, backward_at],
-    ]  # fmt: skip
-    parts += [_wait_points(times[r].waits, np.sort(backward_at[backward_rank == i]), i) for i, r in enumerate(ranks)]
-    of_rank, what, target, when, ended = (np.concatenate([part[k] for part in parts]) for k in range(5))
-    step = np.full(len(when), -1, np.int64)
-    for i in range(len(ranks)):
-        mine = np.flatnonzero(of_rank == i)
-        at = np.searchsorted(begin[i], when[mine], "right") - 1
-        within = (at >= 0) & (when[mine] < end[i][np.maximum(at, 0)])
-        step[mine] = np.where(within, at, -1)
-    order = np.lexsort((when, of_rank, step))
-    return _Points(step, of_rank, what, target, when, ended).take(order)
-
-
-def _wait_points(waits: pd.DataFrame, backward_at: Int, rank: int) -> list[Int]:
-    """The columns of `_Points`, without the step."""
-    waits = waits[(waits["collective"] >= 0) | waits["derived"]]
-    when = waits["end_ns"].to_numpy(np.int64)
-    # DDP waits for its buckets one after the other, for as many as are still under way: that is one wait for all.
-    derived = waits["derived"].to_numpy(bool)
-    number = np.searchsorted(backward_at, when)
-    last = np.ones(len(waits), bool)
-    last[:-1] = ~(derived[:-1] & derived[1:] & (number[:-1] == number[1:]))
-    target = np.where(derived, -1, waits["collective"].to_numpy(np.int64))[last]
-    what = np.where(derived, WAIT_GRADIENTS, WAIT)[last]
-    return [np.full(int(last.sum()), rank), what, target, when[last], when[last]]
-
-
-@dataclass(frozen=True)
-class _Segments:
-    """The stretches between points, by step, rank and time: when each began (ns), and its own work, [:, PARTS] in ms;
-    `first`: [N + 1] index of each step's first."""
-
-    began: Int
-    work: Float
-    first: Int
-
-
-def _segments(times: dict[int, RankTime], ranks: tuple[int, ...], points: _Points, begin: Int, end: Int) -> _Segments:
-    steps = begin.shape[1]
-    number, began, work = [], [], []
-    for i, rank in enumerate(ranks):
-        mine = (points.rank == i) & (points.step >= 0)
-        edge_step = np.concatenate([np.arange(steps), points.step[mine], np.arange(steps)])
-        edge_kind = np.repeat([0, 1, 2], [steps, int(mine.sum()), steps])
-        when = np.concatenate([begin[i], points.when[mine], end[i]])
-        order = np.lexsort((when, edge_kind, edge_step))
-        when, edge_step, edge_kind = when[order], edge_step[order], edge_kind[order]
-        inside = edge_kind[:-1] < 2  # from the end of a step to the next one's start is no segment
-        work.append(_work_between(times[rank], when)[inside])
-        began.append(when[:-1][inside])
-        number.append(edge_step[:-1][inside])
-    every = np.concatenate(number)
-    order = np.argsort(every, kind="stable")
-    first = np.searchsorted(every[order], np.arange(steps + 1))
-    return _Segments(np.concatenate(began)[order], np.concatenate(work)[order], first)
-
-
-def _work_between(time: RankTime, when: Int) -> Float:
-    """Own work between consecutive moments, [len(when) - 1, PARTS] in ms. Waits for something unknown keep their
-    length: they count as `other`."""
-    spent = {part: np.diff(value) / 1e6 for part, value in time.before(when).items()}
-    explained = sum(spent.values(), np.zeros(len(when) - 1))
-    unknown = np.diff(time.unbound.before(when)) / 1e6
-    spent["other"] = np.diff(when) / 1e6 - explained + spent["apart"] + unknown
-    spent["lag"] = np.zeros(len(when) - 1)
-    return np.stack([spent[part] for part in PARTS], axis=-1)
 
 
 # --- shapes -------------------------------------------------------------------------------------
@@ -250,8 +121,8 @@ class _Builder:
         follows: npt.NDArray[np.bool_],
         begin: Int,
         end: Int,
-        points: _Points,
-        segments: _Segments,
+        points: Points,
+        segments: Segments,
         collectives: pd.DataFrame,
         run: RunInfo | None,
     ) -> None:
@@ -312,7 +183,7 @@ class _Builder:
             crossings=self._crossings(),
         )
 
-    def _mine(self, step: int) -> _Points:
+    def _mine(self, step: int) -> Points:
         return self.points.take(np.arange(self.first_point[step], self.first_point[step + 1]))
 
     def _describe(self, step: int) -> tuple[Int, object]:
@@ -334,7 +205,7 @@ class _Builder:
         key = (
             mine.rank.tobytes(), mine.what.tobytes(), local.tobytes(), tuple(tasks.lane[targets]),
             tuple(tasks.kind[targets]), tuple(tasks.needs[targets]), tasks.root[targets].tobytes(),
-            (tasks.home[targets] == step).tobytes(), wanted, astray,
+            (tasks.home[targets] == step).tobytes(), wanted, astray, mine.action.tobytes(),
         )  # fmt: skip
         return targets, key
 
@@ -395,6 +266,7 @@ class _Builder:
         structure = Structure(
             thread=thread,
             backward=backward,
+            action=actions_of(mine, segments),
             tasks=tuple(self._task(int(targets[i]), view) for i, view in tasks),
             outside=len(outside),
             edges=Edges(np.array(source, np.int64), np.array(target, np.int64)),
@@ -414,7 +286,7 @@ class _Builder:
         )
 
     def _waited_gradients(
-        self, mine: _Points, local: dict[int, int], gradient: npt.NDArray[np.bool_]
+        self, mine: Points, local: dict[int, int], gradient: npt.NDArray[np.bool_]
     ) -> list[tuple[int, int, int]]:
         """(point, rank, local target) of each wait for all gradients and what it waits for."""
         if not (mine.what == WAIT_GRADIENTS).any():
@@ -511,7 +383,7 @@ class _Builder:
         return Crossings(*np.array(found, np.int64).reshape(-1, 6).T)
 
 
-def _tasks(collectives: pd.DataFrame, points: _Points, ranks: tuple[int, ...], run: RunInfo | None) -> _Tasks:
+def _tasks(collectives: pd.DataFrame, points: Points, ranks: tuple[int, ...], run: RunInfo | None) -> _Tasks:
     count = len(collectives)
     issues = points.what == ISSUE
     target, step = points.target[issues], points.step[issues]

@@ -1,10 +1,11 @@
 """The step graph: what every rank did in every step, as operations with costs, and edges that say what waited for what.
 
 An operation is a *segment*, a thread's own work between two points of its program, or a *task*, which a thread issues
-and something else runs: a collective, a message, a kernel. Points are where a thread issues a task, waits for one, or
-begins a backward. Edges are typed: program order (segments of a thread, by their order), issue (segment to task), wait
-(task to segment), the order of tasks in a lane, and edges across steps. Like-shaped steps share one structure and are
-columns of its arrays. A what-if is a function from graph to graph; `replay` says how long the steps of one take.
+and something else runs: a collective, a message, a kernel. Points are where a thread issues a task, waits for one,
+begins a backward, or begins or ends an action of a pipeline's schedule. Edges are typed: program order (segments of a
+thread, by their order), issue (segment to task), wait (task to segment), the order of tasks in a lane, and edges across
+steps. Like-shaped steps share one structure and are columns of its arrays. A what-if is a function from graph to graph;
+`replay` says how long the steps of one take.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Structure:
 
     thread:   [W] of each segment, the index of its rank, ascending; the segments of a thread follow one another
     backward: [W] whether a backward begins with the segment
+    action:   [W] name of the pipeline's action that it is of: F, B, W; empty: of none
     tasks:    [C]; those of a lane in the order in which it takes them
     outside:  how many ends of operations of other steps these steps wait for
     edges:    issue (segment or outside to task) and wait (task or outside to segment)
@@ -72,6 +74,7 @@ class Structure:
 
     thread: Int
     backward: Bool
+    action: npt.NDArray[np.object_]
     tasks: tuple[Task, ...]
     outside: int
     edges: Edges

@@ -101,7 +101,7 @@ def find_irregular(steps: pd.DataFrame, rows: pd.DataFrame) -> Irregular:
     `<kind>_ms` of what is not training (`budget.step_budget`)."""
     shared = steps.groupby("step").size()
     common = np.sort(shared[shared == steps["rank"].nunique()].index.to_numpy(np.int64))
-    common = common[warm_up(len(common)) :]
+    common = common[common >= warm_up(len(common))]
     if len(common) == 0:
         return Irregular()
     ranks = tuple(int(rank) for rank in np.sort(steps["rank"].unique()))

@@ -95,6 +95,7 @@ def read(path: Path) -> Trace:
     warnings += _place(table)
     warnings += _one_at_a_time(table)
     table, inferred = _with_unrecorded(table)
+    _before_next(table)
     warnings += inferred
     unknown = sorted(set(table["optype"]) - OPERATIONS.keys())
     if unknown:
@@ -230,6 +231,17 @@ def _one_at_a_time(table: pd.DataFrame) -> list[str]:
         f"{beyond} computations go on while their rank begins the next one, by up to {over.max() / 1e6:.3g} ms "
         f"({at['optype']} {at['seq_id']} of step {at['step']}, stage {at['stage']}, dp_rank {at['dp_rank']}); cut there"
     ]
+
+
+def _before_next(table: pd.DataFrame) -> None:
+    """Let an operation end where a later one of its rank begins, if they overlap by no more than the clocks differ."""
+    for _, of_rank in table.groupby("rank"):
+        begin = np.sort(of_rank["start"].to_numpy(np.int64))
+        start, end = of_rank["start"].to_numpy(np.int64), of_rank["end"].to_numpy(np.int64)
+        following = np.append(begin, np.iinfo(np.int64).max)[
+            np.searchsorted(begin, np.maximum(end - CLOCK_NS, start + 1))
+        ]
+        table.loc[of_rank.index, "end"] = np.minimum(end, following)
 
 
 def _with_unrecorded(table: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:

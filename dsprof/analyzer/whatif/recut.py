@@ -53,6 +53,7 @@ def rebucket(steps: Steps, sizes: list[int], link: Link, host_ms: float) -> Edit
     work: list[Float] = []
     thread: list[Int] = []
     backward: list[npt.NDArray[np.bool_]] = []
+    action: list[npt.NDArray[np.object_]] = []
     issues: list[tuple[int, int]] = []
     segment = np.full(structure.segments, GONE)
     at = 0
@@ -63,6 +64,7 @@ def rebucket(steps: Steps, sizes: list[int], link: Link, host_ms: float) -> Edit
             if begin == last + 1:  # between the two, the new pieces
                 new = pieces(steps.work[first : last + 1])
                 work.append(new)
+                action.append(np.repeat(structure.action[first : first + 1], len(sizes)))
                 backward.append(np.append(structure.backward[first], np.zeros(len(sizes) - 1, bool)))
                 issues += [(at + i, i) for i in range(len(sizes))]
                 segment[first] = at  # what was waited for before it still is
@@ -70,6 +72,7 @@ def rebucket(steps: Steps, sizes: list[int], link: Link, host_ms: float) -> Edit
             segment[begin:end] = at + np.arange(end - begin)
             work.append(steps.work[begin:end])
             backward.append(structure.backward[begin:end])
+            action.append(structure.action[begin:end])
             at += end - begin
         thread.append(np.full(at - sum(map(len, thread)), r))
     # Tasks: the new ones come where the first old one was.
@@ -107,6 +110,7 @@ def rebucket(steps: Steps, sizes: list[int], link: Link, host_ms: float) -> Edit
         structure,
         thread=np.concatenate(thread).astype(np.int64),
         backward=np.concatenate(backward),
+        action=np.concatenate(action),
         tasks=tasks,
         edges=Edges(pairs[0], pairs[1]),
     )

@@ -49,6 +49,7 @@ def schedule_graph(plan: Plan, cost: Callable[[Action], Float | float], lag: flo
     structure = Structure(
         thread=np.array(thread, np.int64),
         backward=np.zeros(len(work), bool),
+        action=np.array([action.op for action in segment], object),
         tasks=(Task("pipeline", "send_recv pipeline", workers=None),) * len(tasks),
         outside=0,
         edges=Edges(edges[:, 0], edges[:, 1]),

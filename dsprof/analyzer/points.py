@@ -1,0 +1,210 @@
+"""The points of each rank's program, and the own work between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dsprof.engine.schedule import COMPUTE
+from dsprof.run import RunInfo
+
+from .budget import RankTime
+from .graph import PARTS
+from .match import matched_group
+
+Float = npt.NDArray[np.float64]
+Int = npt.NDArray[np.int64]
+
+ISSUE, WAIT, WAIT_GRADIENTS, BACKWARD, ACTION_BEGINS, ACTION_ENDS = range(6)
+"""What a point of a thread is. To wait for gradients is to wait for all that were issued so far; an action is one of a
+pipeline's schedule."""
+TURN: Final = np.array([2, 0, 0, 4, 4, 1])
+"""Which of the points of one moment comes first: what a rank waited for is over, and its action, before it issues the
+next; then it begins something new."""
+WAIT_FOR_OWN: Final = 3
+"""The turn of a wait for what is issued at that very moment."""
+
+ACTIONS: Final = ("", *COMPUTE)
+"""What a segment can be of."""
+
+
+@dataclass(frozen=True)
+class Points:
+    """Points by step, rank and time.
+
+    step:   index of the step, -1: in none of the graph's; rank: index; what: ISSUE, ...
+    target: row of the matched table, -1: none
+    when, ended: ns, the latter when the rank saw its task end (-1: unknown)
+    action: of a point at either end of one, index into ACTIONS
+    """
+
+    step: Int
+    rank: Int
+    what: Int
+    target: Int
+    when: Int
+    ended: Int
+    action: Int
+
+    def take(self, chosen: Int) -> Points:
+        return Points(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The stretches between points, by step, rank and time: when each began (ns), and its own work, [:, PARTS] in ms;
+    `first`: [N + 1] index of each step's first."""
+
+    began: Int
+    work: Float
+    first: Int
+
+
+def find_points(
+    times: dict[int, RankTime],
+    rows: pd.DataFrame,
+    collectives: pd.DataFrame,
+    run: RunInfo | None,
+    ranks: tuple[int, ...],
+    begin: Int,
+    end: Int,
+) -> Points:
+    """The points of these ranks. begin, end: [R, N] of the graph's steps, ns."""
+    place = {rank: i for i, rank in enumerate(ranks)}
+    rows = rows[rows["rank"].isin(ranks)]
+    backward = rows[(rows["kind"] == "phase") & (rows["name"] == "backward") & (rows["lane"] == "main")]
+    backward_rank = backward["rank"].map(place).to_numpy(np.int64)
+    backward_at = backward["start_ns"].to_numpy(np.int64)
+    parts = [
+        _issues(rows, collectives, run, place),
+        _instants(BACKWARD, backward_rank, backward_at),
+        *_actions(rows, place),
+        *(_waits(times[r].waits, np.sort(backward_at[backward_rank == i]), i) for i, r in enumerate(ranks)),
+    ]
+    rank, what, target, when, ended, action = (np.concatenate([part[k] for part in parts]) for k in range(6))
+    step = np.full(len(when), -1, np.int64)
+    for i in range(len(ranks)):
+        mine = np.flatnonzero(rank == i)
+        at = np.searchsorted(begin[i], when[mine], "right") - 1
+        within = (at >= 0) & (when[mine] < end[i][np.maximum(at, 0)])
+        step[mine] = np.where(within, at, -1)
+    order = np.lexsort((_turn(rank, what, target, when), when, rank, step))
+    return Points(step, rank, what, target, when, ended, action).take(order)
+
+
+Columns = tuple[Int, Int, Int, Int, Int, Int]
+"""Of `Points`, all but the step."""
+
+
+def _instants(what: int, rank: Int, when: Int, action: Int | None = None) -> Columns:
+    nothing = np.full(len(when), -1)
+    return rank, np.full(len(when), what), nothing, when, when, np.zeros_like(when) if action is None else action
+
+
+def _issues(rows: pd.DataFrame, collectives: pd.DataFrame, run: RunInfo | None, place: dict[int, int]) -> Columns:
+    comm = rows[(rows["kind"] == "comm") & rows["issue_ns"].notna() & rows["seq"].notna()]
+    target = np.full(len(comm), -1)
+    if len(collectives) and len(comm):
+        index = pd.MultiIndex.from_frame(collectives[["group", "seq"]])
+        wanted = pd.MultiIndex.from_arrays([matched_group(comm, run), comm["seq"].astype("int64")])
+        if index.is_unique:
+            target = index.get_indexer(wanted).astype(np.int64)
+    comm, target = comm[target >= 0], target[target >= 0]
+    ended = (comm["start_ns"] + comm["dur_ns"]).fillna(-1).to_numpy(np.int64)
+    rank, when = comm["rank"].map(place).to_numpy(np.int64), comm["issue_ns"].to_numpy(np.int64)
+    return rank, np.full(len(comm), ISSUE), target, when, ended, np.zeros_like(when)
+
+
+def _actions(rows: pd.DataFrame, place: dict[int, int]) -> tuple[Columns, Columns]:
+    """Where the actions of a pipeline's schedule begin and end."""
+    acted = rows[
+        (rows["kind"] == "pipe") & (rows["lane"] == "main") & rows["dur_ns"].notna() & rows["name"].isin(COMPUTE)
+    ]
+    rank = acted["rank"].map(place).to_numpy(np.int64)
+    action = acted["name"].astype(str).map(ACTIONS.index).to_numpy(np.int64)
+    start = acted["start_ns"].to_numpy(np.int64)
+    end = start + acted["dur_ns"].to_numpy(np.int64)
+    return _instants(ACTION_BEGINS, rank, start, action), _instants(ACTION_ENDS, rank, end, action)
+
+
+def _waits(waits: pd.DataFrame, backward_at: Int, rank: int) -> Columns:
+    waits = waits[(waits["collective"] >= 0) | waits["derived"]]
+    when = waits["end_ns"].to_numpy(np.int64)
+    # DDP waits for its buckets one after the other, for as many as are still under way: that is one wait for all.
+    derived = waits["derived"].to_numpy(bool)
+    number = np.searchsorted(backward_at, when)
+    last = np.ones(len(waits), bool)
+    last[:-1] = ~(derived[:-1] & derived[1:] & (number[:-1] == number[1:]))
+    target = np.where(derived, -1, waits["collective"].to_numpy(np.int64))[last]
+    what, when = np.where(derived, WAIT_GRADIENTS, WAIT)[last], when[last]
+    return np.full(len(when), rank), what, target, when, when, np.zeros_like(when)
+
+
+def _turn(rank: Int, what: Int, target: Int, when: Int) -> Int:
+    """Which of the points of one moment comes first."""
+    turn = TURN[what]
+    width = int(target.max(initial=0)) + 1
+    issued, waited = np.flatnonzero(what == ISSUE), np.flatnonzero(what == WAIT)
+    key = rank[issued] * width + target[issued]
+    order = np.argsort(key, kind="stable")
+    wanted = rank[waited] * width + target[waited]
+    at = np.searchsorted(key[order], wanted)
+    known = at < len(key)
+    known[known] = key[order][at[known]] == wanted[known]
+    own = issued[order][at[known]]
+    turn[waited[known][when[own] == when[waited[known]]]] = WAIT_FOR_OWN
+    return turn
+
+
+def find_segments(times: dict[int, RankTime], ranks: tuple[int, ...], points: Points, begin: Int, end: Int) -> Segments:
+    """What lies between the points, from the beginning of each step to its end."""
+    steps = begin.shape[1]
+    number: list[Int] = []
+    began: list[Int] = []
+    work: list[Float] = []
+    for i, rank in enumerate(ranks):
+        mine = (points.rank == i) & (points.step >= 0)
+        edge_step = np.concatenate([np.arange(steps), points.step[mine], np.arange(steps)])
+        edge_kind = np.repeat([0, 1, 2], [steps, int(mine.sum()), steps])
+        when = np.concatenate([begin[i], points.when[mine], end[i]])
+        order = np.lexsort((when, edge_kind, edge_step))
+        when, edge_step, edge_kind = when[order], edge_step[order], edge_kind[order]
+        inside = edge_kind[:-1] < 2  # from the end of a step to the next one's start is no segment
+        work.append(_work_between(times[rank], when)[inside])
+        began.append(when[:-1][inside])
+        number.append(edge_step[:-1][inside])
+    every = np.concatenate(number)
+    order = np.argsort(every, kind="stable")
+    first = np.searchsorted(every[order], np.arange(steps + 1))
+    return Segments(np.concatenate(began)[order], np.concatenate(work)[order], first)
+
+
+def _work_between(time: RankTime, when: Int) -> Float:
+    """Own work between consecutive moments, [len(when) - 1, PARTS] in ms. Waits for something unknown keep their
+    length: they count as `other`."""
+    spent = {part: np.diff(value) / 1e6 for part, value in time.before(when).items()}
+    explained = sum(spent.values(), np.zeros(len(when) - 1))
+    unknown = np.diff(time.unbound.before(when)) / 1e6
+    spent["other"] = np.diff(when) / 1e6 - explained + spent["apart"] + unknown
+    spent["lag"] = np.zeros(len(when) - 1)
+    return np.stack([spent[part] for part in PARTS], axis=-1)
+
+
+def actions_of(points: Points, segments: int) -> npt.NDArray[np.object_]:
+    """The action that each segment of one step is of: one that has begun and not ended."""
+    found = np.full(segments, "", object)
+    under_way: dict[int, str] = {}
+    after = np.arange(len(points.rank)) + points.rank + 1
+    for segment, rank, what, action in zip(
+        after.tolist(), points.rank.tolist(), points.what.tolist(), points.action.tolist(), strict=True
+    ):
+        if what == ACTION_BEGINS:
+            under_way[rank] = ACTIONS[action]
+        elif what == ACTION_ENDS:
+            under_way[rank] = ""
+        found[segment] = under_way.get(rank, "")
+    return found

@@ -1,0 +1,79 @@
+"""What-if nothing were slower than is typical of its kind: the job without stragglers, whatever they are.
+
+After 'Understanding Stragglers in Large Model Training Using What-if Analysis' (OSDI '25): every computation takes the
+mean of its kind over ranks, steps and micro-batches, every communication the median of its transfers. How much longer
+the steps take as they are is the slowdown; how much of that goes if only some ranks are made typical is their share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ..graph import PARTS, StepGraph
+from . import WhatIf
+
+Float = npt.NDArray[np.float64]
+
+GAPS = ("other", "lag")
+"""Parts that are no work of anything: between operations, and behind what was waited for."""
+
+
+def without_gaps(graph: StepGraph) -> StepGraph:
+    """Operations follow one another at once."""
+    gaps = [PARTS.index(part) for part in GAPS]
+
+    def at_once(work: Float) -> Float:
+        changed = work.copy()
+        changed[..., gaps] = 0.0
+        return changed
+
+    return graph.with_shapes(tuple(replace(steps, work=at_once(steps.work)) for steps in graph.shapes))
+
+
+def typical(measured: StepGraph, threads: Collection[int] | None = None) -> WhatIf:
+    """Each segment takes the mean of those of its action, part by part, and each task the median of its kind.
+
+    threads: those whose segments are made typical, and no task; all, and all tasks, by default.
+    """
+    means = _means(measured)
+    medians = _medians(measured) if threads is None else {}
+
+    def change(graph: StepGraph) -> StepGraph:
+        shapes = []
+        for steps in graph.shapes:
+            structure = steps.structure
+            usual = np.stack([means[name] for name in structure.action.tolist()])
+            # A part that a segment has none of it does not get; how often it has it is how the job runs.
+            made = np.where(steps.work > 0, usual[:, None], steps.work)
+            if threads is not None:
+                made = np.where(np.isin(structure.thread, list(threads))[:, None, None], made, steps.work)
+            transfer = steps.transfer
+            if medians and len(structure.tasks):
+                transfer = np.repeat([[medians[task.kind]] for task in structure.tasks], len(steps.numbers), axis=1)
+            shapes.append(replace(steps, work=made, transfer=transfer))
+        return graph.with_shapes(tuple(shapes))
+
+    return change
+
+
+def _means(graph: StepGraph) -> dict[str, Float]:
+    """Action -> [PARTS] ms: the mean of each part over the segments that have any of it."""
+    found = {}
+    for name in {name for steps in graph.shapes for name in steps.structure.action.tolist()}:
+        every = np.concatenate(
+            [steps.work[steps.structure.action == name].reshape(-1, len(PARTS)) for steps in graph.shapes]
+        )
+        found[name] = every.sum(axis=0) / np.maximum((every > 0).sum(axis=0), 1)
+    return found
+
+
+def _medians(graph: StepGraph) -> dict[str, float]:
+    kinds: dict[str, list[Float]] = {}
+    for steps in graph.shapes:
+        for task, transfer in zip(steps.structure.tasks, steps.transfer, strict=True):
+            kinds.setdefault(task.kind, []).append(transfer)
+    return {kind: float(np.median(np.concatenate(every))) for kind, every in kinds.items()}
