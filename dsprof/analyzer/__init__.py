@@ -25,7 +25,7 @@ from .irregular import Irregular, find_irregular, mark_ordinary
 from .judge import judge
 from .kinds import apart_spans, divide_time, run_span
 from .load import measure_load
-from .match import match_collectives, mismatches
+from .match import Matches, match_collectives, mismatches
 from .steps import align_steps, completed_steps, describe_steps, early_ends, lasting_change, step_time
 from .text import ms
 from .topology import Topology, find_topology, name_pipeline_messages
@@ -51,9 +51,10 @@ def analyze(trace: Trace) -> Analysis:
     topology = find_topology(rows, run)
     rows = name_pipeline_messages(rows, topology)
     collectives = match_collectives(rows, run)
-    by_rank = {int(rank): of_rank for rank, of_rank in rows.groupby("rank")}
+    by_rank = _by_rank(rows)
     apart = {rank: apart_spans(of_rank) for rank, of_rank in by_rank.items()}
-    times = {rank: paint(of_rank, collectives, rank, run, apart[rank]) for rank, of_rank in by_rank.items()}
+    matches = Matches(collectives)
+    times = {rank: paint(of_rank, collectives, rank, run, apart[rank], matches) for rank, of_rank in by_rank.items()}
     steps = step_budget(times, completed_steps(rows))
     irregular = find_irregular(steps, rows)
     steps = mark_ordinary(steps, irregular)
@@ -104,7 +105,19 @@ def _last_attempt(rows: pd.DataFrame, run: RunInfo) -> pd.DataFrame:
     last = pd.DataFrame([(item.rank, item.restart) for item in last_processes(run.ranks)], columns=["rank", "restart"])
     if last.empty:  # rows that no capture of ours is behind
         return rows
-    return rows[pd.MultiIndex.from_frame(rows[["rank", "restart"]]).isin(pd.MultiIndex.from_frame(last))]
+    key = (rows["rank"].to_numpy(np.int64) << 16) | rows["restart"].to_numpy(np.int64)
+    wanted = np.isin(key, (last["rank"].to_numpy(np.int64) << 16) | last["restart"].to_numpy(np.int64))
+    return rows if wanted.all() else rows[wanted]
+
+
+def _by_rank(rows: pd.DataFrame) -> dict[int, pd.DataFrame]:
+    """Each rank's rows: of a table in order of rank, parts of it that take no room of their own."""
+    rank = rows["rank"].to_numpy()
+    if (np.diff(rank) < 0).any():
+        return {int(one): of_rank for one, of_rank in rows.groupby("rank")}
+    ranks, begins = np.unique(rank, return_index=True)
+    ends = np.append(begins, len(rank))[1:]
+    return {int(one): rows.iloc[a:b] for one, a, b in zip(ranks, begins, ends, strict=True)}
 
 
 def _waits(times: dict[int, RankTime], collectives: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
@@ -115,8 +128,9 @@ def _waits(times: dict[int, RankTime], collectives: pd.DataFrame, steps: pd.Data
     named = collectives[["group", "seq", "step"]].reindex(waits["collective"].where(waits["collective"] != NOTHING))
     issued = named["step"].to_numpy(np.float64)
     step = np.full(len(waits), np.nan)
+    of_rank = waits.groupby("rank").indices
     for rank, mine in steps.groupby("rank"):
-        chosen = np.flatnonzero(waits["rank"] == rank)
+        chosen = of_rank.get(rank, np.empty(0, np.int64))
         at = (
             np.searchsorted(mine["start_ns"].to_numpy(np.int64), waits["start_ns"].to_numpy(np.int64)[chosen], "right")
             - 1
@@ -160,8 +174,8 @@ def _overhead(run: RunInfo, rows: pd.DataFrame, ordinary: pd.DataFrame) -> float
     """What the records of a step should have cost, as a share of it: an estimate, not a measurement of this run."""
     if ordinary.empty:
         return None
-    recorded = rows[(rows["source"] == "measured") & rows["step"].isin(ordinary["step"])]
-    collectives = int((recorded["kind"] == "comm").sum())
+    recorded = (rows["source"] == "measured") & rows["step"].isin(ordinary["step"].unique())
+    collectives = int((recorded & (rows["kind"] == "comm")).sum())
     native = all(item.native for item in run.ranks)
-    spent = collectives * COLLECTIVE_NS[native] + (len(recorded) - collectives) * RECORD_NS[native]
+    spent = collectives * COLLECTIVE_NS[native] + (int(recorded.sum()) - collectives) * RECORD_NS[native]
     return float(100 * spent / ordinary["dur_ns"].sum())
