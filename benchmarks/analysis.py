@@ -6,8 +6,9 @@
 
 The runs are made up, one Parquet file a rank beside a run.json, as `dsprof run` leaves them: eight ranks a host, whose
 clocks are apart and drift; the ranks of a host reduce activations with one another in every layer (of a run of at least
-eight), and all reduce their gradients in buckets, which they wait for by name. One rank is slower than the others. Each is analyzed in a fresh
-process, at most two threads wide. A case that the result file holds is not measured again without --force.
+eight), and all reduce their gradients in buckets, which they wait for by name. One rank is slower than the others. Each
+is analyzed in a fresh process, at most two threads wide. A case that the result file holds is not measured again
+without --force.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ STAGES = {
 """Stage -> functions of the analyzer, as its `__init__` calls them."""
 
 
-# --- a made-up run ------------------------------------------------------------------------------------------------------
+# --- a made-up run --------------------------------------------------------------------------------
 
 
 def layout(ranks: int, rows: int) -> tuple[int, int, int, int]:
@@ -123,7 +124,7 @@ class Timeline:
         # What a step is relative to: when the last bucket of the one before had come.
         last = self.done.max(axis=0)
         base = 10e9 + np.concatenate([[0.0], np.cumsum(last)[:-1]])
-        self.begin = base + (self.done - last)[:, np.r_[0, :steps - 1]] * (np.arange(steps) > 0)
+        self.begin = base + (self.done - last)[:, np.r_[0, : steps - 1]] * (np.arange(steps) > 0)
         self.begin = self.begin + np.roll(self.optimizer, 1, axis=1)
         for name in ("forward", "loss", "backward", "waited", "done"):
             setattr(self, name, getattr(self, name) + base)
@@ -246,11 +247,11 @@ def make_run(folder: Path, ranks: int, steps: int, rows: int) -> None:
     info = RunInfo(id=folder.name, name="made-up", command=["dsprof", "run", "train.py"], world_size=ranks)
     (folder / "run.json").write_text(info.to_json())
     for rank in range(ranks):
-        host = rank // RANKS_A_HOST
+        host, place = divmod(rank, RANKS_A_HOST)
         about = RankInfo(rank, 0, f"host{host}", 100 + rank, "", True, steps - 1, steps * rows, 0, 0, 0, True)
         team = list(range(host * RANKS_A_HOST, min((host + 1) * RANKS_A_HOST, ranks)))
         facts = [
-            {"fact": "process", "rank": rank, "script": "train.py", "cpus": [2 * (rank % RANKS_A_HOST), 2 * (rank % RANKS_A_HOST) + 1], "threads": 1},
+            {"fact": "process", "rank": rank, "script": "train.py", "cpus": [2 * place, 2 * place + 1], "threads": 1},
             {"fact": "ddp", "rank": rank, "bucket_cap_mb": 1, "site": "train.py:10",
              "gradient_bytes": bucket_bytes(line.buckets).tolist()},
             {"fact": "group", "rank": rank, "name": "0", "ranks": list(range(ranks)), "desc": "default_pg"},
@@ -264,7 +265,7 @@ def make_run(folder: Path, ranks: int, steps: int, rows: int) -> None:
         pq.write_table(table.replace_schema_metadata(metadata), target, compression="zstd")
 
 
-# --- measuring ----------------------------------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
 
 def peak_mb() -> float:
@@ -289,11 +290,11 @@ def analyze_and_tell(folder: Path) -> None:
     def timed(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            begun = time.perf_counter()
+            begun = time.process_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                spent[stage] += time.perf_counter() - begun
+                spent[stage] += time.process_time() - begun
                 peaks[stage] = round(peak_mb())
 
         return call
@@ -315,8 +316,8 @@ def analyze_and_tell(folder: Path) -> None:
                 "cpu_s": round(cpu, 2),
                 "peak_mb": round(peak_mb()),
                 "imports_mb": round(before),
-                "stages_s": {stage: round(took, 2) for stage, took in spent.items()}
-                | {"rest": round(wall - sum(spent.values()), 2)},
+                "stages_cpu_s": {stage: round(took, 2) for stage, took in spent.items()}
+                | {"rest": round(cpu - sum(spent.values()), 2)},
                 "peak_after_mb": peaks,
                 "verdict": result.verdict.headline,
                 "not_judged": result.not_judged,
@@ -338,7 +339,12 @@ def measure(ranks: int, steps: int, rows: int, keep: Path | None) -> dict[str, A
             stdout=subprocess.PIPE,
             text=True,
             check=True,
-            env={**os.environ, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2", "ARROW_DEFAULT_MEMORY_POOL": "system"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "2",
+                "OPENBLAS_NUM_THREADS": "2",
+                "ARROW_DEFAULT_MEMORY_POOL": "system",
+            },
         )
     finally:
         if keep is None:
@@ -368,7 +374,9 @@ def draw(cases: list[dict[str, Any]], file: Path) -> None:
         bottom, ceiling = 10 ** np.floor(np.log10(min(values))), 10 ** np.ceil(np.log10(max(values)))
         shift = panel * (width + 110) + left
 
-        def at(ranks: float, amount: float, shift: int = shift, lowest: float = bottom, highest: float = ceiling) -> str:
+        def at(
+            ranks: float, amount: float, shift: int = shift, lowest: float = bottom, highest: float = ceiling
+        ) -> str:
             x = shift + width * np.log(ranks / low) / np.log(high / low)
             y = top + height * (1 - np.log(amount / lowest) / np.log(highest / lowest))
             return f"{x:.1f},{y:.1f}"
@@ -384,7 +392,7 @@ def draw(cases: list[dict[str, Any]], file: Path) -> None:
         for case in chosen:
             place = at(case["ranks"], bottom)
             text.append(f'<text {x_y(place)} dy="18" text-anchor="middle">{case["ranks"]}</text>')
-        straight = [value for value in (values[-1] * case["ranks"] / high for case in chosen)]
+        straight = [values[-1] * case["ranks"] / high for case in chosen]
         points = [at(case["ranks"], amount) for case, amount in zip(chosen, straight, strict=True) if amount >= bottom]
         text.append(f'<polyline points="{" ".join(points)}" stroke="#999" stroke-dasharray="4 4"/>')
         points = [at(case["ranks"], amount) for case, amount in zip(chosen, values, strict=True)]

@@ -25,7 +25,7 @@ from .irregular import Irregular, find_irregular, mark_ordinary
 from .judge import judge
 from .kinds import apart_spans, divide_time, run_span
 from .load import measure_load
-from .match import Matches, match_collectives, mismatches
+from .match import Matches, match_collectives, mismatches, number_by_order
 from .steps import align_steps, completed_steps, describe_steps, early_ends, lasting_change, step_time
 from .text import ms
 from .topology import Topology, find_topology, name_pipeline_messages
@@ -44,7 +44,8 @@ once in a tight loop, so an estimate. benchmarks/overhead.py measures what a job
 def analyze(trace: Trace) -> Analysis:
     """Explain a run. Never raises for a poor capture: what cannot be judged is named in `not_judged`."""
     run = trace.run
-    rows, clock_error_us, warnings = align(_last_attempt(trace.rows, run), run)
+    rows = number_by_order(_last_attempt(trace.rows, run), run)
+    rows, clock_error_us, warnings = align(rows, run)
     rows, renumbered = align_steps(rows)
     jump_us, jumps = find_jumps(rows)
     clock_error_us = max(clock_error_us, jump_us)
@@ -94,7 +95,7 @@ def analyze(trace: Trace) -> Analysis:
             overhead_percent=_overhead(run, rows, ordinary),
             dropped=sum(item.dropped for item in run.ranks),
             clock_error_us=clock_error_us,
-            warnings=(*run.warnings, *warnings, *renumbered, *jumps, *early_ends(steps), *mismatches(rows)),
+            warnings=(*run.warnings, *warnings, *renumbered, *jumps, *early_ends(steps), *mismatches(rows, run)),
         ),
     )
     return replace(analysis, verdict=answer(analysis, on_gpu=context.on_gpu, slowdown=slowdown))

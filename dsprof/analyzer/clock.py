@@ -10,6 +10,7 @@ that shares no collective with the first is joined through others, whose errors 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -35,6 +36,9 @@ MOST_DRIFT: Final = 1e-3
 """Quartz is off by 1e-4 at most, and what sets clocks slews them by 5e-4."""
 SURE: Final = 8.0
 """A drift moves the clock over the run by so many times what the windows scatter about it."""
+
+
+BLOCK: Final = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -87,15 +91,18 @@ def align(rows: pd.DataFrame, run: RunInfo) -> tuple[pd.DataFrame, float, list[s
     error_ns = max(offset.error_ns for offset in known)
     rank = rows["rank"].to_numpy(np.int64)
     place = np.minimum(np.searchsorted(ranks, rank), len(ranks) - 1)
-    of_row = np.where(ranks[place] == rank, host_at[place], 0)  # a rank that nothing is known of stays as it is
+    of_row = np.where(ranks[place] == rank, host_at[place], 0).astype(
+        np.int32
+    )  # a rank that nothing is known of stays as it is
 
     def shift(when: Int) -> Int:
-        constant = np.array([round(offset.ns) for offset in known], np.int64)[of_row]
-        if not any(offset.drift for offset in known):
-            return constant
-        at = np.array([offset.at_ns for offset in known], np.int64)[of_row]
-        drifted = np.array([offset.drift for offset in known])[of_row] * (when - at)
-        moved: Int = constant + np.rint(drifted).astype(np.int64)
+        moved = np.array([round(offset.ns) for offset in known], np.int64)[of_row]
+        if any(offset.drift for offset in known):
+            at = np.array([offset.at_ns for offset in known], np.int64)
+            drift = np.array([offset.drift for offset in known])
+            for begin in range(0, len(when), BLOCK):  # to hold no more than needed of a long table
+                part = slice(begin, begin + BLOCK)
+                moved[part] += np.rint(drift[of_row[part]] * (when[part] - at[of_row[part]])).astype(np.int64)
         return moved
 
     start, issue, length = rows["start_ns"], rows["issue_ns"], rows["dur_ns"]
@@ -138,7 +145,7 @@ def _collectives_of_hosts(ends: _Ends, ranks: Int, host_at: Int) -> list[tuple[I
     host = host_at[np.searchsorted(ranks, ends.rank[known])]
     of, median = _medians(end, key, host)
     edges = np.searchsorted(host[of], np.arange(int(host_at.max()) + 2))
-    return [(key[of][a:b], median[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    return [(key[of][a:b], median[a:b]) for a, b in pairwise(edges.tolist())]
 
 
 def _offsets(ended: list[tuple[Int, Float]], count: int) -> list[_Offset | None]:

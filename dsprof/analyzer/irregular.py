@@ -147,7 +147,9 @@ def _restarted(rows: pd.DataFrame, ranks: tuple[int, ...], common: Int) -> Bool:
     started = rows.loc[(rows["kind"] == "phase") & (rows["name"] == "loader_start"), ["rank", "step"]].drop_duplicates()
     found = np.zeros((len(ranks), len(common)), bool)
     started = started[started["rank"].isin(ranks) & started["step"].isin(common)]
-    found[np.searchsorted(ranks, started["rank"].to_numpy()), np.searchsorted(common, started["step"].to_numpy())] = True
+    found[np.searchsorted(ranks, started["rank"].to_numpy()), np.searchsorted(common, started["step"].to_numpy())] = (
+        True
+    )
     return found
 
 

@@ -150,7 +150,7 @@ def divide_time(
 
 
 def _known_shares(irregular: Irregular) -> tuple[Int, dict[str, Float]]:
-    """The steps that were irregular for what is not training, in order, and what share each kind has of their excess."""
+    """The steps that were irregular for what is not training, in order, and the share of each kind in their excess."""
     found = {}
     for step, shares in sorted(irregular.shares().items()):
         known = [shares.get(kind, 0.0) for kind in KNOWN]

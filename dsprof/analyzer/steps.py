@@ -15,8 +15,8 @@ from .analysis import StepTime
 from .match import numbers
 from .text import count
 
-
 NOT_SHARED: Final = np.iinfo(np.int64).min
+"""In the place of a difference, where one of the two has no such collective."""
 
 
 def align_steps(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
