@@ -86,7 +86,7 @@ def paint(
 ) -> RankTime:
     """Assign every moment of `rank`'s training thread to a part. `rows` are that rank's; `matches` are of
     `collectives`, and made here if they are not given."""
-    main = rows.loc[(rows["lane"] == "main") & rows["dur_ns"].notna(), ["kind", "name", "step", "start_ns", "dur_ns"]]
+    main = rows[["kind", "name", "step", "start_ns", "dur_ns"]][(rows["lane"] == "main") & rows["dur_ns"].notna()]
     waits = bind_waits(rows, collectives, run, matches)
     start, end = waits["start_ns"].to_numpy(np.int64), waits["end_ns"].to_numpy(np.int64)
     arrival, bubble = waits["arrival_ns"].to_numpy(np.int64), waits["bubble"].to_numpy(bool)
@@ -159,7 +159,7 @@ def bind_waits(
     that collective, of those this rank had issued, that ended last by the end of the wait.
     """
     chosen = (rows["kind"] == "wait") & (rows["lane"] == "main") & rows["dur_ns"].notna()
-    waits = rows.loc[chosen, list(WAITING)].sort_values("start_ns")
+    waits = rows[list(WAITING)][chosen].sort_values("start_ns")
     start = waits["start_ns"].to_numpy(np.int64)
     end = start + waits["dur_ns"].to_numpy(np.int64)
     bubble = waits["purpose"].eq(PIPELINE).fillna(False).to_numpy(bool)
@@ -194,7 +194,7 @@ def _guess(start: Int, end: Int, rows: pd.DataFrame, matches: Matches) -> Int:
     if not len(start):
         return bound
     issued = (rows["kind"] == "comm") & rows["issue_ns"].notna() & rows["dur_ns"].notna() & rows["peer"].isna()
-    own = rows.loc[issued & rows["seq"].notna(), [*PAIRED, "issue_ns", "start_ns", "dur_ns"]]
+    own = rows[[*PAIRED, "issue_ns", "start_ns", "dur_ns"]][issued & rows["seq"].notna()]
     index = matches.find(own)
     # This rank's own end: the ranks' ends of one collective lie milliseconds apart on a busy host.
     done = own["start_ns"].to_numpy(np.int64) + own["dur_ns"].to_numpy(np.int64)

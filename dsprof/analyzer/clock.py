@@ -89,34 +89,39 @@ def align(rows: pd.DataFrame, run: RunInfo) -> tuple[pd.DataFrame, float, list[s
     ]
     known = [offset or _Offset() for offset in offsets]
     error_ns = max(offset.error_ns for offset in known)
-    rank = rows["rank"].to_numpy(np.int64)
-    place = np.minimum(np.searchsorted(ranks, rank), len(ranks) - 1)
-    of_row = np.where(ranks[place] == rank, host_at[place], 0).astype(
-        np.int32
-    )  # a rank that nothing is known of stays as it is
+    host_of_rank = np.zeros(
+        int(max(ranks.max(), rows["rank"].max())) + 1, np.int32
+    )  # of an unknown one that of the first
+    host_of_rank[ranks] = host_at
+    of_row = host_of_rank[rows["rank"].to_numpy()]
 
-    def shift(when: Int) -> Int:
-        moved = np.array([round(offset.ns) for offset in known], np.int64)[of_row]
+    def shift(when: Int, host: npt.NDArray[np.int32]) -> Int:
+        moved = np.array([round(offset.ns) for offset in known], np.int64)[host]
         if any(offset.drift for offset in known):
             at = np.array([offset.at_ns for offset in known], np.int64)
             drift = np.array([offset.drift for offset in known])
             for begin in range(0, len(when), BLOCK):  # to hold no more than needed of a long table
                 part = slice(begin, begin + BLOCK)
-                moved[part] += np.rint(drift[of_row[part]] * (when[part] - at[of_row[part]])).astype(np.int64)
+                moved[part] += np.rint(drift[host[part]] * (when[part] - at[host[part]])).astype(np.int64)
         return moved
 
-    start, issue, length = rows["start_ns"], rows["issue_ns"], rows["dur_ns"]
-    at_start = shift(start.to_numpy(np.int64))
-    moved = {"start_ns": start - at_start, "issue_ns": issue - shift(issue.fillna(0).to_numpy(np.int64))}
+    start, issue, length = rows["start_ns"].to_numpy(np.int64), rows["issue_ns"].copy(), rows["dur_ns"]
+    issued = issue.notna().to_numpy(bool)
+    issued_at = issue[issued].to_numpy(np.int64)
+    issue[issued] = issued_at - shift(issued_at, of_row[issued])
+    aligned = start - shift(start, of_row)
+    moved = {"start_ns": aligned, "issue_ns": issue}
     if any(offset.drift for offset in known):  # so that what ended when the next began still does
-        moved["dur_ns"] = length + at_start - shift(start.to_numpy(np.int64) + length.fillna(0).to_numpy(np.int64))
+        end = start + length.fillna(0).to_numpy(np.int64)
+        end -= shift(end, of_row)
+        moved["dur_ns"] = pd.Series(end - aligned, rows.index).astype("Int64").where(length.notna())
     return rows.assign(**moved), error_ns / 1e3, warnings
 
 
 def _ends(rows: pd.DataFrame) -> _Ends:
     ended = (rows["kind"] == "comm") & rows["dur_ns"].notna() & rows["name"].isin(SYNCHRONIZING)
     numbered = ended & rows["group"].notna() & rows["seq"].notna()
-    table = rows.loc[numbered, ["group", "seq", "rank", "step", "start_ns", "dur_ns"]]
+    table = rows[["group", "seq", "rank", "step", "start_ns", "dur_ns"]][numbered]
     key, rank = numbers(table), table["rank"].to_numpy(np.int64)
     end = table["start_ns"].to_numpy(np.int64) + table["dur_ns"].to_numpy(np.int64)
     order = np.lexsort((rank, key))

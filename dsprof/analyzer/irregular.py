@@ -144,7 +144,7 @@ def find_irregular(steps: pd.DataFrame, rows: pd.DataFrame) -> Irregular:
 
 def _restarted(rows: pd.DataFrame, ranks: tuple[int, ...], common: Int) -> Bool:
     """Whether a loader was started in each step, [R, S]."""
-    started = rows.loc[(rows["kind"] == "phase") & (rows["name"] == "loader_start"), ["rank", "step"]].drop_duplicates()
+    started = rows[["rank", "step"]][(rows["kind"] == "phase") & (rows["name"] == "loader_start")].drop_duplicates()
     found = np.zeros((len(ranks), len(common)), bool)
     started = started[started["rank"].isin(ranks) & started["step"].isin(common)]
     found[np.searchsorted(ranks, started["rank"].to_numpy()), np.searchsorted(common, started["step"].to_numpy())] = (
@@ -166,7 +166,7 @@ def _stops(own: Float, typical: float, rows: pd.DataFrame, ranks: tuple[int, ...
         gaps = np.flatnonzero((falling[:-1] >= APART * np.maximum(falling[1:], 0)) & found[np.argsort(-mine)][:-1])
         found &= mine >= (falling[gaps[-1]] if len(gaps) else np.inf)
     forwards = (rows["kind"] == "phase") & (rows["name"] == "forward") & rows["value"].notna()
-    forward = rows.loc[forwards, ["rank", "step", "value"]]
+    forward = rows[["rank", "step", "value"]][forwards]
     if len(forward):
         size = forward.groupby(["rank", "step"])["value"].sum().unstack().reindex(index=list(ranks), columns=common)
         table = size.to_numpy(np.float64)

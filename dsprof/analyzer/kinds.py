@@ -27,7 +27,7 @@ def apart_spans(rows: pd.DataFrame) -> dict[str, Intervals]:
     """Kind -> when the training thread was not training but evaluating, saving or compiling; they do not overlap.
     `rows` are of one rank."""
     chosen = (rows["kind"] == "phase") & (rows["lane"] == "main") & rows["dur_ns"].notna()
-    main = rows.loc[chosen, list(PHASE_COLUMNS)].sort_values(["start_ns", "dur_ns"], ascending=[True, False])
+    main = rows[list(PHASE_COLUMNS)][chosen].sort_values(["start_ns", "dur_ns"], ascending=[True, False])
     found = {"evaluation": _evaluation(main, rows)}
     names = main["name"]
     for name, kind in PHASE_KIND.items():

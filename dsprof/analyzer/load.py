@@ -170,8 +170,8 @@ def spent_by_step(rows: pd.DataFrame, steps: pd.DataFrame, gauge: str) -> dict[i
     Ranks without it are left out. A gauge is read where a step ends; a step before the first reading is taken to have
     spent the mean of the others.
     """
-    samples = rows.loc[(rows["kind"] == "gauge") & (rows["name"] == gauge), ["rank", "start_ns", "value"]]
-    ordinary = steps.loc[steps["ordinary"], ["rank", "step", "start_ns", "dur_ns"]].sort_values("step")
+    samples = rows[["rank", "start_ns", "value"]][(rows["kind"] == "gauge") & (rows["name"] == gauge)]
+    ordinary = steps[["rank", "step", "start_ns", "dur_ns"]][steps["ordinary"]].sort_values("step")
     steps_of = dict(iter(ordinary.groupby("rank")))
     found = {}
     for rank, of_rank in samples.sort_values("start_ns").groupby("rank"):

@@ -56,9 +56,12 @@ def match_collectives(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.Data
     `run` has the members of the groups; without it only groups whose ranks are the global ones are understood.
     """
     issued = (rows["kind"] == "comm") & rows["group"].notna() & rows["seq"].notna() & rows["issue_ns"].notna()
-    comm = rows.loc[issued, list(ISSUED)]
+    comm = rows[list(ISSUED)][issued]
     message = comm["peer"].notna()
-    found = [_collectives(comm[~message], run), _messages(comm[message], rows, run) if message.any() else comm[:0]]
+    if message.any():
+        found = [_collectives(comm[~message], run), _messages(comm[message], rows, run)]
+    else:
+        found = [_collectives(comm, run)]
     found = [table for table in found if len(table)]
     if not found:
         return pd.DataFrame({name: pd.Series(dtype="int64") for name in COLLECTIVE_COLUMNS})
@@ -72,7 +75,7 @@ MOST_MISMATCHES: Final = 3
 def mismatches(rows: pd.DataFrame, run: RunInfo | None = None) -> list[str]:
     """Warnings of collectives that have one number and are not the same on all ranks, and of those that have none."""
     numbered = (rows["kind"] == "comm") & rows["peer"].isna() & rows["group"].notna() & rows["seq"].notna()
-    comm = rows.loc[numbered, ["rank", "group", "seq", "name"]]
+    comm = rows[["rank", "group", "seq", "name"]][numbered]
     key, (names, _) = numbers(comm), codes_of(comm["name"])
     order = np.lexsort((names, key))
     change = (np.diff(key[order]) == 0) & (np.diff(names[order]) != 0)
@@ -155,7 +158,7 @@ def _without_number(rows: pd.DataFrame, run: RunInfo | None) -> _WithoutNumber |
     lacking = (issued & rows["seq"].isna()).to_numpy(bool)
     if not lacking.any():
         return None
-    comm = rows.loc[issued, list(ISSUED)]
+    comm = rows[list(ISSUED)][issued]
     lacks = comm["seq"].isna().to_numpy(bool)
     group, groups = matched_codes(comm, run)
     word, words = codes_of(comm["name"])
@@ -364,7 +367,7 @@ def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd
     of = _sorted(comm, codes, names)
     # gloo ends a send or a receive in its wait: where nobody stood still, that says nothing of when the bytes came.
     waited = (rows["kind"] == "wait") & rows["peer"].notna() & rows["seq"].notna()
-    waits = rows.loc[waited & (rows["dur_ns"] > INFORMATIVE_NS), [*PAIRED, "dur_ns"]]
+    waits = rows[[*PAIRED, "dur_ns"]][waited & (rows["dur_ns"] > INFORMATIVE_NS)]
     long = pd.DataFrame({"group": matched_group(waits, run), "seq": waits["seq"], "rank": waits["rank"]})
     mine = pd.DataFrame({"group": matched_group(comm, run), "seq": comm["seq"], "rank": comm["rank"]})
     informative = pd.MultiIndex.from_frame(mine).isin(pd.MultiIndex.from_frame(long))[of.order]

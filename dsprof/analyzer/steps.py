@@ -26,7 +26,7 @@ def align_steps(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     shares with the others tell how far it is off.
     """
     shared = (rows["kind"] == "comm") & rows["peer"].isna() & rows["group"].notna() & rows["seq"].notna()
-    comm = rows.loc[shared & (rows["step"] >= 0), ["rank", "group", "seq", "step"]]
+    comm = rows[["rank", "group", "seq", "step"]][shared & (rows["step"] >= 0)]
     if comm["rank"].nunique() < 2:
         return rows, []
     key, rank, step = numbers(comm), comm["rank"].to_numpy(np.int64), comm["step"].to_numpy(np.int64)
@@ -55,7 +55,7 @@ def align_steps(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 def completed_steps(rows: pd.DataFrame) -> pd.DataFrame:
     """rank, step, start_ns, dur_ns, by rank and step."""
-    steps = rows.loc[(rows["kind"] == "step") & rows["dur_ns"].notna(), ["rank", "step", "start_ns", "dur_ns"]]
+    steps = rows[["rank", "step", "start_ns", "dur_ns"]][(rows["kind"] == "step") & rows["dur_ns"].notna()]
     return steps.astype({"dur_ns": "int64"}).sort_values(["rank", "step"], ignore_index=True)
 
 

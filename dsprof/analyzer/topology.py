@@ -38,7 +38,7 @@ def find_topology(rows: pd.DataFrame, run: RunInfo) -> Topology:
         int(rank): tuple(sorted(int(stage) for stage in set(found))) for rank, found in acted.groupby("rank")["stage"]
     }
     sent = (rows["kind"] == "comm") & rows["peer"].notna() & (rows["name"] == "send") & rows["issue_ns"].notna()
-    sends = rows.loc[sent, ["rank", "group", "peer", "issue_ns"]]
+    sends = rows[["rank", "group", "peer", "issue_ns"]][sent]
     if sends.empty:
         return Topology(stage_of)
     table = pd.DataFrame(
@@ -84,7 +84,7 @@ def _phase_before(sends: pd.DataFrame, rows: pd.DataFrame) -> pd.Series[str]:
     """The forward or backward of its rank that began last before each send; empty before the first."""
     names = np.array(["forward", "backward", ""], dtype=object)
     begun = (rows["kind"] == "phase") & rows["name"].isin(names[:2])
-    phases = rows.loc[begun, ["rank", "name", "start_ns"]]
+    phases = rows[["rank", "name", "start_ns"]][begun]
     rank = np.concatenate([sends["rank"].to_numpy(np.int64), phases["rank"].to_numpy(np.int64)])
     when = np.concatenate([sends["issue_ns"].to_numpy(np.int64), phases["start_ns"].to_numpy(np.int64)])
     what = np.concatenate([np.full(len(sends), -1), (phases["name"] == "backward").to_numpy(np.int64)])
