@@ -354,7 +354,7 @@ def measure(ranks: int, steps: int, rows: int, keep: Path | None) -> dict[str, A
 
 
 def draw(cases: list[dict[str, Any]], file: Path) -> None:
-    """Seconds and memory over the number of ranks, both axes logarithmic, beside a line through the first that is
+    """CPU seconds and memory over the number of ranks, both axes logarithmic, beside a line through the first that is
     proportional to the ranks."""
     chosen = sorted(
         (case for case in cases if (case["steps"], case["rows_a_step"]) == PLOTTED), key=lambda case: int(case["ranks"])
@@ -366,7 +366,7 @@ def draw(cases: list[dict[str, Any]], file: Path) -> None:
     text = []
     for panel, (title, value) in enumerate(
         (
-            ("seconds, Parquet to verdict", lambda case: case["wall_s"]),
+            ("CPU seconds, Parquet to verdict", lambda case: case["cpu_s"]),
             ("peak memory above the imports, MB", lambda case: case["peak_mb"] - case["imports_mb"]),
         )
     ):
