@@ -372,7 +372,7 @@ def draw(cases: list[dict[str, Any]], file: Path) -> None:
     ):
         values = [max(float(value(case)), 1e-2) for case in chosen]
         bottom, ceiling = 10 ** np.floor(np.log10(min(values))), 10 ** np.ceil(np.log10(max(values)))
-        shift = panel * (width + 110) + left
+        shift = panel * (width + 140) + left
 
         def at(
             ranks: float, amount: float, shift: int = shift, lowest: float = bottom, highest: float = ceiling
@@ -399,12 +399,12 @@ def draw(cases: list[dict[str, Any]], file: Path) -> None:
         text.append(f'<polyline points="{" ".join(points)}" stroke="#2a6f97" stroke-width="2"/>')
         text += ['<circle cx="{}" cy="{}" r="3.5" fill="#2a6f97"/>'.format(*point.split(",")) for point in points]
         text += [
-            f'<text {x_y(point)} dx="-6" dy="-8" text-anchor="end">{amount:.3g}</text>'
+            f'<text {x_y(point)} dx="6" dy="16">{f"{amount:.3g}" if amount < 1000 else f"{amount:,.0f}"}</text>'
             for point, amount in zip(points, values, strict=True)
         ]
     steps, rows = PLOTTED
     foot = f"ranks, of {steps} steps of {rows} rows each; dashed: proportional to the ranks"
-    whole, tall = 2 * (width + 110), height + top + 60
+    whole, tall = 2 * (width + 140), height + top + 60
     text.append(f'<text x="{whole / 2}" y="{tall - 12}" text-anchor="middle">{foot}</text>')
     file.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole}" height="{tall}" fill="none" font-size="12" '
