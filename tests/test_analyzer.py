@@ -66,8 +66,9 @@ def test_replay_of_the_measured_job_gives_the_measured_steps() -> None:
     from dsprof.analyzer.trust import check
 
     analysis = analyze(Job(jitter=0.05).trace())
-    times = {rank: paint(analysis.rows[analysis.rows["rank"] == rank], analysis.collectives, rank) for rank in (0, 1)}
-    graph = build_graph(times, analysis.rows, analysis.collectives, analysis.steps)
+    by_rank = {rank: analysis.rows[analysis.rows["rank"] == rank] for rank in (0, 1)}
+    times = {rank: paint(rows, analysis.collectives, rank) for rank, rows in by_rank.items()}
+    graph = build_graph(times, by_rank, analysis.collectives, analysis.steps)
     assert graph is not None
     middle = analysis.steps[analysis.steps["ordinary"]].groupby("step")["dur_ns"].mean() / 1e6
     assert replay(graph).durations == pytest.approx(middle.to_numpy(), rel=1e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dsprof.analyzer.intervals import Intervals
+from dsprof.analyzer.intervals import Intervals, nest
 
 Pairs = list[tuple[int, int]]
 
@@ -35,3 +35,18 @@ def test_difference(mine: Pairs, other: Pairs, left: Pairs) -> None:
 
 def test_union_joins_what_touches() -> None:
     assert pairs(of([(0, 5), (5, 7)]) | of([(9, 9), (6, 8)])) == [(0, 8)]
+
+
+@pytest.mark.parametrize(
+    ("intervals", "ends", "parents"),
+    [
+        ([], [], []),
+        ([(0, 10), (2, 4), (4, 6), (5, 6), (10, 12)], [10, 4, 6, 6, 12], [-1, 0, 0, 2, -1]),
+        ([(0, 10), (5, 15), (8, 20), (12, 13)], [10, 10, 10, 13], [-1, 0, 1, -1]),  # what reaches beyond is cut
+        ([(0, 10), (3, 3), (3, 3), (4, 5)], [10, 3, 3, 5], [-1, 0, 0, 0]),
+    ],
+)
+def test_intervals_that_nest(intervals: Pairs, ends: list[int], parents: list[int]) -> None:
+    start, end = (np.array([pair[i] for pair in intervals], np.int64) for i in (0, 1))
+    found = nest(start, end)
+    assert [each.tolist() for each in found] == [ends, parents]

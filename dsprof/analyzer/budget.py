@@ -20,8 +20,8 @@ import pandas as pd
 from dsprof.run import RunInfo
 from dsprof.schema import BUDGET_PARTS
 
-from .intervals import Int, Intervals
-from .match import arrivals, matched_group
+from .intervals import Int, Intervals, nest
+from .match import PAIRED, Matches, arrivals, codes_of
 from .topology import PIPELINE
 
 Float = npt.NDArray[np.float64]
@@ -44,6 +44,9 @@ WORK: Final = ("compute", "data", "optimizer", "pause", "other")
 
 BINDING_SLACK_NS: Final = 2_000_000
 """A thread is woken this much after its collective ended, at most, to count as having waited for it."""
+MOST_UNDER_WAY: Final = 64
+"""Collectives that are looked at, of those that ended last, for what an unnamed wait waited for."""
+WAITING: Final = (*PAIRED, "purpose", "source", "start_ns", "dur_ns")
 NOTHING: Final = -1
 """Row of the matched table, of a wait for something unknown."""
 
@@ -79,10 +82,12 @@ def paint(
     rank: int,
     run: RunInfo | None = None,
     apart: Mapping[str, Intervals] | None = None,
+    matches: Matches | None = None,
 ) -> RankTime:
-    """Assign every moment of `rank`'s training thread to a part. `rows` are that rank's."""
-    main = rows[(rows["lane"] == "main") & rows["dur_ns"].notna()]
-    waits = bind_waits(rows, collectives, run)
+    """Assign every moment of `rank`'s training thread to a part. `rows` are that rank's; `matches` are of
+    `collectives`, and made here if they are not given."""
+    main = rows[["kind", "name", "step", "start_ns", "dur_ns"]][(rows["lane"] == "main") & rows["dur_ns"].notna()]
+    waits = bind_waits(rows, collectives, run, matches)
     start, end = waits["start_ns"].to_numpy(np.int64), waits["end_ns"].to_numpy(np.int64)
     arrival, bubble = waits["arrival_ns"].to_numpy(np.int64), waits["bubble"].to_numpy(bool)
     stalled = main[main["kind"] == "pause"]
@@ -120,50 +125,52 @@ def spans_of(rows: pd.DataFrame) -> Intervals:
 
 def innermost(phases: pd.DataFrame, parts: Mapping[str, str] = PHASE_PART) -> dict[str, Intervals]:
     """Part -> when a phase of that part was the innermost one under way on the thread. `parts`: of each name."""
-    part = phases["name"].astype(str).map(parts)
-    known = phases[part.notna()]
-    starts = known["start_ns"].to_numpy(np.int64)
-    ends = starts + known["dur_ns"].to_numpy(np.int64)
-    names = part[part.notna()].to_numpy(object)
-    found: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for name in set(parts.values()) - {"other"}}
-    stack: list[tuple[int, str]] = []
-    at = 0
-
-    def claim(until: int) -> None:
-        if stack and until > at and (spans := found.get(stack[-1][1])) is not None:
-            spans[0].append(at)
-            spans[1].append(until)
-
-    for index in np.lexsort((-ends, starts)).tolist():
-        start, end = int(starts[index]), int(ends[index])
-        while stack and stack[-1][0] <= start:
-            claim(stack[-1][0])
-            at = max(at, stack.pop()[0])
-        claim(start)
-        at = start
-        stack.append((min(end, stack[-1][0]) if stack else end, names[index]))
-    while stack:
-        claim(stack[-1][0])
-        at = max(at, stack.pop()[0])
-    return {name: Intervals.union(np.array(a, np.int64), np.array(b, np.int64)) for name, (a, b) in found.items()}
+    codes, words = codes_of(phases["name"])
+    of_part = list(parts.values())
+    place = np.array([of_part.index(parts[word]) if word in parts else NOTHING for word in words.tolist()] + [NOTHING])
+    label = place[codes]
+    start = phases["start_ns"].to_numpy(np.int64)[label >= 0]
+    end = start + phases["dur_ns"].to_numpy(np.int64)[label >= 0]
+    label = label[label >= 0]
+    order = np.lexsort((-end, start))
+    start, end, label = start[order], end[order], label[order]
+    end, parent = nest(start, end)
+    # At each moment of a begin or an end, from then on: what begins, or what it was inside of; of several that end or
+    # begin at once the outermost that ends and the innermost that begins, which is what comes last here.
+    there = np.flatnonzero(end > start)
+    when = np.concatenate([start[there], end[there]])
+    turn = np.concatenate([there, -there - 1])
+    then = np.concatenate([label[there], np.append(label, NOTHING)[parent[there]]])
+    order = np.lexsort((turn, when))
+    when, then = when[order], then[order]
+    found = {}
+    for name in set(of_part) - {"other"}:
+        mine = np.flatnonzero(then[:-1] == of_part.index(name)) if len(then) else np.empty(0, np.int64)
+        found[name] = Intervals.union(when[mine], when[mine + 1])
+    return found
 
 
-def bind_waits(rows: pd.DataFrame, collectives: pd.DataFrame, run: RunInfo | None = None) -> pd.DataFrame:
+def bind_waits(
+    rows: pd.DataFrame, collectives: pd.DataFrame, run: RunInfo | None = None, matches: Matches | None = None
+) -> pd.DataFrame:
     """What each wait on the training thread waited for (columns of `RankTime.waits`). `rows` are of one rank.
 
     A wait that names it is taken at its word. Another, of an older capture or inside C++, is taken to have waited for
     that collective, of those this rank had issued, that ended last by the end of the wait.
     """
-    waits = rows[(rows["kind"] == "wait") & (rows["lane"] == "main") & rows["dur_ns"].notna()].sort_values("start_ns")
+    chosen = (rows["kind"] == "wait") & (rows["lane"] == "main") & rows["dur_ns"].notna()
+    waits = rows[list(WAITING)][chosen].sort_values("start_ns")
     start = waits["start_ns"].to_numpy(np.int64)
     end = start + waits["dur_ns"].to_numpy(np.int64)
     bubble = waits["purpose"].eq(PIPELINE).fillna(False).to_numpy(bool)
     named = waits["seq"].notna().to_numpy(bool)
     bound = np.full(len(waits), NOTHING, np.int64)
     if len(collectives) and len(waits):
-        bound[named] = _named(waits[named], collectives, run)
+        matches = matches or Matches(collectives)
+        if matches.unique:  # else a rank was captured twice, and none can be told from the other
+            bound[named] = matches.find(waits[named], run)
         guessed = ~named & ~bubble
-        bound[guessed] = _guess(start[guessed], end[guessed], rows, collectives)
+        bound[guessed] = _guess(start[guessed], end[guessed], rows, matches)
     arrival = start.copy()
     known = bound != NOTHING
     if known.any():
@@ -182,41 +189,31 @@ def bind_waits(rows: pd.DataFrame, collectives: pd.DataFrame, run: RunInfo | Non
     )
 
 
-def _named(waits: pd.DataFrame, collectives: pd.DataFrame, run: RunInfo | None) -> Int:
-    """Row of the matched table for each wait that names what it waited for."""
-    index = pd.MultiIndex.from_frame(collectives[["group", "seq"]])
-    if not index.is_unique:  # a rank that was captured twice: none can be told from the other
-        return np.full(len(waits), NOTHING, np.int64)
-    wanted = pd.MultiIndex.from_arrays([matched_group(waits, run), waits["seq"].astype("int64")])
-    found: Int = index.get_indexer(wanted).astype(np.int64)
-    return found
-
-
-def _guess(start: Int, end: Int, rows: pd.DataFrame, collectives: pd.DataFrame) -> Int:
+def _guess(start: Int, end: Int, rows: pd.DataFrame, matches: Matches) -> Int:
     bound = np.full(len(start), NOTHING, np.int64)
-    mine = rows[(rows["kind"] == "comm") & rows["issue_ns"].notna() & rows["dur_ns"].notna() & rows["peer"].isna()]
-    if mine.empty or not len(start):
+    if not len(start):
         return bound
-    own = pd.DataFrame(
-        {
-            "group": mine["group"].astype(str),
-            "seq": mine["seq"].astype("int64"),
-            "issue_ns": mine["issue_ns"],
-            # This rank's own end: the ranks' ends of one collective lie milliseconds apart on a busy host.
-            "own_end_ns": mine["start_ns"] + mine["dur_ns"].astype("int64"),
-        }
-    )
-    table = collectives.reset_index(names="collective").merge(own, on=["group", "seq"]).sort_values("own_end_ns")
-    done, issued = table["own_end_ns"].to_numpy(np.int64), table["issue_ns"].to_numpy(np.int64)
-    index = table["collective"].to_numpy(np.int64)
-    ended_before = np.searchsorted(done, end + BINDING_SLACK_NS, side="right")
-    for i, upto in enumerate(ended_before):
-        for k in range(upto - 1, max(upto - 65, -1), -1):
-            if done[k] <= start[i]:
-                break
-            if issued[k] <= start[i]:
-                bound[i] = index[k]
-                break
+    issued = (rows["kind"] == "comm") & rows["issue_ns"].notna() & rows["dur_ns"].notna() & rows["peer"].isna()
+    own = rows[[*PAIRED, "issue_ns", "start_ns", "dur_ns"]][issued & rows["seq"].notna()]
+    index = matches.find(own)
+    # This rank's own end: the ranks' ends of one collective lie milliseconds apart on a busy host.
+    done = own["start_ns"].to_numpy(np.int64) + own["dur_ns"].to_numpy(np.int64)
+    order = np.lexsort((index, done))
+    order = order[index[order] != NOTHING]
+    if not len(order):
+        return bound
+    done, issue, index = done[order], own["issue_ns"].to_numpy(np.int64)[order], index[order]
+    last = np.searchsorted(done, end + BINDING_SLACK_NS, side="right")
+    open_ = np.arange(len(start))  # the waits that have not found theirs
+    for back in range(1, MOST_UNDER_WAY + 1):
+        open_ = open_[last[open_] >= back]
+        open_ = open_[done[last[open_] - back] > start[open_]]
+        at = last[open_] - back
+        hit = issue[at] <= start[open_]
+        bound[open_[hit]] = index[at[hit]]
+        open_ = open_[~hit]
+        if not len(open_):
+            break
     return bound
 
 
@@ -228,10 +225,12 @@ def step_budget(times: dict[int, RankTime], steps: pd.DataFrame) -> pd.DataFrame
     names = {kind for time in times.values() for kind in time.apart}
     columns: dict[str, Float] = {part: np.zeros(len(steps)) for part in BUDGET_PARTS}
     columns |= {f"{name}_ms": np.zeros(len(steps)) for name in ("apart", *sorted(names))}
+    starts, lengths = steps["start_ns"].to_numpy(np.int64), steps["dur_ns"].to_numpy(np.int64)
+    of_rank = steps.groupby("rank").indices
     for rank, time in times.items():
-        chosen = (steps["rank"] == rank).to_numpy()
-        start = steps.loc[chosen, "start_ns"].to_numpy(np.int64)
-        end = start + steps.loc[chosen, "dur_ns"].to_numpy(np.int64)
+        chosen = of_rank.get(rank, np.empty(0, np.int64))
+        start = starts[chosen]
+        end = start + lengths[chosen]
         upto_start, upto_end = time.before(start), time.before(end)
         explained = np.zeros(len(start))
         for part in LAYERS:

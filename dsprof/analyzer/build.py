@@ -7,7 +7,7 @@ there, is joined to it by an edge across steps.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,7 +20,7 @@ from dsprof.run import RunInfo
 from .backends import backend_of
 from .budget import RankTime
 from .graph import PARTS, Crossings, Edges, StepGraph, Steps, Structure, Task
-from .match import SEND_RECV
+from .match import SEND_RECV, Matches
 from .points import BACKWARD, ISSUE, WAIT, WAIT_GRADIENTS, Points, Segments, actions_of, find_points, find_segments
 
 Float = npt.NDArray[np.float64]
@@ -56,26 +56,28 @@ class _Tasks:
 
 
 def build_graph(
-    times: dict[int, RankTime],
-    rows: pd.DataFrame,
+    times: Mapping[int, RankTime],
+    by_rank: Mapping[int, pd.DataFrame],
     collectives: pd.DataFrame,
     steps: pd.DataFrame,
     run: RunInfo | None = None,
+    matches: Matches | None = None,
 ) -> StepGraph | None:
-    """The steps that are judged, and the few between them. None where no step is.
+    """The steps that are judged, and the few between them, of the ranks that have steps. None where no step is judged.
 
-    rows:  of the trace; `comm` rows and phases are looked at
-    steps: rank, step, start_ns, dur_ns, ordinary
+    by_rank: rows of the trace; `comm` rows, phases and actions are looked at
+    steps:   rank, step, start_ns, dur_ns, ordinary
+    matches: of `collectives`, if they are there already
     """
-    ranks = tuple(sorted(times))
+    ranks = tuple(sorted(set(times) & set(steps["rank"].tolist())))
     numbers, judged = _chosen(steps, len(ranks))
     if not len(numbers):
         return None
-    inside = steps[steps["step"].isin(numbers) & steps["rank"].isin(ranks)]
+    inside = steps[steps["step"].isin(numbers)]
     begin: Int = inside.pivot(index="rank", columns="step", values="start_ns").to_numpy(np.int64)
     end: Int = begin + inside.pivot(index="rank", columns="step", values="dur_ns").to_numpy(np.int64)
     follows = np.append(False, np.diff(numbers) == 1)
-    points = find_points(times, rows, collectives, run, ranks, begin, end)
+    points = find_points(times, by_rank, matches or Matches(collectives), run, ranks, begin, end)
     segments = find_segments(times, ranks, points, begin, end)
     return _Builder(ranks, numbers, judged, follows, begin, end, points, segments, collectives, run).build()
 

@@ -56,3 +56,33 @@ class Intervals:
         over = np.where(index > 0, np.maximum(self.end[last] - when, 0), 0)
         result: Int = total[index] - over
         return result
+
+
+def nest(start: Int, end: Int) -> tuple[Int, Int]:
+    """Intervals that are to lie one inside another, in order of start, the longer first: where each ends, at the latest
+    with the one that it began inside of, and which that is, -1: none."""
+    count = len(start)
+    end, parent = end.copy(), np.full(count, -1, np.int64)
+    if not count:
+        return end, parent
+    # The next that begins when this one has ended; within what both are inside of, its next neighbour.
+    following = np.maximum(np.searchsorted(start, end, "left"), np.arange(1, count + 1))
+    jumps = [np.append(following, count)]
+    while (jumps[-1][:-1] < count).any():
+        jumps.append(jumps[-1][jumps[-1]])
+    outer = np.array([-1])
+    first, behind = np.array([0]), np.array([count])  # of each of `outer`, what is inside of it
+    while len(outer):
+        found, of = first, np.arange(len(outer))
+        for jump in reversed(jumps):  # every neighbour: first those far away, then those between
+            further = jump[found]
+            within = further < behind[of]
+            found, of = np.concatenate([found, further[within]]), np.concatenate([of, of[within]])
+        parent[found] = outer[of]
+        inside = outer[of] >= 0
+        end[found[inside]] = np.minimum(end[found[inside]], end[outer[of[inside]]])
+        behind = np.searchsorted(start, end[found], "left")
+        outer, first = found, found + 1
+        holds = first < behind
+        outer, first, behind = outer[holds], first[holds], behind[holds]
+    return end, parent

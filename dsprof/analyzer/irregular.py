@@ -106,11 +106,12 @@ def find_irregular(steps: pd.DataFrame, rows: pd.DataFrame) -> Irregular:
         return Irregular()
     ranks = tuple(int(rank) for rank in np.sort(steps["rank"].unique()))
     looked_at = steps[steps["step"].isin(common)]
+    at = np.searchsorted(ranks, looked_at["rank"].to_numpy()), np.searchsorted(common, looked_at["step"].to_numpy())
 
     def wide(column: str) -> Float:
-        if column not in looked_at:
-            return np.zeros((len(ranks), len(common)))
-        table: Float = looked_at.pivot(index="rank", columns="step", values=column).to_numpy(np.float64)
+        table = np.zeros((len(ranks), len(common)))
+        if column in looked_at:
+            table[at] = looked_at[column].to_numpy(np.float64)
         return table
 
     duration = wide("dur_ns") / 1e6
@@ -136,14 +137,20 @@ def find_irregular(steps: pd.DataFrame, rows: pd.DataFrame) -> Irregular:
     largest = {kind: values.max(axis=0) for kind, values in own.items()}
     whole = np.maximum(sum(largest.values(), np.zeros(len(common))), 1e-9)
     excess = {kind: np.clip(mean - usual, 0, None) * values / whole for kind, values in largest.items()}
-    return Irregular(common, ranks, own, excess, ~irregular, mean, _table(own, excess, common, ranks, looked_at))
+    begun = np.zeros((len(ranks), len(common)), np.int64)
+    begun[at] = looked_at["start_ns"].to_numpy(np.int64)
+    return Irregular(common, ranks, own, excess, ~irregular, mean, _table(own, excess, common, ranks, begun))
 
 
 def _restarted(rows: pd.DataFrame, ranks: tuple[int, ...], common: Int) -> Bool:
     """Whether a loader was started in each step, [R, S]."""
-    started = rows[(rows["kind"] == "phase") & (rows["name"] == "loader_start")]
-    pairs = set(zip(started["rank"].tolist(), started["step"].tolist(), strict=True))
-    return np.array([[(rank, int(step)) in pairs for step in common] for rank in ranks], bool)
+    started = rows[["rank", "step"]][(rows["kind"] == "phase") & (rows["name"] == "loader_start")].drop_duplicates()
+    found = np.zeros((len(ranks), len(common)), bool)
+    started = started[started["rank"].isin(ranks) & started["step"].isin(common)]
+    found[np.searchsorted(ranks, started["rank"].to_numpy()), np.searchsorted(common, started["step"].to_numpy())] = (
+        True
+    )
+    return found
 
 
 def _stops(own: Float, typical: float, rows: pd.DataFrame, ranks: tuple[int, ...], common: Int) -> Float:
@@ -158,7 +165,8 @@ def _stops(own: Float, typical: float, rows: pd.DataFrame, ranks: tuple[int, ...
         falling = -np.sort(-mine)
         gaps = np.flatnonzero((falling[:-1] >= APART * np.maximum(falling[1:], 0)) & found[np.argsort(-mine)][:-1])
         found &= mine >= (falling[gaps[-1]] if len(gaps) else np.inf)
-    forward = rows[(rows["kind"] == "phase") & (rows["name"] == "forward") & rows["value"].notna()]
+    forwards = (rows["kind"] == "phase") & (rows["name"] == "forward") & rows["value"].notna()
+    forward = rows[["rank", "step", "value"]][forwards]
     if len(forward):
         size = forward.groupby(["rank", "step"])["value"].sum().unstack().reindex(index=list(ranks), columns=common)
         table = size.to_numpy(np.float64)
@@ -169,19 +177,15 @@ def _stops(own: Float, typical: float, rows: pd.DataFrame, ranks: tuple[int, ...
 
 
 def _table(
-    own: dict[str, Float], excess: dict[str, Float], common: Int, ranks: tuple[int, ...], steps: pd.DataFrame
+    own: dict[str, Float], excess: dict[str, Float], common: Int, ranks: tuple[int, ...], begun: Int
 ) -> pd.DataFrame:
-    begun = {
-        (rank, step): start
-        for rank, step, start in zip(
-            steps["rank"].tolist(), steps["step"].tolist(), steps["start_ns"].tolist(), strict=True
-        )
-    }
+    """`begun`: when each rank began each step, [R, S]."""
     found = []
     for kind, values in own.items():
         for index in np.flatnonzero(values.max(axis=0) > 0).tolist():
-            rank, step = ranks[int(values[:, index].argmax())], int(common[index])
-            found.append((rank, step, kind, begun[rank, step], float(excess[kind][index])))
+            rank = int(values[:, index].argmax())
+            begin = int(begun[rank, index])
+            found.append((ranks[rank], int(common[index]), kind, begin, float(excess[kind][index])))
     table = pd.DataFrame(found, columns=list(TABLE_COLUMNS))
     return table.sort_values(["step", "kind"], ignore_index=True)
 

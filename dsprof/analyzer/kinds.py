@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RunInfo
@@ -14,7 +15,10 @@ from .budget import spans_of
 from .intervals import Int, Intervals
 from .irregular import KNOWN, USUAL, Irregular
 
+Float = npt.NDArray[np.float64]
+
 PHASE_KIND: Final = {"checkpoint": "checkpointing", "compile": "compilation"}
+PHASE_COLUMNS: Final = ("name", "step", "start_ns", "dur_ns", "value", "grad", "source")
 LANDMARKS: Final = ("backward", "optimizer", "checkpoint", "compile")
 """Phases that end a stretch of evaluation, beside a forward with gradients."""
 
@@ -22,11 +26,10 @@ LANDMARKS: Final = ("backward", "optimizer", "checkpoint", "compile")
 def apart_spans(rows: pd.DataFrame) -> dict[str, Intervals]:
     """Kind -> when the training thread was not training but evaluating, saving or compiling; they do not overlap.
     `rows` are of one rank."""
-    main = rows[(rows["kind"] == "phase") & (rows["lane"] == "main") & rows["dur_ns"].notna()].sort_values(
-        ["start_ns", "dur_ns"], ascending=[True, False]
-    )
+    chosen = (rows["kind"] == "phase") & (rows["lane"] == "main") & rows["dur_ns"].notna()
+    main = rows[list(PHASE_COLUMNS)][chosen].sort_values(["start_ns", "dur_ns"], ascending=[True, False])
     found = {"evaluation": _evaluation(main, rows)}
-    names = main["name"].astype(str)
+    names = main["name"]
     for name, kind in PHASE_KIND.items():
         found[kind] = spans_of(main[names == name])
     found["checkpointing"] = found["checkpointing"] - found["compilation"]
@@ -36,10 +39,10 @@ def apart_spans(rows: pd.DataFrame) -> dict[str, Intervals]:
 
 def _evaluation(main: pd.DataFrame, rows: pd.DataFrame) -> Intervals:
     """Stretches of forwards without gradients, with the loading before them and what follows until the next phase."""
-    names = main["name"].astype(str).to_numpy(object)
-    without = (names == "forward") & main["grad"].eq(False).fillna(False).to_numpy(bool)
+    without = ((main["name"] == "forward") & main["grad"].eq(False).fillna(False)).to_numpy(bool)
     if not without.any():
         return Intervals.empty()
+    names = main["name"].astype(str).to_numpy(object)
     start = main["start_ns"].to_numpy(np.int64)
     end = start + main["dur_ns"].to_numpy(np.int64)
     landmark = np.isin(names, LANDMARKS) | ((names == "forward") & ~without & (main["source"] != "derived").to_numpy())
@@ -48,14 +51,15 @@ def _evaluation(main: pd.DataFrame, rows: pd.DataFrame) -> Intervals:
     counts = np.bincount(stretch[without], minlength=int(stretch[-1]) + 1)
     usual = _usual_count(main[without], rows)
     values = main["value"].to_numpy(np.float64)
+    ended = np.maximum.accumulate(np.where(landmark, end, np.iinfo(np.int64).min))
+    edges = np.searchsorted(stretch, np.arange(len(counts) + 1))
     begins, finishes = [], []
-    for number in np.flatnonzero(counts):
-        if usual and counts[number] <= 2 * usual:
-            continue
-        members = np.flatnonzero(stretch == number)
+    for number in np.flatnonzero(counts > 2 * usual if usual else counts > 0).tolist():
+        members = np.arange(edges[number], edges[number + 1])
         evaluating = members[without[members]]
-        before = end[: members[0] + 1][landmark[: members[0] + 1]]
-        begin = int(before.max()) if len(before) and before.max() <= start[evaluating[0]] else int(start[evaluating[0]])
+        before, begin = int(ended[members[0]]), int(start[evaluating[0]])
+        if landmark[: members[0] + 1].any() and before <= begin:
+            begin = before
         if number == 0:  # before anything was trained: the set-up before it is start-up
             loading = members[(members < evaluating[0]) & np.isin(names[members], ["data", "loader_start"])]
             begin = int(start[loading[0]]) if len(loading) else int(start[evaluating[0]])
@@ -110,9 +114,10 @@ def divide_time(
     total = dict.fromkeys(TIME_KINDS, 0.0)
     begin, end = span
     ranks = sorted(apart)
-    shares = irregular.shares()
+    numbers, shares = _known_shares(irregular)
+    of_rank = dict(iter(steps.groupby("rank")))
     for rank in ranks:
-        mine = steps[steps["rank"] == rank].sort_values("start_ns")
+        mine = of_rank.get(rank, steps[:0]).sort_values("start_ns")
         spans = apart[rank]
         starts = mine["start_ns"].to_numpy(np.int64)
         ends = starts + mine["dur_ns"].to_numpy(np.int64)
@@ -129,20 +134,30 @@ def divide_time(
             float(np.mean(duration[ordinary])) if ordinary.any() else float(np.median(duration)) if len(mine) else 0.0
         )
         own = {kind: (of.before(ends) - of.before(starts)).astype(np.float64) for kind, of in spans.items()}
-        for i, step in enumerate(mine["step"].tolist()):
-            mine_apart = {kind: float(values[i]) for kind, values in own.items()}
-            assigned = dict(mine_apart)
-            known = {kind: share for kind, share in shares.get(int(step), {}).items() if kind in KNOWN}
-            if known:
-                excess = min(max(duration[i] - typical, sum(mine_apart.values())), duration[i])
-                whole = sum(known.values())
-                assigned = {kind: excess * share / whole for kind, share in known.items()}
-            for kind, ns in assigned.items():
-                total[kind] += ns
-            total["training"] += duration[i] - sum(assigned.values())
+        all_own = sum(own.values(), np.zeros(len(mine)))
+        excess = np.minimum(np.maximum(duration - typical, all_own), duration)
+        place = np.searchsorted(numbers, mine["step"].to_numpy(np.int64))
+        told = np.append(numbers, -1)[place] == mine["step"].to_numpy(np.int64)
+        for kind in KNOWN:
+            share = np.append(shares[kind], 0.0)[place]
+            assigned = np.where(told, excess * share, own.get(kind, 0.0))
+            total[kind] += float(assigned.sum())
+            duration = duration - assigned
+        total["training"] += float(duration.sum())
         gaps = starts[1:] - ends[:-1]  # a rank whose records were lost in between
         total["rest"] += float(gaps.sum()) if len(gaps) else 0.0
     return {kind: float(ns) / 1e9 / max(len(ranks), 1) for kind, ns in total.items()}
+
+
+def _known_shares(irregular: Irregular) -> tuple[Int, dict[str, Float]]:
+    """The steps that were irregular for what is not training, in order, and the share of each kind in their excess."""
+    found = {}
+    for step, shares in sorted(irregular.shares().items()):
+        known = [shares.get(kind, 0.0) for kind in KNOWN]
+        if sum(known) > 0:
+            found[step] = [share / sum(known) for share in known]
+    table = np.array(list(found.values()), np.float64).reshape(-1, len(KNOWN))
+    return np.array(list(found), np.int64), {kind: table[:, i] for i, kind in enumerate(KNOWN)}
 
 
 def _within(spans: Intervals, stretches: list[tuple[int, int]]) -> float:

@@ -170,12 +170,13 @@ def spent_by_step(rows: pd.DataFrame, steps: pd.DataFrame, gauge: str) -> dict[i
     Ranks without it are left out. A gauge is read where a step ends; a step before the first reading is taken to have
     spent the mean of the others.
     """
-    samples = rows[(rows["kind"] == "gauge") & (rows["name"] == gauge)].sort_values("start_ns")
-    ordinary = steps[steps["ordinary"]].sort_values("step")
+    samples = rows[["rank", "start_ns", "value"]][(rows["kind"] == "gauge") & (rows["name"] == gauge)]
+    ordinary = steps[["rank", "step", "start_ns", "dur_ns"]][steps["ordinary"]].sort_values("step")
+    steps_of = dict(iter(ordinary.groupby("rank")))
     found = {}
-    for rank, of_rank in samples.groupby("rank"):
-        mine = ordinary[ordinary["rank"] == rank]
-        if len(of_rank) < 2 or mine.empty:
+    for rank, of_rank in samples.sort_values("start_ns").groupby("rank"):
+        mine = steps_of.get(rank)
+        if len(of_rank) < 2 or mine is None:
             continue
         start = mine["start_ns"].to_numpy(np.int64)
         when, value = of_rank["start_ns"].to_numpy(np.int64), of_rank["value"].to_numpy(np.float64)

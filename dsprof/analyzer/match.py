@@ -6,7 +6,9 @@ the number of the pair.
 
 from __future__ import annotations
 
-from typing import Final
+import re
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,16 +17,25 @@ import pandas as pd
 from dsprof.run import RunInfo
 from dsprof.schema import SYNCHRONIZING
 
+Int = npt.NDArray[np.int64]
+Words = npt.NDArray[np.object_]
+
 COLLECTIVE_COLUMNS: Final = (
     "group", "seq", "name", "purpose", "step", "bytes", "ranks", "first_ns", "last_ns", "late_rank", "end_ns",
     "transfer_ns", "needs", "root_rank", "root_ns",
 )  # fmt: skip
+
+PAIRED: Final = ("rank", "name", "group", "seq", "peer", "tag")
+ISSUED: Final = (*PAIRED, "step", "purpose", "root", "bytes", "start_ns", "dur_ns", "issue_ns")
+"""Columns of the trace that say who communicates with whom, and that make a match."""
 
 GLOO_WORKERS: Final = 2
 """Collectives of one group that run at once: gloo has two worker threads a group."""
 
 SEND_RECV: Final = "send_recv"
 """Name of a matched send and receive."""
+PAIR: Final = r" (\d+)>(\d+)(?: #\d+)?$"
+"""How the group of a message ends."""
 ROOT_SENDS: Final = frozenset({"broadcast", "scatter"})
 """Nobody gets anything before the root has come, which waits for all: a send of gloo's waits for its receive."""
 ROOT_RECEIVES: Final = frozenset({"reduce", "gather"})
@@ -44,8 +55,13 @@ def match_collectives(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.Data
     `none` (unknown); `root_rank` and `root_ns` are the root's global rank and arrival (-1: unknown or none).
     `run` has the members of the groups; without it only groups whose ranks are the global ones are understood.
     """
-    comm = rows[(rows["kind"] == "comm") & rows["seq"].notna() & rows["issue_ns"].notna()]
-    found = [_collectives(comm[comm["peer"].isna()], run), _messages(comm[comm["peer"].notna()], rows, run)]
+    issued = (rows["kind"] == "comm") & rows["group"].notna() & rows["seq"].notna() & rows["issue_ns"].notna()
+    comm = rows[list(ISSUED)][issued]
+    message = comm["peer"].notna()
+    if message.any():
+        found = [_collectives(comm[~message], run), _messages(comm[message], rows, run)]
+    else:
+        found = [_collectives(comm, run)]
     found = [table for table in found if len(table)]
     if not found:
         return pd.DataFrame({name: pd.Series(dtype="int64") for name in COLLECTIVE_COLUMNS})
@@ -56,68 +72,221 @@ MOST_MISMATCHES: Final = 3
 """Collectives that are named, of those that ranks disagree about."""
 
 
-def mismatches(rows: pd.DataFrame) -> list[str]:
-    """Warnings of collectives that have one number and are not the same on all ranks."""
-    comm = rows[(rows["kind"] == "comm") & rows["peer"].isna() & rows["seq"].notna()]
-    table = pd.DataFrame({"group": comm["group"].astype(str), "seq": comm["seq"], "name": comm["name"].astype(str)})
-    differ = table.groupby(["group", "seq"])["name"].nunique()
-    differ = differ[differ > 1]
+def mismatches(rows: pd.DataFrame, run: RunInfo | None = None) -> list[str]:
+    """Warnings of collectives that have one number and are not the same on all ranks, and of those that have none."""
+    numbered = (rows["kind"] == "comm") & rows["peer"].isna() & rows["group"].notna() & rows["seq"].notna()
+    comm = rows[["rank", "group", "seq", "name"]][numbered]
+    key, (names, _) = numbers(comm), codes_of(comm["name"])
+    order = np.lexsort((names, key))
+    change = (np.diff(key[order]) == 0) & (np.diff(names[order]) != 0)
+    differ = np.unique(key[order][1:][change])
     found = []
-    for group, seq in differ.index[:MOST_MISMATCHES]:
-        chosen = comm[(comm["group"] == group) & (comm["seq"] == seq)].sort_values("rank")
-        names = ", ".join(f"{name} on rank {rank}" for rank, name in zip(chosen["rank"], chosen["name"], strict=True))
-        found.append(f"collective {seq} of group {group} is not the same on all ranks: {names}")
+    for one in differ[:MOST_MISMATCHES]:
+        chosen = comm[key == one].sort_values("rank", kind="stable")
+        group, seq = chosen["group"].iloc[0], chosen["seq"].iloc[0]
+        who = ", ".join(f"{name} on rank {rank}" for rank, name in zip(chosen["rank"], chosen["name"], strict=True))
+        found.append(f"collective {seq} of group {group} is not the same on all ranks: {who}")
     if len(differ) > MOST_MISMATCHES:
         found.append(f"and {len(differ) - MOST_MISMATCHES} more collectives that differ between ranks")
+    left = _without_number(rows, run)
+    uneven = [counts for counts in left.counts if len(counts.of_rank) > 1] if left else []
+    for counts in uneven[:MOST_MISMATCHES]:
+        least, most = (pick(counts.of_rank, key=lambda rank: counts.of_rank[rank]) for pick in (min, max))
+        found.append(
+            f"{counts.name} of group {counts.group} has no number, and there are {counts.of_rank[least]} on rank "
+            f"{least} and {counts.of_rank[most]} on rank {most}: they were not matched"
+        )
+    if len(uneven) > MOST_MISMATCHES:
+        found.append(f"and {len(uneven) - MOST_MISMATCHES} more kinds of communication without a number")
     return found
 
 
-OF_PARTICIPANTS: Final = {
-    "purpose": ("purpose", "first"),
-    "step": ("step", "max"),
-    "bytes": ("bytes", "max"),
-    "first_ns": ("issue", "first"),
-    "last_ns": ("issue", "last"),
-    "late_rank": ("rank", "last"),
-    "end_ns": ("end", "max"),
-}
-"""Column of a match -> what it is of the participants, in order of issue."""
+def number_by_order(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.DataFrame:
+    """Rows in which communications that the capture gave no number have one: the order in which they were issued.
+
+    Of one name in a group (or of one pair, tag and direction) the first on one rank is the first on the others, if all
+    that take part have issued equally many; what is uneven stays as it is, and `mismatches` tells of it. The numbers of
+    a group go on after those that it has, in the order of its lowest rank.
+    """
+    left = _without_number(rows, run)
+    if left is None or not left.even.any():
+        return rows
+    # Of each kind, rank by rank, the first rank's come first: the others' are counted from there.
+    reference = left.begin + left.turn
+    first = np.flatnonzero(reference == np.arange(len(reference)))
+    first = first[left.even[first]]
+    first = first[np.lexsort((left.issue[first], left.group[first]))]
+    of_group = left.group[first]
+    place = np.arange(len(first)) - np.searchsorted(of_group, of_group)
+    number = np.full(len(reference), -1)
+    number[first] = place + left.free[of_group]
+    chosen = left.even
+    seq = rows["seq"].copy()
+    seq.iloc[left.row[chosen]] = number[reference[chosen]]
+    return rows.assign(seq=seq)
 
 
-def _participants(comm: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
-    """Who issued what, and when: group, seq, purpose, step, bytes, rank, issue, end."""
-    return pd.DataFrame(
-        {
-            "group": matched_group(comm, run),
-            "seq": comm["seq"].astype("int64"),
-            "purpose": comm["purpose"].astype(str),
-            "step": comm["step"],
-            "bytes": comm["bytes"].fillna(0).astype("int64"),
-            "rank": comm["rank"],
-            "issue": comm["issue_ns"].astype("int64"),
-            "end": comm["start_ns"] + comm["dur_ns"],
+@dataclass(frozen=True)
+class _Counts:
+    """Communications of one kind without a number: how many each rank that takes part has issued."""
+
+    group: str
+    name: str
+    of_rank: dict[int, int]
+
+
+@dataclass(frozen=True)
+class _WithoutNumber:
+    """Communications without a number, [N], in order of kind (a name in a group, or a pair), rank and issue.
+
+    row: in the table. group: a number for it. turn: how many of the kind the rank has issued before. begin: where the
+    kind begins. even: whether all that take part have issued equally many. free: by group, the first number not taken.
+    """
+
+    row: Int
+    group: Int
+    turn: Int
+    begin: Int
+    issue: Int
+    even: npt.NDArray[np.bool_]
+    free: Int
+    counts: list[_Counts]
+
+
+def _without_number(rows: pd.DataFrame, run: RunInfo | None) -> _WithoutNumber | None:
+    issued = (rows["kind"] == "comm") & rows["group"].notna() & rows["issue_ns"].notna()
+    lacking = (issued & rows["seq"].isna()).to_numpy(bool)
+    if not lacking.any():
+        return None
+    comm = rows[list(ISSUED)][issued]
+    lacks = comm["seq"].isna().to_numpy(bool)
+    group, groups = matched_codes(comm, run)
+    word, words = codes_of(comm["name"])
+    message, rank = comm["peer"].notna().to_numpy(bool), comm["rank"].to_numpy(np.int64)
+    takes_part = np.unique(np.stack([group, rank], axis=1), axis=0)
+    free = np.zeros(len(groups), np.int64)
+    np.maximum.at(free, group[~lacks], comm["seq"].to_numpy(np.int64, na_value=-1)[~lacks] + 1)
+    row, group, word, rank = np.flatnonzero(lacking), group[lacks], np.where(message, 0, word)[lacks], rank[lacks]
+    issue, message = comm["issue_ns"].to_numpy(np.int64)[lacks], message[lacks]
+    kind = group * len(words) + word
+    order = np.lexsort((issue, rank, kind))
+    row, group, kind, rank, issue = row[order], group[order], kind[order], rank[order], issue[order]
+    message, word = message[order], word[order]
+    begins = np.flatnonzero(np.append(True, np.diff(kind) != 0))
+    of_rank = np.flatnonzero(np.append(True, (np.diff(kind) != 0) | (np.diff(rank) != 0)))
+    turn = np.arange(len(row)) - np.repeat(of_rank, np.diff(np.append(of_rank, len(row))))
+    even, counts = np.zeros(len(row), bool), []
+    captured = set(rows["rank"].unique().tolist())
+    for begin, end in zip(begins.tolist(), np.append(begins[1:], len(row)).tolist(), strict=True):
+        name = groups[group[begin]]
+        if message[begin]:
+            ends = re.search(PAIR, name)
+            expected = captured & ({int(ends[1]), int(ends[2])} if ends else set())
+            whole = len(expected) == 2
+        else:
+            known = (run.groups.get(name) or run.groups.get(name.partition("#")[0])) if run is not None else None
+            told = takes_part[takes_part[:, 0] == group[begin], 1].tolist()
+            expected = captured & set((known or {}).get("ranks") or told)
+            whole = words[word[begin]] not in ("send", "recv")  # of one that takes from anyone, nobody knows from whom
+        ranks, many = np.unique(rank[begin:end], return_counts=True)
+        found = dict.fromkeys(sorted(expected), 0) | dict(zip(ranks.tolist(), many.tolist(), strict=True))
+        even[begin:end] = whole and len(set(found.values())) == 1
+        counts.append(_Counts(name, SEND_RECV if message[begin] else words[word[begin]], found))
+    begin_of = np.repeat(begins, np.diff(np.append(begins, len(row))))
+    return _WithoutNumber(row, group, turn, begin_of, issue, even, free, counts)
+
+
+def codes_of(column: pd.Series[Any]) -> tuple[Int, Words]:
+    """A number for each value, in order of the values (as text), and the values; -1: none. Of a category nothing is
+    looked at but its codes."""
+    categories = column.astype("category").cat
+    names = categories.categories.astype(str).to_numpy(object)
+    order = np.argsort(names, kind="stable")
+    place = np.append(np.argsort(order), -1)
+    return place[categories.codes.to_numpy()].astype(np.int64), names[order]
+
+
+def numbers(comm: pd.DataFrame) -> Int:
+    """The group and the number in it of each row, which has both, as one number; in order of group and number."""
+    codes, _ = codes_of(comm["group"])
+    found: Int = (codes << 32) | comm["seq"].to_numpy(np.int64)
+    return found
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """Participants in order of group, number and issue, and where each communication begins.
+
+    group: [C] of each communication. The others are [N], of each participant; `end`: NOT_ENDED where unknown.
+    """
+
+    begins: Int
+    group: Words
+    order: Int
+    seq: Int
+    issue: Int
+    rank: Int
+    end: Int
+
+    def table(self, comm: pd.DataFrame) -> dict[str, Any]:
+        """The columns of a match that are the same of all kinds of communication; `end_ns` may be NOT_ENDED."""
+        last = np.append(self.begins[1:], len(self.seq)) - 1
+        steps = comm["step"].to_numpy(np.int64)[self.order]
+        sizes = comm["bytes"].fillna(0).to_numpy(np.int64)[self.order]
+        return {
+            "group": pd.Series(self.group, dtype=str),
+            "seq": self.seq[self.begins],
+            "purpose": self.first(comm["purpose"]),
+            "step": np.maximum.reduceat(steps, self.begins).astype(comm["step"].dtype),
+            "bytes": np.maximum.reduceat(sizes, self.begins),
+            "first_ns": self.issue[self.begins],
+            "last_ns": self.issue[last],
+            "late_rank": self.rank[last].astype(comm["rank"].dtype),
+            "end_ns": np.maximum.reduceat(self.end, self.begins),
         }
-    )
+
+    def first(self, column: pd.Series[Any]) -> pd.Series[str]:
+        """What is known of each communication, from the first that knows it."""
+        codes, names = codes_of(column)
+        codes = codes[self.order]
+        at = np.where(codes >= 0, np.arange(len(codes)), len(codes))
+        at = np.minimum.reduceat(at, self.begins)
+        return pd.Series(np.append(names, np.nan)[np.append(codes, -1)[at]], dtype=str)
+
+
+NOT_ENDED: Final = np.iinfo(np.int64).min
+
+
+def _sorted(comm: pd.DataFrame, codes: Int, names: Words) -> _Sorted:
+    """`codes`, `names`: the group in the matched table of each row."""
+    seq, issue = comm["seq"].to_numpy(np.int64), comm["issue_ns"].to_numpy(np.int64)
+    end = comm["start_ns"].to_numpy(np.int64) + comm["dur_ns"].fillna(0).to_numpy(np.int64)
+    end = np.where(comm["dur_ns"].notna().to_numpy(bool), end, NOT_ENDED)
+    order = np.lexsort((issue, seq, codes))
+    key = codes[order], seq[order]
+    begins = np.flatnonzero(np.append(True, (np.diff(key[0]) != 0) | (np.diff(key[1]) != 0)))
+    rank = comm["rank"].to_numpy(np.int64)
+    return _Sorted(begins, names[key[0][begins]], order, seq[order], issue[order], rank[order], end[order])
 
 
 def _collectives(comm: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
     if comm.empty:
         return comm
-    table = _participants(comm, run).assign(name=comm["name"].astype(str), root=comm["root"].astype("Int64"))
-    table = table.sort_values(["group", "seq", "issue"], ignore_index=True)
-    table["root"] = global_ranks(table["group"], table["root"], run)
-    table["root_issue"] = table["issue"].where(table["rank"] == table["root"]).astype("Int64")
-    by = table.groupby(["group", "seq"], sort=False)
-    matched = by.agg(
-        **OF_PARTICIPANTS,
-        name=("name", "first"),
-        ranks=("rank", "size"),
-        root_rank=("root", "first"),
-        root_ns=("root_issue", "max"),
-    ).reset_index()
-    matched = matched[matched["end_ns"].notna()].astype({"end_ns": "int64"}).reset_index(drop=True)
-    matched["root_rank"] = matched["root_rank"].fillna(-1).astype("int64")
-    matched["root_ns"] = matched["root_ns"].fillna(-1).astype("int64")
+    codes, names = codes_of(comm["group"])
+    of = _sorted(comm, codes, names)
+    root = _global_ranks(codes, names, comm["root"].fillna(-1).to_numpy(np.int64), run)[of.order]
+    here = (root == of.rank) & (root >= 0)
+    known_root = np.where(root >= 0, np.arange(len(root)), len(root))
+    matched = pd.DataFrame(
+        {
+            **of.table(comm),
+            "name": of.first(comm["name"]),
+            "ranks": np.diff(np.append(of.begins, len(of.seq))),
+            "root_rank": np.append(root, -1)[np.minimum.reduceat(known_root, of.begins)],
+            "root_ns": np.maximum.reduceat(np.where(here, of.issue, -1), of.begins),
+        }
+    )
+    matched = matched[matched["end_ns"] != NOT_ENDED].reset_index(drop=True)
     known = matched["root_ns"] >= 0
     matched["needs"] = np.select(
         [
@@ -134,83 +303,138 @@ def _collectives(comm: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
 
 def global_ranks(group: pd.Series[str], rank: pd.Series[int], run: RunInfo | None) -> pd.Series[int]:
     """Ranks in a group as ranks of the job, Int64; of a group whose members are unknown they stand as they are."""
-    result = rank.astype("Int64").copy()
-    for name in group[rank.notna()].unique():
-        members = (run.groups.get(name) or run.groups.get(name.partition("#")[0]) or {}) if run is not None else {}
-        ranks = members.get("ranks") or []
-        if not ranks or ranks == list(range(len(ranks))):
-            continue
-        chosen = (group == name) & rank.notna() & (rank < len(ranks))
-        result[chosen] = np.array(ranks)[rank[chosen].to_numpy(np.int64)]
+    codes, names = codes_of(group)
+    found = pd.array(_global_ranks(codes, names, rank.fillna(-1).to_numpy(np.int64), run), "Int64")
+    found[rank.isna().to_numpy(bool)] = pd.NA
+    return pd.Series(found, rank.index)
+
+
+def _global_ranks(codes: Int, names: Words, rank: Int, run: RunInfo | None) -> Int:
+    """The same in arrays; -1 stays."""
+    known = rank >= 0
+    members: list[Int] = [np.empty(0, np.int64)] * len(names)
+    for code in np.unique(codes[known]).tolist() if run is not None else []:
+        name = names[code]
+        of_group = run.groups.get(name) or run.groups.get(name.partition("#")[0]) or {} if run is not None else {}
+        members[code] = np.array(of_group.get("ranks") or [], np.int64)
+    sizes = np.array([len(ranks) for ranks in members] or [0])
+    if not sizes.any():
+        return rank
+    begin = np.concatenate([[0], np.cumsum(sizes)])[:-1]
+    mapped = known & (rank < sizes[codes])
+    result = rank.copy()
+    result[mapped] = np.concatenate(members)[begin[codes[mapped]] + rank[mapped]]
     return result
 
 
 def matched_group(rows: pd.DataFrame, run: RunInfo | None) -> pd.Series[str]:
     """The group in the matched table of what each row communicates or waits for: its own, or of a message the pair."""
-    group = rows["group"].astype(object).astype(str)
-    messages = rows["peer"].notna().to_numpy(bool)
-    if messages.any():
-        group[messages] = _pair(rows[messages], run)
-    return group
+    codes, names = matched_codes(rows, run)
+    return pd.Series(np.append(names, np.nan)[codes], rows.index, dtype=str)
 
 
-def _pair(rows: pd.DataFrame, run: RunInfo | None) -> pd.Series[str]:
+def matched_codes(rows: pd.DataFrame, run: RunInfo | None) -> tuple[Int, Words]:
+    """The same as numbers, and the groups that they are of."""
+    codes, names = codes_of(rows["group"])
+    message = rows["peer"].notna().to_numpy(bool)
+    if not message.any():
+        return codes, names
+    of_pair, pairs = _pair(rows[message], run)
+    codes[message] = len(names) + of_pair
+    return codes, np.concatenate([names, pairs])
+
+
+def _pair(rows: pd.DataFrame, run: RunInfo | None) -> tuple[Int, Words]:
     """The pair that each send, receive, or wait for one belongs to, as the group of a matched message."""
-    peer = global_ranks(rows["group"].astype(str), rows["peer"], run).astype("int64")
-    mine = rows["rank"].astype("int64")
-    sends = rows["name"].astype(str) == "send"
-    source, target = mine.where(sends, peer), peer.where(sends, mine)
-    tag = rows["tag"].fillna(0).astype("int64")
-    tagged = (" #" + tag.astype(str)).where(tag != 0, "")
-    return rows["group"].astype(str) + " " + source.astype(str) + ">" + target.astype(str) + tagged
+    codes, names = codes_of(rows["group"])
+    peer = _global_ranks(codes, names, rows["peer"].to_numpy(np.int64), run)
+    mine = rows["rank"].to_numpy(np.int64)
+    sends = (rows["name"] == "send").to_numpy(bool)
+    tag = rows["tag"].fillna(0).to_numpy(np.int64)
+    pairs = np.stack([codes, np.where(sends, mine, peer), np.where(sends, peer, mine), tag], axis=1)
+    different, which = np.unique(pairs, axis=0, return_inverse=True)
+    text = [
+        f"{names[group] if group >= 0 else 'nan'} {source}>{target}" + (f" #{tagged}" if tagged else "")
+        for group, source, target, tagged in different.tolist()
+    ]
+    order = np.argsort(np.array(text, object), kind="stable")
+    return np.argsort(order)[which.reshape(-1)], np.array(text, object)[order]
 
 
 def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
     """Sends joined with their receives. The engine's own have no tag and are matched just so."""
-    if comm.empty:
-        return comm
-    table = _participants(comm, run)
+    codes, names = matched_codes(comm, run)
+    of = _sorted(comm, codes, names)
     # gloo ends a send or a receive in its wait: where nobody stood still, that says nothing of when the bytes came.
-    waits = rows[(rows["kind"] == "wait") & rows["peer"].notna() & rows["seq"].notna() & rows["dur_ns"].notna()]
-    if len(waits):
-        waited = pd.DataFrame(
-            {"group": matched_group(waits, run), "seq": waits["seq"].astype("int64"), "rank": waits["rank"],
-             "waited": waits["dur_ns"].astype("int64")}
-        ).groupby(["group", "seq", "rank"], as_index=False)["waited"].max()  # fmt: skip
-        table = table.merge(waited, on=["group", "seq", "rank"], how="left")
-    else:
-        table["waited"] = np.nan
-    table["informative_end"] = table["end"].where(table["waited"].fillna(0) > INFORMATIVE_NS)
-    table = table.sort_values(["group", "seq", "issue"], ignore_index=True)
-    by = table.groupby(["group", "seq"], sort=False)
-    matched = by.agg(
-        **OF_PARTICIPANTS,
-        ranks=("rank", "nunique"),
-        informative_end_ns=("informative_end", "min"),
-    ).reset_index()
-    matched = matched[matched["end_ns"].notna() & (matched["ranks"] == 2)].reset_index(drop=True)
+    waited = (rows["kind"] == "wait") & rows["peer"].notna() & rows["seq"].notna()
+    waits = rows[[*PAIRED, "dur_ns"]][waited & (rows["dur_ns"] > INFORMATIVE_NS)]
+    long = pd.DataFrame({"group": matched_group(waits, run), "seq": waits["seq"], "rank": waits["rank"]})
+    mine = pd.DataFrame({"group": matched_group(comm, run), "seq": comm["seq"], "rank": comm["rank"]})
+    informative = pd.MultiIndex.from_frame(mine).isin(pd.MultiIndex.from_frame(long))[of.order]
+    told = np.where(informative & (of.end != NOT_ENDED), of.end, np.iinfo(np.int64).max)
+    by_rank = np.lexsort((of.rank, np.repeat(np.arange(len(of.begins)), np.diff(np.append(of.begins, len(of.seq))))))
+    other = np.append(True, np.diff(of.rank[by_rank]) != 0)
+    other[of.begins] = True
+    matched = pd.DataFrame(
+        {
+            **of.table(comm),
+            "ranks": np.add.reduceat(other.astype(np.int64), of.begins),
+            "told_ns": np.minimum.reduceat(told, of.begins),
+        }
+    )
+    matched = matched[(matched["end_ns"] != NOT_ENDED) & (matched["ranks"] == 2)].reset_index(drop=True)
     if matched.empty:
         return matched
-    matched = matched.astype({"end_ns": "int64"})
-    ended = matched["informative_end_ns"].fillna(matched["last_ns"]).astype("int64")
+    ended = matched["told_ns"].where(matched["told_ns"] != np.iinfo(np.int64).max, matched["last_ns"])
     return matched.assign(
         name=SEND_RECV, needs="all", root_rank=-1, root_ns=-1, transfer_ns=(ended - matched["last_ns"]).clip(lower=0)
     )
 
 
-def _transfer(matched: pd.DataFrame) -> pd.Series[int]:
-    """Time each collective took once all were there and its group had a worker free: first issued, first served."""
-    transfer = pd.Series(0, index=matched.index, dtype="int64")
-    for _, group in matched.groupby("group", sort=False):
-        group = group.sort_values("last_ns")
+def _transfer(matched: pd.DataFrame) -> Int:
+    """Time each collective took once all were there and its group had a worker free: first issued, first served.
+    `matched` is in order of group and number."""
+    last, end = matched["last_ns"].to_numpy(np.int64), matched["end_ns"].to_numpy(np.int64)
+    group, _ = pd.factorize(matched["group"])
+    order = np.lexsort((last, group))
+    taken: Int = np.maximum(end - last, 0)
+    # Only those that are issued while another of the group is under way may have to wait for a worker.
+    reach = pd.Series(end[order]).groupby(group[order]).cummax().to_numpy(np.int64)
+    first = np.append(True, np.diff(group[order]) != 0)[: len(order)]
+    begins = np.flatnonzero(first | (np.roll(reach, 1) <= last[order]))
+    counts = np.diff(np.append(begins, len(order)))
+    for begin, count in zip(begins[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
         free = [0] * GLOO_WORKERS
-        taken = []
-        for last, end in zip(group["last_ns"].tolist(), group["end_ns"].tolist(), strict=True):
+        for row in order[begin : begin + count].tolist():
             worker = free.index(min(free))
-            taken.append(max(end - max(last, free[worker]), 0))
-            free[worker] = max(end, free[worker])
-        transfer[group.index] = np.array(taken, np.int64)
-    return transfer
+            begun = max(int(last[row]), free[worker])
+            taken[row] = max(int(end[row]) - begun, 0)
+            free[worker] = max(int(end[row]), free[worker])
+    return taken
+
+
+class Matches:
+    """Finds what rows communicate or wait for in the matched table, by group and number."""
+
+    def __init__(self, collectives: pd.DataFrame) -> None:
+        codes, names = codes_of(collectives["group"])
+        self._code = {name: code for code, name in enumerate(names.tolist())}
+        key = (codes << 32) | collectives["seq"].to_numpy(np.int64)
+        self._row = np.argsort(key, kind="stable")
+        self._key = key[self._row]
+        self.unique = bool((np.diff(self._key) > 0).all())
+        """Whether each is there once, as it should be: else none can be told from the other."""
+
+    def find(self, rows: pd.DataFrame, run: RunInfo | None = None) -> Int:
+        """Row of the matched table for each of `rows` (with a number), -1: not matched."""
+        codes, names = matched_codes(rows, run)
+        known = np.array([*(self._code.get(name, -1) for name in names.tolist()), -1], np.int64)[codes]
+        if not len(self._key):
+            return np.full(len(rows), -1, np.int64)
+        key = (known << 32) | rows["seq"].to_numpy(np.int64)
+        at = np.minimum(np.searchsorted(self._key, key), len(self._key) - 1)
+        found: Int = np.where((known >= 0) & (self._key[at] == key), self._row[at], -1)
+        return found
 
 
 def arrivals(table: pd.DataFrame, rank: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

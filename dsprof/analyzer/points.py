@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,7 +15,7 @@ from dsprof.run import RunInfo
 
 from .budget import RankTime
 from .graph import PARTS
-from .match import matched_group
+from .match import Matches
 
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int64]
@@ -65,73 +66,76 @@ class Segments:
 
 
 def find_points(
-    times: dict[int, RankTime],
-    rows: pd.DataFrame,
-    collectives: pd.DataFrame,
+    times: Mapping[int, RankTime],
+    by_rank: Mapping[int, pd.DataFrame],
+    matches: Matches,
     run: RunInfo | None,
     ranks: tuple[int, ...],
     begin: Int,
     end: Int,
 ) -> Points:
     """The points of these ranks. begin, end: [R, N] of the graph's steps, ns."""
-    place = {rank: i for i, rank in enumerate(ranks)}
-    rows = rows[rows["rank"].isin(ranks)]
-    backward = rows[(rows["kind"] == "phase") & (rows["name"] == "backward") & (rows["lane"] == "main")]
-    backward_rank = backward["rank"].map(place).to_numpy(np.int64)
-    backward_at = backward["start_ns"].to_numpy(np.int64)
+    parts: list[Columns] = []
+    steps: list[Int] = []
+    for i, rank in enumerate(ranks):
+        columns = _of_rank(times[rank].waits, by_rank[rank], matches, run)
+        when = columns[WHEN]
+        at = np.searchsorted(begin[i], when, "right") - 1
+        within = (at >= 0) & (when < end[i][np.maximum(at, 0)])
+        steps.append(np.where(within, at, -1))
+        parts.append((np.full(len(when), i), *columns))
+    rank_of, what, target, when, ended, action = (np.concatenate([part[k] for part in parts]) for k in range(6))
+    step = np.concatenate(steps)
+    order = np.lexsort((_turn(rank_of, what, target, when), when, rank_of, step))
+    return Points(step, rank_of, what, target, when, ended, action).take(order)
+
+
+Columns = tuple[Int, ...]
+"""Of `Points`: what, target, when, ended, action; with the rank before them."""
+WHEN: Final = 2
+
+
+def _of_rank(waits: pd.DataFrame, rows: pd.DataFrame, matches: Matches, run: RunInfo | None) -> Columns:
+    """One rank's points, in any order. `rows` are its."""
+    kind, main = rows["kind"], rows["lane"] == "main"
+    backward_at = rows.loc[(kind == "phase") & (rows["name"] == "backward") & main, "start_ns"].to_numpy(np.int64)
+    comm = rows.loc[(kind == "comm") & rows["issue_ns"].notna() & rows["seq"].notna(), COMM]
+    acted = rows.loc[(kind == "pipe") & main & rows["dur_ns"].notna() & rows["name"].isin(COMPUTE), ACTED]
     parts = [
-        _issues(rows, collectives, run, place),
-        _instants(BACKWARD, backward_rank, backward_at),
-        *_actions(rows, place),
-        *(_waits(times[r].waits, np.sort(backward_at[backward_rank == i]), i) for i, r in enumerate(ranks)),
+        _issues(comm, matches, run),
+        _instants(BACKWARD, backward_at),
+        *_actions(acted),
+        _waits(waits, np.sort(backward_at)),
     ]
-    rank, what, target, when, ended, action = (np.concatenate([part[k] for part in parts]) for k in range(6))
-    step = np.full(len(when), -1, np.int64)
-    for i in range(len(ranks)):
-        mine = np.flatnonzero(rank == i)
-        at = np.searchsorted(begin[i], when[mine], "right") - 1
-        within = (at >= 0) & (when[mine] < end[i][np.maximum(at, 0)])
-        step[mine] = np.where(within, at, -1)
-    order = np.lexsort((_turn(rank, what, target, when), when, rank, step))
-    return Points(step, rank, what, target, when, ended, action).take(order)
+    return tuple(np.concatenate([part[k] for part in parts]) for k in range(5))
 
 
-Columns = tuple[Int, Int, Int, Int, Int, Int]
-"""Of `Points`, all but the step."""
+COMM: Final = ["rank", "name", "group", "seq", "peer", "tag", "start_ns", "dur_ns", "issue_ns"]
+ACTED: Final = ["name", "start_ns", "dur_ns"]
 
 
-def _instants(what: int, rank: Int, when: Int, action: Int | None = None) -> Columns:
+def _instants(what: int, when: Int, action: Int | None = None) -> Columns:
     nothing = np.full(len(when), -1)
-    return rank, np.full(len(when), what), nothing, when, when, np.zeros_like(when) if action is None else action
+    return np.full(len(when), what), nothing, when, when, np.zeros_like(when) if action is None else action
 
 
-def _issues(rows: pd.DataFrame, collectives: pd.DataFrame, run: RunInfo | None, place: dict[int, int]) -> Columns:
-    comm = rows[(rows["kind"] == "comm") & rows["issue_ns"].notna() & rows["seq"].notna()]
-    target = np.full(len(comm), -1)
-    if len(collectives) and len(comm):
-        index = pd.MultiIndex.from_frame(collectives[["group", "seq"]])
-        wanted = pd.MultiIndex.from_arrays([matched_group(comm, run), comm["seq"].astype("int64")])
-        if index.is_unique:
-            target = index.get_indexer(wanted).astype(np.int64)
+def _issues(comm: pd.DataFrame, matches: Matches, run: RunInfo | None) -> Columns:
+    target = matches.find(comm, run) if matches.unique else np.full(len(comm), -1)
     comm, target = comm[target >= 0], target[target >= 0]
     ended = (comm["start_ns"] + comm["dur_ns"]).fillna(-1).to_numpy(np.int64)
-    rank, when = comm["rank"].map(place).to_numpy(np.int64), comm["issue_ns"].to_numpy(np.int64)
-    return rank, np.full(len(comm), ISSUE), target, when, ended, np.zeros_like(when)
+    when = comm["issue_ns"].to_numpy(np.int64)
+    return np.full(len(comm), ISSUE), target, when, ended, np.zeros_like(when)
 
 
-def _actions(rows: pd.DataFrame, place: dict[int, int]) -> tuple[Columns, Columns]:
+def _actions(acted: pd.DataFrame) -> tuple[Columns, Columns]:
     """Where the actions of a pipeline's schedule begin and end."""
-    acted = rows[
-        (rows["kind"] == "pipe") & (rows["lane"] == "main") & rows["dur_ns"].notna() & rows["name"].isin(COMPUTE)
-    ]
-    rank = acted["rank"].map(place).to_numpy(np.int64)
     action = acted["name"].astype(str).map(ACTIONS.index).to_numpy(np.int64)
     start = acted["start_ns"].to_numpy(np.int64)
     end = start + acted["dur_ns"].to_numpy(np.int64)
-    return _instants(ACTION_BEGINS, rank, start, action), _instants(ACTION_ENDS, rank, end, action)
+    return _instants(ACTION_BEGINS, start, action), _instants(ACTION_ENDS, end, action)
 
 
-def _waits(waits: pd.DataFrame, backward_at: Int, rank: int) -> Columns:
+def _waits(waits: pd.DataFrame, backward_at: Int) -> Columns:
     waits = waits[(waits["collective"] >= 0) | waits["derived"]]
     when = waits["end_ns"].to_numpy(np.int64)
     # DDP waits for its buckets one after the other, for as many as are still under way: that is one wait for all.
@@ -141,7 +145,7 @@ def _waits(waits: pd.DataFrame, backward_at: Int, rank: int) -> Columns:
     last[:-1] = ~(derived[:-1] & derived[1:] & (number[:-1] == number[1:]))
     target = np.where(derived, -1, waits["collective"].to_numpy(np.int64))[last]
     what, when = np.where(derived, WAIT_GRADIENTS, WAIT)[last], when[last]
-    return np.full(len(when), rank), what, target, when, when, np.zeros_like(when)
+    return what, target, when, when, np.zeros_like(when)
 
 
 def _turn(rank: Int, what: Int, target: Int, when: Int) -> Int:
@@ -160,7 +164,9 @@ def _turn(rank: Int, what: Int, target: Int, when: Int) -> Int:
     return turn
 
 
-def find_segments(times: dict[int, RankTime], ranks: tuple[int, ...], points: Points, begin: Int, end: Int) -> Segments:
+def find_segments(
+    times: Mapping[int, RankTime], ranks: tuple[int, ...], points: Points, begin: Int, end: Int
+) -> Segments:
     """What lies between the points, from the beginning of each step to its end."""
     steps = begin.shape[1]
     number: list[Int] = []

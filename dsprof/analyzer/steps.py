@@ -12,7 +12,11 @@ from dsprof.run import RunInfo
 from dsprof.trace.derive.steps import step_pattern
 
 from .analysis import StepTime
+from .match import numbers
 from .text import count
+
+NOT_SHARED: Final = np.iinfo(np.int64).min
+"""In the place of a difference, where one of the two has no such collective."""
 
 
 def align_steps(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
@@ -21,21 +25,28 @@ def align_steps(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     A rank whose first records are lost counts from a later step. The steps in which it issued the collectives it
     shares with the others tell how far it is off.
     """
-    comm = rows[(rows["kind"] == "comm") & rows["peer"].isna() & rows["seq"].notna() & (rows["step"] >= 0)]
+    shared = (rows["kind"] == "comm") & rows["peer"].isna() & rows["group"].notna() & rows["seq"].notna()
+    comm = rows[["rank", "group", "seq", "step"]][shared & (rows["step"] >= 0)]
     if comm["rank"].nunique() < 2:
         return rows, []
-    key = comm["group"].astype(str) + "/" + comm["seq"].astype(str)
-    table = pd.DataFrame({"key": key, "rank": comm["rank"], "step": comm["step"]})
-    table = table.drop_duplicates(["key", "rank"]).pivot(index="key", columns="rank", values="step")
-    counts = rows[rows["kind"] == "step"].groupby("rank").size().reindex(table.columns, fill_value=0)
-    reference = table[counts.idxmax()]
+    key, rank, step = numbers(comm), comm["rank"].to_numpy(np.int64), comm["step"].to_numpy(np.int64)
+    order = np.lexsort((key, rank))
+    key, rank, step = key[order], rank[order], step[order]
+    once = np.append(True, (np.diff(key) != 0) | (np.diff(rank) != 0))
+    key, rank, step = key[once], rank[once], step[once]
+    ranks, begins = np.unique(rank, return_index=True)
+    counts = rows.loc[rows["kind"] == "step", "rank"].value_counts().reindex(ranks, fill_value=0)
+    low, high = np.searchsorted(rank, [counts.idxmax(), counts.idxmax() + 1])
+    reference, known = step[low:high], key[low:high]
+    at = np.minimum(np.searchsorted(known, key), len(known) - 1)
+    off = np.where(known[at] == key, reference[at] - step, NOT_SHARED)
     shift, warnings = {}, []
-    for rank in table.columns:
-        off = (reference - table[rank]).dropna()
-        by = int(off.mode().iloc[0]) if len(off) else 0
-        if by and (off == by).mean() > 0.5:
-            shift[rank] = by
-            warnings.append(f"rank {rank}: its capture begins {by} steps late; its steps were renumbered")
+    for one, mine in zip(ranks.tolist(), np.split(off, begins[1:]), strict=True):
+        values, times = np.unique(mine[mine != NOT_SHARED], return_counts=True)
+        by = int(values[times.argmax()]) if len(values) else 0
+        if by and times.max() / times.sum() > 0.5:
+            shift[one] = by
+            warnings.append(f"rank {one}: its capture begins {by} steps late; its steps were renumbered")
     if not shift:
         return rows, warnings
     moved = rows["rank"].map(shift).fillna(0).astype("int32")
@@ -44,7 +55,7 @@ def align_steps(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 def completed_steps(rows: pd.DataFrame) -> pd.DataFrame:
     """rank, step, start_ns, dur_ns, by rank and step."""
-    steps = rows.loc[(rows["kind"] == "step") & rows["dur_ns"].notna(), ["rank", "step", "start_ns", "dur_ns"]]
+    steps = rows[["rank", "step", "start_ns", "dur_ns"]][(rows["kind"] == "step") & rows["dur_ns"].notna()]
     return steps.astype({"dur_ns": "int64"}).sort_values(["rank", "step"], ignore_index=True)
 
 

@@ -37,14 +37,15 @@ def find_topology(rows: pd.DataFrame, run: RunInfo) -> Topology:
     stage_of: dict[int, tuple[int, ...]] = {
         int(rank): tuple(sorted(int(stage) for stage in set(found))) for rank, found in acted.groupby("rank")["stage"]
     }
-    sends = rows[(rows["kind"] == "comm") & rows["peer"].notna() & (rows["name"] == "send") & rows["issue_ns"].notna()]
+    sent = (rows["kind"] == "comm") & rows["peer"].notna() & (rows["name"] == "send") & rows["issue_ns"].notna()
+    sends = rows[["rank", "group", "peer", "issue_ns"]][sent]
     if sends.empty:
         return Topology(stage_of)
     table = pd.DataFrame(
         {
             "group": sends["group"].astype(str),
             "source": sends["rank"].astype("int64"),
-            "target": global_ranks(sends["group"].astype(str), sends["peer"], run).astype("int64"),
+            "target": global_ranks(sends["group"], sends["peer"], run).astype("int64"),
             "after": _phase_before(sends, rows),
         }
     ).drop_duplicates()
@@ -68,9 +69,11 @@ def name_pipeline_messages(rows: pd.DataFrame, topology: Topology) -> pd.DataFra
     chosen = rows["peer"].notna() & rows["kind"].isin(["comm", "wait"]) & rows["group"].isin(topology.pipelines)
     if not chosen.any():
         return rows
-    purpose = rows["purpose"].astype(object)
+    purpose = rows["purpose"].astype("category")
+    if PIPELINE not in purpose.cat.categories:
+        purpose = purpose.cat.add_categories([PIPELINE])
     purpose[chosen] = PIPELINE
-    return rows.assign(purpose=purpose.astype("category"))
+    return rows.assign(purpose=purpose)
 
 
 def _edges(table: pd.DataFrame) -> set[Edge]:
@@ -79,14 +82,19 @@ def _edges(table: pd.DataFrame) -> set[Edge]:
 
 def _phase_before(sends: pd.DataFrame, rows: pd.DataFrame) -> pd.Series[str]:
     """The forward or backward of its rank that began last before each send; empty before the first."""
-    phases = rows[(rows["kind"] == "phase") & rows["name"].isin(["forward", "backward"])]
-    result = pd.Series("", index=sends.index, dtype=object)
-    for rank, mine in sends.groupby("rank"):
-        before = phases[phases["rank"] == rank].sort_values("start_ns")
-        names = np.array(["", *before["name"].astype(str)], dtype=object)
-        at = np.searchsorted(before["start_ns"].to_numpy(np.int64), mine["issue_ns"].to_numpy(np.int64), side="left")
-        result[mine.index] = names[at]
-    return result
+    names = np.array(["forward", "backward", ""], dtype=object)
+    begun = (rows["kind"] == "phase") & rows["name"].isin(names[:2])
+    phases = rows[["rank", "name", "start_ns"]][begun]
+    rank = np.concatenate([sends["rank"].to_numpy(np.int64), phases["rank"].to_numpy(np.int64)])
+    when = np.concatenate([sends["issue_ns"].to_numpy(np.int64), phases["start_ns"].to_numpy(np.int64)])
+    what = np.concatenate([np.full(len(sends), -1), (phases["name"] == "backward").to_numpy(np.int64)])
+    order = np.lexsort((what, when, rank))
+    at = np.where(what[order] >= 0, np.arange(len(order)), -1)
+    last = np.maximum.accumulate(at)
+    same = (last >= 0) & (rank[order][last] == rank[order])
+    found = np.empty(len(order), np.int64)
+    found[order] = np.where(same, what[order][last], -1)
+    return pd.Series(names[found[: len(sends)]], sends.index)
 
 
 def _depths(edges: Iterable[Edge]) -> dict[int, int]:

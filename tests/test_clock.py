@@ -1,0 +1,154 @@
+"""One clock for all hosts, from when collectives ended on them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from dsprof.analyzer.clock import align, find_jumps
+from dsprof.run import RankInfo, RunInfo
+from dsprof.schema import COLUMNS
+
+MS, S = 1_000_000, 1_000_000_000
+
+
+def run_of(*hosts: str) -> RunInfo:
+    ranks = [RankInfo(rank, 0, host, 100 + rank, "", True, 0, 0, 0, 0, 0, True) for rank, host in enumerate(hosts)]
+    return RunInfo(id="run", name="run", command=[], world_size=len(hosts), ranks=ranks)
+
+
+def ended(rank: int, group: str, ends: list[int]) -> pd.DataFrame:
+    """All-reduces of one rank, each of 1 ms; issued 1 ms before they began."""
+    data = {
+        "rank": rank, "restart": 0, "step": range(len(ends)), "kind": "comm", "name": "all_reduce",
+        "start_ns": np.array(ends, np.int64) - MS, "dur_ns": MS, "issue_ns": np.array(ends, np.int64) - 2 * MS,
+        "group": group, "seq": range(len(ends)), "source": "measured",
+    }  # fmt: skip
+    return pd.DataFrame(data).reindex(columns=list(COLUMNS))
+
+
+def table(*parts: pd.DataFrame) -> pd.DataFrame:
+    return pd.concat(parts, ignore_index=True).astype(COLUMNS)
+
+
+def starts(rows: pd.DataFrame, rank: int) -> list[int]:
+    found: list[int] = rows.loc[rows["rank"] == rank, "start_ns"].tolist()
+    return found
+
+
+def test_without_drift_a_host_is_off_by_the_median() -> None:
+    rows = table(
+        ended(0, "0", [10 * MS, 20 * MS, 30 * MS]),
+        ended(1, "0", [5 * S + 10 * MS, 5 * S + 20 * MS + 4_000, 5 * S + 30 * MS]),
+    )
+    aligned, error_us, warnings = align(rows, run_of("a", "b"))
+    assert starts(aligned, 0) == [9 * MS, 19 * MS, 29 * MS]
+    assert starts(aligned, 1) == [9 * MS, 19 * MS + 4_000, 29 * MS]
+    assert aligned["issue_ns"].tolist()[3:] == [8 * MS, 18 * MS + 4_000, 28 * MS]
+    assert aligned["dur_ns"].tolist() == [MS] * 6
+    assert (error_us, warnings) == (0.0, [])
+
+
+def test_a_host_is_joined_through_another() -> None:
+    rows = table(
+        ended(0, "ab", [10 * MS, 20 * MS, 30 * MS]),
+        ended(1, "ab", [2 * S + 10 * MS, 2 * S + 20 * MS + 1_000, 2 * S + 30 * MS + 3_000]),
+        ended(1, "bc", [2 * S + 15 * MS, 2 * S + 25 * MS, 2 * S + 35 * MS]),
+        ended(2, "bc", [7 * S + 15 * MS, 7 * S + 25 * MS + 2_000, 7 * S + 35 * MS + 6_000]),
+    )
+    aligned, error_us, warnings = align(rows, run_of("a", "b", "c"))
+    # b is 2 s and 1 us ahead of a; c is 5 s and 2 us ahead of b.
+    assert starts(aligned, 1)[:3] == [9 * MS - 1_000, 19 * MS, 29 * MS + 2_000]
+    assert starts(aligned, 2) == [14 * MS - 3_000, 24 * MS - 1_000, 34 * MS + 3_000]
+    assert error_us == 1 + 2  # us, of each way between two
+    assert warnings == []
+
+
+def test_of_two_ways_the_one_with_more_collectives_is_taken() -> None:
+    many = [i * MS for i in range(1, 65)]
+    rows = table(
+        ended(0, "all", [MS]),
+        ended(2, "all", [MS + 9_000]),
+        ended(0, "ab", many),
+        ended(1, "ab", many),
+        ended(1, "bc", many),
+        ended(2, "bc", many),
+    )
+    aligned, _, _ = align(rows, run_of("a", "b", "c"))
+    assert starts(aligned, 2)[-1] == 63 * MS
+
+
+def test_a_host_that_is_joined_through_none_is_named() -> None:
+    rows = table(ended(0, "ab", [MS]), ended(1, "ab", [MS]), ended(2, "c", [S]))
+    aligned, _, warnings = align(rows, run_of("a", "b", "c"))
+    assert starts(aligned, 2) == [S - MS]
+    assert warnings == [
+        "host c: no collective shared with a, directly or through other hosts, so its clock could not be aligned"
+    ]
+
+
+@pytest.mark.parametrize("ppm", [50, -50])
+def test_a_clock_that_drifts_is_aligned_all_along(ppm: int) -> None:
+    """100 s, a collective every 100 ms, whose ends are 20 us apart by chance: unaligned, 5 ms."""
+    draw = np.random.default_rng(0)
+    true = np.arange(1, 1001) * 100 * MS
+    late = draw.integers(-20_000, 20_000, len(true))
+    there = true + 3600 * S + true * ppm // 1_000_000 + late
+    rows = table(ended(0, "0", true.tolist()), ended(1, "0", there.tolist()))
+    aligned, error_us, _ = align(rows, run_of("a", "b"))
+    apart = np.array(starts(aligned, 1)) - np.array(starts(aligned, 0))
+    assert np.abs(apart).max() < 50_000
+    assert np.abs(apart - late).max() < 10_000
+    assert error_us == pytest.approx(10, abs=2)
+    # A millisecond of b on the clock of a.
+    assert aligned["dur_ns"].astype("int64").tolist()[1000:] == pytest.approx([MS - ppm] * 1000, abs=2)
+
+
+def test_drifts_add_up_along_the_way() -> None:
+    true = np.arange(1, 1001) * 100 * MS
+    b, c = true + true * 20 // 1_000_000, true + true * 50 // 1_000_000 + 5 * S
+    rows = table(*(ended(rank, group, ends.tolist()) for rank, group, ends in
+                   ((0, "ab", true), (1, "ab", b), (1, "bc", b), (2, "bc", c))))  # fmt: skip
+    aligned, _, _ = align(rows, run_of("a", "b", "c"))
+    assert np.abs(np.array(starts(aligned, 2)) - np.array(starts(aligned, 0))).max() < 1_000
+
+
+def test_scatter_is_not_taken_for_drift() -> None:
+    draw = np.random.default_rng(1)
+    true = np.arange(1, 1001) * 100 * MS
+    late = draw.integers(-500_000, 500_000, len(true))
+    rows = table(ended(0, "0", true.tolist()), ended(1, "0", (true + late).tolist()))
+    aligned, _, _ = align(rows, run_of("a", "b"))
+    apart = np.array(starts(aligned, 1)) - np.array(starts(aligned, 0))
+    assert set((late - apart).tolist()) == {int(np.median(late))}
+
+
+def test_a_jump_is_not_taken_for_drift() -> None:
+    """Over 10,000 s, half a second is no more than a quartz may be off."""
+    true = np.arange(1, 1001) * 10 * S
+    rows = table(ended(0, "0", true.tolist()), ended(1, "0", (true + (true > 5000 * S) * S // 2).tolist()))
+    aligned, _, _ = align(rows, run_of("a", "b"))
+    moved_us, (warning,) = find_jumps(aligned)
+    assert moved_us == 500_000
+    assert warning.startswith("rank 1: its clock moves by +0.5 s against the others' in step 500")
+
+
+def test_what_follows_at_once_still_does_on_another_clock() -> None:
+    """Phases that touch must not overlap by a nanosecond: one would be inside of the other."""
+    true = np.arange(1, 1001) * 100 * MS
+    phases = ended(1, "0", (true + 33 * MS).tolist()).assign(kind="phase", name="forward", group=None, dur_ns=100 * MS)
+    drifting = (true + true * 50 // 1_000_000).tolist()
+    rows = table(ended(0, "0", true.tolist()), ended(1, "0", drifting), phases)
+    aligned, _, _ = align(rows, run_of("a", "b"))
+    mine = aligned[aligned["kind"] == "phase"]
+    assert mine["start_ns"].diff().dropna().tolist() == mine["dur_ns"].astype("int64").tolist()[:-1]
+
+
+def test_a_restarted_rank_keeps_its_host() -> None:
+    rows = table(ended(0, "0", [MS, 2 * MS]), ended(1, "0", [S + MS, S + 2 * MS]))
+    run = run_of("a", "b")
+    run.ranks.append(replace(run.ranks[1], restart=1))
+    assert starts(align(rows, run)[0], 1) == [0, MS]
