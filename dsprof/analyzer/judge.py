@@ -78,8 +78,23 @@ def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding],
     left_out = {*not_judged, *not_concerned}
     passed = [code for code, of in rated.items() if code not in left_out and all(f.severity == "info" for f in of)]
     findings = [finding for of in rated.values() for finding in of]
-    findings.sort(key=lambda f: (not f.code.startswith("run."), SEVERITIES.index(f.severity), -f.gain.ms))
-    return findings, passed, not_judged, noise_ms
+    return _ranked(findings), passed, not_judged, noise_ms
+
+
+PRESUPPOSES: Final = {"pipeline.bubble": "pipeline.imbalance"}
+"""Code -> what its gain takes to be mended: that comes first, if it is a problem."""
+
+
+def _ranked(findings: list[Finding]) -> list[Finding]:
+    """Worst first; of two of which one presupposes that the other is mended, that one after it."""
+    ranked = sorted(findings, key=lambda f: (not f.code.startswith("run."), SEVERITIES.index(f.severity), -f.gain.ms))
+    for code, first in PRESUPPOSES.items():
+        for later in [finding for finding in ranked if finding.code == code and finding.is_problem]:
+            others = [finding for finding in ranked if finding.code == first and finding.is_problem]
+            if others and ranked.index(later) < ranked.index(others[-1]):
+                ranked.remove(later)
+                ranked.insert(ranked.index(others[-1]) + 1, later)
+    return ranked
 
 
 def _whole(rule: Callable[[Context], list[Finding]], context: Context, not_judged: dict[str, str]) -> list[Finding]:

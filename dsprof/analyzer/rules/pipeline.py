@@ -33,19 +33,27 @@ def unbalanced(context: Context) -> Change | None:
         raise NotConcerned
     if context.ranks_missing:
         raise NotJudged("not every stage of the pipeline was captured")
-    compute = context.work("compute")
-    of_team = [compute[team].mean() for team in context.teams]
-    target = float(np.mean(of_team))
+    compute, of_team = _compute_of_stages(context)
+    target = float(of_team.mean())
     removed = np.zeros_like(compute)
-    for team, mean in zip(context.teams, of_team, strict=True):
-        removed[team] = compute[team] * (1 - target / max(float(mean), 1e-9))
-    return Change({"compute": removed}) if max(of_team) > target else None
+    for team, mean in zip(context.teams, of_team.tolist(), strict=True):
+        # Of a rank that is slower than the others of its stage, the rest is a straggler's.
+        removed[team] = np.minimum(compute[team], mean) * (1 - target / max(mean, 1e-9))
+    return Change({"compute": removed}) if of_team.max() > target else None
+
+
+def _compute_of_stages(context: Context) -> tuple[Float, Float]:
+    """Compute of each rank and step, [R, S] ms; and of each stage a step, of the typical one of its ranks, [stages]."""
+    compute = context.work("compute")
+    means = compute.mean(axis=1)
+    # Of two, the faster: one of them may be a straggler.
+    typical = [np.sort(means[team])[(int(team.sum()) - 1) // 2] for team in context.teams]
+    return compute, np.array(typical)
 
 
 def imbalance(context: Context, change: Change, gain: Gain, alone: Gain) -> Finding:
     """One stage computes longer than the rest, so that all go at its pace."""
-    compute = context.work("compute").mean(axis=1)
-    of_team = np.array([compute[team].mean() for team in context.teams])
+    of_team = _compute_of_stages(context)[1]
     slowest = int(of_team.argmax())
     others = float(np.delete(of_team, slowest).mean())
     target = float(of_team.mean())
