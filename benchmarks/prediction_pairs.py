@@ -101,7 +101,7 @@ CALIBRATION: Final = (
         "ddp.py", 1, 40, "--forward-ms 20 --decode-ms 5", "", "--workers {num_workers}",
     ),
     Pair(
-        "c09 small buckets, DDP", "calibration", "ddp", "comm.small-messages", "120 gradients, each its own bucket",
+        "c09 small buckets, DDP", "calibration", "ddp", "comm.small-messages", "60 layers, a bucket each",
         True, "ddp.py", 2, 40, "--forward-ms 15 --layers 60 --width 16", "--bucket-mb 0.0001",
         "--bucket-mb {bucket_cap_mb}",
     ),
@@ -114,8 +114,8 @@ CALIBRATION: Final = (
         "ddp.py", 2, 40, "--forward-ms 16 --layers 8 --width 1024", "--bucket-mb 1000", "--bucket-mb {bucket_cap_mb}",
     ),
     Pair(
-        "c12 garbage, DDP", "calibration", "ddp", "pause.gc", "300,000 objects on rank 0 of 2, walked every step", True,
-        "ddp.py", 2, 40, "--forward-ms 20 --heap 300000", "", "--freeze",
+        "c12 garbage, DDP", "calibration", "ddp", "pause.gc", "120,000 objects on rank 0 of 2, walked every step", True,
+        "ddp.py", 2, 40, "--forward-ms 20 --heap 120000", "", "--freeze",
     ),
     Pair(
         "c13 unequal lengths, DDP", "calibration", "ddp", "data.imbalance", "lengths from 16 to 240 on 2 ranks", True,
@@ -134,8 +134,8 @@ CALIBRATION: Final = (
     ),
     Pair(
         "c16 slow stage, engine", "calibration", "engine", "pipeline.imbalance",
-        "stage 0 of 2 takes twice as long", False,
-        "pipeline.py", 2, 36, "--schedule engine --micro-batches 6", "--stage-ms 6 3", "--stage-ms 4.5 4.5",
+        "stage 0 of 2 takes 2.5 times as long", False,
+        "pipeline.py", 2, 36, "--schedule engine --micro-batches 6", "--stage-ms 7.5 3", "--stage-ms 5.25 5.25",
     ),
     Pair(
         "c17 few micro-batches, 1F1B", "calibration", "pipeline", "pipeline.bubble", "3 micro-batches for 3 stages",
@@ -206,8 +206,8 @@ FRESH: Final = (
         "ddp.py", 2, 40, "--forward-ms 24 --layers 6 --width 1280", "--bucket-mb 1000", "--bucket-mb {bucket_cap_mb}",
     ),
     Pair(
-        "f12 garbage, DDP", "fresh", "ddp", "pause.gc", "500,000 objects on rank 0 of 3, walked every step", False,
-        "ddp.py", 3, 40, "--forward-ms 18 --layers 6 --heap 500000", "", "--freeze",
+        "f12 garbage, DDP", "fresh", "ddp", "pause.gc", "200,000 objects on rank 0 of 3, walked every step", False,
+        "ddp.py", 3, 40, "--forward-ms 18 --layers 6 --heap 200000", "", "--freeze",
     ),
     Pair(
         "f13 unequal lengths, DDP", "fresh", "ddp", "data.imbalance", "lengths from 64 to 192 on 3 ranks", False,

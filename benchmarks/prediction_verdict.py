@@ -16,6 +16,8 @@ Record = dict[str, Any]
 
 LEAST_GAIN: Final = 10.0
 """Percent of the step."""
+DISTURBED: Final = 0.3
+"""Cores that others take of a host that is not quiet."""
 ORDINARY_LEAVE_OUT: Final = 4
 """One of so many steps, at the beginning, is warm-up: as many as the analyzer leaves out."""
 
@@ -26,10 +28,12 @@ class Run:
 
     found:   its findings.json
     ended_s: when each of its steps ended, as the job itself saw it on rank 0
+    others_cores: that other processes of the host took while it ran
     """
 
     found: Mapping[str, Any]
     ended_s: Sequence[float]
+    others_cores: float = 0.0
 
     def ordinary_ms(self) -> float:
         """Mean of the ordinary steps."""
@@ -106,6 +110,7 @@ def judge(pair: Pair, planted: Sequence[Run], mended: Sequence[Run], said: Mappi
         "width_to_saving": _share(first["high"] - first["low"], saving) if first else None,
         "holds": _holds(first, saving),
         "of_all_hold": sum(_holds(each, saving) for each in predicted),
+        "others_cores": max(run.others_cores for run in (*planted, *mended)),
         "mended_has": sorted({code for run in mended for code in run.above_info()}),
     }
 
@@ -180,4 +185,6 @@ def problems(record: Record) -> list[str]:
         found.append("still there when mended")
     if record["gain_percent"] <= LEAST_GAIN:
         found.append("gains little")
+    if record["others_cores"] > DISTURBED:
+        found.append(f"others took {record['others_cores']:.1f} cores")
     return found

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from common import Log, arguments, layers, start
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from dsprof import engine as deepspeed
 
@@ -46,8 +46,9 @@ def under_engine(args, stages, log):
         partition_method="uniform",
     )
     x = torch.randn(SAMPLES * args.micro_batches * args.steps, WIDTH)
+    loader = DataLoader(TensorDataset(x, x.flip(1)), batch_size=SAMPLES)
     engine, _, loader, _ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), training_data=TensorDataset(x, x.flip(1)), config=config
+        model=model, model_parameters=model.parameters(), training_data=loader, config=config
     )
     batches = iter(loader)
     for _ in range(args.steps):
