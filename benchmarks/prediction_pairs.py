@@ -114,8 +114,8 @@ CALIBRATION: Final = (
         "ddp.py", 2, 40, "--forward-ms 16 --layers 8 --width 1024", "--bucket-mb 1000", "--bucket-mb {bucket_cap_mb}",
     ),
     Pair(
-        "c12 garbage, DDP", "calibration", "ddp", "pause.gc", "120,000 objects on rank 0 of 2, walked every step", True,
-        "ddp.py", 2, 40, "--forward-ms 20 --heap 120000", "", "--freeze",
+        "c12 garbage, DDP", "calibration", "ddp", "pause.gc", "80,000 objects on rank 0 of 2, walked every step", True,
+        "ddp.py", 2, 40, "--forward-ms 20 --heap 80000", "", "--freeze",
     ),
     Pair(
         "c13 unequal lengths, DDP", "calibration", "ddp", "data.imbalance", "lengths from 16 to 240 on 2 ranks", True,
@@ -193,8 +193,8 @@ FRESH: Final = (
         "zero.py", 1, 40, "--zero-stage 1 --forward-ms 25 --batch-size 4 --decode-ms 6", "", "--workers {num_workers}",
     ),
     Pair(
-        "f09 small buckets, DDP", "fresh", "ddp", "comm.small-messages", "180 gradients, each its own bucket, 3 ranks",
-        False, "ddp.py", 3, 40, "--forward-ms 18 --layers 90 --width 32", "--bucket-mb 0.0001",
+        "f09 small buckets, DDP", "fresh", "ddp", "comm.small-messages", "90 gradients, each its own bucket, 3 ranks",
+        False, "ddp.py", 3, 40, "--forward-ms 18 --layers 45 --width 32", "--bucket-mb 0.0001",
         "--bucket-mb {bucket_cap_mb}",
     ),
     Pair(
@@ -202,12 +202,12 @@ FRESH: Final = (
         "fsdp.py", 2, 40, "--forward-ms 10 --layers 24 --width 64", "", "--together {together}",
     ),
     Pair(
-        "f11 one bucket, DDP", "fresh", "ddp", "comm.exposed", "39 MB of gradients in one bucket", True,
-        "ddp.py", 2, 40, "--forward-ms 24 --layers 6 --width 1280", "--bucket-mb 1000", "--bucket-mb {bucket_cap_mb}",
+        "f11 one bucket, DDP", "fresh", "ddp", "comm.exposed", "25 MB of gradients in one bucket", True,
+        "ddp.py", 2, 40, "--forward-ms 24 --layers 6 --width 1024", "--bucket-mb 1000", "--bucket-mb {bucket_cap_mb}",
     ),
     Pair(
-        "f12 garbage, DDP", "fresh", "ddp", "pause.gc", "200,000 objects on rank 0 of 3, walked every step", False,
-        "ddp.py", 3, 40, "--forward-ms 18 --layers 6 --heap 200000", "", "--freeze",
+        "f12 garbage, DDP", "fresh", "ddp", "pause.gc", "120,000 objects on rank 0 of 3, walked every step", False,
+        "ddp.py", 3, 40, "--forward-ms 18 --layers 6 --heap 120000", "", "--freeze",
     ),
     Pair(
         "f13 unequal lengths, DDP", "fresh", "ddp", "data.imbalance", "lengths from 64 to 192 on 3 ranks", False,

@@ -23,8 +23,8 @@ A pair is judged by the prediction of its first planted run; those of all its pl
   saving_interval_ms  how sure the measurement itself is: Student's 95 % interval of the mean of the differences
 
 The host has to be quiet, above all for real compute: what others on it take of its cores while a run lasts is measured
-(`others_cores`), and a run in which they take more than --quiet is made again, twice at most, before its result is
-looked at; the quietest is kept.
+(`others_cores`). A run waits for them to take less than --quiet, for five minutes at most, and is made again, twice at
+most, if they took more meanwhile, whatever its result; the quietest is kept.
 
 Results are written after each pair. Runs are kept in the work folder, and what is complete there is not run again.
 What a real layer computes for a millisecond is measured once for a work folder.
@@ -65,6 +65,8 @@ ABORTED: Final = "terminate called without an active exception"
 """Of torch: a gloo job says this on its way out now and then, with any profiler or none. It is run again."""
 ATTEMPTS: Final = 3
 TIMEOUT_S: Final = 300
+LOOK_S, PATIENCE_S = 2.0, 300.0
+"""How long is looked whether the host is quiet, and how long is waited for that before a run."""
 
 
 class Failed(Exception):
@@ -162,6 +164,15 @@ class Host:
         return max((busy_s - self.busy_s) - (own_s - self.own_s), 0.0) / (now_s - self.began_s)
 
 
+def wait_for_quiet(quiet: float) -> None:
+    until_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until_s:
+        host = Host()
+        time.sleep(LOOK_S)
+        if host.others_cores() <= quiet:
+            return
+
+
 def run_job(work: Work, pair: Pair, number: int, what: str, args: Sequence[str], quiet: float) -> Run:
     """Run it under `dsprof run`, unless it was. Raises Failed."""
     done = work.read(pair, number, what, args)
@@ -170,6 +181,7 @@ def run_job(work: Work, pair: Pair, number: int, what: str, args: Sequence[str],
     folder = work.of_run(pair, number, what)
     least: float | None = None
     for attempt in range(ATTEMPTS):
+        wait_for_quiet(quiet)
         tried = folder.with_name(f"{folder.name}-tried")
         others = try_job(work, pair, tried, args)
         if least is None or others < least:
