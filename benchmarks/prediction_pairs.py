@@ -206,8 +206,8 @@ FRESH: Final = (
         "ddp.py", 2, 40, "--forward-ms 24 --layers 6 --width 1024", "--bucket-mb 1000", "--bucket-mb {bucket_cap_mb}",
     ),
     Pair(
-        "f12 garbage, DDP", "fresh", "ddp", "pause.gc", "120,000 objects on rank 0 of 3, walked every step", False,
-        "ddp.py", 3, 40, "--forward-ms 18 --layers 6 --heap 120000", "", "--freeze",
+        "f12 garbage, DDP", "fresh", "ddp", "pause.gc", "120,000 objects on rank 0 of 3, walked every 2nd step", False,
+        "ddp.py", 3, 40, "--forward-ms 18 --layers 6 --heap 120000 --collect-every 2", "", "--freeze",
     ),
     Pair(
         "f13 unequal lengths, DDP", "fresh", "ddp", "data.imbalance", "lengths from 64 to 192 on 3 ranks", False,

@@ -21,7 +21,8 @@ def parse():
     parser.add_argument("--bucket-mb", type=float)
     Slowed.add_arguments(parser)
     Samples.add_arguments(parser)
-    parser.add_argument("--heap", type=int, default=0, help="objects that rank 0 holds; it collects garbage each step")
+    parser.add_argument("--heap", type=int, default=0, help="objects that rank 0 holds, and walks for garbage")
+    parser.add_argument("--collect-every", type=int, default=1, metavar="STEPS")
     parser.add_argument("--freeze", action="store_true", help="gc.freeze() before the loop")
     parser.add_argument("--lengths", type=int, nargs=2, metavar=("SHORTEST", "LONGEST"), help="of a rank's sequences")
     parser.add_argument("--alike", action="store_true", help="every rank gets the mean length of the step")
@@ -80,7 +81,7 @@ def main():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if index:
+        if index and number % args.collect_every == 0:
             gc.collect()
         log.step()
     log.finish()
