@@ -129,8 +129,8 @@ CALIBRATION: Final = (
     ),
     Pair(
         "c15 slow stage, GPipe", "calibration", "pipeline", "pipeline.imbalance",
-        "stage 0 of 2 takes 1.8 times as long", True,
-        "pipeline.py", 2, 36, "--schedule GPipe --micro-batches 6", "--stage-ms 5.4 3", "--stage-ms 4.2 4.2",
+        "stage 0 of 2 takes 2.2 times as long", True,
+        "pipeline.py", 2, 36, "--schedule GPipe --micro-batches 6", "--stage-ms 6.6 3", "--stage-ms 4.8 4.8",
     ),
     Pair(
         "c16 slow stage, engine", "calibration", "engine", "pipeline.imbalance",
@@ -214,17 +214,17 @@ FRESH: Final = (
         "ddp.py", 3, 48, "--forward-ms 22 --layers 3 --lengths 64 192", "", "--alike",
     ),
     Pair(
-        "f14 slow stage, 1F1B", "fresh", "pipeline", "pipeline.imbalance", "stage 1 of 2 takes 1.7 times as long", True,
-        "pipeline.py", 2, 36, "--schedule 1F1B --micro-batches 8 --layers 3", "--stage-ms 3 5", "--stage-ms 4 4",
+        "f14 slow stage, 1F1B", "fresh", "pipeline", "pipeline.imbalance", "stage 1 of 2 takes twice as long", True,
+        "pipeline.py", 2, 36, "--schedule 1F1B --micro-batches 8 --layers 3", "--stage-ms 3 6", "--stage-ms 4.5 4.5",
     ),
     Pair(
         "f15 slow stage, GPipe", "fresh", "pipeline", "pipeline.imbalance", "stage 2 of 3 takes 2.5 times as long",
         False, "pipeline.py", 3, 36, "--schedule GPipe --micro-batches 8", "--stage-ms 2 2 5", "--stage-ms 3 3 3",
     ),
     Pair(
-        "f16 slow stage, engine", "fresh", "engine", "pipeline.imbalance", "stage 1 of 2 takes 1.8 times as long", True,
-        "pipeline.py", 2, 36, "--schedule engine --micro-batches 8 --layers 3", "--stage-ms 2.5 4.5",
-        "--stage-ms 3.5 3.5",
+        "f16 slow stage, engine", "fresh", "engine", "pipeline.imbalance", "stage 1 of 2 takes 2.2 times as long", True,
+        "pipeline.py", 2, 36, "--schedule engine --micro-batches 8 --layers 3", "--stage-ms 2.5 5.5",
+        "--stage-ms 4 4",
     ),
     Pair(
         "f17 few micro-batches, GPipe", "fresh", "pipeline", "pipeline.bubble", "4 micro-batches for 4 stages", False,
