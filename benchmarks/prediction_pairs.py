@@ -1,0 +1,249 @@
+"""The pairs of `predictions.py`: each is a job with one fault planted, and the same job with it mended.
+
+Twenty pairs are for calibration: whatever constants a prediction has may come from them. The other twenty are fresh:
+the same faults at other magnitudes and places, on other numbers of ranks and shapes of model, and mostly the other way
+round as to what computes. Nothing may be tuned to them.
+
+A mended job is what the finding's first fix asks for. Where the fix names a value, as in `bucket_cap_mb=25`, the
+mended job takes it from the first planted run: `{bucket_cap_mb}` in `mended`. Where it names none, mending means what
+the finding says that its gain is of: for a straggler, that its extra work is gone; for a slow stage, that its extra
+work is spread evenly over all stages; for unequal inputs, that every rank gets the mean of the step; for a checkpoint,
+that a copy is saved by another thread; for evaluation, that the ranks share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Set = Literal["calibration", "fresh"]
+
+OTHERWISE: Final = {
+    "num_workers": "2", "bucket_cap_mb": "25", "together": "8", "n_microbatches": "16",
+}  # fmt: skip
+"""What a mended job takes where the planted run has no finding that would name it."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A planted and a mended job.
+
+    args, planted, mended: of both jobs, and what each has besides; `{name}` in `mended` is a value of the fix.
+    real:      layers compute; else they sleep.
+    whole_run: the fault strikes outside of ordinary steps, so that the time of all steps is compared.
+    work_of:   (name, value): a step of the mended job does the work of so many planted ones as the fix's value of that
+               name is times this one.
+    """
+
+    name: str
+    set: Set
+    family: str
+    fault: str
+    magnitude: str
+    real: bool
+    script: str
+    ranks: int
+    steps: int
+    args: str
+    planted: str = ""
+    mended: str = ""
+    whole_run: bool = False
+    work_of: tuple[str, int] | None = None
+
+    def planted_args(self) -> tuple[str, ...]:
+        return tuple(f"--steps {self.steps} {self.args} {self.planted}".split())
+
+    def mended_args(self, said: Mapping[str, str]) -> tuple[str, ...]:
+        mended = self.mended.format_map({**OTHERWISE, **said})
+        return tuple(f"--steps {self.steps} {self.args} {mended}".split())
+
+    def times(self, said: Mapping[str, str]) -> float:
+        """How many planted steps' work a mended one does."""
+        if self.work_of is None:
+            return 1.0
+        name, planted = self.work_of
+        return float({**OTHERWISE, **said}[name]) / planted
+
+
+CALIBRATION: Final = (
+    Pair(
+        "c01 straggler, DDP", "calibration", "ddp", "rank.straggler", "rank 2 of 3 takes 1.5 times as long", False,
+        "ddp.py", 3, 40, "--forward-ms 20", "--slow-rank 2 --slow-by 1.5",
+    ),
+    Pair(
+        "c02 straggler now and then, DDP", "calibration", "ddp", "rank.straggler",
+        "rank 1 of 2 takes 2.4 times as long, every 4th step", True,
+        "ddp.py", 2, 48, "--forward-ms 20", "--slow-rank 1 --slow-by 2.4 --slow-every 4",
+    ),
+    Pair(
+        "c03 straggler, FSDP2", "calibration", "fsdp2", "rank.straggler", "rank 0 of 2 takes 1.6 times as long", False,
+        "fsdp.py", 2, 40, "--forward-ms 20", "--slow-rank 0 --slow-by 1.6",
+    ),
+    Pair(
+        "c04 straggler, ring", "calibration", "ring", "rank.straggler", "rank 1 of 3 takes 1.6 times as long", False,
+        "ring.py", 3, 40, "--layers 2 --hop-ms 3", "--slow-rank 1 --slow-by 1.6",
+    ),
+    Pair(
+        "c05 straggler, ZeRO-1", "calibration", "engine", "rank.straggler", "rank 1 of 2 takes 1.4 times as long", True,
+        "zero.py", 2, 40, "--zero-stage 1 --forward-ms 22", "--slow-rank 1 --slow-by 1.4",
+    ),
+    Pair(
+        "c06 slow disk, DDP", "calibration", "ddp", "data.stall", "a batch takes 40 ms to read", True,
+        "ddp.py", 2, 40, "--forward-ms 20 --read-ms 5", "", "--workers {num_workers}",
+    ),
+    Pair(
+        "c07 slow disk, engine", "calibration", "engine", "data.stall", "a batch takes 32 ms to read", False,
+        "zero.py", 2, 40, "--zero-stage 1 --forward-ms 16 --read-ms 4", "", "--workers {num_workers}",
+    ),
+    Pair(
+        "c08 loader computes, DDP", "calibration", "ddp", "data.stall", "a batch takes 40 ms to decode", True,
+        "ddp.py", 1, 40, "--forward-ms 20 --decode-ms 5", "", "--workers {num_workers}",
+    ),
+    Pair(
+        "c09 small buckets, DDP", "calibration", "ddp", "comm.small-messages", "60 layers, a bucket each",
+        True, "ddp.py", 2, 40, "--forward-ms 15 --layers 60 --width 16", "--bucket-mb 0.0001",
+        "--bucket-mb {bucket_cap_mb}",
+    ),
+    Pair(
+        "c10 small units, FSDP2", "calibration", "fsdp2", "comm.small-messages", "40 layers, each its own unit", False,
+        "fsdp.py", 2, 40, "--forward-ms 12 --layers 40", "", "--together {together}",
+    ),
+    Pair(
+        "c11 one bucket, DDP", "calibration", "ddp", "comm.exposed", "32 MB of gradients in one bucket", False,
+        "ddp.py", 2, 40, "--forward-ms 16 --layers 8 --width 1024", "--bucket-mb 1000", "--bucket-mb {bucket_cap_mb}",
+    ),
+    Pair(
+        "c12 garbage, DDP", "calibration", "ddp", "pause.gc", "80,000 objects on rank 0 of 2, walked every step", True,
+        "ddp.py", 2, 40, "--forward-ms 20 --heap 80000", "", "--freeze",
+    ),
+    Pair(
+        "c13 unequal lengths, DDP", "calibration", "ddp", "data.imbalance", "lengths from 16 to 240 on 2 ranks", True,
+        "ddp.py", 2, 48, "--forward-ms 20 --lengths 16 240", "", "--alike",
+    ),
+    Pair(
+        "c14 slow stage, 1F1B", "calibration", "pipeline", "pipeline.imbalance",
+        "stage 2 of 4 takes 2.2 times as long", False,
+        "pipeline.py", 4, 36, "--schedule 1F1B --micro-batches 8", "--stage-ms 2 2 4.4 2",
+        "--stage-ms 2.6 2.6 2.6 2.6",
+    ),
+    Pair(
+        "c15 slow stage, GPipe", "calibration", "pipeline", "pipeline.imbalance",
+        "stage 0 of 2 takes 2.2 times as long", True,
+        "pipeline.py", 2, 36, "--schedule GPipe --micro-batches 6", "--stage-ms 6.6 3", "--stage-ms 4.8 4.8",
+    ),
+    Pair(
+        "c16 slow stage, engine", "calibration", "engine", "pipeline.imbalance",
+        "stage 0 of 2 takes 2.5 times as long", False,
+        "pipeline.py", 2, 36, "--schedule engine --micro-batches 6", "--stage-ms 7.5 3", "--stage-ms 5.25 5.25",
+    ),
+    Pair(
+        "c17 few micro-batches, 1F1B", "calibration", "pipeline", "pipeline.bubble", "3 micro-batches for 3 stages",
+        False, "pipeline.py", 3, 36, "--schedule 1F1B --stage-ms 6 6 6", "--micro-batches 3",
+        "--micro-batches {n_microbatches}", work_of=("n_microbatches", 3),
+    ),
+    Pair(
+        "c18 checkpoints, DDP", "calibration", "ddp", "checkpoint.stall", "200 ms every 5 steps", True,
+        "checkpoint.py", 2, 60, "--every 5 --megabytes 20 --megabytes-per-s 100 --forward-ms 20", "", "--asynchronous",
+        whole_run=True,
+    ),
+    Pair(
+        "c19 evaluation on rank 0, DDP", "calibration", "ddp", "eval.uneven", "120 ms every 3 steps, 2 ranks", False,
+        "evaluation.py", 2, 60, "--every 3 --batches 8 --forward-ms 15", "", "--shared", whole_run=True,
+    ),
+    Pair(
+        "c20 workers started anew, DDP", "calibration", "ddp", "data.stall", "300 ms every 8 steps", True,
+        "workers.py", 2, 64, "--epoch 8 --open-ms 300 --forward-ms 15", "", "--persistent", whole_run=True,
+    ),
+)  # fmt: skip
+
+FRESH: Final = (
+    Pair(
+        "f01 straggler, DDP", "fresh", "ddp", "rank.straggler", "rank 0 of 2 takes 1.3 times as long", True,
+        "ddp.py", 2, 40, "--forward-ms 24 --layers 6 --width 48", "--slow-rank 0 --slow-by 1.3",
+    ),
+    Pair(
+        "f02 straggler now and then, DDP", "fresh", "ddp", "rank.straggler",
+        "rank 0 of 3 takes twice as long, every 3rd step", False,
+        "ddp.py", 3, 48, "--forward-ms 18 --layers 3", "--slow-rank 0 --slow-by 2 --slow-every 3",
+    ),
+    Pair(
+        "f03 straggler, FSDP2", "fresh", "fsdp2", "rank.straggler", "rank 1 of 2 takes 1.35 times as long", True,
+        "fsdp.py", 2, 40, "--forward-ms 22 --layers 6 --width 64", "--slow-rank 1 --slow-by 1.35",
+    ),
+    Pair(
+        "f04 straggler, ring", "fresh", "ring", "rank.straggler", "rank 0 of 2 takes 1.35 times as long", True,
+        "ring.py", 2, 40, "--layers 3 --hop-ms 4", "--slow-rank 0 --slow-by 1.35",
+    ),
+    Pair(
+        "f05 straggler, ZeRO-2", "fresh", "engine", "rank.straggler", "rank 0 of 3 takes 1.7 times as long", False,
+        "zero.py", 3, 40, "--zero-stage 2 --forward-ms 16 --layers 6", "--slow-rank 0 --slow-by 1.7",
+    ),
+    Pair(
+        "f06 slow disk, DDP", "fresh", "ddp", "data.stall", "a batch takes 60 ms to read", False,
+        "ddp.py", 2, 40, "--forward-ms 25 --layers 3 --batch-size 6 --read-ms 10", "", "--workers {num_workers}",
+    ),
+    Pair(
+        "f07 slow disk, engine", "fresh", "engine", "data.stall", "a batch takes 48 ms to read", True,
+        "zero.py", 2, 40, "--zero-stage 2 --forward-ms 26 --layers 6 --batch-size 4 --read-ms 12", "",
+        "--workers {num_workers}",
+    ),
+    Pair(
+        "f08 loader computes, engine", "fresh", "engine", "data.stall", "a batch takes 24 ms to decode", True,
+        "zero.py", 1, 40, "--zero-stage 1 --forward-ms 25 --batch-size 4 --decode-ms 6", "", "--workers {num_workers}",
+    ),
+    Pair(
+        "f09 small buckets, DDP", "fresh", "ddp", "comm.small-messages", "90 gradients, each its own bucket, 3 ranks",
+        False, "ddp.py", 3, 40, "--forward-ms 18 --layers 45 --width 32", "--bucket-mb 0.0001",
+        "--bucket-mb {bucket_cap_mb}",
+    ),
+    Pair(
+        "f10 small units, FSDP2", "fresh", "fsdp2", "comm.small-messages", "24 layers, each its own unit", True,
+        "fsdp.py", 2, 40, "--forward-ms 10 --layers 24 --width 64", "", "--together {together}",
+    ),
+    Pair(
+        "f11 one bucket, DDP", "fresh", "ddp", "comm.exposed", "25 MB of gradients in one bucket", True,
+        "ddp.py", 2, 40, "--forward-ms 24 --layers 6 --width 1024", "--bucket-mb 1000", "--bucket-mb {bucket_cap_mb}",
+    ),
+    Pair(
+        "f12 garbage, DDP", "fresh", "ddp", "pause.gc", "120,000 objects on rank 0 of 3, walked every 2nd step", False,
+        "ddp.py", 3, 40, "--forward-ms 18 --layers 6 --heap 120000 --collect-every 2", "", "--freeze",
+    ),
+    Pair(
+        "f13 unequal lengths, DDP", "fresh", "ddp", "data.imbalance", "lengths from 64 to 192 on 3 ranks", False,
+        "ddp.py", 3, 48, "--forward-ms 22 --layers 3 --lengths 64 192", "", "--alike",
+    ),
+    Pair(
+        "f14 slow stage, 1F1B", "fresh", "pipeline", "pipeline.imbalance", "stage 1 of 2 takes twice as long", True,
+        "pipeline.py", 2, 36, "--schedule 1F1B --micro-batches 8 --layers 3", "--stage-ms 3 6", "--stage-ms 4.5 4.5",
+    ),
+    Pair(
+        "f15 slow stage, GPipe", "fresh", "pipeline", "pipeline.imbalance", "stage 2 of 3 takes 2.5 times as long",
+        False, "pipeline.py", 3, 36, "--schedule GPipe --micro-batches 8", "--stage-ms 2 2 5", "--stage-ms 3 3 3",
+    ),
+    Pair(
+        "f16 slow stage, engine", "fresh", "engine", "pipeline.imbalance", "stage 1 of 2 takes 2.2 times as long", True,
+        "pipeline.py", 2, 36, "--schedule engine --micro-batches 8 --layers 3", "--stage-ms 2.5 5.5",
+        "--stage-ms 4 4",
+    ),
+    Pair(
+        "f17 few micro-batches, GPipe", "fresh", "pipeline", "pipeline.bubble", "4 micro-batches for 4 stages", False,
+        "pipeline.py", 4, 36, "--schedule GPipe --stage-ms 4 4 4 4", "--micro-batches 4",
+        "--micro-batches {n_microbatches}", work_of=("n_microbatches", 4),
+    ),
+    Pair(
+        "f18 checkpoints, DDP", "fresh", "ddp", "checkpoint.stall", "150 ms every 4 steps", False,
+        "checkpoint.py", 3, 64, "--every 4 --megabytes 12 --megabytes-per-s 80 --forward-ms 25 --layers 6", "",
+        "--asynchronous", whole_run=True,
+    ),
+    Pair(
+        "f19 evaluation on rank 0, DDP", "fresh", "ddp", "eval.uneven", "216 ms every 5 steps, 2 ranks", True,
+        "evaluation.py", 2, 60, "--every 5 --batches 12 --forward-ms 18 --layers 6", "", "--shared", whole_run=True,
+    ),
+    Pair(
+        "f20 workers started anew, DDP", "fresh", "ddp", "data.stall", "500 ms every 6 steps", False,
+        "workers.py", 2, 48, "--epoch 6 --open-ms 500 --workers 2 --forward-ms 20", "", "--persistent", whole_run=True,
+    ),
+)  # fmt: skip
+
+PAIRS: Final = (*CALIBRATION, *FRESH)
