@@ -87,6 +87,7 @@ class _CpuTicket:
         self._lock = threading.Lock()  # an Event costs three times as much
         self._lock.acquire()
         self._finished = False
+        self._told = False
         self.error: BaseException | None = None
 
     def finish(self) -> None:
@@ -98,7 +99,9 @@ class _CpuTicket:
         return self._finished
 
     def wait(self) -> None:
-        if not self._finished:
+        # That its end was needed here is told even if nobody had to stand still for it: another time they may have to.
+        if not self._finished or (not self._told and self._hooks.listening):
+            self._told = True
             label = self._label
             span = self._hooks.begin("wait", label.name, module=label.module, purpose=label.purpose, group=label.group,
                                      seq=label.seq, peer=label.peer)  # fmt: skip
