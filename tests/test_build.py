@@ -1,0 +1,158 @@
+"""The step graph of hand-written rows: what is waited for across steps, roots, actions, and points of one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from dsprof.analyzer.budget import paint, step_budget
+from dsprof.analyzer.build import build_graph
+from dsprof.analyzer.graph import StepGraph
+from dsprof.analyzer.match import match_collectives
+from dsprof.analyzer.replay import replay
+from dsprof.analyzer.steps import completed_steps
+from dsprof.analyzer.trust import check
+from dsprof.analyzer.whatif.edit import edit
+from dsprof.analyzer.whatif.tasks import transfers_scaled
+from dsprof.analyzer.whatif.work import Change, less
+from dsprof.schema import COLUMNS
+
+MS = 1_000_000
+Row = dict[str, Any]
+
+
+def row(rank: int, step: int, kind: str, name: str, start: float, end: float, **columns: Any) -> Row:
+    """From `start` to `end` ms, on the training thread unless it communicates."""
+    given = {"rank": rank, "step": step, "kind": kind, "name": name, "start_ns": int(start * MS), **columns}
+    lane = f"comm.{columns.get('group')}" if kind == "comm" else "main"
+    return {"lane": lane, "dur_ns": int((end - start) * MS), "source": "measured", "ended": True, "restart": 0, **given}
+
+
+def comm(rank: int, step: int, name: str, issue: float, end: float, seq: int, **columns: Any) -> Row:
+    columns = {"group": "0", "purpose": "other", "bytes": 1000, **columns}
+    return row(rank, step, "comm", name, issue, end, seq=seq, issue_ns=int(issue * MS), **columns)
+
+
+def wait(rank: int, step: int, name: str, start: float, end: float, seq: int, **columns: Any) -> Row:
+    return row(rank, step, "wait", name, start, end, seq=seq, **{"group": "0", **columns})
+
+
+def table_of(rows: Sequence[Row]) -> pd.DataFrame:
+    return pd.DataFrame(rows).reindex(columns=list(COLUMNS)).astype(COLUMNS)
+
+
+def graph_of_rows(rows: Sequence[Row], judged_from: int = 0) -> StepGraph:
+    table = table_of(rows)
+    collectives = match_collectives(table)
+    by_rank = {int(rank): mine for rank, mine in table.groupby("rank")}
+    times = {rank: paint(mine, collectives, rank) for rank, mine in by_rank.items()}
+    steps = step_budget(times, completed_steps(table))
+    graph = build_graph(times, by_rank, collectives, steps.assign(ordinary=steps["step"] >= judged_from))
+    assert graph is not None
+    return graph
+
+
+def gathered_ahead(steps: int = 6) -> list[Row]:
+    """Each step of 20 ms issues a gather of 13 ms at its end, which the next one needs 5 ms after its start.
+
+    So from the second on it stands still for 7 ms (one goes by between the issue and the end of the step).
+    """
+    rows: list[Row] = []
+    begin = 0.0
+    for step in range(steps):
+        for rank in (0, 1):
+            ready = begin + 5
+            on = ready if step == 0 else begin + 12
+            end = on + 15
+            rows.append(row(rank, step, "step", "step", begin, end))
+            rows.append(row(rank, step, "phase", "forward", begin, end))
+            if step:
+                rows.append(wait(rank, step, "all_gather", ready, on, step - 1))
+            rows.append(comm(rank, step, "all_gather", end - 1, end + 12, step, purpose="parameter"))
+        begin = end
+    return rows
+
+
+def test_what_a_step_leaves_for_the_next() -> None:
+    graph = graph_of_rows(gathered_ahead())
+    assert replay(graph).durations.tolist() == [20, 27, 27, 27, 27, 27]
+    assert check(graph).error < 1e-12
+    assert len(graph.crossings) == 5
+    faster = edit(graph, lambda steps: transfers_scaled(steps, lambda task: True, 7 / 13))
+    assert replay(faster).durations == pytest.approx([20, 21, 21, 21, 21, 21])  # there 6 ms into the next step
+
+
+def test_the_first_step_of_a_stretch_waits_as_it_was_measured() -> None:
+    """Its gather was issued in a step that is not in the graph."""
+    graph = graph_of_rows(gathered_ahead(), judged_from=2)
+    assert graph.numbers.tolist() == [2, 3, 4, 5]
+    assert replay(graph).durations.tolist() == [27, 27, 27, 27]
+    assert len(graph.crossings) == 3
+
+
+def test_a_rank_that_sends_in_the_step_before() -> None:
+    """Rank 1 takes 10 ms a step and sends at its end; rank 0 needs that 2 ms into its next step, of 6 ms itself."""
+    rows: list[Row] = []
+    for step in range(5):
+        rows.append(row(1, step, "step", "step", 10 * step, 10 * step + 10))
+        rows.append(row(1, step, "phase", "forward", 10 * step, 10 * step + 10))
+        rows.append(comm(1, step, "send", 10 * step + 10 - 0.001, 10 * step + 10, step, peer=0))
+    begin = 0.0
+    for step in range(1, 6):  # the steps of rank 0 are one later
+        arrives = 10.0 * step
+        on = max(begin + 2, arrives)
+        rows.append(row(0, step - 1, "step", "step", begin, on + 4))
+        rows.append(row(0, step - 1, "phase", "forward", begin, on + 4))
+        rows.append(comm(0, step - 1, "recv", begin + 1, on, step - 1, peer=1))
+        rows.append(wait(0, step - 1, "recv", begin + 2, on, step - 1, peer=1))
+        begin = on + 4
+    graph = graph_of_rows(rows)
+    assert check(graph).error < 1e-9
+    assert check(graph).contradicted == 0
+    assert [round(float(ms)) for ms in (replay(graph).end - replay(graph).start)[0]] == [14, 10, 10, 10, 10]
+    # With rank 1 two ms faster a step, so is rank 0 from the first message on.
+    removed = np.zeros((2, 5))
+    removed[1] = 2.0
+    changed = less(graph, Change({"compute": removed}), [np.array([True, True])])(graph)
+    assert [round(float(ms)) for ms in (replay(changed).end - replay(changed).start)[0]] == [12, 8, 8, 8, 8]
+
+
+def test_who_waits_for_the_root_and_whom_the_root_waits_for() -> None:
+    """Rank 0 broadcasts. It comes at 2, rank 1 at 5, rank 2 at 9; each has it 1 ms after it and the root are there, and
+    the root goes on when all have."""
+    rows: list[Row] = []
+    came, left = (2.0, 5.0, 9.0), (10.0, 6.0, 10.0)
+    for rank in range(3):
+        rows.append(row(rank, 0, "step", "step", 0, left[rank] + 5))
+        rows.append(row(rank, 0, "phase", "forward", 0, left[rank] + 5))
+        rows.append(comm(rank, 0, "broadcast", came[rank], left[rank], 0, root=0))
+        rows.append(wait(rank, 0, "broadcast", came[rank], left[rank], 0))
+    graph = graph_of_rows(rows)
+    assert (replay(graph).end[:, 0]).tolist() == [15, 11, 15]
+    removed = np.zeros((3, 1))
+    removed[2] = 7.0 / 9 * 14  # of 14 ms of work of rank 2, in proportion: 9 of it before the broadcast
+    mended = less(graph, Change({"compute": removed}), [np.ones(3, bool)])(graph)
+    # Rank 2 comes at 2, so the root waits for rank 1 only: until 6.
+    assert replay(mended).end[:2, 0] == pytest.approx([11, 11])
+
+
+def test_what_ended_when_the_next_began_came_before_it() -> None:
+    """A wait that ends, and an issue, at the same nanosecond: the issue does not come before what was waited for."""
+    rows = [row(0, 0, "step", "step", 0, 30), row(0, 0, "phase", "forward", 0, 30)]
+    rows += [comm(0, 0, "all_reduce", 5, 15, 0), wait(0, 0, "all_reduce", 6, 15, 0)]
+    rows += [comm(0, 0, "all_reduce", 15, 20, 1, group="1"), wait(0, 0, "all_reduce", 15, 20, 1, group="1")]
+    graph = graph_of_rows(rows)
+    slower = edit(graph, lambda steps: transfers_scaled(steps, lambda task: task.lane == "0", 2.0))
+    assert replay(slower).durations.tolist() == [40]  # 10 ms more before the second begins
+
+
+def test_segments_know_the_action_they_are_of() -> None:
+    rows = [row(0, 0, "step", "step", 0, 30), row(0, 0, "phase", "forward", 0, 30)]
+    rows += [row(0, 0, "pipe", "F", 2, 8, stage=0, microbatch=0), row(0, 0, "pipe", "B", 8, 20, stage=0, microbatch=0)]
+    (steps,) = graph_of_rows(rows).shapes
+    assert steps.structure.action.tolist() == ["", "F", "", "B", ""]
+    assert steps.work.sum(axis=(1, 2)).tolist() == [2, 6, 0, 12, 10]
