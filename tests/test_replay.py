@@ -11,7 +11,7 @@ from graphs import COMPUTE, graph_of, steps_of
 
 from dsprof.analyzer import levels
 from dsprof.analyzer.attribution import attribute
-from dsprof.analyzer.graph import Crossings, StepGraph, Task
+from dsprof.analyzer.graph import PARTS, Crossings, StepGraph, Task
 from dsprof.analyzer.levels import Cyclic
 from dsprof.analyzer.link import Link
 from dsprof.analyzer.replay import replay, replay_all
@@ -220,6 +220,28 @@ def test_what_mending_a_straggler_gains() -> None:
     changed = less(graph, removal(1, 4, 4, beyond=True), teams)(graph)
     # Rank 1's four ms go from before the issue, where it is slower: 5 + 4 + 2.
     assert step_ms(changed) == [11.0] * 4
+
+
+def test_what_a_loader_that_two_ranks_share_costs() -> None:
+    """Rank 0 loads for both, 8 ms, and broadcasts in 1; then both compute, 20 and 14 ms, and reduce in 2.
+
+    With workers that leave 1 ms of loading, steps are 7 ms shorter on both ranks, though rank 1 loads nothing; with a
+    straggler mended instead (rank 0's 6 ms more), 6 ms shorter; with both, 13.
+    """
+    batch, reduce = Task("0", "broadcast batch", workers=None), Task("1", "all_reduce gradient")
+    steps = steps_of(["8 I0 W0 20 I1 W1", "I0 W0 14 I1 W1"], [1, 2], [batch, reduce], steps=5)
+    work = steps.work.copy()
+    work[0, :, PARTS.index("data")], work[0, :, COMPUTE] = work[0, :, COMPUTE], 0
+    graph = graph_of(replace(steps, work=work))
+    assert step_ms(graph) == [31.0] * 5
+    loading, compute = np.zeros((2, 5)), np.zeros((2, 5))
+    loading[0], compute[0] = 7.0, 6.0
+    teams = [np.array([True, True])]
+    workers = less(graph, Change({"data": loading}), teams)
+    assert step_ms(workers(graph)) == [24.0] * 5
+    straggler = less(graph, Change({"compute": compute}, where_beyond_peers=True), teams)
+    assert step_ms(straggler(graph)) == [25.0] * 5
+    assert step_ms(straggler(workers(graph))) == [18.0] * 5
 
 
 def test_what_is_shared_out_sums_to_the_whole() -> None:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..budget import WORK
 from ..graph import PARTS, StepGraph, Steps
 from . import WhatIf
 
 Float = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
-
-OWN: Final = slice(0, len(WORK))
-"""Of PARTS, a rank's own work: all but the lag behind others."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,8 @@ def _amounts(graph: StepGraph, index: int, change: Change, teams: Sequence[Bool]
             team = next(team for team in teams if team[r])
             peers = [p for p in np.flatnonzero(team).tolist() if not removed[p].any()]
             mine = steps.structure.of_thread(r)
-            found[mine, chosen] = _beyond_peers(steps, chosen, r, peers, removed[r])
+            parts = [PARTS.index(part) for part in change.removed]
+            found[mine, chosen] = _beyond_peers(steps, chosen, r, peers, removed[r], parts)
         return found
     thread = steps.structure.thread
     for part, of_part in change.removed.items():
@@ -95,23 +91,25 @@ def _amounts(graph: StepGraph, index: int, change: Change, teams: Sequence[Bool]
     return found
 
 
-def _beyond_peers(steps: Steps, columns: npt.NDArray[np.int64], thread: int, peers: list[int], removed: Float) -> Float:
-    """`removed` ms of each step, [S], from where a thread takes longer than its peers do between the same points; where
-    they do other things, from all of its work in proportion. [segments, S, PARTS]."""
+def _beyond_peers(
+    steps: Steps, columns: npt.NDArray[np.int64], thread: int, peers: list[int], removed: Float, parts: list[int]
+) -> Float:
+    """`removed` ms of each step, [S], from where a thread takes longer for these parts than its peers do between the
+    same points; where they do other things, from all of it in proportion. [segments, S, PARTS]."""
     structure = steps.structure
     mine = structure.of_thread(thread)
     work = steps.work[mine][:, columns]
-    taken = work[..., OWN].sum(axis=-1)
+    taken = work[..., parts].sum(axis=-1)
     alike = [p for p in peers if _program(steps, p) == _program(steps, thread)]
     share = taken / np.maximum(taken.sum(axis=0), 1e-9)
     if alike:
-        each = [steps.work[structure.of_thread(p)][:, columns][..., OWN].sum(axis=-1).mean(axis=1) for p in alike]
+        each = [steps.work[structure.of_thread(p)][:, columns][..., parts].sum(axis=-1).mean(axis=1) for p in alike]
         more = np.clip(taken.mean(axis=1) - np.median(each, axis=0), 0, None)
         if more.any():
             share = np.broadcast_to((more / more.sum())[:, None], taken.shape)
     gone = np.clip(share * removed / np.maximum(taken, 1e-9), None, 1.0)
     amounts = np.zeros(work.shape)
-    amounts[..., OWN] = work[..., OWN] * gone[..., None]
+    amounts[..., parts] = work[..., parts] * gone[..., None]
     return amounts
 
 
