@@ -8,7 +8,8 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from .budget import NOTHING, RankTime
+from .budget import RankTime
+from .lanes import NOTHING
 
 WAIT_COLUMNS: Final = ("rank", "start_ns", "end_ns", "arrival_ns", "group", "seq", "issued_step")
 
