@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from captures import open_recorder
 
 from dsprof.analyzer.budget import RankTime, paint, step_budget
 from dsprof.analyzer.intervals import Intervals
 from dsprof.analyzer.match import match_collectives
 from dsprof.analyzer.steps import completed_steps
+from dsprof.collectors import engine_events
+from dsprof.engine.config.offload import AioConfig
+from dsprof.engine.hooks import Hooks
+from dsprof.engine.offload.buffers import aligned
+from dsprof.engine.offload.files import About, Disk
 from dsprof.schema import BUDGET_PARTS, COLUMNS
+from dsprof.trace.capture import read_capture
+from dsprof.trace.derive import trace_rows
 
 MS = 1_000_000
 
@@ -276,3 +287,32 @@ def test_each_step_has_its_own_critical_lane() -> None:
     ]
     assert budget(*rows) == {"compute": 20, "data": 60, "other": 20}
     assert budget(*rows, step=1) == {"compute": 90, "other": 10}
+
+
+# --- as the engine tells it ---------------------------------------------------------------------
+
+
+def test_an_engine_that_waits_for_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = os.preadv
+
+    def slowly(*args: Any) -> int:
+        time.sleep(0.02)
+        return read(*args)
+
+    (tmp_path / "capture").mkdir()
+    recorder = open_recorder("python", tmp_path / "capture")
+    hooks, stop = Hooks(), engine_events.install(recorder, lambda: None)
+    disk = Disk(tmp_path, AioConfig(), hooks)
+    file = disk.open("a test")
+    file.write(file.allocate(4096), aligned(4096), About("optimizer")).wait()
+    monkeypatch.setattr(os, "preadv", slowly)
+    with hooks.span("phase", "backward"):
+        file.read(0, aligned(4096), About("optimizer")).wait()
+    disk.close()
+    stop()
+    recorder.close()
+    rows = trace_rows(read_capture(tmp_path / "capture"), 0, 0)
+    waits = rows[(rows["kind"] == "wait") & (rows["name"] == "read")]
+    begin, length = int(waits["start_ns"].iloc[0]), int(waits["dur_ns"].iloc[0])
+    painted = paint(rows, match_collectives(rows), 0).before(np.array([begin, begin + length]))
+    assert {part: int(np.diff(spent)[0]) for part, spent in painted.items() if np.diff(spent)[0]} == {"offload": length}

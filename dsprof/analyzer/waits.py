@@ -30,6 +30,7 @@ def waits_table(times: Mapping[int, RankTime], collectives: pd.DataFrame, steps:
         at = np.searchsorted(mine["start_ns"].to_numpy(np.int64), start[chosen], "right") - 1
         step[chosen[at >= 0]] = mine["step"].to_numpy(np.float64)[at[at >= 0]]
     waits = waits.assign(
+        arrival_ns=waits["arrival_ns"].astype("Int64").mask(waits["lane"] != NOTHING),
         group=named["group"].to_numpy(object),
         seq=named["seq"].astype("Int64").array,
         issued_step=pd.array(np.where(issued < step, issued, np.nan), "Int64"),
