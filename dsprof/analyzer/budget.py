@@ -90,7 +90,7 @@ def paint(
     own = _of_thread(main, waits, phases, lanes)
     device = _device_steps(main, lanes)
     if len(device.start):
-        theirs = lanes.does(lanes.compute_stream())
+        theirs = dict(lanes.does(lanes.compute_stream()))
         add(theirs, own)
         own = {part: (own[part] - device) | (theirs.get(part, Intervals.empty()) & device) for part in LAYERS}
     return RankTime(rank, _layers(own), waits, dict(apart or {}), device)
