@@ -193,9 +193,6 @@ COLLECTIVE_NAMES: Final = {
 }
 """c10d operator (without `c10d::`) -> the name in the trace. An operator not listed keeps its own."""
 
-SYNCHRONIZING: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
-"""Collectives no rank can leave before the last one has arrived."""
-
 PHASES: Final = (
     "data", "loader_start", "forward", "loss", "backward", "clip", "optimizer", "between", "checkpoint", "compile",
 )  # fmt: skip

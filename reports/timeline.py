@@ -44,6 +44,7 @@ _PHASE_OF_PIPE: Final = {"F": "forward", "B": "backward", "W": "backward"}
 _PEERS: Final = ("waiting for peers", palette.PARTS["peer_wait"].color)
 _TRANSFER: Final = ("transfer", palette.PARTS["comm_exposed"].color)
 _PAUSE: Final = ("pause", palette.PARTS["pause"].color)
+_LANE: Final = ("waiting for another lane", palette.PARTS["offload"].color)
 _WAIT: Final = ("wait, not told for whom", palette.NEUTRAL)
 _SPAN: Final = ("span", "#7D8FA3")
 _DARK: Final = frozenset({"data", "backward", "evaluation", "compile", "waiting for peers", "pause"})
@@ -71,9 +72,9 @@ def timeline(
     """One step of `rows` (the trace table): phases, waits, collectives and spans of each rank.
 
     Waits in `waits` (`Analysis.waits`: rank, start_ns, arrival_ns) and the collectives in `collectives` (group, seq,
-    last_ns) are split at the last arrival into waiting for peers and transfer; other waits are not. `ranks` are shown
-    first where there are more than `max_ranks`; of more than `max_events` events the longest are shown. What never
-    ended is hatched.
+    last_ns) are split at the last arrival into waiting for peers and transfer; other waits are not, and those without
+    an arrival_ns were for another lane. `ranks` are shown first where there are more than `max_ranks`; of more than
+    `max_events` events the longest are shown. What never ended is hatched.
     """
     found = rows[(rows["step"] == step) & rows["kind"].isin(KINDS)]
     everyone = sorted(int(rank) for rank in found["rank"].unique())
@@ -110,12 +111,12 @@ def _last_arrivals(collectives: pd.DataFrame | None) -> Mapping[tuple[str, int],
     }
 
 
-def _wait_arrivals(waits: pd.DataFrame | None) -> Mapping[tuple[int, int], int]:
-    """(rank, start_ns) of a wait -> when the last rank arrived."""
+def _wait_arrivals(waits: pd.DataFrame | None) -> Mapping[tuple[int, int], int | None]:
+    """(rank, start_ns) of a wait -> when the last rank arrived; None: it was for another lane of its rank."""
     if waits is None:
         return {}
     return {
-        (int(rank), int(start)): int(arrival)
+        (int(rank), int(start)): None if pd.isna(arrival) else int(arrival)
         for rank, start, arrival in zip(waits["rank"], waits["start_ns"], waits["arrival_ns"], strict=True)
     }
 
@@ -124,7 +125,11 @@ class _Drawing:
     """Bars by colour, and the lanes they lie on; y grows downwards, one unit a full lane."""
 
     def __init__(
-        self, origin: int, until: int, arrivals: Mapping[tuple[str, int], int], waits: Mapping[tuple[int, int], int]
+        self,
+        origin: int,
+        until: int,
+        arrivals: Mapping[tuple[str, int], int],
+        waits: Mapping[tuple[int, int], int | None],
     ) -> None:
         self.origin, self.until, self.arrivals, self.waits = origin, until, arrivals, waits
         self.y = 0.0
@@ -174,7 +179,8 @@ class _Drawing:
         elif item.kind in ("comm", "wait"):
             arrival = self._arrival(item)
             if arrival is None and item.kind == "wait":
-                self._bar(*_WAIT, start, end, y, height, item)
+                of_lane = (int(item.rank), start) in self.waits
+                self._bar(*(_LANE if of_lane else _WAIT), start, end, y, height, item)
                 return
             if arrival is None and _never_ended(item):
                 arrival = end
@@ -246,7 +252,7 @@ class _Drawing:
         return "<br>".join([*lines, *([", ".join(facts)] if facts else []), f"rank {item.rank}"])
 
     def figure(self, note: str) -> go.Figure:
-        order = ["unexplained", *_PHASE_COLORS, _PAUSE[0], _PEERS[0], _TRANSFER[0], _WAIT[0], _SPAN[0]]
+        order = ["unexplained", *_PHASE_COLORS, _PAUSE[0], _PEERS[0], _TRANSFER[0], _LANE[0], _WAIT[0], _SPAN[0]]
         traces: list[Any] = [
             go.Bar(
                 name=_PHASE_LABELS.get(name, name), orientation="h",

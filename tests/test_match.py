@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from dsprof.analyzer.backends import BACKENDS, backend_of
 from dsprof.analyzer.match import COLLECTIVE_COLUMNS, match_collectives, mismatches, number_by_order
 from dsprof.run import RunInfo
 from dsprof.schema import COLUMNS
@@ -138,3 +139,23 @@ def test_messages_without_numbers_are_matched_in_order(tag: int | None) -> None:
 def test_a_receive_from_anyone_is_not_numbered() -> None:
     rows = table(comm(0, "recv", 1, 5), comm(1, "recv", 1, 5))
     assert number_by_order(rows)["seq"].isna().all()
+
+
+def test_what_a_group_does_is_its_backends() -> None:
+    # Three that arrive together: gloo runs two at once, NCCL one; another has no number of workers.
+    rows = table(*(comm(rank, "all_reduce", 10, 100 + 10 * seq, seq) for rank in (0, 1) for seq in range(3)))
+
+    def transfers(backend: str | None) -> list[int]:
+        about = {"ranks": [0, 1], **({"backend": backend} if backend else {})}
+        run = RunInfo(id="run", name="run", command=[], groups={"0": about})
+        return match_collectives(rows, run)["transfer_ns"].tolist()
+
+    assert transfers(None) == transfers("gloo") == [90, 100, 20]
+    assert transfers("nccl") == [90, 10, 10]
+    assert transfers("unlimited") == [90, 100, 110]
+
+
+@pytest.mark.parametrize("group", ["0", "0#2", "0 0>1", "0#2 0>1 #7"])
+def test_the_backend_of_a_group_and_of_its_messages(group: str) -> None:
+    assert backend_of(group, {"0": {"backend": "nccl"}}) is BACKENDS["nccl"]
+    assert backend_of(group, {"1": {"backend": "nccl"}}) is BACKENDS["gloo"]

@@ -292,6 +292,15 @@ def test_timeline_binds_no_wait_itself() -> None:
     assert [trace_of(figure, "wait, not told for whom").x[rank] for rank in (0, 1)] == [50.4, 12]
 
 
+def test_timeline_tells_waits_for_another_lane() -> None:
+    analysis = factories.straggler()
+    waits = analysis.waits.assign(arrival_ns=analysis.waits["arrival_ns"].astype("Int64"))
+    waits.loc[waits["rank"] == 1, "arrival_ns"] = pd.NA
+    figure = timeline(analysis.rows, 10, waits=waits, collectives=analysis.collectives)
+    other = trace_of(figure, "waiting for another lane")
+    assert (list(other.x), other.marker.color) == ([12], palette.PARTS["offload"].color)
+
+
 def test_timeline_tells_forwards_without_gradients_and_checkpoints() -> None:
     analysis = factories.evaluates()
     figure = timeline(analysis.rows, 9, waits=analysis.waits, collectives=analysis.collectives)

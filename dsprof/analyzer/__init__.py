@@ -10,6 +10,7 @@ From rows to time:
     topology     which ranks are stages of a pipeline
     match        the same collective or message on all ranks
     kinds        what the run's wall time went into
+    lanes        what each lane of a rank did, and what its waits were for
     budget       where each rank's step went; `intervals` is its arithmetic
     irregular    ordinary steps, and those that are not
     load         how busy the cores are

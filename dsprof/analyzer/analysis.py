@@ -71,8 +71,9 @@ class Analysis:
     slowest_rank: the rank the others wait for most; None with one rank or no steps.
     collectives: one row per matched collective (`match.COLLECTIVE_COLUMNS`).
     waits:       one row per wait on a training thread: rank, start_ns, end_ns, arrival_ns (when the last peer was
-                 there, within the wait; from then on the bytes move), group, seq (of what it waited for, if known),
-                 issued_step (the step it was issued in, where that is an earlier one).
+                 there, within the wait; from then on the bytes move; null: it was for another lane's work), group,
+                 seq (of what it waited for, if known), issued_step (the step it was issued in, where that is an
+                 earlier one).
     rows:        the trace table (dsprof.schema.COLUMNS), on the common clock.
     findings:    worst first.
     passed:      codes of the rules that ran and found nothing above `info`.

@@ -1,21 +1,39 @@
-"""What a communication backend does that a replay must know: how many operations a group runs at once, and in which
-collectives a rank depends on others."""
+"""What a communication backend does: how many operations a group runs at once, in which collectives a rank depends on
+whom, and which messages need a worker."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dsprof.run import RunInfo
+
+Bool = npt.NDArray[np.bool_]
+Words = npt.NDArray[np.object_]
+
+SYNCHRONIZING: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
+"""Collectives that no backend lets a rank leave before the last one has arrived."""
 
 
 @dataclass(frozen=True)
 class Backend:
     """workers: operations of one process group that run at once, first issued first served; None: any number.
     messages_queue: whether sends and receives need a worker of their group too; else each runs beside the rest.
+    synchronizing: collectives no rank can leave before the last one has arrived.
+    root_sends: nobody gets anything before the root has come, which waits for all: a send waits for its receive.
+    root_receives: the root waits for everybody; nobody else for anyone.
     """
 
     workers: int | None
     messages_queue: bool
+    synchronizing: frozenset[str] = SYNCHRONIZING
+    root_sends: frozenset[str] = frozenset({"broadcast", "scatter"})
+    root_receives: frozenset[str] = frozenset({"reduce", "gather"})
 
 
 BACKENDS: Final = {
@@ -29,6 +47,17 @@ DEFAULT: Final = "gloo"
 
 
 def backend_of(group: str, groups: Mapping[str, Mapping[str, Any]]) -> Backend:
-    """The backend of a process group, by what `RunInfo.groups` says of it."""
-    about = groups.get(group) or groups.get(group.partition("#")[0]) or {}
+    """The backend of a process group, or of what two of its ranks send each other (`<group> <src>><dst>`), by what
+    `RunInfo.groups` says of it."""
+    whole = group.partition(" ")[0]
+    about = groups.get(group) or groups.get(whole) or groups.get(whole.partition("#")[0]) or {}
     return BACKENDS.get(str(about.get("backend") or DEFAULT), BACKENDS[DEFAULT])
+
+
+def by_backend(groups: Words, run: RunInfo | None) -> Iterator[tuple[Backend, Bool]]:
+    """Each backend that any of `groups` has, and which of them have it."""
+    codes, names = pd.factorize(groups)
+    known = run.groups if run is not None else {}
+    of_name = [backend_of(str(name), known) for name in names]
+    for backend in dict.fromkeys(of_name):
+        yield backend, np.array([one == backend for one in of_name], bool)[codes]

@@ -1,8 +1,12 @@
-"""Where each rank's step went. Every moment of the training thread belongs to one part, so the parts sum to the step.
+"""Where each rank's step went. Every moment belongs to one part, so the parts sum to the step.
 
-A moment that several claim goes to the first of: a pause of the interpreter; a wait (for a peer, then for the bytes); a
-wait for another stage of the pipeline, which is a bubble; evaluation, checkpoints and compilation; the innermost phase;
-a pipeline's schedule, between its actions.
+A step is followed along its critical lane, the one that ends it: the training thread, or the stream that computes where
+the device goes on after the thread. Where that lane waits for another one of its rank, what that one does is painted;
+where a stream waits for nothing that is known, what the training thread does.
+
+A moment of the training thread that several claim goes to the first of: a pause of the interpreter; a wait (for a peer,
+then for the bytes); a wait for another stage of the pipeline, which is a bubble; evaluation, checkpoints and
+compilation; the innermost phase or copy; a pipeline's schedule, between its actions.
 What nothing explains is `other`, and so is what is not training at all (`apart`).
 """
 
@@ -20,54 +24,46 @@ import pandas as pd
 from dsprof.run import RunInfo
 from dsprof.schema import BUDGET_PARTS
 
-from .intervals import Int, Intervals, nest
-from .match import PAIRED, Matches, arrivals, codes_of
-from .topology import PIPELINE
+from .intervals import Int, Intervals
+from .lanes import MAIN, NOTHING, OWN_LANES, PHASE_PART, Lanes, Parts, add, bind_waits, innermost, painted, spans_of
+from .match import Matches
 
 Float = npt.NDArray[np.float64]
 
-LAYERS: Final = ("pause", "peer_wait", "comm_exposed", "bubble", "apart", "data", "optimizer", "compute")
+LAYERS: Final = (
+    "pause", "peer_wait", "comm_exposed", "bubble", "apart", "offload", "data", "optimizer", "compute",
+)  # fmt: skip
 """In order of precedence. `apart` is no part of the budget: it counts as `other`."""
-PHASE_PART: Final = {
-    "data": "data",
-    "loader_start": "data",
-    "optimizer": "optimizer",
-    "clip": "optimizer",
-    "forward": "compute",
-    "loss": "compute",
-    "backward": "compute",
-    "between": "other",
-}
-"""Phases that are not named belong to the one around them."""
-WORK: Final = ("compute", "data", "optimizer", "pause", "other")
+WORK: Final = ("compute", "data", "optimizer", "offload", "pause", "other")
 """Parts that are a rank's own doing; the rest is waiting for others."""
+THREAD_WORK: Final = ("phase", "pipe", "module", "copy", "launch", "pause")
+"""Kinds of rows that say that the training thread does something."""
 
-BINDING_SLACK_NS: Final = 2_000_000
-"""A thread is woken this much after its collective ended, at most, to count as having waited for it."""
-MOST_UNDER_WAY: Final = 64
-"""Collectives that are looked at, of those that ended last, for what an unnamed wait waited for."""
-WAITING: Final = (*PAIRED, "purpose", "source", "start_ns", "dur_ns")
-NOTHING: Final = -1
-"""Row of the matched table, of a wait for something unknown."""
+COPY: Final = "copy"
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """One rank's training thread, painted: `layers[k]` is all that LAYERS[: k + 1] claim together."""
+    """One rank's time, painted: `layers[k]` is all that LAYERS[: k + 1] claim together."""
 
     rank: int
     layers: tuple[Intervals, ...]
     waits: pd.DataFrame
-    """start_ns, end_ns, arrival_ns (of the last peer, within the wait), collective (row of the matched table, NOTHING:
-    unknown), derived, bubble."""
+    """Of the training thread: start_ns, end_ns, arrival_ns (of the last peer, within the wait), collective (row of the
+    matched table, NOTHING: none or unknown), derived, bubble; lane and part, of a wait for what another lane does (see
+    `lanes.Lanes.name`)."""
     apart: Mapping[str, Intervals] = field(default_factory=dict)
     """Kind of schema.TIME_KINDS -> when it was under way."""
+    device: Intervals = field(default_factory=Intervals.empty)
+    """The steps that a device's stream ends."""
 
     @cached_property
     def unbound(self) -> Intervals:
         """The waits of which it is not known what for."""
-        waits = self.waits[(self.waits["collective"] == NOTHING) & ~self.waits["derived"]]
-        return Intervals.union(waits["start_ns"].to_numpy(np.int64), waits["end_ns"].to_numpy(np.int64))
+        waits = self.waits
+        waits = waits[(waits["collective"] == NOTHING) & ~waits["derived"] & (waits["lane"] == NOTHING)]
+        every = Intervals.union(waits["start_ns"].to_numpy(np.int64), waits["end_ns"].to_numpy(np.int64))
+        return every - self.device
 
     def before(self, when: Int) -> dict[str, Int]:
         """Layer -> time of that layer before each moment, ns; `other` not among them."""
@@ -84,29 +80,74 @@ def paint(
     apart: Mapping[str, Intervals] | None = None,
     matches: Matches | None = None,
 ) -> RankTime:
-    """Assign every moment of `rank`'s training thread to a part. `rows` are that rank's; `matches` are of
-    `collectives`, and made here if they are not given."""
-    main = rows[["kind", "name", "step", "start_ns", "dur_ns"]][(rows["lane"] == "main") & rows["dur_ns"].notna()]
-    waits = bind_waits(rows, collectives, run, matches)
+    """Assign every moment of `rank` to a part. `rows` are that rank's; `matches` are of `collectives`, and made here if
+    they are not given."""
+    main = rows[["kind", "name", "step", "start_ns", "dur_ns"]][(rows["lane"] == MAIN) & rows["dur_ns"].notna()]
+    phases = innermost(_phases_and_copies(main, rows), {**PHASE_PART, COPY: "offload"})
+    phases["apart"] = painted(apart or {})
+    lanes = Lanes(rows, collectives, run, matches, phases)
+    waits = bind_waits(rows, collectives, run, matches, lanes)
+    own = _of_thread(main, waits, phases, lanes)
+    device = _device_steps(main, lanes)
+    if len(device.start):
+        theirs = dict(lanes.does(lanes.compute_stream()))
+        add(theirs, own)
+        own = {part: (own[part] - device) | (theirs.get(part, Intervals.empty()) & device) for part in LAYERS}
+    return RankTime(rank, _layers(own), waits, dict(apart or {}), device)
+
+
+def _of_thread(main: pd.DataFrame, waits: pd.DataFrame, phases: Parts, lanes: Lanes) -> Parts:
+    """LAYERS -> what of the training thread's time goes to each alone."""
     start, end = waits["start_ns"].to_numpy(np.int64), waits["end_ns"].to_numpy(np.int64)
     arrival, bubble = waits["arrival_ns"].to_numpy(np.int64), waits["bubble"].to_numpy(bool)
-    stalled = main[main["kind"] == "pause"]
+    for_lane = (waits["lane"] != NOTHING).to_numpy(bool) & ~bubble
+    sends = ~bubble & ~for_lane
     own = {
-        "pause": spans_of(stalled),
-        "peer_wait": Intervals.union(start[~bubble], arrival[~bubble]),
-        "comm_exposed": Intervals.union(arrival[~bubble], end[~bubble]),
+        "pause": spans_of(main[main["kind"] == "pause"]),
+        "peer_wait": Intervals.union(start[sends], arrival[sends]),
+        "comm_exposed": Intervals.union(arrival[sends], end[sends]),
         "bubble": Intervals.union(start[bubble], end[bubble]),
-        "apart": Intervals.empty(),
-        **innermost(main[main["kind"] == "phase"]),
+        **phases,
     }
     own["compute"] = own["compute"] | _scheduled(main)
-    for spans in (apart or {}).values():
-        own["apart"] = own["apart"] | spans
+    if for_lane.any():
+        behind = lanes.behind(waits[for_lane])
+        within = painted(behind)
+        for part in ("offload", "data", "optimizer", "compute"):
+            own[part] = own[part] - within
+        for part, spans in behind.items():
+            own[part] = own[part] | spans
+    return own
+
+
+def _layers(own: Mapping[str, Intervals]) -> tuple[Intervals, ...]:
     layers, so_far = [], Intervals.empty()
     for name in LAYERS:
         so_far = so_far | own[name]
         layers.append(so_far)
-    return RankTime(rank, tuple(layers), waits, dict(apart or {}))
+    return tuple(layers)
+
+
+def _phases_and_copies(main: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """The phases of the training thread, and what it copies, under the name COPY."""
+    phases = main[main["kind"] == "phase"]
+    copied = rows["kind"] == "copy"
+    if not copied.any():
+        return phases
+    copied &= rows["lane"].isin(OWN_LANES) & rows["dur_ns"].notna()
+    return pd.concat([phases.astype({"name": object}), rows.loc[copied, list(phases.columns)].assign(name=COPY)])
+
+
+def _device_steps(main: pd.DataFrame, lanes: Lanes) -> Intervals:
+    """The steps in which the device still works when the training thread has done all of its own."""
+    if lanes.compute_stream() == NOTHING:
+        return Intervals.empty()
+    end = main["start_ns"] + main["dur_ns"].astype("int64")
+    works = main["kind"].isin(THREAD_WORK)
+    thread = end[works].groupby(main["step"][works]).max()
+    numbers, ended = lanes.ends()
+    later = numbers[ended > thread.reindex(numbers, fill_value=np.iinfo(np.int64).min).to_numpy(np.int64)]
+    return spans_of(main[(main["kind"] == "step") & main["step"].isin(later)])
 
 
 def _scheduled(main: pd.DataFrame) -> Intervals:
@@ -115,106 +156,6 @@ def _scheduled(main: pd.DataFrame) -> Intervals:
     end = acted["start_ns"] + acted["dur_ns"].astype("int64")
     first, last = acted.groupby("step")["start_ns"].min(), end.groupby(acted["step"]).max()
     return Intervals.union(first.to_numpy(np.int64), last.to_numpy(np.int64))
-
-
-def spans_of(rows: pd.DataFrame) -> Intervals:
-    """When any of `rows`, which have ended, was under way."""
-    start = rows["start_ns"].to_numpy(np.int64)
-    return Intervals.union(start, start + rows["dur_ns"].to_numpy(np.int64))
-
-
-def innermost(phases: pd.DataFrame, parts: Mapping[str, str] = PHASE_PART) -> dict[str, Intervals]:
-    """Part -> when a phase of that part was the innermost one under way on the thread. `parts`: of each name."""
-    codes, words = codes_of(phases["name"])
-    of_part = list(parts.values())
-    place = np.array([of_part.index(parts[word]) if word in parts else NOTHING for word in words.tolist()] + [NOTHING])
-    label = place[codes]
-    start = phases["start_ns"].to_numpy(np.int64)[label >= 0]
-    end = start + phases["dur_ns"].to_numpy(np.int64)[label >= 0]
-    label = label[label >= 0]
-    order = np.lexsort((-end, start))
-    start, end, label = start[order], end[order], label[order]
-    end, parent = nest(start, end)
-    # At each moment of a begin or an end, from then on: what begins, or what it was inside of; of several that end or
-    # begin at once the outermost that ends and the innermost that begins, which is what comes last here.
-    there = np.flatnonzero(end > start)
-    when = np.concatenate([start[there], end[there]])
-    turn = np.concatenate([there, -there - 1])
-    then = np.concatenate([label[there], np.append(label, NOTHING)[parent[there]]])
-    order = np.lexsort((turn, when))
-    when, then = when[order], then[order]
-    found = {}
-    for name in set(of_part) - {"other"}:
-        mine = np.flatnonzero(then[:-1] == of_part.index(name)) if len(then) else np.empty(0, np.int64)
-        found[name] = Intervals.union(when[mine], when[mine + 1])
-    return found
-
-
-def bind_waits(
-    rows: pd.DataFrame, collectives: pd.DataFrame, run: RunInfo | None = None, matches: Matches | None = None
-) -> pd.DataFrame:
-    """What each wait on the training thread waited for (columns of `RankTime.waits`). `rows` are of one rank.
-
-    A wait that names it is taken at its word. Another, of an older capture or inside C++, is taken to have waited for
-    that collective, of those this rank had issued, that ended last by the end of the wait.
-    """
-    chosen = (rows["kind"] == "wait") & (rows["lane"] == "main") & rows["dur_ns"].notna()
-    waits = rows[list(WAITING)][chosen].sort_values("start_ns")
-    start = waits["start_ns"].to_numpy(np.int64)
-    end = start + waits["dur_ns"].to_numpy(np.int64)
-    bubble = waits["purpose"].eq(PIPELINE).fillna(False).to_numpy(bool)
-    named = waits["seq"].notna().to_numpy(bool)
-    bound = np.full(len(waits), NOTHING, np.int64)
-    if len(collectives) and len(waits):
-        matches = matches or Matches(collectives)
-        if matches.unique:  # else a rank was captured twice, and none can be told from the other
-            bound[named] = matches.find(waits[named], run)
-        guessed = ~named & ~bubble
-        bound[guessed] = _guess(start[guessed], end[guessed], rows, matches)
-    arrival = start.copy()
-    known = bound != NOTHING
-    if known.any():
-        target = collectives.iloc[bound[known]]
-        rank = np.full(len(target), int(rows["rank"].iloc[0]), np.int64)
-        arrival[known] = np.maximum(arrivals(target, rank), start[known])
-    return pd.DataFrame(
-        {
-            "start_ns": start,
-            "end_ns": end,
-            "arrival_ns": np.clip(arrival, start, end),
-            "collective": bound,
-            "derived": (waits["source"] == "derived").to_numpy(),
-            "bubble": bubble,
-        }
-    )
-
-
-def _guess(start: Int, end: Int, rows: pd.DataFrame, matches: Matches) -> Int:
-    bound = np.full(len(start), NOTHING, np.int64)
-    if not len(start):
-        return bound
-    issued = (rows["kind"] == "comm") & rows["issue_ns"].notna() & rows["dur_ns"].notna() & rows["peer"].isna()
-    own = rows[[*PAIRED, "issue_ns", "start_ns", "dur_ns"]][issued & rows["seq"].notna()]
-    index = matches.find(own)
-    # This rank's own end: the ranks' ends of one collective lie milliseconds apart on a busy host.
-    done = own["start_ns"].to_numpy(np.int64) + own["dur_ns"].to_numpy(np.int64)
-    order = np.lexsort((index, done))
-    order = order[index[order] != NOTHING]
-    if not len(order):
-        return bound
-    done, issue, index = done[order], own["issue_ns"].to_numpy(np.int64)[order], index[order]
-    last = np.searchsorted(done, end + BINDING_SLACK_NS, side="right")
-    open_ = np.arange(len(start))  # the waits that have not found theirs
-    for back in range(1, MOST_UNDER_WAY + 1):
-        open_ = open_[last[open_] >= back]
-        open_ = open_[done[last[open_] - back] > start[open_]]
-        at = last[open_] - back
-        hit = issue[at] <= start[open_]
-        bound[open_[hit]] = index[at[hit]]
-        open_ = open_[~hit]
-        if not len(open_):
-            break
-    return bound
 
 
 def step_budget(times: dict[int, RankTime], steps: pd.DataFrame) -> pd.DataFrame:

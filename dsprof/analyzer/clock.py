@@ -18,8 +18,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RunInfo
-from dsprof.schema import SYNCHRONIZING
 
+from .backends import SYNCHRONIZING
 from .match import numbers
 
 Int = npt.NDArray[np.int64]

@@ -46,6 +46,15 @@ class Intervals:
         keep = mine & ~theirs
         return Intervals.union(edges[:-1][keep], edges[1:][keep])
 
+    def __and__(self, other: Intervals) -> Intervals:
+        """What of this set is in `other`."""
+        return self - (self - other)
+
+    def holds(self, when: Int) -> npt.NDArray[np.bool_]:
+        """Whether each moment lies in the set."""
+        at = np.searchsorted(self.start, when, "right") - 1
+        return (at >= 0) & (when < np.append(self.end, 0)[at])
+
     def before(self, when: Int) -> Int:
         """Total length of the part of the set that lies before each moment of `when`."""
         if len(self.start) == 0:

@@ -11,9 +11,9 @@ import pandas as pd
 from dsprof.run import RunInfo
 from dsprof.schema import TIME_KINDS
 
-from .budget import spans_of
 from .intervals import Int, Intervals
 from .irregular import KNOWN, USUAL, Irregular
+from .lanes import spans_of
 
 Float = npt.NDArray[np.float64]
 

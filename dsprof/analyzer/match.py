@@ -15,7 +15,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RunInfo
-from dsprof.schema import SYNCHRONIZING
+
+from .backends import by_backend
 
 Int = npt.NDArray[np.int64]
 Words = npt.NDArray[np.object_]
@@ -29,17 +30,10 @@ PAIRED: Final = ("rank", "name", "group", "seq", "peer", "tag")
 ISSUED: Final = (*PAIRED, "step", "purpose", "root", "bytes", "start_ns", "dur_ns", "issue_ns")
 """Columns of the trace that say who communicates with whom, and that make a match."""
 
-GLOO_WORKERS: Final = 2
-"""Collectives of one group that run at once: gloo has two worker threads a group."""
-
 SEND_RECV: Final = "send_recv"
 """Name of a matched send and receive."""
 PAIR: Final = r" (\d+)>(\d+)(?: #\d+)?$"
 """How the group of a message ends."""
-ROOT_SENDS: Final = frozenset({"broadcast", "scatter"})
-"""Nobody gets anything before the root has come, which waits for all: a send of gloo's waits for its receive."""
-ROOT_RECEIVES: Final = frozenset({"reduce", "gather"})
-"""The root waits for everybody; nobody else for anyone."""
 
 INFORMATIVE_NS: Final = 200_000
 """A wait for a message that took less says that the message was there already, not when it came."""
@@ -287,17 +281,21 @@ def _collectives(comm: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
         }
     )
     matched = matched[matched["end_ns"] != NOT_ENDED].reset_index(drop=True)
-    known = matched["root_ns"] >= 0
-    matched["needs"] = np.select(
-        [
-            matched["name"].isin(SYNCHRONIZING),
-            matched["name"].isin(ROOT_SENDS) & known,
-            matched["name"].isin(ROOT_RECEIVES) & known,
-        ],
-        ["all", "root", "to-root"],
-        "none",
-    )
-    matched["transfer_ns"] = _transfer(matched)
+    known = (matched["root_ns"] >= 0).to_numpy(bool)
+    needs = np.full(len(matched), "none", object)
+    for backend, mine in by_backend(matched["group"].to_numpy(object), run):
+        name = matched["name"][mine]
+        needs[mine] = np.select(
+            [
+                name.isin(backend.synchronizing),
+                name.isin(backend.root_sends) & known[mine],
+                name.isin(backend.root_receives) & known[mine],
+            ],
+            ["all", "root", "to-root"],
+            "none",
+        )
+    matched["needs"] = needs
+    matched["transfer_ns"] = _transfer(matched, run)
     return matched
 
 
@@ -391,26 +389,34 @@ def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd
     )
 
 
-def _transfer(matched: pd.DataFrame) -> Int:
+def _transfer(matched: pd.DataFrame, run: RunInfo | None) -> Int:
     """Time each collective took once all were there and its group had a worker free: first issued, first served.
     `matched` is in order of group and number."""
     last, end = matched["last_ns"].to_numpy(np.int64), matched["end_ns"].to_numpy(np.int64)
-    group, _ = pd.factorize(matched["group"])
-    order = np.lexsort((last, group))
+    groups = matched["group"].to_numpy(object)
+    group, _ = pd.factorize(groups)
     taken: Int = np.maximum(end - last, 0)
+    for backend, mine in by_backend(groups, run):
+        if backend.workers is not None:
+            _serve(taken, last, end, group, np.flatnonzero(mine), backend.workers)
+    return taken
+
+
+def _serve(taken: Int, last: Int, end: Int, group: Int, mine: Int, workers: int) -> None:
+    """Set what those of `mine` took that had to wait for one of their group's workers."""
+    order = mine[np.lexsort((last[mine], group[mine]))]
     # Only those that are issued while another of the group is under way may have to wait for a worker.
     reach = pd.Series(end[order]).groupby(group[order]).cummax().to_numpy(np.int64)
     first = np.append(True, np.diff(group[order]) != 0)[: len(order)]
     begins = np.flatnonzero(first | (np.roll(reach, 1) <= last[order]))
     counts = np.diff(np.append(begins, len(order)))
     for begin, count in zip(begins[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
-        free = [0] * GLOO_WORKERS
+        free = [0] * workers
         for row in order[begin : begin + count].tolist():
             worker = free.index(min(free))
             begun = max(int(last[row]), free[worker])
             taken[row] = max(int(end[row]) - begun, 0)
             free[worker] = max(int(end[row]), free[worker])
-    return taken
 
 
 class Matches:

@@ -17,9 +17,9 @@ import pandas as pd
 from dsprof.schema import BUDGET_PARTS
 
 from .analysis import Analysis, Verdict
-from .budget import PHASE_PART
 from .finding import MEASURED_EXCESS, Finding
 from .irregular import FEWEST_JUDGED, warm_up
+from .lanes import PHASE_PART
 from .steps import early_ends
 from .text import clean, count, ms, percent, ranks
 

@@ -8,7 +8,8 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from .budget import NOTHING, RankTime
+from .budget import RankTime
+from .lanes import NOTHING
 
 WAIT_COLUMNS: Final = ("rank", "start_ns", "end_ns", "arrival_ns", "group", "seq", "issued_step")
 
@@ -29,6 +30,7 @@ def waits_table(times: Mapping[int, RankTime], collectives: pd.DataFrame, steps:
         at = np.searchsorted(mine["start_ns"].to_numpy(np.int64), start[chosen], "right") - 1
         step[chosen[at >= 0]] = mine["step"].to_numpy(np.float64)[at[at >= 0]]
     waits = waits.assign(
+        arrival_ns=waits["arrival_ns"].astype("Int64").mask(waits["lane"] != NOTHING),
         group=named["group"].to_numpy(object),
         seq=named["seq"].astype("Int64").array,
         issued_step=pd.array(np.where(issued < step, issued, np.nan), "Int64"),

@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ..budget import innermost, spans_of
 from ..context import Context, interval
 from ..finding import Evidence, Finding, Fix, Gain, Where
+from ..lanes import innermost, spans_of
 from ..load import counted_per_step
 from ..whatif.work import Change
 from .base import LEAST_SHARE, NotConcerned, NotJudged, confidence_of

@@ -1,0 +1,400 @@
+"""What the lanes of a rank did when, whichever runs them: threads, the engine's lanes, a device's streams.
+
+A lane's time is its rows': a copy is `offload`, a kernel `compute`, a phase what phases are, and a communication
+`peer_wait` until the last rank has come, then `comm_exposed`. What a device does for the optimizer, for loading or for
+an evaluation is told by when it was launched. A lane that stands still does what it waits for: a wait row says what
+that is, and a stream's gap is for what of another stream ended last before it was over, unless the next operation had
+not been launched by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from dsprof.run import RunInfo
+
+from .intervals import Int, Intervals, nest
+from .match import PAIRED, Matches, arrivals, codes_of
+from .topology import PIPELINE
+
+Parts = dict[str, Intervals]
+"""Part of the budget -> when."""
+
+PHASE_PART: Final = {
+    "data": "data",
+    "loader_start": "data",
+    "optimizer": "optimizer",
+    "clip": "optimizer",
+    "forward": "compute",
+    "loss": "compute",
+    "backward": "compute",
+    "between": "other",
+}
+"""Phases that are not named belong to the one around them."""
+KIND_PART: Final = {"copy": "offload", "kernel": "compute"}
+LAUNCHED_FOR: Final = ("optimizer", "data", "apart")
+"""What a launched operation takes over from where it was launched."""
+DOES: Final = ("compute", "offload", "comm_exposed", "optimizer", "data", "apart", "other")
+"""What a row of a lane can be; `other` paints nothing."""
+
+MAIN: Final = "main"
+OWN_LANES: Final = (MAIN, "autograd")
+"""The training thread, and what works while it is inside backward."""
+STREAM: Final = "cuda."
+"""How a device's streams begin; all other lanes are threads."""
+
+BINDING_SLACK_NS: Final = 2_000_000
+"""A thread is woken this much after its collective ended, at most, to count as having waited for it."""
+STREAM_SLACK_NS: Final = 100_000
+"""A stream goes on this much after another, at most, to count as having waited for it, where no launch is known."""
+MOST_UNDER_WAY: Final = 64
+"""Collectives that are looked at, of those that ended last, for what an unnamed wait waited for."""
+WAITING: Final = (*PAIRED, "purpose", "source", "corr", "start_ns", "dur_ns")
+WORKING: Final = (*PAIRED, "kind", "lane", "step", "corr", "start_ns", "dur_ns")
+NOTHING: Final = -1
+"""Row of the matched table, of a wait for something unknown; of a row, that it is not told."""
+
+
+def spans_of(rows: pd.DataFrame) -> Intervals:
+    """When any of `rows`, which have ended, was under way."""
+    start = rows["start_ns"].to_numpy(np.int64)
+    return Intervals.union(start, start + rows["dur_ns"].to_numpy(np.int64))
+
+
+def innermost(phases: pd.DataFrame, parts: Mapping[str, str] = PHASE_PART) -> Parts:
+    """Part -> when a phase of that part was the innermost one under way on the thread. `parts`: of each name."""
+    names = tuple(dict.fromkeys(parts.values()))
+    start = phases["start_ns"].to_numpy(np.int64)
+    return _innermost(start, start + phases["dur_ns"].to_numpy(np.int64), _labels(phases["name"], parts, names), names)
+
+
+def _labels(column: pd.Series[str], parts: Mapping[str, str], names: tuple[str, ...]) -> Int:
+    """Of each value its part's place in `names`, NOTHING: it has none."""
+    codes, words = codes_of(column)
+    places = [names.index(parts[word]) if word in parts else NOTHING for word in words.tolist()]
+    return np.array([*places, NOTHING], np.int64)[codes]
+
+
+def _innermost(start: Int, end: Int, label: Int, names: tuple[str, ...]) -> Parts:
+    """The same of intervals with labels, places in `names`; those without one are passed over."""
+    start, end, label = start[label >= 0], end[label >= 0], label[label >= 0]
+    order = np.lexsort((-end, start))
+    start, end, label = start[order], end[order], label[order]
+    end, parent = nest(start, end)
+    # At each moment of a begin or an end, from then on: what begins, or what it was inside of; of several that end or
+    # begin at once the outermost that ends and the innermost that begins, which is what comes last here.
+    there = np.flatnonzero(end > start)
+    when = np.concatenate([start[there], end[there]])
+    turn = np.concatenate([there, -there - 1])
+    then = np.concatenate([label[there], np.append(label, NOTHING)[parent[there]]])
+    order = np.lexsort((turn, when))
+    when, then = when[order], then[order]
+    found = {}
+    for place, name in enumerate(names):
+        if name == "other":
+            continue
+        mine = np.flatnonzero(then[:-1] == place) if len(then) else np.empty(0, np.int64)
+        found[name] = Intervals.union(when[mine], when[mine + 1])
+    return found
+
+
+def painted(parts: Mapping[str, Intervals]) -> Intervals:
+    """When any of them is."""
+    result = Intervals.empty()
+    for spans in parts.values():
+        result = result | spans
+    return result
+
+
+def add(to: Parts, more: Mapping[str, Intervals]) -> None:
+    """Paint `more` where nothing is painted yet."""
+    there = painted(to)
+    for part, spans in more.items():
+        to[part] = to.get(part, Intervals.empty()) | (spans - there)
+
+
+class Lanes:
+    """The lanes beside the training thread of one rank, as far as they do more than to communicate for it.
+
+    launched: `innermost` phases of the training thread, and `apart`, when it was not training
+    """
+
+    def __init__(
+        self,
+        rows: pd.DataFrame,
+        collectives: pd.DataFrame,
+        run: RunInfo | None,
+        matches: Matches | None,
+        launched: Mapping[str, Intervals],
+    ) -> None:
+        self._rows, self._collectives, self._run = rows, collectives, run
+        self._matches = matches or (Matches(collectives) if len(collectives) else None)
+        kind, beside = rows["kind"], rows["lane"] != MAIN
+        works = ((kind == "copy") | (kind == "kernel") | (kind == "phase")) & beside
+        sends = (kind == "comm") & (_on_stream(rows["lane"]) | rows["corr"].notna())
+        chosen = (works | sends) & rows["dur_ns"].notna()
+        if not chosen.any():  # so it is where only the training thread matters
+            rows = rows[:0]
+            chosen = chosen[:0]
+        self._work = work = rows[list(WORKING)][chosen & ~rows["lane"].isin(OWN_LANES)]
+        if not len(work):
+            return
+        self._lane, names = codes_of(work["lane"])
+        self.names = names.tolist()
+        self._stream = _on_stream(work["lane"]).to_numpy(bool)
+        self._comm = (work["kind"] == "comm").to_numpy(bool)
+        self._start = work["start_ns"].to_numpy(np.int64)
+        self._end = self._start + work["dur_ns"].to_numpy(np.int64)
+        self.busy = cache(self._busy)
+        self.does = cache(self._does)
+        self._corr = work["corr"].to_numpy(np.int64, na_value=NOTHING)
+        self._launch = self._launches()
+        self._label = self._tell(launched)
+
+    def __bool__(self) -> bool:
+        return bool(len(self._work))
+
+    def _launches(self) -> Int:
+        """When each operation was launched, NOTHING: unknown."""
+        rows = self._rows
+        calls = rows[["corr", "start_ns"]][(rows["kind"] == "launch") & rows["corr"].notna()]
+        return _look_up(calls["corr"].to_numpy(np.int64), calls["start_ns"].to_numpy(np.int64), self._corr)
+
+    def _tell(self, launched: Mapping[str, Intervals]) -> Int:
+        kind = self._work["kind"]
+        label = _labels(kind, KIND_PART, DOES)
+        of_phase = (kind == "phase").to_numpy(bool)
+        label[of_phase] = _labels(self._work["name"], PHASE_PART, DOES)[of_phase]
+        for part in LAUNCHED_FOR:
+            inside = launched.get(part, Intervals.empty()).holds(self._launch)
+            label[(label >= 0) & ~of_phase & (self._launch != NOTHING) & inside] = DOES.index(part)
+        label[self._comm] = DOES.index("comm_exposed")
+        return label
+
+    # --- what a lane does
+
+    def _busy(self, lane: int) -> Parts:
+        """What a lane did itself."""
+        mine = (self._lane == lane) & ~self._comm
+        sends = (self._lane == lane) & self._comm
+        found: Parts = {}
+        if sends.any():
+            start, end = self._start[sends], self._end[sends]
+            arrival = self._arrivals(self._work[sends], start, end)
+            add(found, {"peer_wait": Intervals.union(start, arrival)})
+            add(found, {"comm_exposed": Intervals.union(arrival, end)})
+        add(found, _innermost(self._start[mine], self._end[mine], self._label[mine], DOES))
+        return found
+
+    def _arrivals(self, comm: pd.DataFrame, start: Int, end: Int) -> Int:
+        """When the last of whoever each communication depends on had come, within it; its start where that is not
+        known."""
+        arrival = start.copy()
+        numbered = comm["seq"].notna().to_numpy(bool)
+        if self._matches is None or not self._matches.unique or not numbered.any():
+            return arrival
+        target = self._matches.find(comm[numbered], self._run)
+        known = np.flatnonzero(numbered)[target != NOTHING]
+        ranks = comm["rank"].to_numpy(np.int64)[known]
+        arrival[known] = arrivals(self._collectives.iloc[target[target != NOTHING]], ranks)
+        return np.clip(arrival, start, end)
+
+    def _does(self, lane: int) -> Parts:
+        """What a lane did, itself or in others that it waited for."""
+        found = dict(self.busy(lane))
+        if not self.names[lane].startswith(STREAM):
+            return found
+        waits = bind_waits(self._rows, self._collectives, self._run, self._matches, self, self.names[lane])
+        told = waits[waits["collective"] != NOTHING]
+        start, arrival = told["start_ns"].to_numpy(np.int64), told["arrival_ns"].to_numpy(np.int64)
+        add(found, {"peer_wait": Intervals.union(start, arrival)})
+        add(found, {"comm_exposed": Intervals.union(arrival, told["end_ns"].to_numpy(np.int64))})
+        add(found, self.behind(waits, deep=False))
+        begin, finish, others = self._gaps(lane)
+        for other in np.unique(others).tolist():
+            within = Intervals.union(begin[others == other], finish[others == other])
+            add(found, {part: spans & within for part, spans in self.busy(other).items()})
+        return found
+
+    def _gaps(self, lane: int) -> tuple[Int, Int, Int]:
+        """Begin and end of each gap of a stream that another one is the cause of, and which."""
+        mine = np.flatnonzero(self._lane == lane)
+        mine = mine[np.argsort(self._start[mine], kind="stable")]
+        over = int(self._end[self._stream].max())
+        begin = np.maximum.accumulate(self._end[mine])
+        finish = np.append(self._start[mine][1:], over)
+        launch = np.append(self._launch[mine][1:], NOTHING)
+        others = np.flatnonzero(self._stream & (self._lane != lane))
+        others = others[np.argsort(self._end[others], kind="stable")]
+        at = np.searchsorted(self._end[others], finish, "right") - 1
+        ended = np.append(self._end[others], NOTHING)[at]
+        since = np.where(launch != NOTHING, launch, finish - STREAM_SLACK_NS)
+        chosen = (at >= 0) & (ended > begin) & (ended >= since)
+        return begin[chosen], finish[chosen], self._lane[others[at[chosen]]]
+
+    # --- what waits for a lane
+
+    def name(self, waits: pd.DataFrame) -> tuple[pd.DataFrame, Int, Int]:
+        """What `waits` (WAITING) were for: as they are, but those for a communication of a lane with its number; the
+        lane that ran it, NOTHING: none of these; and which part that is, place in DOES.
+
+        A wait is for the row with its `corr`; without one, and without a number, for what has its name: of several the
+        one that ended last by the end of the wait.
+        """
+        lane, part = np.full(len(waits), NOTHING), np.full(len(waits), NOTHING)
+        if not self or not len(waits):
+            return waits, lane, part
+        every = np.arange(len(self._corr))[self._corr != NOTHING]
+        row = _look_up(self._corr[every], every, waits["corr"].to_numpy(np.int64, na_value=NOTHING))
+        unnamed = (waits["corr"].isna() & waits["seq"].isna()).to_numpy(bool)
+        end = (waits["start_ns"] + waits["dur_ns"]).to_numpy(np.int64) + BINDING_SLACK_NS
+        names = waits["name"].astype(str)
+        own = self._work["kind"].isin(["copy", "phase"]).to_numpy(bool)
+        for name in sorted(set(names[unnamed]) & set(self._work["name"][own].astype(str))):
+            there = np.flatnonzero(own & (self._work["name"] == name).to_numpy(bool))
+            there = there[np.argsort(self._end[there], kind="stable")]
+            mine = np.flatnonzero(unnamed & (names == name).to_numpy(bool))
+            row[mine] = there[np.maximum(np.searchsorted(self._end[there], end[mine], "right") - 1, 0)]
+        numbered = np.append(self._comm & self._work["seq"].notna().to_numpy(bool), False)[row]
+        known = (row != NOTHING) & ~numbered
+        lane[known], part[known] = self._lane[row[known]], self._label[row[known]]
+        if numbered.any():
+            waits = waits.copy()
+            columns = [name for name in PAIRED if name != "rank"]
+            for column in columns:
+                values = waits[column].astype(object)
+                values[numbered] = self._work[column].astype(object).to_numpy()[row[numbered]]
+                waits[column] = values.astype(self._work[column].dtype)
+        return waits, lane, part
+
+    def behind(self, waits: pd.DataFrame, *, deep: bool = True) -> Parts:
+        """What was done in the waits for a lane: what that lane did then, else what it was that they were for. `deep`:
+        so also what that lane itself waited for."""
+        found: Parts = {}
+        start, end = waits["start_ns"].to_numpy(np.int64), waits["end_ns"].to_numpy(np.int64)
+        lane, part = waits["lane"].to_numpy(np.int64), waits["part"].to_numpy(np.int64)
+        for one in np.unique(lane[lane != NOTHING]).tolist():
+            within = Intervals.union(start[lane == one], end[lane == one])
+            does = self.does(one) if deep else self.busy(one)
+            add(found, {name: spans & within for name, spans in does.items()})
+        for place, name in enumerate(DOES[:-1]):
+            mine = (lane != NOTHING) & (part == place)
+            if mine.any():
+                add(found, {name: Intervals.union(start[mine], end[mine])})
+        return found
+
+    # --- which lane ends a step
+
+    def compute_stream(self) -> int:
+        """The stream that computes: the one whose kernels take longest, NOTHING: none was seen."""
+        if not self:
+            return NOTHING
+        kernel = (self._work["kind"] == "kernel").to_numpy(bool) & self._stream
+        if not kernel.any():
+            return NOTHING
+        spent = np.bincount(self._lane[kernel], (self._end - self._start)[kernel])
+        return int(spent.argmax())
+
+    def ends(self) -> tuple[Int, Int]:
+        """Number of each step that the device works for, and when it had done that."""
+        step = self._work["step"].to_numpy(np.int64)[self._stream]
+        steps, of = np.unique(step, return_inverse=True)
+        last = np.full(len(steps), np.iinfo(np.int64).min)
+        np.maximum.at(last, of, self._end[self._stream])
+        return steps, last
+
+
+def _on_stream(lane: pd.Series[str]) -> pd.Series[bool]:
+    """Which rows are a device's."""
+    names = lane.astype("category").cat.categories
+    return lane.isin([name for name in names if str(name).startswith(STREAM)])
+
+
+def _look_up(keys: Int, values: Int, wanted: Int) -> Int:
+    """The value of each wanted key, NOTHING: there is none."""
+    order = np.argsort(keys, kind="stable")
+    if not len(order):
+        return np.full(len(wanted), NOTHING)
+    at = np.minimum(np.searchsorted(keys[order], wanted), len(order) - 1)
+    found: Int = np.where((keys[order[at]] == wanted) & (wanted != NOTHING), values[order[at]], NOTHING)
+    return found
+
+
+def bind_waits(
+    rows: pd.DataFrame,
+    collectives: pd.DataFrame,
+    run: RunInfo | None,
+    matches: Matches | None,
+    lanes: Lanes,
+    lane: str = MAIN,
+) -> pd.DataFrame:
+    """What each wait on a lane waited for (columns of `RankTime.waits`). `rows` and `lanes` are of one rank.
+
+    A wait that names it is taken at its word. Another of the training thread, of an older capture or inside C++, is
+    taken to have waited for that collective, of those this rank had issued, that ended last by the end of the wait.
+    """
+    chosen = (rows["kind"] == "wait") & (rows["lane"] == lane) & rows["dur_ns"].notna()
+    waits, for_lane, part = lanes.name(rows[list(WAITING)][chosen].sort_values("start_ns"))
+    start = waits["start_ns"].to_numpy(np.int64)
+    end = start + waits["dur_ns"].to_numpy(np.int64)
+    bubble = waits["purpose"].eq(PIPELINE).fillna(False).to_numpy(bool)
+    named = waits["seq"].notna().to_numpy(bool)
+    bound = np.full(len(waits), NOTHING, np.int64)
+    if len(collectives) and len(waits):
+        matches = matches or Matches(collectives)
+        if matches.unique:  # else a rank was captured twice, and none can be told from the other
+            bound[named] = matches.find(waits[named], run)
+        if lane == MAIN:
+            guessed = ~named & ~bubble & (for_lane == NOTHING)
+            bound[guessed] = _guess(start[guessed], end[guessed], rows, matches)
+    arrival = start.copy()
+    known = bound != NOTHING
+    if known.any():
+        target = collectives.iloc[bound[known]]
+        rank = np.full(len(target), int(rows["rank"].iloc[0]), np.int64)
+        arrival[known] = np.maximum(arrivals(target, rank), start[known])
+    return pd.DataFrame(
+        {
+            "start_ns": start,
+            "end_ns": end,
+            "arrival_ns": np.clip(arrival, start, end),
+            "collective": bound,
+            "derived": (waits["source"] == "derived").to_numpy(),
+            "bubble": bubble,
+            "lane": for_lane,
+            "part": part,
+        }
+    )
+
+
+def _guess(start: Int, end: Int, rows: pd.DataFrame, matches: Matches) -> Int:
+    bound = np.full(len(start), NOTHING, np.int64)
+    if not len(start):
+        return bound
+    issued = (rows["kind"] == "comm") & rows["issue_ns"].notna() & rows["dur_ns"].notna() & rows["peer"].isna()
+    own = rows[[*PAIRED, "issue_ns", "start_ns", "dur_ns"]][issued & rows["seq"].notna()]
+    index = matches.find(own)
+    # This rank's own end: the ranks' ends of one collective lie milliseconds apart on a busy host.
+    done = own["start_ns"].to_numpy(np.int64) + own["dur_ns"].to_numpy(np.int64)
+    order = np.lexsort((index, done))
+    order = order[index[order] != NOTHING]
+    if not len(order):
+        return bound
+    done, issue, index = done[order], own["issue_ns"].to_numpy(np.int64)[order], index[order]
+    last = np.searchsorted(done, end + BINDING_SLACK_NS, side="right")
+    open_ = np.arange(len(start))  # the waits that have not found theirs
+    for back in range(1, MOST_UNDER_WAY + 1):
+        open_ = open_[last[open_] >= back]
+        open_ = open_[done[last[open_] - back] > start[open_]]
+        at = last[open_] - back
+        hit = issue[at] <= start[open_]
+        bound[open_[hit]] = index[at[hit]]
+        open_ = open_[~hit]
+        if not len(open_):
+            break
+    return bound
