@@ -214,6 +214,10 @@ def coalesce(steps: Steps, families: list[list[int]], together: int, link: Link,
     for segment in issues[saved, 0].tolist():
         taken = work[segment].sum(axis=-1)
         work[segment] *= np.clip(1 - host_ms / np.maximum(taken, 1e-9), 0.0, None)[:, None]
+    # Nobody is woken late from a wait that there is no more.
+    waits = structure.waits
+    gone = np.isin(waits[:, 0], list(dropped))
+    work[np.setdiff1d(waits[gone, 1], waits[~gone, 1]), :, PARTS.index("lag")] = 0.0
     kept_tasks = [c for c in range(len(tasks)) if c not in dropped]
     number = np.full(len(tasks), GONE)
     number[kept_tasks] = np.arange(len(kept_tasks))
