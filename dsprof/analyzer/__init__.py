@@ -11,6 +11,7 @@ From rows to time:
     match        the same collective or message on all ranks
     kinds        what the run's wall time went into
     budget       where each rank's step went; `intervals` is its arithmetic
+    parts        what the parts of a budget are: own work, waiting
     irregular    ordinary steps, and those that are not
     load         how busy the cores are
     waits, overhead, layers   what reports and fixes want to know besides
