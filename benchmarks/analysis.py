@@ -50,7 +50,7 @@ STAGES = {
     "match": ["match_collectives", "find_topology", "name_pipeline_messages", "mismatches"],
     "paint": ["apart_spans", "paint", "step_budget", "waits_table", "divide_time"],
     "irregular": ["find_irregular", "mark_ordinary", "lasting_change"],
-    "load of cores": ["measure_load"],
+    "load of cores": ["Gauges", "measure_load"],
     "graph": ["build_graph"],
     "replay": ["check"],
     "rules": ["judge"],
