@@ -22,6 +22,10 @@ from typing import Any, Final, TypeVar
 RUN_SCHEMA: Final = 1
 DEFAULT_PARENT: Final = "dsprof-out"
 
+BY_HAND: Final = 128 + signal.SIGINT
+INTERRUPTED: Final = (BY_HAND, 128 + signal.SIGTERM)
+"""Status of a run that was stopped from the keyboard; of one that was stopped by somebody, a scheduler perhaps."""
+
 Known = TypeVar("Known")
 Process = TypeVar("Process", "RankExit", "RankInfo")
 

@@ -200,6 +200,8 @@ PHASES: Final = (
 own work. Derived on merge are `loss` (last module to backward), `clip` (backward to optimizer) and, where no DataLoader
 was seen, `between` (optimizer to the next forward): how the loop gets its input, perhaps. Where the engine trains,
 `backward` and `optimizer` are its own `backward` and `step`, with what it waits for in them."""
+LOADING: Final = ("data", "loader_start")
+"""Phases in which the loop is in a DataLoader."""
 
 BUDGET_PARTS: Final = (
     "compute", "comm_exposed", "peer_wait", "bubble", "data", "optimizer", "offload", "pause", "other",

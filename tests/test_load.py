@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from synthetic import Job, constant
 
-from dsprof.analyzer.context import interval
-from dsprof.analyzer.load import HostLoad, core_masks, counted_per_step, measure_load, spent_by_step
+from dsprof.analyzer.context import interval, intervals
+from dsprof.analyzer.load import Gauges, HostLoad, core_masks, measure_load
 from dsprof.run import RankInfo, RunInfo
 
 
@@ -51,7 +52,7 @@ def load_of(job: Job, **changed: Any) -> HostLoad:
     facts = {"process": [fact for fact in trace.run.facts if fact["fact"] == "process"]}
     for name, value in changed.items():
         setattr(trace.run, name, value)
-    load = measure_load(trace.run, trace.rows, steps, facts, 126.0)
+    load = measure_load(trace.run, Gauges(trace.rows, steps), facts, 126.0)
     assert load is not None
     return load
 
@@ -83,11 +84,34 @@ def test_ordinary_steps_need_not_follow_one_another() -> None:
     trace = Job(steps=20, data=lambda rank, step: 1001 if step % 5 == 0 else 1, cpu_share=1.0, buckets=()).trace()
     steps = trace.rows.loc[trace.rows["kind"] == "step", ["rank", "step", "start_ns", "dur_ns"]]
     steps = steps.astype({"dur_ns": "int64"}).assign(ordinary=steps["step"] % 5 != 0)
-    spent = spent_by_step(trace.rows, steps, "cpu_seconds")
+    gauges = Gauges(trace.rows, steps)
+    spent = gauges.spent("cpu_seconds")
     duration = (steps.loc[steps["ordinary"] & (steps["rank"] == 1), "dur_ns"] / 1e6).to_numpy()
     assert spent[1] == pytest.approx(duration, rel=1e-3)
-    assert counted_per_step(trace.rows, steps, "cpu_seconds")[1] == pytest.approx(126, abs=1)
-    assert spent_by_step(trace.rows, steps, "no such gauge") == {}
+    assert spent[1].mean() == pytest.approx(126, abs=1)
+    assert np.isnan(gauges.spent("no such gauge")).all()
+    assert gauges.spent("no such gauge").shape == (2, 16)
+
+
+def test_a_gauge_is_read_between_its_samples_on_ranks_that_have_two() -> None:
+    def table(kind: str, rank: int, start_ms: list[float], **columns: Any) -> pd.DataFrame:
+        start = (np.array(start_ms) * 1e6).astype(np.int64)
+        return pd.DataFrame({"kind": kind, "rank": rank, "name": "cpu_seconds", "start_ns": start, **columns})
+
+    rows = pd.concat([
+        table("gauge", 3, [20, 10, 30], value=[0.010, 0.005, 0.030]), table("gauge", 1, [10], value=[0.5]),
+        table("gauge", 2, [0, 40], value=[1.0, 1.020]), table("gauge", 9, [0, 40], value=[1.0, 1.020]),
+    ])  # fmt: skip
+    begin = [0.0, 10, 25]
+    steps = pd.concat([
+        table("step", rank, begin, step=[4, 5, 6], dur_ns=10_000_000, ordinary=True) for rank in (3, 2, 1)
+    ])  # fmt: skip
+    gauges = Gauges(rows, steps)
+    assert (gauges.ranks, gauges.steps.tolist()) == ((1, 2, 3), [4, 5, 6])
+    spent = gauges.spent("cpu_seconds")
+    assert np.isnan(spent[0]).all()
+    assert spent[1] == pytest.approx([5, 5, 5])
+    assert spent[2] == pytest.approx([7.5, 5, 10])  # from 20 to 30 of 20 to 30 ms, and nothing behind
 
 
 def test_the_step_before_the_first_reading_counts_as_the_mean_of_the_others() -> None:
@@ -108,6 +132,13 @@ def test_without_readings_the_load_is_not_known() -> None:
     steps = steps.astype({"dur_ns": "int64"}).assign(ordinary=True)
     facts = {"process": [fact for fact in trace.run.facts if fact["fact"] == "process"]}
     rows = trace.rows[trace.rows["kind"] != "gauge"]
-    assert measure_load(trace.run, rows, steps, facts, 130.0) is None
-    assert measure_load(trace.run, trace.rows, steps, {}, 130.0) is None
-    assert measure_load(trace.run, trace.rows, steps.assign(ordinary=False), facts, 0.0) is None
+    assert measure_load(trace.run, Gauges(rows, steps), facts, 130.0) is None
+    assert measure_load(trace.run, Gauges(trace.rows, steps), {}, 130.0) is None
+    assert measure_load(trace.run, Gauges(trace.rows, steps.assign(ordinary=False)), facts, 0.0) is None
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 7, 40, 333])
+def test_intervals_of_many_series_are_those_of_each(steps: int) -> None:
+    series = np.random.default_rng(steps).normal(5, 2, (3, steps))
+    low, high = intervals(series)
+    assert [(float(a), float(b)) for a, b in zip(low, high, strict=True)] == [interval(mine) for mine in series]

@@ -99,3 +99,16 @@ def test_collectives_without_numbers_and_messages_without_partners() -> None:
         return rows
 
     changed(Job().trace(), poor)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2, 3])
+def test_a_rank_whose_steps_are_not_known_is_left_out(lost: int) -> None:
+    job = Job(ranks=4, forward=lambda rank, step: 90 if rank == (lost + 1) % 4 else 40)
+    analysis = changed(job.trace(), lambda rows: rows[(rows["rank"] != lost) | (rows["kind"] != "step")])
+    assert lost not in set(analysis.steps["rank"])
+    slow = next((finding for finding in analysis.findings if finding.code == "rank.straggler"), None)
+    assert slow is not None, analysis.verdict
+    assert slow.where.ranks == ((lost + 1) % 4,)
+    assert slow.where.op == "forward"
+    evidence = {item.metric: (item.value, item.expected) for item in slow.evidence}
+    assert evidence["forward a step"] == (pytest.approx(90, abs=1), pytest.approx(40, abs=1))

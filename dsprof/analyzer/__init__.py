@@ -12,6 +12,7 @@ From rows to time:
     kinds        what the run's wall time went into
     lanes        what each lane of a rank did, and what its waits were for
     budget       where each rank's step went; `intervals` is its arithmetic
+    parts        what the parts of a budget are: own work, waiting
     irregular    ordinary steps, and those that are not
     load         how busy the cores are
     waits, overhead, layers   what reports and fixes want to know besides

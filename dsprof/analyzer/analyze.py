@@ -22,7 +22,7 @@ from .context import Context
 from .irregular import find_irregular, mark_ordinary
 from .judge import judge
 from .kinds import apart_spans, divide_time, run_span
-from .load import measure_load
+from .load import Gauges, measure_load
 from .match import Matches, match_collectives, mismatches, number_by_order
 from .overhead import estimate_overhead
 from .steps import align_steps, completed_steps, describe_steps, early_ends, lasting_change, step_time
@@ -60,7 +60,7 @@ def analyze(trace: Trace) -> Analysis:
     # The step graph; what every rule says of it.
     graph = build_graph(times, by_rank, collectives, steps, run, matches)
     checked = check(graph, aligned.clock_error_us / 1e3) if graph is not None else None
-    facts = _facts_by_kind(run)
+    facts, gauges = _facts_by_kind(run), Gauges(rows, steps)
     context = Context(
         run=run,
         rows=rows,
@@ -68,7 +68,8 @@ def analyze(trace: Trace) -> Analysis:
         collectives=collectives,
         graph=graph,
         step_ms=step_ms.mean if step_ms else 0.0,
-        load=measure_load(run, rows, steps, facts, step_ms.mean if step_ms else 0.0),
+        load=measure_load(run, gauges, facts, step_ms.mean if step_ms else 0.0),
+        gauges=gauges,
         facts=facts,
         irregular=irregular,
         topology=topology,

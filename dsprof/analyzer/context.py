@@ -1,11 +1,14 @@
-"""What the rules work with: the measured run, its replay, and gains with their intervals."""
+"""What the rules work with: the measured run, its replay, and gains with their intervals.
+
+What several rules use is worked out once: of the run, it is a property of `Context`; of one family, a function that is
+marked `once`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Final
+from functools import cached_property, wraps
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +20,22 @@ from dsprof.run import RunInfo
 from .finding import MEASURED_EXCESS, Gain
 from .graph import StepGraph
 from .irregular import Irregular
-from .load import HostLoad
+from .load import Gauges, HostLoad
 from .replay import replay
 from .topology import Topology
 
 Float = npt.NDArray[np.float64]
+Bool = npt.NDArray[np.bool_]
+
+Found = TypeVar("Found")
 
 BATCH: Final = 10
 FEWEST_BATCHES: Final = 5
 MOST_BATCHES: Final = 20
 """Batches of at least BATCH steps, but no fewer than five of them and no more than twenty."""
+
+
+PHASE_COLUMNS: Final = ("rank", "step", "name", "lane", "start_ns", "dur_ns", "bytes", "value", "grad", "source")
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,7 @@ class Context:
     rows, steps, collectives: as in `Analysis`.
     graph:        the ordinary steps, for replay; None without one.
     load:         how busy the hosts' cores are; None: not measured.
+    gauges:       what threads and cores spent in each ordinary step.
     facts:        `RunInfo.facts` by their kind.
     irregular:    the steps that are not ordinary, and what they cost.
     topology:     which ranks are stages of a pipeline.
@@ -49,10 +59,13 @@ class Context:
     graph: StepGraph | None
     step_ms: float
     load: HostLoad | None
+    gauges: Gauges
     facts: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
     irregular: Irregular = field(default_factory=Irregular)
     topology: Topology = field(default_factory=Topology)
     clock_error_ms: float = 0.0
+    kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What functions marked `once` found."""
 
     @cached_property
     def ordinary(self) -> pd.DataFrame:
@@ -62,10 +75,34 @@ class Context:
     def ranks(self) -> tuple[int, ...]:
         return tuple(int(rank) for rank in np.sort(self.steps["rank"].unique()))
 
-    @property
+    @cached_property
+    def phases(self) -> pd.DataFrame:
+        """PHASE_COLUMNS of every phase, of any thread and also if it did not end, by rank and start."""
+        return self._of_kind("phase", PHASE_COLUMNS).sort_values(["rank", "start_ns"], kind="stable")
+
+    @cached_property
+    def training_phases(self) -> pd.DataFrame:
+        """Those of `phases` that ended, of the training threads; `dur_ns` is never missing."""
+        chosen = (self.phases["lane"] == "main") & self.phases["dur_ns"].notna()
+        return self.phases[chosen].astype({"dur_ns": "int64"})
+
+    @cached_property
+    def _issued(self) -> pd.DataFrame:
+        """Every communication of any rank: step, purpose, host_ns, dur_ns, ended."""
+        return self._of_kind("comm", ("step", "purpose", "host_ns", "dur_ns", "ended"))
+
+    def _of_kind(self, kind: str, columns: tuple[str, ...]) -> pd.DataFrame:
+        return self.rows[list(columns)][self.rows["kind"] == kind]
+
+    def host_ms(self, *purposes: str) -> float:
+        """What issuing a communication of these purposes takes the thread that does, median; 0: not known."""
+        host = self._issued["host_ns"][self._issued["purpose"].isin(purposes)].dropna().astype("int64")
+        return float(host.median()) / 1e6 if len(host) else 0.0
+
+    @cached_property
     def on_gpu(self) -> bool:
         """Whether the job computed or communicated on devices, whose time this version does not measure."""
-        comm = self.rows[(self.rows["kind"] == "comm") & (self.rows["step"] >= 0)]
+        comm = self._issued[self._issued["step"] >= 0]
         unknown = comm["dur_ns"].isna() & comm["ended"].fillna(False).astype(bool)
         return bool(self.facts.get("device")) or (len(comm) > 0 and bool(unknown.mean() > 0.5))
 
@@ -75,10 +112,12 @@ class Context:
         return len(self.teams) > 1
 
     @cached_property
-    def teams(self) -> list[npt.NDArray[np.bool_]]:
+    def teams(self) -> list[Bool]:
         """Which of `ranks` are to do the same work, [R] a team: all, or those that hold the same stages."""
         stages = [self.topology.stage_of.get(rank, ()) for rank in self.ranks]
-        return [np.array([held == team for held in stages], bool) for team in sorted(set(stages))]
+        team_of = {held: number for number, held in enumerate(sorted(set(stages)))}
+        number = np.array([team_of[held] for held in stages], np.int64)
+        return [number == team for team in range(len(team_of))]
 
     @property
     def ranks_missing(self) -> bool:
@@ -105,20 +144,34 @@ class Context:
         numbers = self.step_numbers
         return (int(numbers[0]), int(numbers[-1])) if len(numbers) else None
 
-    def work(self, part: str) -> Float:
-        """Time of a budget part in ms, [R, S] over the ordinary steps in order."""
-        wide: Float = self.ordinary.pivot(index="rank", columns="step", values=part).to_numpy(np.float64)
-        return wide
+    @cached_property
+    def _wide(self) -> dict[str, Float]:
+        """Each number that is known of a step, [R, S] over the ordinary steps in order: a part of one array."""
+        numbers = self.ordinary.select_dtypes("number")
+        place = (np.searchsorted(self.ranks, self.ordinary["rank"].to_numpy(np.int64)),
+                 np.searchsorted(self.step_numbers, self.ordinary["step"].to_numpy(np.int64)))  # fmt: skip
+        wide = np.full((numbers.shape[1], len(self.ranks), len(self.step_numbers)), np.nan)
+        wide[:, *place] = numbers.to_numpy(np.float64).T
+        wide.flags.writeable = False
+        return dict(zip(numbers.columns, wide, strict=True))
 
+    def work(self, part: str) -> Float:
+        """Time of a budget part in ms, [R, S] over the ordinary steps in order; or another number of `steps`."""
+        return self._wide[part]
+
+    @cached_property
     def input_sizes(self) -> Float | None:
         """Elements given to forward, [R, S] over the ordinary steps; None where the capture does not tell."""
-        rows = self.rows
-        forward = rows[(rows["kind"] == "phase") & (rows["name"] == "forward") & rows["value"].notna()]
+        forward = self.phases[(self.phases["name"] == "forward") & self.phases["value"].notna()]
         if forward.empty:
             return None
         table = forward.groupby(["rank", "step"])["value"].sum().unstack()
         wide: Float = table.reindex(index=self.ranks, columns=self.step_numbers).to_numpy(np.float64)
         return None if np.isnan(wide).any() else wide
+
+    def ranks_where(self, chosen: Bool) -> tuple[int, ...]:
+        """The ranks at which `chosen`, [R], holds."""
+        return tuple(np.array(self.ranks)[chosen].tolist())
 
     def noise_ms(self, durations: Float) -> float:
         """The noise floor: what the mean of these steps ([S], ms) could be off by, by chance.
@@ -126,7 +179,7 @@ class Context:
         Not counted is what differs for a reason: steps that were given more input, and slow drift, which a comparison
         in turns cancels. So it is told from the differences between neighbours (von Neumann).
         """
-        sizes = self.input_sizes()
+        sizes = self.input_sizes
         if sizes is not None and len(durations) > 2:
             size = sizes[:, np.isin(self.step_numbers, self.replayed_steps)].mean(axis=0)
             if np.ptp(size) > 0:
@@ -177,17 +230,37 @@ class Context:
         return Gain(mean, 100 * mean / self.step_ms if self.step_ms else 0.0, low, high)
 
 
-def interval(values: Float) -> tuple[float, float]:
-    """95 % interval of the mean of a series, by batch means.
+def once(function: Callable[[Context], Found]) -> Callable[[Context], Found]:
+    """`function`, which is only called the first time that it is asked about a context."""
 
-    Neighbouring steps are alike: what disturbs a host lasts for seconds. So the series is cut into a few long batches,
+    @wraps(function)
+    def kept(context: Context) -> Found:
+        if function not in context.kept:
+            context.kept[function] = function(context)
+        found: Found = context.kept[function]
+        return found
+
+    return kept
+
+
+def interval(values: Float) -> tuple[float, float]:
+    """95 % interval of the mean of a series, by batch means."""
+    low, high = intervals(values[None])
+    return float(low[0]), float(high[0])
+
+
+def intervals(series: Float) -> tuple[Float, Float]:
+    """95 % interval of the mean of each series, [N, S], by batch means: both ends, [N].
+
+    Neighbouring steps are alike: what disturbs a host lasts for seconds. So a series is cut into a few long batches,
     and the interval is Student's over their means.
     """
-    count = len(values)
+    count = series.shape[1]
     if count < 2:  # one step tells nothing about the next
-        return min(0.0, float(values.sum())), max(0.0, float(values.sum()))
+        total = series.sum(axis=1)
+        return np.minimum(0.0, total), np.maximum(0.0, total)
     batches = min(max(FEWEST_BATCHES, count // BATCH), MOST_BATCHES, count)
-    means = np.array([batch.mean() for batch in np.array_split(values, batches)])
-    half = float(stdtrit(batches - 1, 0.975) * means.std(ddof=1) / np.sqrt(batches))
-    mean = float(values.mean())
+    means = np.stack([batch.mean(axis=1) for batch in np.array_split(series, batches, axis=1)], axis=1)
+    half = stdtrit(batches - 1, 0.975) * means.std(axis=1, ddof=1) / np.sqrt(batches)
+    mean = series.mean(axis=1)
     return mean - half, mean + half

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from .parts import OWN_WORK
+
 Float = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 Int = npt.NDArray[np.int64]
@@ -126,7 +128,7 @@ def find_irregular(steps: pd.DataFrame, rows: pd.DataFrame) -> Irregular:
     restarted = _restarted(rows, ranks, common)
     own["data"] = np.where(restarted & (beyond > LEAST_RESTART * typical), beyond, 0.0)
     own["stop"] = _stops(
-        wide("compute") + wide("optimizer") + wide("other") - wide("apart_ms"), typical, rows, ranks, common
+        np.sum([wide(part) for part in OWN_WORK], axis=0) - wide("apart_ms"), typical, rows, ranks, common
     )
     irregular = np.any([values > 0 for values in own.values()], axis=(0, 1))
     if irregular.all():  # then nothing is ordinary, and all of it is how the job runs

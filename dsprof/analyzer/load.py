@@ -17,6 +17,74 @@ from dsprof.run import RunInfo
 
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+
+
+class Gauges:
+    """What the gauges say that count seconds: each is read where a step ends, on every rank.
+
+    ranks, steps: [R] and [S], those with ordinary steps, and these
+    wall_ms:      [R, S], how long each took; NaN where a rank lacks one
+    """
+
+    def __init__(self, rows: pd.DataFrame, steps: pd.DataFrame) -> None:
+        ordinary = steps[["rank", "step", "start_ns", "dur_ns"]][steps["ordinary"]]
+        samples = rows[["rank", "name", "start_ns", "value"]][rows["kind"] == "gauge"]
+        self._samples = samples.sort_values(["rank", "start_ns"], kind="stable")
+        self._spent: dict[str, Float] = {}
+        ranks, self._rank = np.unique(ordinary["rank"].to_numpy(np.int64), return_inverse=True)
+        self.steps, self._step = np.unique(ordinary["step"].to_numpy(np.int64), return_inverse=True)
+        self.ranks: tuple[int, ...] = tuple(ranks.tolist())
+        self._begin = ordinary["start_ns"].to_numpy(np.int64)
+        self._end = self._begin + ordinary["dur_ns"].to_numpy(np.int64)
+        self.wall_ms = self._wide((self._end - self._begin) / 1e6)
+
+    def spent(self, gauge: str) -> Float:
+        """By how much `gauge` rose in each ordinary step, ms, [R, S]; NaN on ranks without it, and only there.
+
+        A step before the first reading is taken to have spent the mean of the others.
+        """
+        if gauge not in self._spent:
+            self._spent[gauge] = self._rise(gauge)
+        return self._spent[gauge]
+
+    def _rise(self, gauge: str) -> Float:
+        samples = self._samples[self._samples["name"] == gauge]
+        samples = samples[samples["rank"].isin(self.ranks)]
+        rank = np.searchsorted(self.ranks, samples["rank"].to_numpy(np.int64))
+        when, value = samples["start_ns"].to_numpy(np.int64), samples["value"].to_numpy(np.float64)
+        begin, end = (_read(rank, when, value, self._rank, at) for at in (self._begin, self._end))
+        spent = self._wide((end - begin) * 1e3)
+        spent[np.bincount(rank, minlength=len(self.ranks)) < 2] = np.nan
+        known = np.isfinite(spent)
+        mean = np.where(known, spent, 0.0).sum(axis=1) / np.maximum(known.sum(axis=1), 1)
+        mean[~known.any(axis=1)] = np.nan
+        return np.where(known, spent, mean[:, None])
+
+    def _wide(self, values: Float) -> Float:
+        """[R, S] of what is given for each ordinary step of each rank."""
+        table = np.full((len(self.ranks), len(self.steps)), np.nan)
+        table[self._rank, self._step] = values
+        return table
+
+
+def _read(rank: Int, when: Int, value: Float, at_rank: Int, at: Int) -> Float:
+    """What each rank's samples, by rank and time, say for other moments: on the line between the two around it, the
+    last one's value after it, NaN before the first."""
+    count = len(when)
+    turn = np.lexsort((np.arange(count + len(at)) >= count, np.append(when, at), np.append(rank, at_rank)))
+    before = np.empty(len(turn), np.int64)
+    before[turn] = np.cumsum(turn < count)
+    last = before[count:] - 1
+    found = np.full(len(at), np.nan)
+    here = np.flatnonzero((last >= 0) & (np.append(rank, -1)[last] == at_rank))
+    last, left = last[here], at[here]
+    found[here] = value[last]
+    between = np.flatnonzero(np.append(rank, -1)[last + 1] == rank[last])
+    last, left = last[between], left[between]
+    slope = (value[last + 1] - value[last]) / (when[last + 1] - when[last])
+    found[here[between]] = slope * (left - when[last]) + value[last]
+    return found
 
 
 @dataclass(frozen=True)
@@ -92,29 +160,29 @@ class HostLoad:
 
 
 def measure_load(
-    run: RunInfo, rows: pd.DataFrame, steps: pd.DataFrame, facts: Mapping[str, list[dict[str, Any]]], step_ms: float
+    run: RunInfo, gauges: Gauges, facts: Mapping[str, list[dict[str, Any]]], step_ms: float
 ) -> HostLoad | None:
     """The load over the ordinary steps, from the CPU time that every rank noted at each step. None: not measured."""
-    masks = core_masks(run, facts)
-    cpu = spent_by_step(rows, steps, "cpu_seconds")
-    ordinary = steps[steps["ordinary"]]
-    if not masks or not any(rank in cpu for ranks, _ in masks for rank in ranks) or step_ms <= 0:
+    masks, of_rank = core_masks(run, facts), {rank: r for r, rank in enumerate(gauges.ranks)}
+    cpu, wall = gauges.spent("cpu_seconds"), gauges.wall_ms
+    measured: Bool = np.isfinite(cpu.sum(axis=1))
+    captured = [([rank for rank in ranks if rank in of_rank], cores) for ranks, cores in masks]
+    if step_ms <= 0 or not any(measured[of_rank[rank]] for ranks, _ in captured for rank in ranks):
         return None
-    wall = ordinary.pivot(index="rank", columns="step", values="dur_ns") / 1e6
-    hosts, captured = {item.host for item in run.ranks}, {item.rank for item in run.ranks}
-    absent = math.ceil(max((run.world_size or 0) - len(captured), 0) / max(len(hosts), 1))
+    hosts, seen = {item.host for item in run.ranks}, {item.rank for item in run.ranks}
+    absent = math.ceil(max((run.world_size or 0) - len(seen), 0) / max(len(hosts), 1))
+    busy = np.where(measured[:, None], cpu, wall)
     shared = []
-    for ranks, cores in masks:
-        known = [rank for rank in ranks if rank in wall.index]
-        if not known:
+    for ranks, cores in captured:
+        if not ranks:
             continue
-        length = wall.loc[known].mean(axis=0).to_numpy(np.float64)
-        used = [cpu.get(rank, wall.loc[rank].to_numpy(np.float64)) for rank in known]
-        occupied = np.sum([np.maximum(of_rank, length) for of_rank in used], axis=0) * (1 + absent / len(known))
-        together = np.sum(used, axis=0) / cores
+        here = [of_rank[rank] for rank in ranks]
+        length, used = wall[here].mean(axis=0), busy[here]
+        occupied = np.maximum(used, length).sum(axis=0) * (1 + absent / len(ranks))
+        together = used.sum(axis=0) / cores
         shared.append(
             SharedCores(
-                ranks=tuple(known),
+                ranks=tuple(ranks),
                 cores=cores,
                 idle_ms=length - together,
                 spare_ms=np.clip(length - occupied / cores, 0, None),
@@ -122,16 +190,13 @@ def measure_load(
                 absent=absent,
             )
         )
-    if not shared:
-        return None
     shared.sort(key=lambda item: -item.busy)
-    training = spent_by_step(rows, steps, "training_thread_cpu_seconds")
-    busiest = [rank for rank in shared[0].ranks if rank in training and rank in cpu]
-    beside = [float((cpu[rank] - training[rank]).mean()) for rank in busiest]
+    beside = (cpu - gauges.spent("training_thread_cpu_seconds"))[[of_rank[rank] for rank in shared[0].ranks]]
+    beside = beside[~np.isnan(beside).any(axis=1)].mean(axis=1)
     return HostLoad(
-        steps=wall.columns.to_numpy(np.int64),
+        steps=gauges.steps,
         shared=tuple(shared),
-        beside_ms=max(float(np.mean(beside)), 0.0) if beside else None,
+        beside_ms=max(float(beside.mean()), 0.0) if len(beside) else None,
     )
 
 
@@ -162,32 +227,3 @@ def core_masks(run: RunInfo, facts: Mapping[str, list[dict[str, Any]]]) -> list[
         found += [(tuple(sorted(ranks)), len(cpus)) for ranks, cpus in apart]
     found += [(tuple(sorted(of_host)), max(of_host.values())) for of_host in counts.values()]
     return sorted(found)
-
-
-def spent_by_step(rows: pd.DataFrame, steps: pd.DataFrame, gauge: str) -> dict[int, Float]:
-    """Rank -> increase in each ordinary step in ms, [S], of a gauge that counts seconds.
-
-    Ranks without it are left out. A gauge is read where a step ends; a step before the first reading is taken to have
-    spent the mean of the others.
-    """
-    samples = rows[["rank", "start_ns", "value"]][(rows["kind"] == "gauge") & (rows["name"] == gauge)]
-    ordinary = steps[["rank", "step", "start_ns", "dur_ns"]][steps["ordinary"]].sort_values("step")
-    steps_of = dict(iter(ordinary.groupby("rank")))
-    found = {}
-    for rank, of_rank in samples.sort_values("start_ns").groupby("rank"):
-        mine = steps_of.get(rank)
-        if len(of_rank) < 2 or mine is None:
-            continue
-        start = mine["start_ns"].to_numpy(np.int64)
-        when, value = of_rank["start_ns"].to_numpy(np.int64), of_rank["value"].to_numpy(np.float64)
-        edges = np.stack([start, start + mine["dur_ns"].to_numpy(np.int64)]) - when[0]
-        read = np.interp(edges, when - when[0], value, left=np.nan, right=value[-1])
-        spent = (read[1] - read[0]) * 1e3
-        if np.isfinite(spent).any():
-            found[int(rank)] = np.where(np.isfinite(spent), spent, np.nanmean(spent))
-    return found
-
-
-def counted_per_step(rows: pd.DataFrame, steps: pd.DataFrame, gauge: str) -> dict[int, float]:
-    """Rank -> mean increase in an ordinary step in ms, of a gauge that counts seconds."""
-    return {rank: float(spent.mean()) for rank, spent in spent_by_step(rows, steps, gauge).items()}

@@ -7,25 +7,23 @@ optimizer is small or explained. Explained is what every lever that there is was
 from __future__ import annotations
 
 import math
-import signal
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
 import pandas as pd
 
+from dsprof.run import INTERRUPTED
 from dsprof.schema import BUDGET_PARTS
 
 from .analysis import Analysis, Verdict
 from .finding import MEASURED_EXCESS, Finding
 from .irregular import FEWEST_JUDGED, warm_up
 from .lanes import PHASE_PART
+from .parts import TRAINING
 from .steps import early_ends
 from .text import clean, count, ms, percent, ranks
 
-INTERRUPTED: Final = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-
-WORKING: Final = ("compute", "optimizer")
 LARGE: Final = 0.1
 """Share of the step that may be lost unexplained in a healthy run."""
 MATTERS: Final = 0.075
@@ -125,7 +123,7 @@ def _lost(analysis: Analysis) -> dict[str, float]:
     """Part, or kind of irregular step, -> its share of the step, largest first."""
     step = analysis.step_ms
     assert step is not None
-    lost = {part: analysis.budget.get(part, 0.0) / step.mean for part in BUDGET_PARTS if part not in WORKING}
+    lost = {part: analysis.budget.get(part, 0.0) / step.mean for part in BUDGET_PARTS if part not in TRAINING}
     looked_at = max(analysis.step_count - warm_up(analysis.step_count), 1)
     whole_ms = step.mean * looked_at + float(analysis.irregular["excess_ms"].sum())
     for kind, excess_ms in analysis.irregular.groupby("kind")["excess_ms"].sum().items():

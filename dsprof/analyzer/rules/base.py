@@ -1,10 +1,10 @@
 """What rules share: how a rule declines, how it replays collectives in other pieces, how a fix names what to type and
-where, and how wide an interval is."""
+where, how ranks and occasions are named, and how wide an interval is."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from ..context import Context
 from ..finding import Finding, Fix, Gain
 from ..graph import Steps
 from ..replay import replay
+from ..text import count
 from ..whatif.edit import Edited, edit
 from ..whatif.recut import NotRecut
 
@@ -24,6 +25,8 @@ LEAST_SHARE: Final = 0.001
 """What costs less than this share of the step is not worth a line, not even as `info`."""
 LEAST_COVERED: Final = 0.5
 """Share of the steps to which a what-if must apply for its gain to stand for the run."""
+MOST_LISTED: Final = 8
+"""Ranks that a title names."""
 
 TRANSFORMERS_DDP: Final = frozenset({"bucket_cap_mb", "find_unused_parameters", "broadcast_buffers", "static_graph"})
 """Arguments of DistributedDataParallel that TrainingArguments has too, as `ddp_<argument>`."""
@@ -55,6 +58,20 @@ def need_steps(context: Context) -> None:
     """Raises NotJudged without a completed step to judge."""
     if context.graph is None:
         raise NotJudged("no step was completed on all captured ranks")
+
+
+def need_peers(context: Context) -> None:
+    """Raises NotConcerned for a job of one rank, and NotJudged if that is all that was captured."""
+    if len(context.ranks) < 2:
+        if context.ranks_missing:
+            raise NotJudged("steps of only one of the job's ranks were captured")
+        raise NotConcerned
+
+
+def need_host(context: Context) -> None:
+    """Raises NotJudged where the job ran on devices."""
+    if context.on_gpu:
+        raise NotJudged("the job ran on a device, whose time this version does not measure")
 
 
 def replay_recut(context: Context, change: Callable[[Steps], Edited], untried: str) -> Float:
@@ -121,6 +138,16 @@ def written(value: Any) -> str:
 def at(site: str | None) -> str:
     """` (train.py:12)` for a title, or nothing."""
     return f" ({site.rpartition('/')[2]})" if site else ""
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """`0, 3, 7`: the first MOST_LISTED."""
+    return ", ".join(map(str, ranks[:MOST_LISTED]))
+
+
+def often(steps: npt.NDArray[np.bool_]) -> str:
+    """`2 times in 40 steps`, of those that were looked at for what is irregular."""
+    return f"{count(int(steps.sum()), 'time')} in {count(len(steps), 'step')}"
 
 
 def script_of(context: Context) -> str | None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Where
-from ..text import count
-from .base import LEAST_SHARE, at, code_fix, confidence_of, need_steps
+from .base import LEAST_SHARE, at, code_fix, confidence_of, need_steps, often
 
 KIND = "checkpointing"
 
@@ -26,16 +23,16 @@ def stall(context: Context) -> list[Finding]:
         lost = irregular.excess_ms[KIND][saved]
         gain = context.cost(lost)
         longest = own[:, saved].max(axis=0)
-        ranks = tuple(rank for rank, ms in zip(irregular.ranks, own.sum(axis=1), strict=True) if ms > 0)
+        ranks = context.ranks_where(own.sum(axis=1) > 0)
         numbers = irregular.steps[saved]
         steps = (int(numbers[0]), int(numbers[-1]))
-        often = f"{count(int(saved.sum()), 'time')} in {count(len(irregular.steps), 'step')}"
+        times = often(saved)
     elif usual > LEAST_SHARE * context.step_ms:  # in every step
-        series = context.ordinary.pivot(index="rank", columns="step", values=every).to_numpy(np.float64)
+        series = context.work(every)
         gain, longest = context.gain(series.max(axis=0)), series.max(axis=0)
-        ranks = tuple(rank for rank, ms in zip(context.ranks, series.sum(axis=1), strict=True) if ms > 0)
+        ranks = context.ranks_where(series.sum(axis=1) > 0)
         steps = context.step_range or (0, 0)
-        often = "in every step"
+        times = "in every step"
     else:
         return []
     if gain.ms < LEAST_SHARE * context.step_ms:
@@ -44,7 +41,7 @@ def stall(context: Context) -> list[Finding]:
     site, function = fact.get("site"), fact.get("function") or "saving"
     evidence = (
         Evidence("one checkpoint", round(float(longest.mean()), 3), "ms"),
-        Evidence("saved", often, ""),
+        Evidence("saved", times, ""),
         Evidence("ordinary step", round(context.step_ms, 3), "ms"),
     )
     asynchronous = (
@@ -54,6 +51,6 @@ def stall(context: Context) -> list[Finding]:
         code_fix(asynchronous, "torch.distributed.checkpoint.async_save(...)", "", site, gain),
         Fix("code", "or save half as often, which halves the cost"),
     )
-    title = f"saving a checkpoint ({function}) stops training for {longest.mean():.0f} ms, {often}"
+    title = f"saving a checkpoint ({function}) stops training for {longest.mean():.0f} ms, {times}"
     where = Where(ranks=ranks, op="checkpoint", steps=steps)
     return [Finding("checkpoint.stall", title, "info", confidence_of(gain), where, evidence, gain, fixes)]

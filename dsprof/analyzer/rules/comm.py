@@ -129,15 +129,13 @@ def _gradients(context: Context) -> _Cut | None:
     steps = table["step"].nunique()
     total = float(table["bytes"].sum() / steps)
     one_step = table[table["step"] == table["step"].iloc[len(table) // 2]]
-    issued = context.rows[(context.rows["kind"] == "comm") & (context.rows["purpose"] == "gradient")]
-    host = issued["host_ns"].dropna().astype("int64")
     return _Cut(
         group=str(table["group"].mode().iloc[0]),
         op=str(table["name"].mode().iloc[0]),
         count=round(len(table) / steps),
         total_bytes=total,
         median_bytes=float(table["bytes"].median()),
-        host_ms=float(host.median()) / 1e6 if len(host) else 0.0,
+        host_ms=context.host_ms("gradient"),
         link=fit_link(table),
         sizes=tuple(int(size) for size in one_step.sort_values("first_ns")["bytes"]),
         ddp=_ddp_of(context, total),

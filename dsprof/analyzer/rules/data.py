@@ -5,24 +5,25 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..context import Context
+from ..context import Context, once
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..whatif.work import Change
-from .base import NotConcerned, NotJudged, at, code_fix, confidence_of
-from .loader import loader_site, loading_rows, training_loader
+from .base import NotJudged, at, code_fix, confidence_of, need_peers
+from .loader import loader_site, training_loader
 
 Float = npt.NDArray[np.float64]
 
 
-def explained_by_size(context: Context) -> tuple[Float, Float] | None:
+@once
+def explained_by_size(context: Context) -> Float | None:
     """The part of each rank's compute that its share of the input explains: ms above (+) or below (-) what an equal
-    share would cost, [R, S]; and the sizes. None where sizes are unknown or never differ between ranks that are to do
+    share would cost, [R, S]. None where sizes are unknown or never differ between ranks that are to do
     the same work.
 
     Compute is taken as linear in the input, with the slope from how a rank's own compute follows its own input; where
     a rank's input never varies, from the differences between ranks.
     """
-    sizes = context.input_sizes()
+    sizes = context.input_sizes
     if sizes is None:
         return None
     between = _less_mean_of_team(context, sizes)
@@ -35,7 +36,7 @@ def explained_by_size(context: Context) -> tuple[Float, Float] | None:
     else:
         slope = float((between * _less_mean_of_team(context, compute)).sum() / (between**2).sum())
     excess: Float = max(slope, 0.0) * between
-    return np.minimum(excess, 0.95 * compute), sizes
+    return np.minimum(excess, 0.95 * compute)
 
 
 def _less_mean_of_team(context: Context, values: Float) -> Float:
@@ -48,22 +49,19 @@ def _less_mean_of_team(context: Context, values: Float) -> Float:
 
 def unequal(context: Context) -> Change | None:
     """Every rank given an equal share of the step's input."""
-    if len(context.ranks) < 2:
-        if context.ranks_missing:
-            raise NotJudged("steps of only one of the job's ranks were captured")
-        raise NotConcerned
-    if context.input_sizes() is None:
+    need_peers(context)
+    if context.input_sizes is None:
         raise NotJudged("the sizes of the inputs to forward were not captured")
     if all(team.sum() < 2 for team in context.teams):
         raise NotJudged("each rank is another stage of a pipeline, so their inputs differ")
     explained = explained_by_size(context)
-    return Change({"compute": explained[0]}) if explained is not None else None
+    return Change({"compute": explained}) if explained is not None else None
 
 
 def imbalance(context: Context, change: Change, gain: Gain, alone: Gain) -> Finding:
     """Ranks are given unequal amounts of work in the same step, so each step takes as long as its largest share."""
     excess, compute = change.removed["compute"], context.work("compute")
-    sizes = context.input_sizes()
+    sizes = context.input_sizes
     assert sizes is not None
     spreads = [np.ptp(sizes[team], axis=0) / np.maximum(sizes[team].mean(axis=0), 1) for team in context.teams]
     spread = np.max(spreads, axis=0)
@@ -81,7 +79,7 @@ def imbalance(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
 
 
 def _fixes(context: Context, alone: Gain) -> tuple[Fix, ...]:
-    loader = training_loader(context, loading_rows(context))
+    loader = training_loader(context)
     if loader is not None and loader.get("framework") == "transformers":
         flag, value = "--train_sampling_strategy", "group_by_length"
         title = f"{flag} {value}, or the same of TrainingArguments (before transformers 5: --group_by_length True)"

@@ -6,8 +6,8 @@ import numpy as np
 
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Where
-from ..text import count, ranks
-from .base import LEAST_SHARE, NotConcerned, NotJudged, confidence_of, need_steps
+from ..text import ranks
+from .base import LEAST_SHARE, confidence_of, need_peers, need_steps, often
 
 KIND = "evaluation"
 MOST_OF_LONGEST = 0.9
@@ -19,10 +19,7 @@ LEAST_UNEVEN = 0.2
 def uneven(context: Context) -> list[Finding]:
     """Ranks evaluate unequally. What is lost is the longest share less the mean, which equal shares would take."""
     need_steps(context)
-    if len(context.ranks) < 2:
-        if context.ranks_missing:
-            raise NotJudged("steps of only one of the job's ranks were captured")
-        raise NotConcerned
+    need_peers(context)
     irregular = context.irregular
     own = irregular.own_ms.get(KIND)
     if own is None or not own.any():
@@ -36,12 +33,12 @@ def uneven(context: Context) -> list[Finding]:
     if gain.ms < LEAST_SHARE * irregular.mean_ms:
         return []
     of_rank = own[:, unequal].mean(axis=1)
-    who = tuple(rank for rank, ms in zip(irregular.ranks, of_rank, strict=True) if ms > MOST_OF_LONGEST * of_rank.max())
+    who = context.ranks_where(of_rank > MOST_OF_LONGEST * of_rank.max())
     numbers = irregular.steps[unequal]
-    often = f"{count(int(unequal.sum()), 'time')} in {count(len(irregular.steps), 'step')}"
+    times = often(unequal)
     evidence = (
         Evidence("one evaluation", round(float(longest[unequal].mean()), 3), "ms"),
-        Evidence("evaluated", often, ""),
+        Evidence("evaluated", times, ""),
         Evidence("the same, shared among all ranks", round(float(mean[unequal].mean()), 3), "ms"),
     )
     fixes = (
@@ -53,10 +50,10 @@ def uneven(context: Context) -> list[Finding]:
         Fix("code", "or evaluate less often, or in another process on a saved checkpoint"),
     )
     if (of_rank > 0).sum() > len(who):
-        title = f"ranks evaluate unequally, {often}: {ranks(who)} for up to {longest[unequal].mean():.0f} ms, "
+        title = f"ranks evaluate unequally, {times}: {ranks(who)} for up to {longest[unequal].mean():.0f} ms, "
         title += f"{mean[unequal].mean():.0f} ms on average, and the others wait"
     else:
         title = f"{ranks(who)} {'evaluates' if len(who) == 1 else 'evaluate'} for {longest[unequal].mean():.0f} ms, "
-        title += f"{often}, while the others wait"
+        title += f"{times}, while the others wait"
     where = Where(ranks=who, op="evaluation", steps=(int(numbers[0]), int(numbers[-1])))
     return [Finding("eval.uneven", title, "info", confidence_of(gain), where, evidence, gain, fixes)]

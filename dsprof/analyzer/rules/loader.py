@@ -8,9 +8,9 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from dsprof.trace.derive.phases import LOADING
+from dsprof.schema import LOADING
 
-from ..context import Context
+from ..context import Context, once
 from ..finding import Fix, Gain
 from .base import at, settings_fix, written
 
@@ -19,46 +19,38 @@ Fact = dict[str, Any]
 UNNUMBERED: Final = -1
 """Of a DataLoader that was entered before capturing began, by a collector that could not tell which it was."""
 
-RESTART_COLUMNS: Final = ("rank", "step", "number", "excess_ms", "start_ms")
 
-
+@once
 def loading_rows(context: Context) -> pd.DataFrame:
-    """What training threads spent in the DataLoaders that feed training: rank, step, name, number, ms, start_ns.
+    """What training threads spent in the DataLoaders that feed training: rank, step, name, number, ms, by rank and
+    start.
 
     A DataLoader feeds training if most of its batches are followed by a forward with gradients, a backward or an
     optimizer's step before the next one is loaded. Of an evaluation's loader that is only what it says when it ends.
     """
-    rows = context.rows
-    phases = rows[
-        (rows["kind"] == "phase")
-        & (rows["lane"] == "main")
-        & (rows["source"] == "measured")
-        & rows["name"].isin([*LOADING, "forward", "backward", "optimizer"])
-        & rows["dur_ns"].notna()
-    ].sort_values(["rank", "start_ns"])
-    names = phases["name"].astype(str).to_numpy(object)
-    loads = np.isin(names, LOADING)
+    phases = context.training_phases
+    used = phases["name"].isin([*LOADING, "forward", "backward", "optimizer"]) & (phases["source"] == "measured")
+    phases = phases[used]
+    loads = phases["name"].isin(LOADING).to_numpy(bool)
     with_gradients = phases["grad"].fillna(True).to_numpy(bool)  # captures of before format 3 do not tell
-    trains = np.where(names == "forward", with_gradients, ~loads)
-    phases = phases.assign(name=names, number=phases["value"].fillna(UNNUMBERED).astype("int64"), trains=False)
-    parts = []
-    for where in phases.groupby("rank").indices.values():
-        load, other = np.flatnonzero(loads[where]), np.flatnonzero(~loads[where])
-        so_far = np.concatenate([[0], np.cumsum(trains[where])])
-        after = np.append(other, len(where))[np.searchsorted(other, load)]
-        until = np.append(load, len(where))[np.searchsorted(load, after)]
-        parts.append(phases.iloc[where[load]].assign(trains=so_far[until] > so_far[after]))
-    columns = ["rank", "step", "name", "number", "ms", "start_ns"]
-    if not parts:
-        return pd.DataFrame(columns=columns)
-    found = pd.concat(parts)
-    found = found.assign(ms=found["dur_ns"].astype("int64") / 1e6)
-    mostly = found["trains"].groupby([found["rank"], found["number"]]).transform("mean") > 0.5
-    return found.loc[mostly, columns]
+    trains = np.where((phases["name"] == "forward").to_numpy(bool), with_gradients, ~loads)
+    load, other, rank = np.flatnonzero(loads), np.flatnonzero(~loads), phases["rank"].to_numpy(np.int64)
+    # Of each loading: what comes after it and is none, and the next loading after that, or the end of its rank's.
+    end = np.searchsorted(rank, rank[load], "right")
+    after = np.minimum(np.append(other, len(rank))[np.searchsorted(other, load)], end)
+    until = np.minimum(np.append(load, len(rank))[np.searchsorted(load, after)], end)
+    so_far = np.concatenate([[0], np.cumsum(trains)])
+    found = phases[["rank", "step", "name"]].iloc[load].assign(
+        number=phases["value"].iloc[load].fillna(UNNUMBERED).astype("int64"), ms=phases["dur_ns"].iloc[load] / 1e6
+    )  # fmt: skip
+    followed = pd.Series(so_far[until] > so_far[after], index=found.index)
+    return found[followed.groupby([found["rank"], found["number"]]).transform("mean") > 0.5]
 
 
-def training_loader(context: Context, loading: pd.DataFrame) -> Fact | None:
+@once
+def training_loader(context: Context) -> Fact | None:
     """What the DataLoader that training waits for most said of itself; None where that is not known."""
+    loading = loading_rows(context)
     waited = loading[loading["step"].isin(context.step_numbers)]
     if waited.empty:
         waited = loading
@@ -73,39 +65,59 @@ def loader_fact(context: Context, rank: int, number: int) -> Fact | None:
 
     Rows without a number are of the one DataLoader that is left when those of other rows are set aside.
     """
-    facts = context.facts.get("dataloader", [])
-    same = [fact for fact in facts if fact.get("number") == number]
-    if number == UNNUMBERED or not any(fact.get("number") for fact in facts):
-        rows = context.rows
-        numbered = rows.loc[(rows["kind"] == "phase") & rows["name"].isin(LOADING), "value"].dropna()
-        left = [fact for fact in facts if fact.get("number") not in set(numbered.astype("int64"))]
-        same = left if len({fact.get("site") for fact in left}) == 1 else []
-    if not same:
-        return None
-    return next((fact for fact in same if fact.get("rank") == rank), same[0])
+    numbered = _facts(context)
+    same = numbered.get(number, {}) if number != UNNUMBERED and any(numbered) else _left(context)
+    return same.get(rank) or next(iter(same.values()), None)
 
 
-def restarts(context: Context, loading: pd.DataFrame) -> pd.DataFrame:
-    """Steps after warm-up in which training's loaders started their workers anew (RESTART_COLUMNS).
+@once
+def _facts(context: Context) -> dict[int | None, dict[int | None, Fact]]:
+    """What DataLoaders said of themselves, by their number and rank: the first of each."""
+    found: dict[int | None, dict[int | None, Fact]] = {}
+    for fact in context.facts.get("dataloader", []):
+        found.setdefault(fact.get("number"), {}).setdefault(fact.get("rank"), fact)
+    return found
+
+
+@once
+def _left(context: Context) -> dict[int | None, Fact]:
+    """By rank, what a DataLoader said of itself whose number no row has, if there is only one."""
+    phases = context.phases
+    seen = set(phases["value"][phases["name"].isin(LOADING)].dropna().astype("int64"))
+    left = [fact for fact in context.facts.get("dataloader", []) if fact.get("number") not in seen]
+    if len({fact.get("site") for fact in left}) != 1:
+        return {}
+    found: dict[int | None, Fact] = {}
+    for fact in left:
+        found.setdefault(fact.get("rank"), fact)
+    return found
+
+
+@once
+def restarts(context: Context) -> pd.DataFrame:
+    """Steps after warm-up in which training's loaders started their workers anew: rank, step, number, excess_ms,
+    start_ms.
 
     excess_ms: time in the loader beyond the typical step's: ending the old workers, starting the new ones, and waiting
     for the first batch. start_ms: of that, in `DataLoader.__iter__`.
     """
-    numbers = context.irregular.steps
-    found = []
-    for (rank, number), of_loader in loading.groupby(["rank", "number"]):
-        fact = loader_fact(context, int(rank), int(number))
-        if fact is None or not fact.get("num_workers") or fact.get("persistent_workers"):
-            continue
-        begun = of_loader[of_loader["name"] == "loader_start"]
-        by_step = of_loader.groupby("step")["ms"].sum()
-        anew = begun.iloc[1:].groupby("step")["ms"].sum()  # the first start is no restart
-        usual = by_step[~by_step.index.isin(begun["step"]) & by_step.index.isin(numbers)]
-        typical = float(usual.median()) if len(usual) else 0.0
-        for step in anew.index[anew.index.isin(numbers)]:
-            excess = max(float(by_step[step]) - typical, 0.0)
-            found.append((int(rank), int(step), int(number), excess, float(anew[step])))
-    return pd.DataFrame(found, columns=list(RESTART_COLUMNS))
+    loading = loading_rows(context)
+    key = ["rank", "number"]
+    loaders = loading[key].drop_duplicates()
+    facts = [loader_fact(context, rank, number) for rank, number in loaders.itertuples(index=False)]
+    ending = [bool(fact and fact.get("num_workers") and not fact.get("persistent_workers")) for fact in facts]
+    loading = loading.merge(loaders[np.array(ending, bool)], on=key)
+    started = loading["name"] == "loader_start"
+    anew = started & loading[key].where(started).duplicated()  # the first start is no restart
+    by_step = (
+        loading.assign(started=started, anew=anew, start_ms=loading["ms"].where(anew, 0.0))
+        .groupby([*key, "step"], as_index=False)[["ms", "started", "anew", "start_ms"]]
+        .agg({"ms": "sum", "started": "any", "anew": "any", "start_ms": "sum"})
+    )
+    judged = by_step[by_step["step"].isin(context.irregular.steps)]
+    typical = judged["ms"].where(~judged["started"]).groupby([judged[name] for name in key]).transform("median")
+    excess_ms = (judged["ms"] - typical.fillna(0.0)).clip(lower=0.0)
+    return judged.assign(excess_ms=excess_ms)[judged["anew"]][["rank", "step", "number", "excess_ms", "start_ms"]]
 
 
 def made_by_user(context: Context, fact: Fact) -> Fact | None:

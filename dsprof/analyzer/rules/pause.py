@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 import pandas as pd
 
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
-from ..text import count
+from ..parts import WAITING
 from ..whatif.work import Change
-from .base import LEAST_SHARE, code_fix, confidence_of, need_steps, script_of
+from .base import LEAST_SHARE, code_fix, confidence_of, listed, need_steps, often, script_of
+
+MOST_NAMED: Final = 4
+"""Ranks of which it is said where they were."""
 
 
 def collections(context: Context) -> Change | None:
@@ -21,10 +26,11 @@ def collections(context: Context) -> Change | None:
 def garbage_collection(context: Context, change: Change, gain: Gain, alone: Gain) -> Finding:
     """Python's garbage collector stops a rank, and so everyone who waits for it."""
     mean = change.removed["pause"].mean(axis=1)
-    ranks = tuple(rank for rank, ms in zip(context.ranks, mean, strict=True) if ms > 0.1 * mean.max())
+    ranks = context.ranks_where(mean > 0.1 * mean.max())
     numbers = context.step_numbers
     rows = context.rows
-    chosen = rows[(rows["kind"] == "pause") & rows["step"].isin(numbers) & rows["rank"].isin(ranks)]
+    chosen = rows[["rank", "step", "dur_ns", "value"]][rows["kind"] == "pause"]
+    chosen = chosen[chosen["step"].isin(numbers) & chosen["rank"].isin(ranks)]
     lengths = chosen["dur_ns"].dropna().astype("int64") / 1e6
     full = int((chosen["value"] == 2).sum())
     evidence = (
@@ -40,8 +46,7 @@ def garbage_collection(context: Context, change: Change, gain: Gain, alone: Gain
         code_fix(once, "gc.freeze()", True, script, alone),
         code_fix(seldom, "gc.disable()", True, script),
     )
-    names = ", ".join(map(str, ranks[:8]))
-    title = f"garbage collection stops rank {names} for {mean.max():.1f} ms a step"
+    title = f"garbage collection stops rank {listed(ranks)} for {mean.max():.1f} ms a step"
     where = Where(ranks=ranks, steps=context.step_range)
     return Finding("pause.gc", title, "info", confidence_of(gain), where, evidence, gain, fixes)
 
@@ -59,7 +64,7 @@ def stops(context: Context) -> list[Finding]:
         return []
     longest = int(own.max(axis=0).argmax())
     step = int(irregular.steps[longest])
-    who = tuple(rank for rank, ms in zip(irregular.ranks, own.max(axis=1), strict=True) if ms > 0)
+    who = context.ranks_where(own.max(axis=1) > 0)
     culprit = irregular.ranks[int(own[:, longest].argmax())]
     length = float(own[:, longest].max())
     evidence = [
@@ -79,15 +84,10 @@ def stops(context: Context) -> list[Finding]:
             "logging, a lock, another process on the host; mark it with dsprof.span to see it named",
         ),
     )
-    how_often = f"{count(int(stopped.sum()), 'time')} in {count(len(irregular.steps), 'step')}"
-    title = f"the job stands still {how_often}, for up to {length / 1e3:.1f} s (rank {culprit}, {place})"
+    title = f"the job stands still {often(stopped)}, for up to {length / 1e3:.1f} s (rank {culprit}, {place})"
     numbers = irregular.steps[stopped]
     where = Where(ranks=who, steps=(int(numbers[0]), int(numbers[-1])))
     return [Finding("pause.stop", title, "info", confidence_of(gain), where, tuple(evidence), gain, fixes)]
-
-
-MOST_NAMED = 4
-"""Ranks of which it is said where they were."""
 
 
 def _place_of(context: Context, rank: int, step: int) -> str:
@@ -97,19 +97,11 @@ def _place_of(context: Context, rank: int, step: int) -> str:
     usual = steps[steps["ordinary"]]
     if mine.empty or usual.empty:
         return "unknown"
-    waits = ("peer_wait", "comm_exposed", "bubble")
-    if float(mine[list(waits)].sum(axis=1).iloc[0]) > 0.5 * float(mine["dur_ns"].iloc[0]) / 1e6:
+    if float(mine[list(WAITING)].sum(axis=1).iloc[0]) > 0.5 * float(mine["dur_ns"].iloc[0]) / 1e6:
         return "waiting for the others"
-    rows = context.rows
-    chosen = (rows["kind"] == "phase") & (rows["lane"] == "main") & (rows["rank"] == rank) & rows["dur_ns"].notna()
-    phases = rows[chosen & rows["step"].isin([step, *usual["step"]])]
-    spent = (
-        phases["dur_ns"]
-        .astype("int64")
-        .groupby([phases["name"].astype(str), phases["step"]])
-        .sum()
-        .unstack(fill_value=0)
-    )
+    phases = context.training_phases
+    phases = phases[(phases["rank"] == rank) & phases["step"].isin([step, *usual["step"]])]
+    spent = phases["dur_ns"].groupby([phases["name"].astype(str), phases["step"]]).sum().unstack(fill_value=0)
     found: dict[str, float] = {}
     if step in spent:
         others = spent[[number for number in spent.columns if number != step]]

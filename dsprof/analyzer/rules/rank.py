@@ -6,20 +6,20 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ..context import Context, interval
+from ..context import Context, intervals, once
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..lanes import innermost, spans_of
-from ..load import counted_per_step
+from ..parts import OWN_WORK, TRAINING_PHASES
 from ..whatif.work import Change
-from .base import LEAST_SHARE, NotConcerned, NotJudged, confidence_of
+from .base import LEAST_SHARE, MOST_LISTED, NotJudged, confidence_of, listed, need_peers
 from .data import explained_by_size
 
 Float = npt.NDArray[np.float64]
+Bool = npt.NDArray[np.bool_]
 
-OWN = ("compute", "optimizer", "other")
-"""Work that makes a straggler: late data and collector pauses have findings of their own."""
-WORKING = ("forward", "loss", "backward", "clip", "optimizer")
 OUTSIDE = "time outside the phases"
+LONGEST_LINE_NS = 1 << 62
+"""What whole numbers have room for."""
 LEAST_OF_LATEST = 0.4
 """A step in which a rank is less late than this share of the worst is not one in which it was struck."""
 LEAST_OF_WORST = 0.1
@@ -32,28 +32,24 @@ def slow_ranks(context: Context) -> Change | None:
     Slow is a rank whose work takes longer in the mean of the steps, and by more than chance explains: the low end of
     the mean's 95 % interval is above nothing.
     """
-    if len(context.ranks) < 2:
-        if context.ranks_missing:
-            raise NotJudged("steps of only one of the job's ranks were captured")
-        raise NotConcerned
+    need_peers(context)
     teams = [team for team in context.teams if team.sum() > 1]
     if not teams:
         raise NotJudged("each rank is another stage of a pipeline, so their work differs; see pipeline.imbalance")
     if len(context.step_numbers) < 2:
         return None
-    own = _own_work(context)
-    late = _lateness_in_team(context, own)
+    own, late = _own_work(context), _lateness_in_team(context)
     mean = late.mean(axis=1)
     if mean.max() < LEAST_SHARE * context.step_ms:
         return None
-    surely = np.array([interval(series)[0] > 0 for series in late])
+    surely = intervals(late)[0] > 0
     slow = surely & (mean > LEAST_OF_WORST * mean.max())
     for team in teams:
-        members = np.flatnonzero(team)
-        for r in members:  # of ranks that are late in turn each is late, but none more than the others
-            others = own[[other for other in members if other != r]].mean(axis=0)
-            slow[r] &= interval(own[r] - others)[0] > 0
-        if 2 * slow[team].sum() > len(members):  # then that is how long it takes
+        members = int(team.sum())
+        # Of ranks that are late in turn each is late, but none more than the others.
+        others = (own[team].sum(axis=0) - own[team]) / (members - 1)
+        slow[team] &= intervals(own[team] - others)[0] > 0
+        if 2 * slow[team].sum() > members:  # then that is how long it takes
             slow &= ~team
     if not slow.any():
         return None
@@ -61,43 +57,41 @@ def slow_ranks(context: Context) -> Change | None:
     removed = np.clip(late, 0, None) * slow[:, None]
     removed *= (mean / np.maximum(removed.mean(axis=1), 1e-9))[:, None] * slow[:, None]
     share = np.clip(removed / np.maximum(own, 1e-9), 0, 0.95)
-    return Change({part: context.work(part) * share for part in OWN}, where_beyond_peers=True)
+    return Change({part: context.work(part) * share for part in OWN_WORK}, where_beyond_peers=True)
 
 
+@once
 def _own_work(context: Context) -> Float:
     """Work of a step less what the rank's share of the input explains, ms, [R, S]."""
-    own = sum((context.work(part) for part in OWN), np.zeros((len(context.ranks), len(context.step_numbers))))
+    own: Float = np.sum([context.work(part) for part in OWN_WORK], axis=0)
     explained = explained_by_size(context)
-    return own if explained is None else own - explained[0]
+    return own if explained is None else own - explained
 
 
 def straggler(context: Context, change: Change, gain: Gain, alone: Gain) -> Finding:
     """Ranks that take longer for the same work, again and again, while the others wait."""
     own = _own_work(context)
-    slow: npt.NDArray[np.bool_] = np.any([removed.any(axis=1) for removed in change.removed.values()], axis=0)
-    late = _lateness_in_team(context, own)[slow].mean(axis=0)
-    ranks = tuple(rank for rank, chosen in zip(context.ranks, slow, strict=True) if chosen)
-    phases = _phase_excess(context, ranks)
-    where_slow = max(phases, key=lambda name: phases[name][0] - phases[name][1]) if phases else None
-    peers = context.ordinary[~context.ordinary["rank"].isin(ranks)]
+    slow: Bool = np.any([removed.any(axis=1) for removed in change.removed.values()], axis=0)
+    late = _lateness_in_team(context)[slow].mean(axis=0)
+    ranks = context.ranks_where(slow)
+    phases = _phase_excess(context, slow)
+    where_slow = max(phases, key=lambda name: phases[name][0] - phases[name][1])
     mine, others = float(own[slow].mean()), float(np.median(own[~slow].mean(axis=1)))
+    value, expected = phases[where_slow]
     evidence = [
         Evidence("own work a step", round(mine, 3), "ms", round(others, 3)),
-        Evidence("peers wait a step", round(float(peers["peer_wait"].mean()), 3), "ms", 0.0),
+        Evidence("peers wait a step", round(float(context.work("peer_wait")[~slow].mean()), 3), "ms", 0.0),
+        Evidence(f"{where_slow} a step", round(value, 3), "ms", round(expected, 3)),
     ]
-    if where_slow is not None:
-        value, expected = phases[where_slow]
-        evidence.append(Evidence(f"{where_slow} a step", round(value, 3), "ms", round(expected, 3)))
-    cpu = counted_per_step(context.rows, context.steps, "cpu_seconds")
-    if cpu:
-        value, expected = _mine_and_others(pd.Series(cpu, dtype=float), ranks)
+    cpu = context.gauges.spent("cpu_seconds").mean(axis=1)
+    if np.isfinite(cpu).any():
+        value, expected = _mine_and_others(cpu, slow)
         evidence.append(Evidence("CPU time a step", round(value, 3), "ms", round(expected, 3)))
-    names = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+    names = listed(ranks) + (" ..." if len(ranks) > MOST_LISTED else "")
     verb = "arrives" if len(ranks) == 1 else "arrive"
     title = f"rank {names} {verb} {_lateness(late)} and the others wait"
     where = Where(ranks=ranks, op=None if where_slow == OUTSIDE else where_slow, steps=context.step_range)
-    waits = pd.Series(counted_per_step(context.rows, context.steps, "core_wait_seconds"), dtype=float)
-    value, expected = _mine_and_others(waits, ranks)
+    value, expected = _mine_and_others(context.gauges.spent("core_wait_seconds").mean(axis=1), slow)
     waited = value - expected
     crowded = waited > 0.5 * float(late.mean())
     if crowded:
@@ -106,8 +100,10 @@ def straggler(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
     return Finding("rank.straggler", title, "info", confidence_of(gain), where, tuple(evidence), gain, fixes)
 
 
-def _lateness_in_team(context: Context, own: Float) -> Float:
+@once
+def _lateness_in_team(context: Context) -> Float:
     """By how much each rank's work of a step takes longer than what is typical of those that do the same, [R, S]."""
+    own = _own_work(context)
     late = np.zeros_like(own)
     for team in context.teams:
         if team.sum() > 1:
@@ -124,42 +120,57 @@ def _lateness(late: Float) -> str:
 
 
 def _typical(own: Float) -> Float:
-    """What the work of a step takes the typical rank, [S]: the median; of two ranks the faster by median."""
+    """What the work of a step takes the typical rank, [S]: the median; of two ranks the faster in the mean, as one that
+    is slow now and then is no faster than usual in between."""
     if own.shape[0] == 2:
-        typical: Float = own[int(np.median(own, axis=1).argmin())]
+        typical: Float = own[int(own.mean(axis=1).argmin())]
         return typical
     middle: Float = np.median(own, axis=0)
     return middle
 
 
-def _mine_and_others(by_rank: pd.Series[float], ranks: tuple[int, ...]) -> tuple[float, float]:
-    """Mean of the slow ranks, and median of the others: 0 where nothing is known of them."""
-    mine = by_rank.index.isin(ranks)
-    value, expected = by_rank[mine].mean(), by_rank[~mine].median()
-    return (0.0 if np.isnan(value) else float(value), 0.0 if np.isnan(expected) else float(expected))
+def _mine_and_others(by_rank: Float, slow: Bool) -> tuple[float, float]:
+    """Mean of the slow ranks, and median of the others, of what is known [R]: 0 where nothing is."""
+    mine, others = (of[np.isfinite(of)] for of in (by_rank[slow], by_rank[~slow]))
+    return float(mine.mean()) if len(mine) else 0.0, float(np.median(others)) if len(others) else 0.0
 
 
-def _phase_excess(context: Context, ranks: tuple[int, ...]) -> dict[str, tuple[float, float]]:
+def _phase_excess(context: Context, slow: Bool) -> dict[str, tuple[float, float]]:
     """Phase -> mean ms of own work a step on the slow ranks, and on the others: waits and pauses left out."""
-    rows, numbers = context.rows, context.step_numbers
-    main = rows[(rows["lane"] == "main") & rows["step"].isin(numbers) & rows["dur_ns"].notna()]
-    found: dict[str, dict[int, float]] = {}
-    for rank, mine in main.groupby("rank"):
-        idle = spans_of(mine[mine["kind"].isin(["wait", "pause"])])
-        phases = mine[(mine["kind"] == "phase") & mine["name"].isin(WORKING)]
-        for name, spans in innermost(phases, {phase: phase for phase in WORKING}).items():
-            left = spans - idle
-            found.setdefault(name, {})[int(rank)] = float((left.end - left.start).sum()) / 1e6 / len(numbers)
-    result = {name: _mine_and_others(pd.Series(of, dtype=float), ranks) for name, of in found.items()}
-    result[OUTSIDE] = _mine_and_others(context.ordinary.groupby("rank")["other"].mean(), ranks)
-    return result
+    rows, columns = context.rows, ["rank", "start_ns", "dur_ns"]
+    idle = rows[columns][
+        rows["kind"].isin(["wait", "pause"]) & (rows["lane"] == "main") & rows["dur_ns"].notna()
+        & rows["step"].isin(context.step_numbers)
+    ]  # fmt: skip
+    phases = context.training_phases[[*columns, "name"]][context.training_phases["step"].isin(context.step_numbers)]
+    idle, phases = (table[table["rank"].isin(context.ranks)] for table in (idle, phases))
+    spent = {name: np.zeros(len(context.ranks)) for name in TRAINING_PHASES}
+    # All ranks at once, one behind the other on one line of time.
+    first = min((int(table["start_ns"].min()) for table in (idle, phases) if len(table)), default=0)
+    last = max((int((table["start_ns"] + table["dur_ns"]).max()) for table in (idle, phases) if len(table)), default=0)
+    length = last - first + 1
+    at_once = max(LONGEST_LINE_NS // length, 1)
+
+    def in_line(table: pd.DataFrame, begin: int) -> pd.DataFrame:
+        place = np.searchsorted(context.ranks, table["rank"].to_numpy(np.int64)) - begin
+        here = (place >= 0) & (place < at_once)
+        start = table["start_ns"].to_numpy(np.int64)[here] - first + place[here] * length
+        return table[here].assign(start_ns=start)
+
+    for begin in range(0, len(context.ranks), at_once):
+        waited = spans_of(in_line(idle, begin))
+        for name, spans in innermost(in_line(phases, begin), {phase: phase for phase in TRAINING_PHASES}).items():
+            own = spans.end - spans.start - (waited.before(spans.end) - waited.before(spans.start))
+            spent[name] += np.bincount(begin + spans.start // length, own, len(context.ranks))
+    found = {name: _mine_and_others(ns / 1e6 / len(context.step_numbers), slow) for name, ns in spent.items()}
+    return {**found, OUTSIDE: _mine_and_others(context.work("other").mean(axis=1), slow)}
 
 
-def _fixes(context: Context, ranks: tuple[int, ...], phase: str | None, crowded: bool) -> tuple[Fix, ...]:
+def _fixes(context: Context, ranks: tuple[int, ...], phase: str, crowded: bool) -> tuple[Fix, ...]:
     host_of = {item.rank: item.host for item in context.run.ranks}
     hosts = {host_of.get(rank) for rank in ranks}
     everyone = {host_of.get(rank) for rank in context.ranks}
-    who = f"rank {', '.join(map(str, ranks[:8]))}"
+    who = f"rank {listed(ranks)}"
     fixes = []
     if len(everyone) > 1 and hosts != everyone:
         names = ", ".join(sorted(str(host) for host in hosts))
@@ -173,7 +184,7 @@ def _fixes(context: Context, ranks: tuple[int, ...], phase: str | None, crowded:
             )
         )
         return tuple(fixes)
-    where = "between the phases of the loop" if phase == OUTSIDE else f"in {phase or 'its step'}"
+    where = "between the phases of the loop" if phase == OUTSIDE else f"in {phase}"
     look = f"look for what only {who} does {where}: a branch on the rank, a slower device, "
     fixes.append(Fix("code", look + "another process on its cores"))
     return tuple(fixes)

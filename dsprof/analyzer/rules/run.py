@@ -6,13 +6,11 @@ import signal
 
 import pandas as pd
 
-from dsprof.run import RankExit, failures
+from dsprof.run import BY_HAND, RankExit, failures
 
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
-from .base import NotJudged
-
-INTERRUPTED = 128 + signal.SIGINT
+from .base import NotJudged, listed
 
 
 def rank_died(context: Context) -> list[Finding]:
@@ -21,10 +19,11 @@ def rank_died(context: Context) -> list[Finding]:
     if not exits:
         raise NotJudged("no launcher recorded how the ranks ended")
     failed = failures(exits)
-    if not failed or context.run.status == INTERRUPTED:
+    if not failed or context.run.status == BY_HAND:
         return []
     first = failed[0]
-    mine = context.rows[context.rows["rank"] == first.rank]
+    columns = ["kind", "name", "step", "start_ns", "ended", "group", "seq"]
+    mine = context.rows[columns][context.rows["rank"] == first.rank]
     steps = mine.loc[mine["kind"] == "step", "step"]
     last_step = int(steps.max()) if len(steps) else -1
     evidence = [
@@ -34,7 +33,7 @@ def rank_died(context: Context) -> list[Finding]:
     ]
     others = [item.rank for item in failed[1:]]
     if others:
-        evidence.append(Evidence("ranks that failed after it", ", ".join(map(str, others[:8])), ""))
+        evidence.append(Evidence("ranks that failed after it", listed(others), ""))
     title = f"rank {first.rank} ended by {first.how} after step {last_step}" if last_step >= 0 else (
         f"rank {first.rank} ended by {first.how} before it completed a step")  # fmt: skip
     where = Where(ranks=(first.rank,), steps=(last_step, last_step) if last_step >= 0 else None)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ..context import Context
+from ..context import Context, once
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..graph import Steps
 from ..link import Link, fit_link
@@ -34,11 +34,13 @@ class _Merged:
     gain: Gain
 
 
+@once
 def of_shards(context: Context) -> pd.DataFrame:
     """The collectives of the ordinary steps that gather sharded parameters or scatter their gradients."""
     table = context.collectives
-    kind = table["name"].astype(str) + " " + table["purpose"].astype(str)
-    return table[kind.isin(KINDS) & table["step"].isin(context.step_numbers)]
+    kinds = [kind.split(" ") for kind in KINDS]
+    of_kind = np.any([(table["name"] == name) & (table["purpose"] == purpose) for name, purpose in kinds], axis=0)
+    return table[of_kind & table["step"].isin(context.step_numbers)]
 
 
 def sharded(context: Context) -> bool:
@@ -51,9 +53,7 @@ def small_shards(context: Context) -> list[Finding]:
     table = of_shards(context)
     steps = len(context.step_numbers)
     a_step = len(table) / steps
-    issued = context.rows[(context.rows["kind"] == "comm") & context.rows["purpose"].isin(["gradient", "parameter"])]
-    host = issued["host_ns"].dropna().astype("int64")
-    host_ms = float(host.median()) / 1e6 if len(host) else 0.0
+    host_ms = context.host_ms("gradient", "parameter")
     link = fit_link(table)
     best = max(_merges(context, link, host_ms, a_step), key=lambda merged: merged.gain.ms, default=None)
     if best is None or best.gain.ms < LEAST_SHARE * context.step_ms:

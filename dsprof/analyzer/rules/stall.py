@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ..context import Context, interval
+from ..context import Context, interval, once
 from ..finding import LOW_PERCENT, Evidence, Finding, Gain, Where
-from ..load import SharedCores, spent_by_step
+from ..load import SharedCores
+from ..parts import WAITING
 from ..text import count
 from ..whatif.work import Change
-from .base import LEAST_SHARE, NotConcerned, NotJudged, at, confidence_of, need_steps, widened
+from .base import LEAST_SHARE, NotConcerned, at, confidence_of, need_host, need_steps, widened
 from .loader import Fact, loader_fact, loader_fix, loading_rows, restarts, training_loader
 
 Float = npt.NDArray[np.float64]
@@ -71,19 +72,20 @@ class Supply:
         return float(self.waited.mean(axis=1).max())
 
 
+@once
 def supply(context: Context) -> Supply | None:
     """None where no DataLoader was waited for."""
     loading = loading_rows(context)
     if loading.empty:
         return None
-    anew = restarts(context, loading).pivot_table(index="rank", columns="step", values="excess_ms", aggfunc="sum")
+    anew = restarts(context).pivot_table(index="rank", columns="step", values="excess_ms", aggfunc="sum")
     starting = anew.reindex(index=context.ranks, columns=context.step_numbers).fillna(0.0).to_numpy(np.float64)
     waited = np.clip(context.work("data") - starting, 0, None)
     worst = int(waited.mean(axis=1).argmax())
     wait_ms = float(waited[worst].mean())
     if wait_ms <= 0:
         return None
-    loader = training_loader(context, loading)
+    loader = training_loader(context)
     now = int(loader.get("num_workers") or 0) if loader else 0
     step_ms = float(context.work("dur_ns")[worst].mean()) / 1e6
     rest = max(step_ms - wait_ms, 0.05 * step_ms)
@@ -146,15 +148,15 @@ def supply(context: Context) -> Supply | None:
 
 def _input_bytes(context: Context) -> float:
     """Bytes given to forward, mean of a rank's step."""
-    rows = context.rows
-    forward = rows[(rows["kind"] == "phase") & (rows["name"] == "forward") & rows["step"].isin(context.step_numbers)]
-    return float(forward["bytes"].fillna(0).sum()) / max(len(context.ranks) * len(context.step_numbers), 1)
+    phases = context.phases
+    size = phases["bytes"][(phases["name"] == "forward") & phases["step"].isin(context.step_numbers)]
+    return float(size.fillna(0).sum()) / max(len(context.ranks) * len(context.step_numbers), 1)
 
 
 def _per_rank(context: Context, gauge: str) -> Float | None:
     """Increase of a gauge in ms, [R, S]; None unless every rank has it."""
-    found = spent_by_step(context.rows, context.steps, gauge)
-    return np.stack([found[rank] for rank in context.ranks]) if set(context.ranks) <= set(found) else None
+    found = context.gauges.spent(gauge)
+    return None if np.isnan(found).any() else found
 
 
 def _asleep_ms(context: Context) -> tuple[Float, Float]:
@@ -166,7 +168,7 @@ def _asleep_ms(context: Context) -> tuple[Float, Float]:
     """
     ran, wanted = (_per_rank(context, gauge) for gauge in ("training_thread_cpu_seconds", "core_wait_seconds"))
     own = context.work("dur_ns") / 1e6
-    for part in ("peer_wait", "comm_exposed", "bubble"):
+    for part in WAITING:
         own = own - context.work(part)
     if ran is None or wanted is None:
         return np.zeros_like(own), np.zeros_like(own)
@@ -250,8 +252,7 @@ def _stall(context: Context, found: Supply, gain: Gain, alone: Gain) -> Finding:
     else:
         more = "more workers" if found.now else "workers"
         title += f"; no core is free for {more}" if crowded else f"; {more} would hardly shorten it"
-    ranks = tuple(rank for rank, ms in zip(context.ranks, mean, strict=True) if ms > 0.5 * worst_ms)
-    where = Where(ranks=ranks, op="DataLoader", steps=context.step_range)
+    where = Where(ranks=context.ranks_where(mean > 0.5 * worst_ms), op="DataLoader", steps=context.step_range)
     return Finding("data.stall", title, "info", confidence_of(gain), where, tuple(evidence), gain, tuple(fixes))
 
 
@@ -261,8 +262,7 @@ def _stall(context: Context, found: Supply, gain: Gain, alone: Gain) -> Finding:
 def loaders(context: Context) -> list[Finding]:
     """Workers that are started anew again and again; and a wait for input that workers would not shorten."""
     need_steps(context)
-    if context.on_gpu:
-        raise NotJudged("the job ran on a device, whose time this version does not measure")
+    need_host(context)
     found = _restarted(context)
     wait = supply(context)
     if wait is not None and not _worth(context, wait) and wait.worst_ms >= LOW_PERCENT / 100 * context.step_ms:
@@ -274,8 +274,7 @@ def loaders(context: Context) -> list[Finding]:
 
 def _restarted(context: Context) -> list[Finding]:
     """Workers of the training's loader that end with each epoch and are started anew, where epochs are short."""
-    loading = loading_rows(context)
-    anew = restarts(context, loading)
+    anew = restarts(context)
     if anew.empty:
         return []
     rank, number = (int(key) for key in anew.groupby(["rank", "number"])["excess_ms"].sum().idxmax())

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from dsprof.schema import LOADING
+
 from .rows import Int, derived_rows, ends
 
-LOADING: Final = ("data", "loader_start")
 NORM_WAITS: Final = ("all_reduce", "wait_tensor")
 """Waits for the reduction of a norm; of `wait_tensor` it depends on what was issued."""
 SHORT_SHARE: Final = 0.1
