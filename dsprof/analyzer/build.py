@@ -159,14 +159,14 @@ class _Builder:
         return OWN + rank
 
     def build(self) -> StepGraph:
-        by_key: dict[object, _Alike] = {}
+        by_key: dict[object, int] = {}
         for step in range(len(self.numbers)):
             targets, key = self._describe(step)
-            shape = by_key.get(key)
-            if shape is None:
-                shape = by_key[key] = self._shape(step, targets)
-                self.shapes.append(shape)
-            self.place[step] = (self.shapes.index(shape), len(shape.steps))
+            index = by_key.setdefault(key, len(self.shapes))
+            if index == len(self.shapes):
+                self.shapes.append(self._shape(step, targets))
+            shape = self.shapes[index]
+            self.place[step] = (index, len(shape.steps))
             shape.steps.append(step)
             shape.targets.append(targets)
         gap = np.zeros(self.begin.shape)
