@@ -109,6 +109,15 @@ class Structure:
         return np.stack([source[chosen] - self.segments, target[chosen]], axis=1)
 
     @cached_property
+    def programs(self) -> tuple[bytes, ...]:
+        """What each thread does at its points: the same of threads that do the same. Of waits for what other steps
+        supply nothing is said."""
+        issued, waited = np.zeros(self.segments, bool), np.zeros(self.segments, bool)
+        issued[self.issues[:, 0]], waited[self.waits[:, 1]] = True, True
+        points = np.stack([self.backward, issued, waited], axis=1)
+        return tuple(points[self.of_thread(thread)].tobytes() for thread in range(self.threads))
+
+    @cached_property
     def plan(self) -> Plan:
         """Raises `levels.Cyclic`."""
         index = {lane: i for i, lane in enumerate(self.lanes)}

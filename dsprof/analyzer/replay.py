@@ -48,15 +48,21 @@ def replay(graph: StepGraph) -> Replayed:
 
 
 def replay_all(graphs: Iterable[StepGraph]) -> list[Replayed]:
-    """Each of `graphs`, in order; neighbours that differ in costs only, together. Raises `levels.Cyclic`."""
+    """Each of `graphs`, in order; neighbours that differ in costs only, together. Raises `levels.Cyclic`.
+
+    Of graphs that are made one by one, such as by a generator, only what they weigh is kept meanwhile.
+    """
     found: list[Replayed] = []
-    alike: list[StepGraph] = []
+    first: StepGraph | None = None
+    weights: list[list[Float]] = []
     for graph in graphs:
-        if alike and not (_same_structure(alike[0], graph) and len(alike) * graph.operations < MOST_NUMBERS):
-            found += _Sweeps(alike).run()
-            alike = []
-        alike.append(graph)
-    return found + (_Sweeps(alike).run() if alike else [])
+        full = len(weights) * graph.operations >= MOST_NUMBERS
+        if first is not None and (full or not _same_structure(first, graph)):
+            found += _Sweeps(first, weights).run()
+            first, weights = None, []
+        first = first or graph
+        weights.append([weights_of(steps) for steps in graph.shapes])
+    return found + (_Sweeps(first, weights).run() if first is not None else [])
 
 
 def _same_structure(one: StepGraph, other: StepGraph) -> bool:
@@ -68,15 +74,16 @@ def _same_structure(one: StepGraph, other: StepGraph) -> bool:
 
 
 class _Sweeps:
-    """V graphs of one structure, evaluated together. Inside a shape, moments are from `reference` of their step."""
+    """V graphs of one structure, evaluated together: the first, and `weights_of` every shape of each. Inside a shape,
+    moments are from `reference` of their step."""
 
-    def __init__(self, graphs: Sequence[StepGraph]) -> None:
-        self.graph = graph = graphs[0]
-        self.count = count = len(graphs)
+    def __init__(self, graph: StepGraph, weights: Sequence[Sequence[Float]]) -> None:
+        self.graph = graph
+        self.count = count = len(weights)
         self.columns = [np.flatnonzero(graph.shape == index) for index in range(len(graph.shapes))]
         for index, columns in enumerate(self.columns):  # in the order of the shape's own columns
             self.columns[index] = columns[np.argsort(graph.column[columns])]
-        self.weights = [_stacked([g.shapes[index] for g in graphs]) for index in range(len(graph.shapes))]
+        self.weights = [np.stack([of[index] for of in weights], axis=1) for index in range(len(graph.shapes))]
         steps = graph.start.shape[1]
         self.start = np.repeat(graph.start[:, None], count, axis=1)  # [T, V, N]
         self.end = self.start + graph.duration[:, None]
@@ -184,16 +191,6 @@ class _Sweeps:
         row[is_task], weight[is_task] = plan.task_row[task], plan.task_weight[task]
         end: Float = rows[row, :, column] + self.weights[index][weight, :, column]
         return end + self.reference[:, self.columns[index][column]].T
-
-
-def _stacked(variants: Sequence[Steps]) -> Float:
-    """`weights_of` of each, [:, V, S]."""
-    first = weights_of(variants[0])
-    found = np.empty((first.shape[0], len(variants), first.shape[1]))
-    found[:, 0] = first
-    for v, steps in enumerate(variants[1:], 1):
-        found[:, v] = weights_of(steps)
-    return found
 
 
 def weights_of(steps: Steps) -> Float:

@@ -100,7 +100,7 @@ def _beyond_peers(
     mine = structure.of_thread(thread)
     work = steps.work[mine][:, columns]
     taken = work[..., parts].sum(axis=-1)
-    alike = [p for p in peers if _program(steps, p) == _program(steps, thread)]
+    alike = [p for p in peers if structure.programs[p] == structure.programs[thread]]
     share = taken / np.maximum(taken.sum(axis=0), 1e-9)
     if alike:
         each = [steps.work[structure.of_thread(p)][:, columns][..., parts].sum(axis=-1).mean(axis=1) for p in alike]
@@ -111,12 +111,3 @@ def _beyond_peers(
     amounts = np.zeros(work.shape)
     amounts[..., parts] = work[..., parts] * gone[..., None]
     return amounts
-
-
-def _program(steps: Steps, thread: int) -> tuple[bytes, bytes, bytes]:
-    """Where a thread begins a backward, issues and waits: the same of threads that do the same."""
-    structure = steps.structure
-    mine = structure.of_thread(thread)
-    issued = np.bincount(structure.issues[:, 0], minlength=structure.segments)[mine] > 0
-    waited = np.bincount(structure.waits[:, 1], minlength=structure.segments)[mine] > 0
-    return structure.backward[mine].tobytes(), issued.tobytes(), waited.tobytes()
