@@ -28,6 +28,7 @@ From time to gains:
     whatif/      functions from graph to graph
     link         latency and bandwidth, fitted
     attribution  the lost time, shared between the faults that cost it
+    calibration  how far predictions come true, as constants
 
 From gains to an answer:
     context      what rules work with

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Final, TypeVar
 
 from .attribution import attribute
+from .calibration import kept_on_busy_cores, with_model_error
 from .context import Context
-from .finding import SEVERITIES, Finding, severity_of
+from .finding import SEVERITIES, Finding, Gain, severity_of
 from .irregular import FEWEST_JUDGED
 from .rules import FAULTS, LEAST_SHARE, PRICED_BY_REPLAY, RULES, NotConcerned, NotJudged, PartlyJudged
 from .text import ms
@@ -61,7 +62,8 @@ def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding],
         found_shares = attribute(graph, {code: less(graph, change, context.teams) for code, change in changes.items()})
         noise_ms = context.noise_ms(found_shares.left)
         for code, change in changes.items():
-            gains = context.gain(found_shares.shares[code]), context.gain(found_shares.alone[code])
+            kept = kept_on_busy_cores(code, _load(context))
+            gains = context.gain(kept * found_shares.shares[code]), context.gain(kept * found_shares.alone[code])
             if gains[0].ms < LEAST_SHARE * context.step_ms:
                 continue
             finding = ask((code,), partial(FAULTS[code][1], context, change, *gains))
@@ -74,7 +76,7 @@ def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding],
             found.setdefault(finding.code, []).append(finding)
     few = len(context.step_numbers) < FEWEST_JUDGED
     every = dict.fromkeys((*FAULTS, *(code for of_rule in RULES for code in of_rule)))
-    rated = {code: [_rated(finding, noise_ms, few) for finding in found.get(code, [])] for code in every}
+    rated = {code: [_rated(finding, context, noise_ms, few) for finding in found.get(code, [])] for code in every}
     left_out = {*not_judged, *not_concerned}
     passed = [code for code, of in rated.items() if code not in left_out and all(f.severity == "info" for f in of)]
     findings = [finding for of in rated.values() for finding in of]
@@ -120,9 +122,21 @@ def _refusal(context: Context, checked: ReplayCheck | None) -> str | None:
     return checked.refusal
 
 
-def _rated(finding: Finding, noise_ms: float, few: bool) -> Finding:
+def _load(context: Context) -> float:
+    """Share of the busiest cores' time that the job used, 0 to 1; 0 where it was not measured."""
+    return context.load.busy if context.load is not None else 0.0
+
+
+def _rated(finding: Finding, context: Context, noise_ms: float, few: bool) -> Finding:
+    """With the model's error in its intervals, and as severe as they allow."""
     if finding.code.startswith("run."):
         return finding
+
+    def surely(gain: Gain) -> Gain:
+        return with_model_error(gain, finding.code, context.step_ms, _load(context))
+
+    fixes = tuple(fix if fix.gain is None else replace(fix, gain=surely(fix.gain)) for fix in finding.fixes)
+    finding = replace(finding, gain=surely(finding.gain), fixes=fixes)
     if few:
         return replace(finding, severity="info")
     return replace(finding, severity=severity_of(finding.gain, 0.0 if math.isnan(noise_ms) else noise_ms))

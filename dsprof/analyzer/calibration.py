@@ -1,0 +1,73 @@
+"""How far predictions come true, as constants: fitted to the twenty calibration pairs of `benchmarks/predictions.py`
+(two alternations each; benchmarks/results/predictions.json).
+
+The interval of a gain holds the noise of the steps that it is the mean of. What replay itself gets wrong comes on top:
+of the gain, since a model is one, and of the step, since two runs of one job differ. On busy cores both are larger. And
+there a gain comes out smaller than the replay says: in a shorter step the same computation leaves cores less idle, so
+that ranks, and their backend's threads, hinder each other more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Final
+
+from .finding import MEASURED_EXCESS, Gain
+
+CONTENTION: Final = 0.17
+"""The share of a gain that is lost where the job uses all of its cores; as much less of it as it uses less of them."""
+
+
+@dataclass(frozen=True)
+class ModelError:
+    """Half-widths at 95 %, as shares.
+
+    of_gain: of the predicted gain
+    of_step: of the mean step, on idle cores; `busy` comes on top where the job uses all of its cores, and a part of it
+             where it uses a part of them
+    """
+
+    of_gain: float
+    of_step: float
+    busy: float
+
+    def half_ms(self, gain_ms: float, step_ms: float, load: float) -> float:
+        """Half-width in ms. `load`: share of the busiest cores' time that the job uses, 0 to 1."""
+        return math.hypot(self.of_gain * gain_ms, (self.of_step + self.busy * load) * step_ms)
+
+
+OWN_WORK: Final = ModelError(of_gain=0.08, of_step=0.02, busy=0.02)
+"""Of replays without some of the ranks' own work."""
+MODEL_ERROR: Final = {
+    "rank.straggler": OWN_WORK,
+    "data.stall": OWN_WORK,
+    "data.imbalance": OWN_WORK,
+    "pause.gc": OWN_WORK,
+    "comm.small-messages": ModelError(of_gain=0.5, of_step=0.02, busy=0.03),
+    "comm.exposed": ModelError(of_gain=0.25, of_step=0.02, busy=0.02),
+    "pipeline.imbalance": ModelError(of_gain=0.15, of_step=0.02, busy=0.04),
+    "pipeline.bubble": ModelError(of_gain=0.05, of_step=0.02, busy=0.04),
+}
+"""Code -> what its predictions by replay miss by, beside the noise of the steps."""
+OUTSIDE_STEPS: Final = ModelError(of_gain=0.1, of_step=0.01, busy=0.02)
+"""Of what comes between ordinary steps."""
+
+
+COUNTS_CORES: Final = frozenset({"data.stall"})
+"""Codes whose rule itself says what the cores that there are allow."""
+
+
+def kept_on_busy_cores(code: str, load: float) -> float:
+    """The share of a replayed gain of own work that is left. `load` as above."""
+    return 1.0 if code in COUNTS_CORES else 1 - CONTENTION * load
+
+
+def with_model_error(gain: Gain, code: str, step_ms: float, load: float) -> Gain:
+    """`gain` with an interval that holds the model's error too. What gains nothing stays as it is."""
+    error = OUTSIDE_STEPS if gain.method == MEASURED_EXCESS else MODEL_ERROR.get(code)
+    if error is None or gain.ms <= 0:
+        return gain
+    half = error.half_ms(gain.ms, step_ms, load)
+    low, high = gain.ms - math.hypot(gain.ms - gain.low, half), gain.ms + math.hypot(gain.high - gain.ms, half)
+    return replace(gain, low=low, high=high)
