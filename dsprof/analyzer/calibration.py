@@ -44,9 +44,9 @@ MODEL_ERROR: Final = {
     "data.stall": OWN_WORK,
     "data.imbalance": OWN_WORK,
     "pause.gc": OWN_WORK,
-    "comm.small-messages": ModelError(of_gain=0.5, of_step=0.02, busy=0.03),
+    "comm.small-messages": ModelError(of_gain=0.6, of_step=0.02, busy=0.03),
     "comm.exposed": ModelError(of_gain=0.25, of_step=0.02, busy=0.02),
-    "pipeline.imbalance": ModelError(of_gain=0.15, of_step=0.02, busy=0.04),
+    "pipeline.imbalance": ModelError(of_gain=0.1, of_step=0.015, busy=0.05),
     "pipeline.bubble": ModelError(of_gain=0.05, of_step=0.02, busy=0.04),
 }
 """Code -> what its predictions by replay miss by, beside the noise of the steps."""
