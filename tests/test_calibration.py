@@ -31,5 +31,5 @@ def test_what_gains_nothing_and_what_was_never_held_against_a_run_stay() -> None
 
 def test_a_gain_is_smaller_where_cores_are_busy() -> None:
     assert kept_on_busy_cores("rank.straggler", 0.0) == 1.0
-    assert kept_on_busy_cores("rank.straggler", 1.0) == pytest.approx(0.83)
+    assert kept_on_busy_cores("rank.straggler", 1.0) == pytest.approx(0.9)
     assert kept_on_busy_cores("data.stall", 1.0) == 1.0  # whose rule counts cores itself

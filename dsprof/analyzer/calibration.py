@@ -1,4 +1,4 @@
-"""How far predictions come true, as constants: fitted to the twenty calibration pairs of `benchmarks/predictions.py`
+"""How far predictions come true, as constants: from the twenty calibration pairs of `benchmarks/predictions.py`
 (two alternations each; benchmarks/results/predictions.json).
 
 The interval of a gain holds the noise of the steps that it is the mean of. What replay itself gets wrong comes on top:
@@ -15,7 +15,7 @@ from typing import Final
 
 from .finding import MEASURED_EXCESS, Gain
 
-CONTENTION: Final = 0.17
+CONTENTION: Final = 0.1
 """The share of a gain that is lost where the job uses all of its cores; as much less of it as it uses less of them."""
 
 
@@ -37,7 +37,7 @@ class ModelError:
         return math.hypot(self.of_gain * gain_ms, (self.of_step + self.busy * load) * step_ms)
 
 
-OWN_WORK: Final = ModelError(of_gain=0.08, of_step=0.02, busy=0.02)
+OWN_WORK: Final = ModelError(of_gain=0.08, of_step=0.02, busy=0.03)
 """Of replays without some of the ranks' own work."""
 MODEL_ERROR: Final = {
     "rank.straggler": OWN_WORK,
