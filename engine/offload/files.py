@@ -162,7 +162,8 @@ class Disk:
             if direct is None:
                 self.note = f"{self.folder} has no O_DIRECT"
                 return
-            page = as_bytes(aligned(PAGE))
+            memory = aligned(PAGE)  # alive for as long as its bytes are read and written
+            page = as_bytes(memory)
             os.pwritev(direct, [page], 0)
             os.preadv(direct, [page], 0)
         except OSError as error:

@@ -44,7 +44,12 @@ class Ranks:
             if not pipe.poll(120):
                 failures.append(f"rank {rank}: nothing for two minutes")
                 continue
-            good, value = pipe.recv()
+            try:
+                good, value = pipe.recv()
+            except EOFError:
+                process = self._started[rank][0]
+                process.join(10)
+                good, value = False, f"rank {rank}: its process ended with {process.exitcode}"
             (results if good else failures).append(value)
         if failures:
             self.close()  # a rank that failed may have left others waiting
