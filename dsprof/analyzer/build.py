@@ -19,14 +19,13 @@ from dsprof.run import RunInfo
 
 from .backends import backend_of
 from .budget import RankTime
-from .graph import PARTS, Crossings, Edges, StepGraph, Steps, Structure, Task
+from .graph import LAG, Crossings, Edges, StepGraph, Steps, Structure, Task
 from .match import SEND_RECV, Matches
 from .points import BACKWARD, ISSUE, WAIT, WAIT_GRADIENTS, Points, Segments, actions_of, find_points, find_segments
 
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int64]
 
-LAG: Final = PARTS.index("lag")
 MOST_BRIDGED: Final = 8
 """So many steps that are not judged, between two that are, are in the graph too: a delay reaches through them."""
 

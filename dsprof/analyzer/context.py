@@ -21,7 +21,6 @@ from .finding import MEASURED_EXCESS, Gain
 from .graph import StepGraph
 from .irregular import Irregular
 from .load import Gauges, HostLoad
-from .replay import replay
 from .topology import Topology
 
 Float = npt.NDArray[np.float64]
@@ -190,11 +189,6 @@ class Context:
         neighbours = float(1.96 * np.sqrt(np.mean(np.diff(durations) ** 2) / 2 / len(durations)))
         low, high = interval(durations)  # of what comes and goes in a fixed rhythm, neighbours say too much
         return min(neighbours, (high - low) / 2)
-
-    @cached_property
-    def replayed(self) -> Float:
-        """Duration of each ordinary step in ms, unchanged, [S], mean over ranks."""
-        return replay(self.need_graph()).durations
 
     def overlapped(self, before: Float, after: Float) -> Float:
         """`after`, where what is saved from `before` was only moved beside other work: there must be idle cores."""

@@ -29,6 +29,8 @@ PARTS: Final = (*WORK, "lag")
 """What a segment consists of: a rank's own work by its parts, and at the beginning of a segment that waited for a task
 how much later it went on than that task had ended (a thread that is woken, a kernel that is launched)."""
 
+LAG: Final = PARTS.index("lag")
+
 
 @dataclass(frozen=True)
 class Task:
@@ -203,6 +205,12 @@ class StepGraph:
     follows: Bool
     gap: Float
     crossings: Crossings = field(default_factory=Crossings.none)
+
+    def columns_of(self, shape: int) -> Int:
+        """Which steps have this shape, in the order of its columns."""
+        columns = np.flatnonzero(self.shape == shape)
+        ordered: Int = columns[np.argsort(self.column[columns])]
+        return ordered
 
     @property
     def judged_steps(self) -> Int:

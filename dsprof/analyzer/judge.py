@@ -14,6 +14,7 @@ from .context import Context
 from .finding import SEVERITIES, Finding, Gain, severity_of
 from .irregular import FEWEST_JUDGED
 from .rules import FAULTS, LEAST_SHARE, PRICED_BY_REPLAY, RULES, NotConcerned, NotJudged, PartlyJudged
+from .rules.base import need_host, need_steps
 from .text import ms
 from .trust import ReplayCheck
 from .whatif.work import Change, less
@@ -110,16 +111,17 @@ def _whole(rule: Callable[[Context], list[Finding]], context: Context, not_judge
 
 def _refusal(context: Context, checked: ReplayCheck | None) -> str | None:
     """Why no gain can be told by replay; None where it can."""
-    if context.graph is None or checked is None:
-        return "no step was completed on all captured ranks"
-    if context.on_gpu:
-        return "the job ran on a device, whose time this version does not measure"
+    try:
+        need_steps(context)
+        need_host(context)
+    except NotJudged as reason:
+        return str(reason)
     if context.clock_error_ms > MOST_CLOCK_ERROR * context.step_ms:
         return (
             f"the clocks of the ranks may be {ms(context.clock_error_ms)} apart, so who waited for whom in a step of "
             f"{ms(context.step_ms)} cannot be told"
         )
-    return checked.refusal
+    return checked.refusal if checked is not None else None
 
 
 def _load(context: Context) -> float:

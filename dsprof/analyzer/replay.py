@@ -80,9 +80,7 @@ class _Sweeps:
     def __init__(self, graph: StepGraph, weights: Sequence[Sequence[Float]]) -> None:
         self.graph = graph
         self.count = count = len(weights)
-        self.columns = [np.flatnonzero(graph.shape == index) for index in range(len(graph.shapes))]
-        for index, columns in enumerate(self.columns):  # in the order of the shape's own columns
-            self.columns[index] = columns[np.argsort(graph.column[columns])]
+        self.columns = [graph.columns_of(index) for index in range(len(graph.shapes))]
         self.weights = [np.stack([of[index] for of in weights], axis=1) for index in range(len(graph.shapes))]
         steps = graph.start.shape[1]
         self.start = np.repeat(graph.start[:, None], count, axis=1)  # [T, V, N]

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .graph import StepGraph, Steps
+from .graph import LAG, StepGraph, Steps
 from .levels import Cyclic
 from .replay import replay, replay_all
 
@@ -84,13 +84,12 @@ def contradicted(graph: StepGraph, clock_error_ms: float = 0.0) -> float:
     for steps in graph.shapes:
         structure, segments = steps.structure, steps.structure.segments
         source, target = structure.edges.source, structure.edges.target
-        over = steps.began + steps.work.sum(axis=-1) - steps.work[..., -1]
+        over = steps.began + steps.work.sum(axis=-1) - steps.work[..., LAG]
         ends = np.concatenate([over, steps.ended, steps.outside])
-        begins = np.concatenate([steps.began, steps.ended - steps.transfer])
-        early = begins[target] < ends[source] - slack
         of_wait = target < segments
-        wrong += int(early[of_wait].sum())
-        every += int(early[of_wait].size)
+        early = steps.began[target[of_wait]] < ends[source[of_wait]] - slack
+        wrong += int(early.sum())
+        every += early.size
     return wrong / every if every else 0.0
 
 
@@ -100,8 +99,7 @@ def held_out(graph: StepGraph, hold_transfers: bool = True, parts: slice = slice
     chosen = np.zeros(len(graph.numbers), bool)
     shapes = []
     for index, steps in enumerate(graph.shapes):
-        columns = np.flatnonzero(graph.shape == index)
-        columns = columns[np.argsort(graph.column[columns])]
+        columns = graph.columns_of(index)
         judged = np.flatnonzero(graph.judged[columns])
         if len(judged) < FEWEST_HELD_OUT:
             shapes.append(steps)

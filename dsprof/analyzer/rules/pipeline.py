@@ -15,7 +15,7 @@ from ..context import Context, interval
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..whatif.schedule import makespan, schedule_graph
 from ..whatif.work import Change
-from .base import LEAST_SHARE, NotConcerned, NotJudged, at, code_fix, confidence_of, need_steps
+from .base import LEAST_SHARE, NotConcerned, NotJudged, at, code_fix, confidence_of, need_host, need_steps
 
 Float = npt.NDArray[np.float64]
 
@@ -116,8 +116,7 @@ def bubble(context: Context) -> list[Finding]:
     need_steps(context)
     if not context.in_stages:
         raise NotConcerned
-    if context.on_gpu:
-        raise NotJudged("the job ran on a device, whose time this version does not measure")
+    need_host(context)
     shape = _shape(context)
     waited = float(context.work("bubble").mean())
     if waited < LEAST_SHARE * context.step_ms:

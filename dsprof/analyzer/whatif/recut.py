@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from ..graph import PARTS, Edges, Steps, Task
+from ..graph import LAG, PARTS, Edges, Steps, Task
 from ..link import Link
 from .edit import GONE, Edited
 
@@ -217,7 +217,7 @@ def coalesce(steps: Steps, families: list[list[int]], together: int, link: Link,
     # Nobody is woken late from a wait that there is no more.
     waits = structure.waits
     gone = np.isin(waits[:, 0], list(dropped))
-    work[np.setdiff1d(waits[gone, 1], waits[~gone, 1]), :, PARTS.index("lag")] = 0.0
+    work[np.setdiff1d(waits[gone, 1], waits[~gone, 1]), :, LAG] = 0.0
     kept_tasks = [c for c in range(len(tasks)) if c not in dropped]
     number = np.full(len(tasks), GONE)
     number[kept_tasks] = np.arange(len(kept_tasks))

@@ -65,8 +65,7 @@ def _amounts(graph: StepGraph, index: int, change: Change, teams: Sequence[Bool]
     """What goes from each segment of a shape, [W, S, PARTS] ms."""
     steps = graph.shapes[index]
     found = np.zeros(steps.work.shape)
-    columns = np.flatnonzero(graph.shape == index)
-    columns = columns[np.argsort(graph.column[columns])]
+    columns = graph.columns_of(index)
     chosen = np.flatnonzero(graph.judged[columns])
     judged = (np.cumsum(graph.judged) - 1)[columns[chosen]]
     if not len(chosen):
