@@ -46,16 +46,18 @@ FIXED = 9
 DRIFT_PPM = 5.0
 
 STAGES = {
-    "align": ["align", "align_steps", "find_jumps"],
-    "match": ["match_collectives", "find_topology", "name_pipeline_messages", "mismatches"],
-    "paint": ["apart_spans", "paint", "step_budget", "waits_table", "divide_time"],
+    "align": ["align"],
+    "match": ["match_collectives", "mismatches"],
+    "ranks": ["summarize_ranks"],
+    "budget": ["step_budget", "waits_table", "divide_time"],
     "irregular": ["find_irregular", "mark_ordinary", "lasting_change"],
     "load of cores": ["Gauges", "measure_load"],
     "graph": ["build_graph"],
     "replay": ["check"],
     "rules": ["judge"],
 }
-"""Stage -> functions of `analyzer.analyze`. Before them comes `load`, which reads the files."""
+"""Stage -> functions of `analyzer.analyze`. `align` and `ranks` read the files. Before them `load` brings the run up to
+date."""
 
 
 # --- a made-up run --------------------------------------------------------------------------------
@@ -310,7 +312,7 @@ def analyze_and_tell(folder: Path) -> None:
     print(
         json.dumps(
             {
-                "rows": len(loaded.rows),
+                "rows": sum(len(loaded.read(rank, ("rank",))) for rank in loaded.ranks),
                 "wall_s": round(wall, 2),
                 "cpu_s": round(cpu, 2),
                 "peak_mb": round(peak_mb()),

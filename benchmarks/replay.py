@@ -61,12 +61,7 @@ def make_graph(ranks: int, steps: int = STEPS, team: int = 8) -> StepGraph:
     alike = Steps(
         structure, np.arange(steps), work, transfer, nothing, nothing, np.zeros((0, steps)), work[..., 0], nothing
     )
-    follows = np.arange(steps) > 0
-    start = np.zeros((ranks, steps))
-    return StepGraph(
-        tuple(range(ranks)), (alike,), alike.numbers, np.ones(steps, bool), np.zeros(steps, np.int64), np.arange(steps),
-        start, start + 1.0, follows, start,
-    )  # fmt: skip
+    return StepGraph.of_one_shape(alike, follow=True)
 
 
 def measure(ranks: int, variants: int, rounds: int) -> dict[str, float | int]:

@@ -19,7 +19,7 @@ optimizers   the step
 pipelining   torch's pipeline schedules: actions of stages
 checkpoints  saving them
 compilation  what torch.compile takes for itself
-sharding     how FSDP was configured
+sharding     how FSDP was configured, and what it does for each of its units
 host         pauses of the interpreter
 facts        how DDP, DataLoader and process groups were configured, and where
 hints        a script that wants to be started in another way

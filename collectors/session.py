@@ -76,7 +76,7 @@ class Session:
             ("pipelining", lambda: pipelining.install(self.recorder)),
             ("checkpoints", lambda: checkpoints.install(self.recorder)),
             ("compilation", lambda: [compilation.install(self.recorder)]),
-            ("sharding", lambda: sharding.install(self._each_step.append)),
+            ("sharding", lambda: sharding.install(self.recorder, self._each_step.append)),
             ("host", lambda: [host.install(self.recorder)]),
             ("engine events", lambda: [engine_events.install(self.recorder, self.on_step)]),
         )
@@ -111,8 +111,9 @@ class Session:
             self._groups_seen = len(c10d._world.pg_map)
             for group, name in list(c10d._world.pg_names.items()):
                 if group in c10d._world.pg_group_ranks:
-                    ranks = c10d.get_process_group_ranks(group)
-                    self.write_fact({"fact": "group", "name": name, "ranks": ranks, "desc": group.group_desc})
+                    ranks, backend = c10d.get_process_group_ranks(group), str(c10d._world.pg_map[group][0])
+                    described = {"ranks": ranks, "desc": group.group_desc, "backend": backend}
+                    self.write_fact({"fact": "group", "name": name, **described})
         except Exception as error:
             count_error("after a step", error)
 

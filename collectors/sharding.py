@@ -1,6 +1,8 @@
 """How the parameters are sharded: the communication units of FSDP2 (`fully_shard`) and FSDP1, and where they are made.
 
-A model has dozens, so the fact is kept until the end of a step.
+A model has dozens, so the fact is kept until the end of a step. What FSDP2 itself does for a unit (it copies shards in
+and out, exchanges the module's parameters, and waits) is recorded as a `module` row named SHARDING, before and after
+its forward and its backward.
 """
 
 from __future__ import annotations
@@ -9,14 +11,21 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from . import facts
+from dsprof.schema import SHARDING, Kind
+
+from . import dynamo, facts
 from .errors import count_error
 from .imports import when_imported
-from .uninstall import Uninstall
+from .uninstall import Uninstall, in_reverse
+
+if TYPE_CHECKING:
+    from .record import Recorder
 
 FSDP: Final = "torch.distributed.fsdp"
+AROUND_UNIT: Final = ("pre_forward", "post_forward", "pre_backward", "post_backward")
+"""Methods of FSDP2's FSDPParamGroup."""
 
 
 @dataclass
@@ -57,23 +66,42 @@ class Sharded:
         )
 
 
-def install(each_step: Callable[[Callable[[], None]], None]) -> list[Uninstall]:
-    """Count units from now on; what is given to `each_step`, to be called after steps, states them."""
+def install(recorder: Recorder, each_step: Callable[[Callable[[], None]], None]) -> list[Uninstall]:
+    """Count units and record what is done for them from now on; what is given to `each_step`, to be called after steps,
+    states how many there are."""
     second, first = Sharded(2), Sharded(1)
     each_step(second.state)
     each_step(first.state)
     return [
-        when_imported(f"{FSDP}._fully_shard._fsdp_param_group", functools.partial(_watch_second, second)),
+        when_imported(f"{FSDP}._fully_shard._fsdp_param_group", functools.partial(_watch_second, second, recorder)),
         when_imported(f"{FSDP}.fully_sharded_data_parallel", functools.partial(_watch_first, first)),
     ]
 
 
-def _watch_second(sharded: Sharded, module: ModuleType) -> Uninstall:
+def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> Uninstall:
     def count(group: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         # Taken from the arguments: the group itself has shards only.
         sharded.add(len(params), sum(param.numel() * param.element_size() for param in params))
 
-    return _before_init(module.FSDPParamGroup, count)
+    group, name = module.FSDPParamGroup, recorder.intern(SHARDING)
+    around = [_record(group, method, recorder, name) for method in AROUND_UNIT if hasattr(group, method)]
+    return in_reverse([_before_init(group, count), *around])
+
+
+def _record(cls: Any, method: str, recorder: Recorder, name: int) -> Uninstall:
+    original = getattr(cls, method)
+
+    @functools.wraps(original)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        if dynamo.compiling():
+            return original(*args, **kwargs)
+        handle = recorder.begin(Kind.MODULE, name)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            recorder.end(handle)
+
+    return _replace(cls, method, original, recorded)
 
 
 def _watch_first(sharded: Sharded, module: ModuleType) -> Uninstall:
@@ -90,7 +118,7 @@ def _watch_first(sharded: Sharded, module: ModuleType) -> Uninstall:
         except Exception as error:
             _count(error)
 
-    return _replace(cls, construct, __init__)
+    return _replace(cls, "__init__", construct, __init__)
 
 
 def _before_init(cls: Any, count: Callable[..., None]) -> Uninstall:
@@ -104,15 +132,15 @@ def _before_init(cls: Any, count: Callable[..., None]) -> Uninstall:
             _count(error)
         construct(self, *args, **kwargs)
 
-    return _replace(cls, construct, __init__)
+    return _replace(cls, "__init__", construct, __init__)
 
 
-def _replace(cls: Any, old: Any, new: Any) -> Uninstall:
-    cls.__init__ = new
+def _replace(cls: Any, method: str, old: Any, new: Any) -> Uninstall:
+    setattr(cls, method, new)
 
     def uninstall() -> None:
-        if cls.__init__ is new:
-            cls.__init__ = old
+        if getattr(cls, method) is new:
+            setattr(cls, method, old)
 
     return uninstall
 

@@ -140,7 +140,7 @@ class RunInfo:
     exits: list[RankExit] = field(default_factory=list)
     ranks: list[RankInfo] = field(default_factory=list)
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Process group name -> {"ranks": [global ranks seen], "size": int, "desc": str}."""
+    """Process group name -> {"ranks": [global ranks seen], "size": int, "desc": str, "backend": str, if known}."""
     facts: list[dict[str, Any]] = field(default_factory=list)
     """What the ranks said of themselves: {"fact": "ddp"|"dataloader"|..., "rank": int, "site": "file:line", ...}."""
     warnings: list[str] = field(default_factory=list)
@@ -153,6 +153,10 @@ class RunInfo:
     hints: list[str] = field(default_factory=list)
     """Of a job that failed or was interrupted, and wanted to be started in another way: what to type instead."""
     schema: int = RUN_SCHEMA
+
+    def group(self, name: str) -> dict[str, Any]:
+        """What `groups` says of a process group, or of one made anew under its name (`0#1`); empty: nothing."""
+        return self.groups.get(name) or self.groups.get(name.partition("#")[0]) or {}
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

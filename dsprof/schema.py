@@ -203,6 +203,9 @@ was seen, `between` (optimizer to the next forward): how the loop gets its input
 LOADING: Final = ("data", "loader_start")
 """Phases in which the loop is in a DataLoader."""
 
+SHARDING: Final = "sharding"
+"""Name of the `module` rows in which FSDP2 works for one of its units, before or after its forward or backward."""
+
 BUDGET_PARTS: Final = (
     "compute", "comm_exposed", "peer_wait", "bubble", "data", "optimizer", "offload", "pause", "other",
 )  # fmt: skip

@@ -33,9 +33,9 @@ def finish(folder: RunFolder, *, report: bool = True) -> Analysis:
         outputs["report.html"] = lambda: write_html(analysis, folder)
         outputs["tensorboard"] = lambda: write_tensorboard(analysis, folder)
     outputs["findings.json"] = lambda: write_findings(analysis, folder)
-    from dsprof.analyzer.layers import layer_costs
+    from dsprof.analyzer.layers import layer_costs, staged_rows
 
-    costs = layer_costs(analysis.rows)
+    costs = layer_costs(staged_rows(analysis.trace))
     if costs:
         outputs["layer_costs.json"] = lambda: write_layer_costs(costs, folder)
     failures = [failure for name, write in outputs.items() if (failure := _attempt(name, write)) is not None]

@@ -235,9 +235,9 @@ def _finding(console: Console, index: int, finding: Finding, cwd: str) -> None:
     console.print(head)
     grid = _labelled()
     saved = wording.gain(finding.gain)
-    if saved or finding.confidence < 0.995:
-        sure = f"confidence {text.percent(100 * finding.confidence)}"
-        grid.add_row(Text("gain", style="dim"), _prose(f"{saved or 'not predicted'}, {sure}"))
+    if saved:
+        sure = f", {how_sure}" if (how_sure := wording.confidence(finding)) else ""
+        grid.add_row(Text("gain", style="dim"), _prose(saved + sure))
     place = wording.where(finding.where)
     if place:
         grid.add_row(Text("where", style="dim"), Text(place))

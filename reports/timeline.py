@@ -67,22 +67,23 @@ class _Bars:
 
 def timeline(
     rows: pd.DataFrame, step: int, *, waits: pd.DataFrame | None = None, collectives: pd.DataFrame | None = None,
-    ranks: Sequence[int] = (), max_ranks: int = 8, max_events: int = 4000,
+    ranks: Sequence[int] = (), max_ranks: int = 8, max_events: int = 4000, of_ranks: int | None = None,
 ) -> go.Figure:  # fmt: skip
     """One step of `rows` (the trace table): phases, waits, collectives and spans of each rank.
 
     Waits in `waits` (`Analysis.waits`: rank, start_ns, arrival_ns) and the collectives in `collectives` (group, seq,
     last_ns) are split at the last arrival into waiting for peers and transfer; other waits are not, and those without
     an arrival_ns were for another lane. `ranks` are shown first where there are more than `max_ranks`; of more than
-    `max_events` events the longest are shown. What never ended is hatched.
+    `max_events` events the longest are shown. What never ended is hatched. `of_ranks`: how many ranks there are, if
+    `rows` are of some of them only.
     """
     found = rows[(rows["step"] == step) & rows["kind"].isin(KINDS)]
     everyone = sorted(int(rank) for rank in found["rank"].unique())
     shown = tables.pick_ranks(everyone, ranks, max_ranks)
     events = found[found["rank"].isin(shown)]
     notes = [f"step {step}"]
-    if len(shown) < len(everyone):
-        notes.append(f"{len(shown)} of {len(everyone)} ranks")
+    if len(shown) < (of_ranks or len(everyone)):
+        notes.append(f"{len(shown)} of {of_ranks or len(everyone)} ranks")
     if len(events) > max_events:
         notes.append(f"the {max_events:,} longest of {len(events):,} events")
         longest = events["dur_ns"].astype("float64").fillna(float("inf")).sort_values(ascending=False, kind="stable")

@@ -173,6 +173,13 @@ def gain(value: Gain) -> str:
     return f"saves {ms(value.ms)} {a_step(value)}" + (f" [{low}, {high}]" if low != high else "")
 
 
+def confidence(finding: Finding) -> str:
+    """`confidence 93 %`: of such predictions so many came true; empty where nothing is predicted or none was tried."""
+    if finding.confidence is None or finding.gain.ms <= 0:
+        return ""
+    return f"confidence {percent(100 * finding.confidence)}"
+
+
 def a_step(value: Gain) -> str:
     """What a gain is of: `a step (18 %)`, `a step on average (56 % of the run's time per step)`."""
     if value.method == MEASURED_EXCESS:

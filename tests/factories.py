@@ -16,6 +16,7 @@ from dsprof.analyzer.analysis import Analysis, CaptureQuality, StepTime, Verdict
 from dsprof.analyzer.finding import Evidence, Finding, Fix, Gain, Where
 from dsprof.run import RankExit, RankInfo, RunInfo
 from dsprof.schema import BUDGET_PARTS, COLUMNS
+from dsprof.trace import Trace
 
 MS = 1_000_000
 START_NS = 5_000_000_000
@@ -92,7 +93,7 @@ def build(job: Job, findings: tuple[Finding, ...] = (), passed: tuple[str, ...] 
             "transfer_ns", "purpose",
         ]),
         waits=pd.DataFrame(waits, columns=["rank", "start_ns", "end_ns", "arrival_ns", "group", "seq"]),
-        rows=_table(rows),
+        trace=Trace.of(_run(job, captured, complete), _table(rows)),
         findings=findings,
         passed=passed,
         not_judged={},

@@ -88,19 +88,4 @@ def steps_of(
 
 def graph_of(steps: Steps, crossings: Crossings | None = None, follow: bool = True) -> StepGraph:
     """A graph of these steps alone, each of which follows the one before."""
-    threads, count = steps.structure.threads, len(steps.numbers)
-    follows = np.full(count, follow)
-    follows[:1] = False
-    return StepGraph(
-        ranks=tuple(range(threads)),
-        shapes=(steps,),
-        numbers=steps.numbers,
-        judged=np.ones(count, bool),
-        shape=np.zeros(count, np.int64),
-        column=np.arange(count),
-        start=np.zeros((threads, count)),
-        duration=np.ones((threads, count)),
-        follows=follows,
-        gap=np.zeros((threads, count)),
-        crossings=crossings or Crossings.none(),
-    )
+    return StepGraph.of_one_shape(steps, follow=follow, crossings=crossings)

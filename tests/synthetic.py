@@ -156,7 +156,7 @@ class Job:
             facts=[*facts, *self.facts],
             exits=self.exits,
         )
-        return Trace(info, rows)
+        return Trace.of(info, rows)
 
     def _process(self, rank: int) -> dict[str, Any]:
         if self.cpus is None:

@@ -42,7 +42,7 @@ def test_a_rank_that_a_shrunken_job_no_longer_has_is_left_out() -> None:
     before, after = Job(ranks=3, steps=5).trace(), Job(ranks=2).trace()
     rows = pd.concat([before.rows, after.rows.assign(restart=np.int16(1))], ignore_index=True)
     run = replace(after.run, ranks=[*before.run.ranks, *(replace(item, restart=1) for item in after.run.ranks)])
-    analysis = analyze(Trace(run, rows))
+    analysis = analyze(Trace.of(run, rows))
     assert analysis.ranks_captured == (0, 1)
     assert analysis.step_count == 40
 
@@ -60,15 +60,16 @@ def test_the_budget_sums_to_the_step(ranks: int) -> None:
 
 
 def test_replay_of_the_measured_job_gives_the_measured_steps() -> None:
-    from dsprof.analyzer.budget import paint
     from dsprof.analyzer.build import build_graph
+    from dsprof.analyzer.match import Matches
     from dsprof.analyzer.replay import replay
+    from dsprof.analyzer.summary import summarize_ranks
     from dsprof.analyzer.trust import check
 
     analysis = analyze(Job(jitter=0.05).trace())
-    by_rank = {rank: analysis.rows[analysis.rows["rank"] == rank] for rank in (0, 1)}
-    times = {rank: paint(rows, analysis.collectives, rank) for rank, rows in by_rank.items()}
-    graph = build_graph(times, by_rank, analysis.collectives, analysis.steps)
+    ranks = summarize_ranks(analysis.trace, analysis.collectives, Matches(analysis.collectives))
+    times, programs = ({rank: getattr(of, name) for rank, of in ranks.items()} for name in ("time", "program"))
+    graph = build_graph(times, programs, analysis.collectives, analysis.steps)
     assert graph is not None
     middle = analysis.steps[analysis.steps["ordinary"]].groupby("step")["dur_ns"].mean() / 1e6
     assert replay(graph).durations == pytest.approx(middle.to_numpy(), rel=1e-6)
@@ -239,10 +240,10 @@ def test_findings_json_has_the_shape_of_the_design() -> None:
 def test_two_hosts_are_put_on_one_clock() -> None:
     trace = Job().trace()
     trace.run.ranks[1].host = "other"
-    there = trace.rows["rank"] == 1
-    trace.rows.loc[there, "start_ns"] += 5_000_000_000
-    trace.rows.loc[there, "issue_ns"] += 5_000_000_000
-    analysis = analyze(trace)
+    rows = trace.rows
+    rows.loc[rows["rank"] == 1, "start_ns"] += 5_000_000_000
+    rows.loc[rows["rank"] == 1, "issue_ns"] += 5_000_000_000
+    analysis = analyze(Trace.of(trace.run, rows))
     together = analyze(Job().trace())
     assert analysis.budget == pytest.approx(together.budget, abs=0.05)
     assert analysis.capture.clock_error_us < 1
@@ -257,9 +258,9 @@ def test_smaller_buckets_gain_nothing_where_there_is_nothing_to_hide_behind() ->
 
 def test_a_gpu_job_is_not_called_healthy() -> None:
     trace = Job(forward=lambda rank, step: 90 if rank == 1 else 40).trace()
-    comm = trace.rows["kind"] == "comm"
-    trace.rows.loc[comm, "dur_ns"] = pd.NA
-    analysis = analyze(Trace(trace.run, trace.rows[trace.rows["kind"] != "wait"]))
+    rows = trace.rows
+    rows.loc[rows["kind"] == "comm", "dur_ns"] = pd.NA
+    analysis = analyze(Trace.of(trace.run, rows[rows["kind"] != "wait"]))
     assert above_info(analysis) == []
     assert {"rank.straggler", "comm.exposed", "comm.small-messages", "data.stall"} <= set(analysis.not_judged)
 
@@ -269,7 +270,7 @@ def test_a_rank_whose_first_steps_are_lost_is_renumbered() -> None:
     early = (trace.rows["rank"] == 1) & (trace.rows["step"] < 10)
     rows = trace.rows[~early].copy()
     rows.loc[rows["rank"] == 1, "step"] -= 10
-    analysis = analyze(Trace(trace.run, rows))
+    analysis = analyze(Trace.of(trace.run, rows))
     assert analysis.findings[0].code == "rank.straggler"
     assert analysis.findings[0].gain.ms == pytest.approx(50, abs=2)
     assert any("renumbered" in warning for warning in analysis.capture.warnings)
@@ -284,10 +285,9 @@ def test_a_rank_that_is_late_in_every_tenth_step_only() -> None:
 
 def test_two_groups_that_reduce_gradients_are_not_judged_by_one_bucket() -> None:
     trace = Job(ranks=4, buckets=(1 << 20,) * 4).trace()
-    second = (trace.rows["kind"] == "comm") & (trace.rows["rank"] >= 2)
-    trace.rows["group"] = trace.rows["group"].astype(object)
-    trace.rows.loc[second, "group"] = "1"
-    reason = analyze(trace).not_judged["comm.exposed"]
+    rows = trace.rows.astype({"group": object})
+    rows.loc[(rows["kind"] == "comm") & (rows["rank"] >= 2), "group"] = "1"
+    reason = analyze(Trace.of(trace.run, rows)).not_judged["comm.exposed"]
     assert reason == (
         "no other bucket size was tried: gradients are reduced by 2 process groups, and buckets are those of one"
     )
@@ -297,8 +297,9 @@ def test_the_loader_that_is_slow_is_the_one_named() -> None:
     validation = {"fact": "dataloader", "rank": 0, "number": 1, "num_workers": 4, "site": "train.py:30"}
     training = {"fact": "dataloader", "rank": 0, "number": 2, "num_workers": 0, "site": "train.py:20"}
     trace = Job(data=constant(100), facts=[validation, training]).trace()
-    trace.rows.loc[trace.rows["name"] == "data", "value"] = 2.0
-    assert analyze(trace).findings[0].fixes[0].patch[0]["line"] == 20
+    rows = trace.rows
+    rows.loc[rows["name"] == "data", "value"] = 2.0
+    assert analyze(Trace.of(trace.run, rows)).findings[0].fixes[0].patch[0]["line"] == 20
 
 
 def test_a_gain_that_is_not_a_number_is_info() -> None:
@@ -324,7 +325,7 @@ def test_stages_of_a_pipeline_are_not_compared_as_if_they_did_the_same() -> None
     sends = pd.concat([after_forward, after_backward])
     sends["issue_ns"] = sends["start_ns"] = sends["start_ns"] + sends["dur_ns"]
     sends = sends.assign(kind="comm", name="send", group="0", seq=range(len(sends)), lane="comm.0", dur_ns=1000)
-    analysis = analyze(Trace(trace.run, pd.concat([trace.rows, sends], ignore_index=True)))
+    analysis = analyze(Trace.of(trace.run, pd.concat([trace.rows, sends], ignore_index=True)))
     assert "rank.straggler" in analysis.not_judged
     assert above_info(analysis)[0] == "pipeline.imbalance"
     assert "data.imbalance" not in above_info(analysis)
@@ -338,7 +339,7 @@ def test_inputs_are_compared_between_replicas_of_a_stage(last: int) -> None:
     trace = job.trace()
     acted = trace.rows[(trace.rows["kind"] == "phase") & (trace.rows["name"] == "forward")].copy()
     acted["kind"], acted["name"], acted["stage"] = "pipe", "F", acted["rank"] // 2
-    found = analyze(Trace(trace.run, pd.concat([trace.rows, acted], ignore_index=True)))
+    found = analyze(Trace.of(trace.run, pd.concat([trace.rows, acted], ignore_index=True)))
     assert ("data.imbalance" in above_info(found)) == (last == 256)
 
 

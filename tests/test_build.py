@@ -12,7 +12,8 @@ import pytest
 from dsprof.analyzer.budget import paint, step_budget
 from dsprof.analyzer.build import build_graph
 from dsprof.analyzer.graph import StepGraph
-from dsprof.analyzer.match import match_collectives
+from dsprof.analyzer.match import Matches, match_collectives
+from dsprof.analyzer.points import find_program
 from dsprof.analyzer.replay import replay
 from dsprof.analyzer.steps import completed_steps
 from dsprof.analyzer.trust import check
@@ -51,7 +52,9 @@ def graph_of_rows(rows: Sequence[Row], judged_from: int = 0) -> StepGraph:
     by_rank = {int(rank): mine for rank, mine in table.groupby("rank")}
     times = {rank: paint(mine, collectives, rank) for rank, mine in by_rank.items()}
     steps = step_budget(times, completed_steps(table))
-    graph = build_graph(times, by_rank, collectives, steps.assign(ordinary=steps["step"] >= judged_from))
+    matches = Matches(collectives)
+    programs = {rank: find_program(times[rank].waits, mine, matches) for rank, mine in by_rank.items()}
+    graph = build_graph(times, programs, collectives, steps.assign(ordinary=steps["step"] >= judged_from))
     assert graph is not None
     return graph
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dsprof.analyzer.clock import align, find_jumps
+from dsprof.analyzer.clock import find_clocks, find_jumps
 from dsprof.run import RankInfo, RunInfo
 from dsprof.schema import COLUMNS
 
@@ -28,6 +28,12 @@ def ended(rank: int, group: str, ends: list[int]) -> pd.DataFrame:
         "group": group, "seq": range(len(ends)), "source": "measured",
     }  # fmt: skip
     return pd.DataFrame(data).reindex(columns=list(COLUMNS))
+
+
+def align(rows: pd.DataFrame, run: RunInfo) -> tuple[pd.DataFrame, float, list[str]]:
+    """The rows on one clock, its error in microseconds, and warnings."""
+    clocks = find_clocks(rows, run)
+    return clocks.correct(rows), clocks.error_us, list(clocks.warnings)
 
 
 def table(*parts: pd.DataFrame) -> pd.DataFrame:

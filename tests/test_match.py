@@ -8,7 +8,8 @@ import pandas as pd
 import pytest
 
 from dsprof.analyzer.backends import BACKENDS, backend_of
-from dsprof.analyzer.match import COLLECTIVE_COLUMNS, match_collectives, mismatches, number_by_order
+from dsprof.analyzer.match import COLLECTIVE_COLUMNS, match_collectives
+from dsprof.analyzer.numbering import mismatches, number_by_order
 from dsprof.run import RunInfo
 from dsprof.schema import COLUMNS
 
@@ -157,5 +158,8 @@ def test_what_a_group_does_is_its_backends() -> None:
 
 @pytest.mark.parametrize("group", ["0", "0#2", "0 0>1", "0#2 0>1 #7"])
 def test_the_backend_of_a_group_and_of_its_messages(group: str) -> None:
-    assert backend_of(group, {"0": {"backend": "nccl"}}) is BACKENDS["nccl"]
-    assert backend_of(group, {"1": {"backend": "nccl"}}) is BACKENDS["gloo"]
+    def of(known: str) -> RunInfo:
+        return RunInfo(id="run", name="run", command=[], groups={known: {"backend": "nccl"}})
+
+    assert backend_of(group, of("0")) is BACKENDS["nccl"]
+    assert backend_of(group, of("1")) is BACKENDS["gloo"]

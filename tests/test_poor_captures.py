@@ -16,7 +16,7 @@ from dsprof.trace import Trace
 
 
 def changed(trace: Trace, change: Callable[[pd.DataFrame], pd.DataFrame]) -> Analysis:
-    analysis = analyze(Trace(trace.run, change(trace.rows.copy())))
+    analysis = analyze(Trace.of(trace.run, change(trace.rows.copy())))
     assert not any("failed" in reason for reason in analysis.not_judged.values())
     json.dumps(analysis.to_dict(), allow_nan=False)
     return analysis

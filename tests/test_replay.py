@@ -12,8 +12,8 @@ from graphs import COMPUTE, graph_of, steps_of
 from dsprof.analyzer import levels
 from dsprof.analyzer.attribution import attribute
 from dsprof.analyzer.graph import PARTS, Crossings, StepGraph, Task
-from dsprof.analyzer.levels import Cyclic
 from dsprof.analyzer.link import Link
+from dsprof.analyzer.order import Cyclic
 from dsprof.analyzer.replay import replay, replay_all
 from dsprof.analyzer.trust import check, contradicted
 from dsprof.analyzer.whatif.edit import edit

@@ -19,6 +19,7 @@ import pytest
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Evidence
 from dsprof.reports import html
+from dsprof.trace import Trace
 
 HERE = Path(html.__file__).parent
 EVIL = "</script><script>window.hacked = 1</script><img src=x onerror=alert(1)>"
@@ -37,7 +38,8 @@ def evil_run() -> Analysis:
     analysis = factories.build(job, findings=(finding,), not_judged={"comm.exposed": EVIL})
     analysis.run.facts.append({"fact": "ddp", "rank": 0, "site": EVIL, "note": EVIL})
     rows = analysis.rows.assign(name=analysis.rows["name"].astype(object).replace({"all_reduce": EVIL, "gc": EVIL}))
-    return replace(analysis, rows=rows, collectives=analysis.collectives.assign(name=EVIL, purpose=EVIL))
+    collectives = analysis.collectives.assign(name=EVIL, purpose=EVIL)
+    return replace(analysis, trace=Trace.of(analysis.run, rows), collectives=collectives)
 
 
 def scripts(page: str) -> list[tuple[str, str]]:

@@ -222,7 +222,7 @@ def with_evaluation(trace: Trace) -> Trace:
     rows["grad"] = rows["grad"].astype("boolean")
     rows.loc[forwards.index, "grad"] = True
     rows.loc[forwards.index[first & twice], "grad"] = False
-    return trace
+    return Trace.of(trace.run, rows)
 
 
 def test_the_loader_of_an_evaluation_is_not_the_training_s() -> None:
@@ -237,8 +237,9 @@ def test_a_loader_entered_before_capture_is_the_one_that_is_left() -> None:
     test = dataloader(number=2, num_workers=0, site="/home/me/train.py:30")
     both = job(data=constant(20), evaluation=lambda rank, step: 400 * (step % 4 == 0), facts=[dataloader(), test])
     trace = with_evaluation(both.trace())
-    trace.rows.loc[(trace.rows["name"] == "data") & (trace.rows["value"] == 1), "value"] = np.nan
-    (stall,) = stalls(analyze(trace))
+    rows = trace.rows
+    rows.loc[(rows["name"] == "data") & (rows["value"] == 1), "value"] = np.nan
+    (stall,) = stalls(analyze(Trace.of(trace.run, rows)))
     assert stall.evidence[2].value == 0
     assert stall.fixes[0].patch[0]["line"] == 12
 
@@ -254,10 +255,9 @@ def test_a_loader_that_nothing_tells_of() -> None:
 
 def test_without_a_dataloader_nothing_is_said_of_input() -> None:
     trace = job(data=constant(20)).trace()
-    data = trace.rows["name"] == "data"
-    trace.rows["name"] = trace.rows["name"].astype(object).where(~data, "between")
-    trace.rows["source"] = trace.rows["source"].astype(object).where(~data, "derived")
-    analysis = analyze(trace)
+    rows = trace.rows.astype({"name": object, "source": object})
+    rows.loc[rows["name"] == "data", ["name", "source"]] = "between", "derived"
+    analysis = analyze(Trace.of(trace.run, rows))
     assert stalls(analysis) == []
     assert "data.stall" not in analysis.passed
     assert "data.stall" not in analysis.not_judged
@@ -268,8 +268,9 @@ def test_without_a_dataloader_nothing_is_said_of_input() -> None:
 
 def fix_for(*facts: dict[str, Any]) -> Any:
     trace = job(data=constant(20), facts=list(facts)).trace()
-    trace.rows.loc[trace.rows["name"] == "data", "value"] = float(facts[-1]["number"])
-    return stalls(analyze(trace))[0].fixes[0]
+    rows = trace.rows
+    rows.loc[rows["name"] == "data", "value"] = float(facts[-1]["number"])
+    return stalls(analyze(Trace.of(trace.run, rows)))[0].fixes[0]
 
 
 def test_under_transformers_it_is_a_flag() -> None:
@@ -331,7 +332,7 @@ def test_lengths_are_grouped_by_a_flag_of_transformers() -> None:
     uneven.forward = lambda rank, step: tokens[rank, step] / 20
     trace = uneven.trace()
     facts = [dataloader(framework="transformers")]
-    analysis = analyze(Trace(replace(trace.run, facts=[*trace.run.facts, *facts]), trace.rows))
+    analysis = analyze(Trace.of(replace(trace.run, facts=[*trace.run.facts, *facts]), trace.rows))
     first = analysis.findings[0]
     assert first.code == "data.imbalance"
     assert first.fixes[0].patch == (
@@ -342,5 +343,5 @@ def test_lengths_are_grouped_by_a_flag_of_transformers() -> None:
 def test_rows_of_ranks_that_only_load_are_no_error() -> None:
     trace = job(data=constant(20)).trace()
     rows = trace.rows[~((trace.rows["rank"] == 1) & trace.rows["name"].isin(["forward", "backward", "optimizer"]))]
-    analysis = analyze(Trace(trace.run, pd.DataFrame(rows)))
+    analysis = analyze(Trace.of(trace.run, pd.DataFrame(rows)))
     assert not any("failed" in reason for reason in analysis.not_judged.values())

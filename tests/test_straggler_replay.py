@@ -13,11 +13,12 @@ import pytest
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.budget import paint
 from dsprof.analyzer.build import build_graph
 from dsprof.analyzer.graph import PARTS, StepGraph
-from dsprof.analyzer.replay import replay
+from dsprof.analyzer.match import Matches
+from dsprof.analyzer.summary import summarize_ranks
 from dsprof.analyzer.trust import check
+from dsprof.analyzer.whatif.schedule import makespan
 from dsprof.analyzer.whatif.typical import GAPS, typical, without_gaps
 from dsprof.importers import import_trace
 
@@ -37,17 +38,11 @@ def analyzed(name: str) -> Analysis:
 @cache
 def graph_of(name: str) -> StepGraph:
     analysis = analyzed(name)
-    by_rank = {int(rank): rows for rank, rows in analysis.rows.groupby("rank")}
-    times = {rank: paint(rows, analysis.collectives, rank, analysis.run) for rank, rows in by_rank.items()}
-    graph = build_graph(times, by_rank, analysis.collectives, analysis.steps, analysis.run)
+    ranks = summarize_ranks(analysis.trace, analysis.collectives, Matches(analysis.collectives))
+    times, programs = ({rank: getattr(of, name) for rank, of in ranks.items()} for name in ("time", "program"))
+    graph = build_graph(times, programs, analysis.collectives, analysis.steps, analysis.run)
     assert graph is not None
     return graph
-
-
-def step_ms(graph: StepGraph) -> np.ndarray:
-    """From the first start of each step to its last end."""
-    replayed = replay(graph)
-    return replayed.end.max(axis=0) - replayed.start.min(axis=0)
 
 
 def measured_ms(graph: StepGraph) -> np.ndarray:
@@ -66,7 +61,7 @@ def held_out_errors(name: str, parts: slice, transfers: bool) -> np.ndarray:
         if transfers:
             transfer[:, into] = steps.transfer[:, of].mean(axis=1, keepdims=True)
         changed = graph.with_shapes((replace(steps, work=work, transfer=transfer),))
-        errors[into] = np.abs(step_ms(changed) / measured_ms(graph) - 1)[into]
+        errors[into] = np.abs(makespan(changed) / measured_ms(graph) - 1)[into]
     return errors
 
 
@@ -103,7 +98,7 @@ def test_costs_of_other_steps_tell_more_than_a_constant(name: str) -> None:
 @pytest.mark.parametrize(("name", "slowdown"), [("AR", 1.973), ("ST", 1.179)])
 def test_the_slowdown_is_the_authors(name: str, slowdown: float) -> None:
     graph = without_gaps(graph_of(name))
-    own, ideal = step_ms(graph).mean(), step_ms(typical(graph_of(name))(graph)).mean()
+    own, ideal = makespan(graph).mean(), makespan(typical(graph_of(name))(graph)).mean()
     assert own / ideal == pytest.approx(slowdown, rel=0.01)
     authors = json.loads((TABLES / f"result-{name}.json").read_text())
     assert own / 1e3 == pytest.approx(np.mean(list(authors["step_t_nodelay"].values())), rel=0.01)
@@ -118,8 +113,8 @@ def test_the_slow_worker_comes_first_and_explains_all() -> None:
     assert first.gain.ms / 1e3 == pytest.approx(46.336 - 23.485, rel=0.03)
     graph = graph_of("AR")
     plain = without_gaps(graph)
-    own, ideal = step_ms(plain).mean(), step_ms(typical(graph)(plain)).mean()
-    shares = [(own - step_ms(typical(graph, [rank])(plain)).mean()) / (own - ideal) for rank in range(16)]
+    own, ideal = makespan(plain).mean(), makespan(typical(graph)(plain)).mean()
+    shares = [(own - makespan(typical(graph, [rank])(plain)).mean()) / (own - ideal) for rank in range(16)]
     assert shares[0] == pytest.approx(1.0, abs=0.03)
     assert max(shares[1:]) < 0.01
 

@@ -1,14 +1,16 @@
-"""The analyzer: a trace in, findings out. Pure: no files, no printing, no torch.
+"""The analyzer: a trace in, findings out. Pure: no printing, no torch; and no files but those that the trace reads.
 
     analyze      the way from a trace to a verdict
     analysis     what comes out: everything the reports draw
     finding      findings, their evidence, gains and fixes
 
 From rows to time:
+    aligned      all ranks beside each other; what of them is held at once
     clock        every rank on one clock
     steps        steps under numbers that mean the same on all ranks
     topology     which ranks are stages of a pipeline
-    match        the same collective or message on all ranks
+    match        the same collective or message on all ranks; `numbering` of those that came without a number
+    summary      a rank by itself: all that is kept of its rows
     kinds        what the run's wall time went into
     lanes        what each lane of a rank did, and what its waits were for
     budget       where each rank's step went; `intervals` is its arithmetic
@@ -19,9 +21,11 @@ From rows to time:
 
 From time to gains:
     points       what each rank issues and waits for, and its own work in between
-    build        from tables to the step graph
+    communications   collectives and messages as arrays
+    build        from points and communications to the step graph; `durations` is its arithmetic
     graph        the step graph: operations in arrays, edges that say what waited for what
     backends     what a communication backend does
+    order        in which order operations are evaluated
     levels       longest paths, for many steps and variants at once
     replay       how long the steps of a graph take
     trust        whether a replay agrees with what was measured

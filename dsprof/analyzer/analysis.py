@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from dsprof.run import RunInfo
+from dsprof.trace import Trace
 
 from .finding import Finding
 from .trust import ReplayCheck
@@ -74,7 +75,8 @@ class Analysis:
                  there, within the wait; from then on the bytes move; null: it was for another lane's work), group,
                  seq (of what it waited for, if known), issued_step (the step it was issued in, where that is an
                  earlier one).
-    rows:        the trace table (dsprof.schema.COLUMNS), on the common clock.
+    trace:       all rows, on the common clock, to be read a rank at a time; `rows` are those of all ranks in one table
+                 (dsprof.schema.COLUMNS), read anew each time.
     findings:    worst first.
     passed:      codes of the rules that ran and found nothing above `info`.
     not_judged:  code -> why a rule could not be judged on this capture.
@@ -96,7 +98,7 @@ class Analysis:
     slowest_rank: int | None
     collectives: pd.DataFrame
     waits: pd.DataFrame
-    rows: pd.DataFrame
+    trace: Trace
     findings: tuple[Finding, ...]
     passed: tuple[str, ...]
     not_judged: dict[str, str]
@@ -104,6 +106,10 @@ class Analysis:
     notes: tuple[str, ...]
     verdict: Verdict
     capture: CaptureQuality
+
+    @property
+    def rows(self) -> pd.DataFrame:
+        return self.trace.rows
 
     @property
     def steps_judged(self) -> int:

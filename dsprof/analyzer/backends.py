@@ -3,9 +3,9 @@ whom, and which messages need a worker."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -46,18 +46,15 @@ DEFAULT: Final = "gloo"
 """Of a group whose backend was not captured: what is timed here ran on CPU."""
 
 
-def backend_of(group: str, groups: Mapping[str, Mapping[str, Any]]) -> Backend:
-    """The backend of a process group, or of what two of its ranks send each other (`<group> <src>><dst>`), by what
-    `RunInfo.groups` says of it."""
-    whole = group.partition(" ")[0]
-    about = groups.get(group) or groups.get(whole) or groups.get(whole.partition("#")[0]) or {}
+def backend_of(group: str, run: RunInfo | None) -> Backend:
+    """The backend of a process group, or of what two of its ranks send each other (`<group> <src>><dst>`)."""
+    about = (run.group(group) or run.group(group.partition(" ")[0])) if run is not None else {}
     return BACKENDS.get(str(about.get("backend") or DEFAULT), BACKENDS[DEFAULT])
 
 
 def by_backend(groups: Words, run: RunInfo | None) -> Iterator[tuple[Backend, Bool]]:
     """Each backend that any of `groups` has, and which of them have it."""
     codes, names = pd.factorize(groups)
-    known = run.groups if run is not None else {}
-    of_name = [backend_of(str(name), known) for name in names]
+    of_name = [backend_of(str(name), run) for name in names]
     for backend in dict.fromkeys(of_name):
         yield backend, np.array([one == backend for one in of_name], bool)[codes]

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RunInfo
-from dsprof.schema import BUDGET_PARTS
+from dsprof.schema import BUDGET_PARTS, SHARDING
 
 from .intervals import Int, Intervals
 from .lanes import MAIN, NOTHING, OWN_LANES, PHASE_PART, Lanes, Parts, add, bind_waits, innermost, painted, spans_of
@@ -56,6 +56,8 @@ class RankTime:
     """Kind of schema.TIME_KINDS -> when it was under way."""
     device: Intervals = field(default_factory=Intervals.empty)
     """The steps that a device's stream ends."""
+    sharding: Intervals = field(default_factory=Intervals.empty)
+    """The part of compute in which parameters are gathered or sharded anew."""
 
     @cached_property
     def unbound(self) -> Intervals:
@@ -93,7 +95,9 @@ def paint(
         theirs = dict(lanes.does(lanes.compute_stream()))
         add(theirs, own)
         own = {part: (own[part] - device) | (theirs.get(part, Intervals.empty()) & device) for part in LAYERS}
-    return RankTime(rank, _layers(own), waits, dict(apart or {}), device)
+    layers = _layers(own)
+    sharding = spans_of(main[(main["kind"] == "module") & (main["name"] == SHARDING)])
+    return RankTime(rank, layers, waits, dict(apart or {}), device, sharding & (layers[-1] - layers[-2]))
 
 
 def _of_thread(main: pd.DataFrame, waits: pd.DataFrame, phases: Parts, lanes: Lanes) -> Parts:

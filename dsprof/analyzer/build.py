@@ -17,11 +17,22 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 
-from .backends import backend_of
 from .budget import RankTime
+from .communications import find_communications
+from .durations import lags, no_later_than_seen, transfers
 from .graph import LAG, Crossings, Edges, StepGraph, Steps, Structure, Task
-from .match import SEND_RECV, Matches
-from .points import BACKWARD, ISSUE, WAIT, WAIT_GRADIENTS, Points, Segments, actions_of, find_points, find_segments
+from .points import (
+    BACKWARD,
+    ISSUE,
+    WAIT,
+    WAIT_GRADIENTS,
+    Points,
+    Program,
+    Segments,
+    actions_of,
+    find_points,
+    find_segments,
+)
 
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int64]
@@ -34,39 +45,17 @@ EVERYONE, OWN = 0, 1
 where a root sends, on the root's."""
 
 
-@dataclass(frozen=True)
-class _Tasks:
-    """The matched table as arrays, a row a task: see `match.COLLECTIVE_COLUMNS`.
-
-    home: index of the step it belongs to; -1: none of the graph's
-    end:  ns, when the first rank saw it end
-    view: by what a rank that waits for it depends on whom: `needs` as a number
-    """
-
-    lane: npt.NDArray[np.object_]
-    kind: npt.NDArray[np.object_]
-    gradient: npt.NDArray[np.bool_]
-    workers: Int
-    needs: npt.NDArray[np.object_]
-    root: Int
-    size: Float
-    end: Int
-    home: Int
-
-
 def build_graph(
     times: Mapping[int, RankTime],
-    by_rank: Mapping[int, pd.DataFrame],
+    programs: Mapping[int, Program],
     collectives: pd.DataFrame,
     steps: pd.DataFrame,
     run: RunInfo | None = None,
-    matches: Matches | None = None,
 ) -> StepGraph | None:
     """The steps that are judged, and the few between them, of the ranks that have steps. None where no step is judged.
 
-    by_rank: rows of the trace; `comm` rows, phases and actions are looked at
-    steps:   rank, step, start_ns, dur_ns, ordinary
-    matches: of `collectives`, if they are there already
+    programs: of the ranks in `times` (`points.find_program`)
+    steps:    rank, step, start_ns, dur_ns, ordinary
     """
     ranks = tuple(sorted(set(times) & set(steps["rank"].tolist())))
     numbers, judged = _chosen(steps, len(ranks))
@@ -76,7 +65,7 @@ def build_graph(
     begin: Int = inside.pivot(index="rank", columns="step", values="start_ns").to_numpy(np.int64)
     end: Int = begin + inside.pivot(index="rank", columns="step", values="dur_ns").to_numpy(np.int64)
     follows = np.append(False, np.diff(numbers) == 1)
-    points = find_points(times, by_rank, matches or Matches(collectives), run, ranks, begin, end)
+    points = find_points(programs, ranks, begin, end)
     segments = find_segments(times, ranks, points, begin, end)
     return _Builder(ranks, numbers, judged, follows, begin, end, points, segments, collectives, run).build()
 
@@ -131,7 +120,7 @@ class _Builder:
         self.begin, self.end, self.segments = begin, end, segments
         self.reference = begin.min(axis=0)
         self.stretch = np.cumsum(~follows)
-        self.tasks = _tasks(collectives, points, ranks, run)
+        self.tasks = find_communications(collectives, points, ranks, run)
         issues = points.what == ISSUE
         home = np.where(points.target >= 0, self.tasks.home[points.target], -1) if len(self.tasks.home) else points.step
         # Issued in another step than the one the task belongs to.
@@ -319,9 +308,9 @@ class _Builder:
         ended = (self.tasks.end[picks] - reference) / 1e6 if picks.size else np.zeros(picks.shape)
         outside = self._outside(shape, steps)
         over = began + work.sum(axis=-1)
-        ended = _no_later_than_seen(structure, began, ended)
-        transfer, ended = _transfers(structure, over, outside, ended)
-        work[..., LAG] = _lags(structure, began, over, outside, ended)
+        ended = no_later_than_seen(structure, began, ended)
+        transfer, ended = transfers(structure, over, outside, ended)
+        work[..., LAG] = lags(structure, began, over, outside, ended)
         return Steps(
             structure=structure,
             numbers=self.numbers[steps],
@@ -382,96 +371,3 @@ class _Builder:
                         operation = source.structure.segments + number
                     found.append((from_shape, operation, from_column, index, row, column))
         return Crossings(*np.array(found, np.int64).reshape(-1, 6).T)
-
-
-def _tasks(collectives: pd.DataFrame, points: Points, ranks: tuple[int, ...], run: RunInfo | None) -> _Tasks:
-    count = len(collectives)
-    issues = points.what == ISSUE
-    target, step = points.target[issues], points.step[issues]
-    home = np.full(count, -1, np.int64)
-    np.maximum.at(home, target, step)
-    # A rank that issues it after the steps of the graph: then who waited for whom there is not known.
-    last_in = np.full(count, np.iinfo(np.int64).min)
-    np.maximum.at(last_in, target[step >= 0], points.when[issues][step >= 0])
-    late = points.when[issues] > last_in[target]
-    home[target[(step < 0) & late]] = -1
-    message = (collectives["name"] == SEND_RECV).to_numpy(bool)
-    end = collectives["end_ns"].to_numpy(np.int64).copy()
-    seen = points.ended[issues] >= 0
-    earliest = np.full(count, np.iinfo(np.int64).max)
-    np.minimum.at(earliest, target[seen], points.ended[issues][seen])
-    known = earliest < np.iinfo(np.int64).max
-    end[known] = np.maximum(earliest[known], collectives["last_ns"].to_numpy(np.int64)[known])
-    transferred = collectives["last_ns"].to_numpy(np.int64) + collectives["transfer_ns"].to_numpy(np.int64)
-    end[message] = transferred[message]
-    groups = run.groups if run is not None else {}
-    lane = collectives["group"].astype(str).to_numpy(object)
-    backends = {name: backend_of(name, groups) for name in set(lane.tolist())}
-    place = {rank: i for i, rank in enumerate(ranks)}
-    return _Tasks(
-        lane=lane,
-        kind=(collectives["name"].astype(str) + " " + collectives["purpose"].astype(str)).to_numpy(object),
-        gradient=(collectives["purpose"] == "gradient").to_numpy(bool),
-        workers=np.array(
-            [
-                0 if sent and not backends[name].messages_queue else backends[name].workers or 0
-                for name, sent in zip(lane.tolist(), message.tolist(), strict=True)
-            ],
-            np.int64,
-        ),
-        needs=collectives["needs"].to_numpy(object),
-        root=np.array([place.get(int(rank), -1) for rank in collectives["root_rank"].tolist()], np.int64),
-        size=collectives["bytes"].to_numpy(np.float64),
-        end=end,
-        home=home,
-    )
-
-
-def _no_later_than_seen(structure: Structure, began: Float, ended: Float) -> Float:
-    """When each task ended, [C, S]: whoever went on after waiting for it shows that it had. That it has ended is
-    recorded by a thread that needs a core for it, and gets one late on a busy host."""
-    ended = ended.copy()
-    waits = structure.waits
-    np.minimum.at(ended, waits[:, 0], began[waits[:, 1]])
-    return ended
-
-
-def _transfers(structure: Structure, over: Float, outside: Float, ended: Float) -> tuple[Float, Float]:
-    """What each task took once all it needed was there and a worker of its lane free, [C, S]; and when it ended, no
-    earlier than that."""
-    segments, tasks = structure.segments, len(structure.tasks)
-    steps = over.shape[1]
-    arrived = np.full((tasks, steps), -np.inf)
-    source, target = structure.edges.source, structure.edges.target
-    ends = np.concatenate([over, ended, outside])
-    to_task = target >= segments
-    np.maximum.at(arrived, target[to_task] - segments, ends[source[to_task]])
-    arrived[np.isneginf(arrived)] = 0.0
-    begins = arrived.copy()
-    ended = ended.copy()
-    for lane in structure.lanes:
-        mine = [c for c, task in enumerate(structure.tasks) if task.lane == lane and task.workers is not None]
-        free = [np.full(steps, -np.inf)] * min(structure.tasks[mine[0]].workers or 1, 2)
-        for c in mine:
-            begins[c] = np.maximum(arrived[c], free[0])
-            ended[c] = np.maximum(ended[c], begins[c])
-            later = free[-1]
-            free = [ended[c]] if len(free) == 1 else [np.minimum(later, ended[c]), np.maximum(later, ended[c])]
-    ended = np.maximum(ended, begins)
-    return ended - begins, ended
-
-
-def _lags(structure: Structure, began: Float, over: Float, outside: Float, ended: Float) -> Float:
-    """How much later each segment that waited began than all it waited for had ended, [W, S] ms."""
-    segments = structure.segments
-    source, target = structure.edges.source, structure.edges.target
-    to_segment = target < segments
-    ready = np.full(began.shape, -np.inf)
-    ends = np.concatenate([over, ended, outside])
-    np.maximum.at(ready, target[to_segment], ends[source[to_segment]])
-    waited = np.isfinite(ready).all(axis=1)
-    follows = np.flatnonzero(waited & (np.append(-1, structure.thread[:-1]) == structure.thread))
-    ready[follows] = np.maximum(ready[follows], over[follows - 1])
-    lag = np.where(waited[:, None], began - ready, 0.0)
-    result: Float = np.clip(lag, 0.0, None)
-    return result

@@ -54,6 +54,17 @@ OUTSIDE_STEPS: Final = ModelError(of_gain=0.1, of_step=0.01, busy=0.02)
 """Of what comes between ordinary steps."""
 
 
+CAME_TRUE: Final[dict[str, tuple[int, int]]] = {}
+"""Code -> of how many predictions the interval held what was then measured, and how many there were: those of all runs
+of the forty pairs of `benchmarks/predictions.py`, `came_true` in its results."""
+
+
+def confidence(code: str) -> float | None:
+    """The share of predictions for this code that came true, 0 to 1; None: none was ever tried."""
+    held, made = CAME_TRUE.get(code, (0, 0))
+    return round(held / made, 2) if made else None
+
+
 COUNTS_CORES: Final = frozenset({"data.stall"})
 """Codes whose rule itself says what the cores that there are allow."""
 

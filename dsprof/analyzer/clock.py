@@ -38,9 +38,6 @@ SURE: Final = 8.0
 """A drift moves the clock over the run by so many times what the windows scatter about it."""
 
 
-BLOCK: Final = 1 << 18
-
-
 @dataclass(frozen=True)
 class _Offset:
     """How far a clock is ahead when it shows `t`: ns + drift * (t - at_ns)."""
@@ -71,51 +68,66 @@ class _Ends:
     end: Int
 
 
-def align(rows: pd.DataFrame, run: RunInfo) -> tuple[pd.DataFrame, float, list[str]]:
-    """Rows on the clock of the first rank's host, the error of that in microseconds, and warnings."""
+@dataclass(frozen=True)
+class Clocks:
+    """How far the clock of each rank's host is ahead of that of the first rank's.
+
+    host_of: number of the host, by rank; of an unknown rank, as beyond its end, the first. offsets: by host.
+    error_us: how far they may be apart all the same.
+    """
+
+    host_of: npt.NDArray[np.int32]
+    offsets: tuple[_Offset, ...]
+    error_us: float = 0.0
+    warnings: tuple[str, ...] = ()
+
+    def correct(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """Rows, of any ranks, on the clock of the first."""
+        if not any(offset.ns or offset.drift for offset in self.offsets):
+            return rows
+        rank = rows["rank"].to_numpy(np.int64)
+        host = np.append(self.host_of, np.int32(0))[np.minimum(rank, len(self.host_of))]
+        start, issue, length = rows["start_ns"].to_numpy(np.int64), rows["issue_ns"].copy(), rows["dur_ns"]
+        issued = issue.notna().to_numpy(bool)
+        issued_at = issue[issued].to_numpy(np.int64)
+        issue[issued] = issued_at - self._ahead(issued_at, host[issued])
+        aligned = start - self._ahead(start, host)
+        moved = {"start_ns": aligned, "issue_ns": issue}
+        if any(offset.drift for offset in self.offsets):  # so that what ended when the next began still does
+            end = start + length.fillna(0).to_numpy(np.int64)
+            end -= self._ahead(end, host)
+            moved["dur_ns"] = pd.Series(end - aligned, rows.index).astype("Int64").where(length.notna())
+        return rows.assign(**moved)
+
+    def _ahead(self, when: Int, host: npt.NDArray[np.int32]) -> Int:
+        moved = np.array([round(offset.ns) for offset in self.offsets], np.int64)[host]
+        if any(offset.drift for offset in self.offsets):
+            at = np.array([offset.at_ns for offset in self.offsets], np.int64)[host]
+            drift = np.array([offset.drift for offset in self.offsets])[host]
+            moved += np.rint(drift * (when - at)).astype(np.int64)
+        return moved
+
+
+def find_clocks(rows: pd.DataFrame, run: RunInfo) -> Clocks:
+    """The clocks of the ranks whose rows these are; only their collectives are looked at."""
     host_of = {item.rank: item.host for item in run.ranks}
     hosts = list(dict.fromkeys(host_of[rank] for rank in sorted(host_of)))
     if len(hosts) < 2:
-        return rows, 0.0, []
+        return Clocks(np.zeros(0, np.int32), (_Offset(),))
     number = {host: i for i, host in enumerate(hosts)}
     ranks = np.array(sorted(host_of), np.int64)
     host_at = np.array([number[host_of[rank]] for rank in ranks.tolist()], np.int64)
     offsets = _offsets(_collectives_of_hosts(_ends(rows), ranks, host_at), len(hosts))
-    warnings = [
+    warnings = tuple(
         f"host {host}: no collective shared with {hosts[0]}, directly or through other hosts, so its clock could not "
         "be aligned"
         for host, offset in zip(hosts, offsets, strict=True)
         if offset is None
-    ]
-    known = [offset or _Offset() for offset in offsets]
-    error_ns = max(offset.error_ns for offset in known)
-    host_of_rank = np.zeros(
-        int(max(ranks.max(), rows["rank"].max())) + 1, np.int32
-    )  # of an unknown one that of the first
+    )
+    known = tuple(offset or _Offset() for offset in offsets)
+    host_of_rank = np.zeros(int(ranks.max()) + 1, np.int32)
     host_of_rank[ranks] = host_at
-    of_row = host_of_rank[rows["rank"].to_numpy()]
-
-    def shift(when: Int, host: npt.NDArray[np.int32]) -> Int:
-        moved = np.array([round(offset.ns) for offset in known], np.int64)[host]
-        if any(offset.drift for offset in known):
-            at = np.array([offset.at_ns for offset in known], np.int64)
-            drift = np.array([offset.drift for offset in known])
-            for begin in range(0, len(when), BLOCK):  # to hold no more than needed of a long table
-                part = slice(begin, begin + BLOCK)
-                moved[part] += np.rint(drift[host[part]] * (when[part] - at[host[part]])).astype(np.int64)
-        return moved
-
-    start, issue, length = rows["start_ns"].to_numpy(np.int64), rows["issue_ns"].copy(), rows["dur_ns"]
-    issued = issue.notna().to_numpy(bool)
-    issued_at = issue[issued].to_numpy(np.int64)
-    issue[issued] = issued_at - shift(issued_at, of_row[issued])
-    aligned = start - shift(start, of_row)
-    moved = {"start_ns": aligned, "issue_ns": issue}
-    if any(offset.drift for offset in known):  # so that what ended when the next began still does
-        end = start + length.fillna(0).to_numpy(np.int64)
-        end -= shift(end, of_row)
-        moved["dur_ns"] = pd.Series(end - aligned, rows.index).astype("Int64").where(length.notna())
-    return rows.assign(**moved), error_ns / 1e3, warnings
+    return Clocks(host_of_rank, known, max(offset.error_ns for offset in known) / 1e3, warnings)
 
 
 def _ends(rows: pd.DataFrame) -> _Ends:

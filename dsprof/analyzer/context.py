@@ -16,6 +16,7 @@ import pandas as pd
 from scipy.special import chdtri, stdtrit
 
 from dsprof.run import RunInfo
+from dsprof.trace import Trace
 
 from .finding import MEASURED_EXCESS, Gain
 from .graph import StepGraph
@@ -41,7 +42,9 @@ PHASE_COLUMNS: Final = ("rank", "step", "name", "lane", "start_ns", "dur_ns", "b
 class Context:
     """A run, ready to be judged.
 
-    rows, steps, collectives: as in `Analysis`.
+    rows:         of all ranks, those that they are compared by (`aligned.Aligned.compared`).
+    trace:        all rows, aligned, to be read a rank at a time.
+    steps, collectives, waits: as in `Analysis`.
     graph:        the ordinary steps, for replay; None without one.
     load:         how busy the hosts' cores are; None: not measured.
     gauges:       what threads and cores spent in each ordinary step.
@@ -53,8 +56,10 @@ class Context:
 
     run: RunInfo
     rows: pd.DataFrame
+    trace: Trace
     steps: pd.DataFrame
     collectives: pd.DataFrame
+    waits: pd.DataFrame
     graph: StepGraph | None
     step_ms: float
     load: HostLoad | None

@@ -94,16 +94,19 @@ class Fix:
 
 @dataclass(frozen=True)
 class Finding:
-    """One diagnosis; its code is in FINDINGS and never changes meaning."""
+    """One diagnosis; its code is in FINDINGS and never changes meaning.
+
+    `confidence` is the share of such predictions that came true (`calibration.confidence`); None: none was ever tried.
+    """
 
     code: str
     title: str
     severity: Severity
-    confidence: float
     where: Where
     evidence: tuple[Evidence, ...]
     gain: Gain
     fixes: tuple[Fix, ...] = field(default=())
+    confidence: float | None = None
 
     @property
     def is_problem(self) -> bool:

@@ -19,16 +19,19 @@ import numpy.typing as npt
 
 from .backends import BACKENDS, DEFAULT
 from .budget import WORK
-from .levels import Plan, make_plan
+from .levels import Plan
+from .order import make_plan
 
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
-PARTS: Final = (*WORK, "lag")
-"""What a segment consists of: a rank's own work by its parts, and at the beginning of a segment that waited for a task
-how much later it went on than that task had ended (a thread that is woken, a kernel that is launched)."""
+PARTS: Final = (*WORK, "sharding", "lag")
+"""What a segment consists of: a rank's own work by its parts, with what FSDP does for its units apart from the rest of
+compute, and at the beginning of a segment that waited for a task how much later it went on than that task had ended (a
+thread that is woken, a kernel that is launched)."""
 
+SHARDING: Final = PARTS.index("sharding")
 LAG: Final = PARTS.index("lag")
 
 
@@ -205,6 +208,26 @@ class StepGraph:
     follows: Bool
     gap: Float
     crossings: Crossings = field(default_factory=Crossings.none)
+
+    @staticmethod
+    def of_one_shape(steps: Steps, *, follow: bool = False, crossings: Crossings | None = None) -> StepGraph:
+        """A graph of like-shaped steps that were not measured, all judged: each begins anew, or with `follow` where the
+        one before ends."""
+        threads, count = steps.structure.threads, len(steps.numbers)
+        nothing = np.zeros((threads, count))
+        return StepGraph(
+            ranks=tuple(range(threads)),
+            shapes=(steps,),
+            numbers=steps.numbers,
+            judged=np.ones(count, bool),
+            shape=np.zeros(count, np.int64),
+            column=np.arange(count),
+            start=nothing,
+            duration=nothing,
+            follows=follow & (np.arange(count) > 0),
+            gap=nothing,
+            crossings=crossings or Crossings.none(),
+        )
 
     def columns_of(self, shape: int) -> Int:
         """Which steps have this shape, in the order of its columns."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from .attribution import attribute
-from .calibration import kept_on_busy_cores, with_model_error
+from .calibration import confidence, kept_on_busy_cores, with_model_error
 from .context import Context
 from .finding import SEVERITIES, Finding, Gain, severity_of
 from .irregular import FEWEST_JUDGED
@@ -138,7 +138,7 @@ def _rated(finding: Finding, context: Context, noise_ms: float, few: bool) -> Fi
         return with_model_error(gain, finding.code, context.step_ms, _load(context))
 
     fixes = tuple(fix if fix.gain is None else replace(fix, gain=surely(fix.gain)) for fix in finding.fixes)
-    finding = replace(finding, gain=surely(finding.gain), fixes=fixes)
+    finding = replace(finding, gain=surely(finding.gain), fixes=fixes, confidence=confidence(finding.code))
     if few:
         return replace(finding, severity="info")
     return replace(finding, severity=severity_of(finding.gain, 0.0 if math.isnan(noise_ms) else noise_ms))

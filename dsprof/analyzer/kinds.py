@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -86,13 +87,16 @@ def _usual_count(without: pd.DataFrame, rows: pd.DataFrame) -> int:
     return int(counts.quantile(USUAL, interpolation="lower"))
 
 
-def run_span(run: RunInfo, rows: pd.DataFrame) -> tuple[int, int] | None:
+def run_span(run: RunInfo, seen: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
     """From when the job was started to when it ended, ns on the common clock; of a run without a launcher of ours from
-    when the first process began to the last thing seen. None without rows."""
-    if rows.empty:
+    when the first process began to the last thing seen. None of a run of which nothing was.
+
+    seen: of each rank, when its first row begins and its last one ends.
+    """
+    seen = list(seen)
+    if not seen:
         return None
-    first = int(rows["start_ns"].min())
-    last = int((rows["start_ns"] + rows["dur_ns"].fillna(0).astype("int64")).max())
+    first, last = min(begin for begin, _ in seen), max(end for _, end in seen)
     hosts = {item.rank: item.host for item in run.ranks}
     reference = hosts[min(hosts)] if hosts else ""
     if run.started_ns and run.ended_ns and run.host == reference and run.started_ns <= first and last <= run.ended_ns:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Final, TypedDict
 
 import pandas as pd
+
+from dsprof.trace import Trace, join
 
 
 class LayerCost(TypedDict):
@@ -13,6 +15,15 @@ class LayerCost(TypedDict):
     name: str
     forward_s: float
     backward_s: float
+
+
+NEEDED: Final = ("step", "kind", "name", "start_ns", "dur_ns", "stage")
+
+
+def staged_rows(trace: Trace) -> pd.DataFrame:
+    """What pipelines did, of all ranks: layers and actions that belong to a stage."""
+    tables = (trace.read(rank, NEEDED) for rank in trace.ranks)
+    return join([rows[rows["stage"].notna() & rows["kind"].isin(["module", "pipe"])] for rows in tables])
 
 
 def layer_costs(rows: pd.DataFrame) -> list[LayerCost]:

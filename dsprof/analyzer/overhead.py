@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
+import numpy as np
 import pandas as pd
 
 from dsprof.run import RunInfo
@@ -14,13 +16,23 @@ RECORD_NS: Final = {True: 200.0, False: 1_600.0}
 once in a tight loop, so an estimate. benchmarks/overhead.py measures what a job really pays."""
 
 
-def estimate_overhead(run: RunInfo, rows: pd.DataFrame, ordinary: pd.DataFrame) -> float | None:
+def count_records(rows: pd.DataFrame) -> pd.DataFrame:
+    """step, collectives, others: how many records of each the rows of a rank come from."""
+    measured = rows["source"] == "measured"
+    is_collective = (rows["kind"] == "comm")[measured].to_numpy(bool)
+    step, at = np.unique(rows["step"][measured].to_numpy(np.int64), return_inverse=True)
+    count, collectives = np.bincount(at), np.bincount(at, is_collective).astype(np.int64)
+    return pd.DataFrame({"step": step, "collectives": collectives, "others": count - collectives})
+
+
+def estimate_overhead(run: RunInfo, recorded: Iterable[pd.DataFrame], ordinary: pd.DataFrame) -> float | None:
     """Percent of the ordinary steps that their records should have cost; not a measurement of this run. None without a
-    step."""
+    step. `recorded`: of each rank (`count_records`)."""
     if ordinary.empty:
         return None
-    recorded = (rows["source"] == "measured") & rows["step"].isin(ordinary["step"].unique())
-    collectives = int((recorded & (rows["kind"] == "comm")).sum())
-    native = all(item.native for item in run.ranks)
-    spent = collectives * COLLECTIVE_NS[native] + (int(recorded.sum()) - collectives) * RECORD_NS[native]
+    steps, native = ordinary["step"].unique(), all(item.native for item in run.ranks)
+    spent = 0.0
+    for counts in recorded:
+        counts = counts[counts["step"].isin(steps)]
+        spent += counts["collectives"].sum() * COLLECTIVE_NS[native] + counts["others"].sum() * RECORD_NS[native]
     return float(100 * spent / ordinary["dur_ns"].sum())

@@ -55,6 +55,11 @@ class Points:
         return Points(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
 
+Program = tuple[Int, ...]
+"""One rank's points in any order, as columns of `Points`: what, target, when, ended, action."""
+WHEN: Final = 2
+
+
 @dataclass(frozen=True)
 class Segments:
     """The stretches between points, by step, rank and time: when each began (ns), and its own work, [:, PARTS] in ms;
@@ -66,19 +71,16 @@ class Segments:
 
 
 def find_points(
-    times: Mapping[int, RankTime],
-    by_rank: Mapping[int, pd.DataFrame],
-    matches: Matches,
-    run: RunInfo | None,
+    programs: Mapping[int, Program],
     ranks: tuple[int, ...],
     begin: Int,
     end: Int,
 ) -> Points:
     """The points of these ranks. begin, end: [R, N] of the graph's steps, ns."""
-    parts: list[Columns] = []
+    parts: list[Program] = []
     steps: list[Int] = []
     for i, rank in enumerate(ranks):
-        columns = _of_rank(times[rank].waits, by_rank[rank], matches, run)
+        columns = programs[rank]
         when = columns[WHEN]
         at = np.searchsorted(begin[i], when, "right") - 1
         within = (at >= 0) & (when < end[i][np.maximum(at, 0)])
@@ -90,13 +92,8 @@ def find_points(
     return Points(step, rank_of, what, target, when, ended, action).take(order)
 
 
-Columns = tuple[Int, ...]
-"""Of `Points`: what, target, when, ended, action; with the rank before them."""
-WHEN: Final = 2
-
-
-def _of_rank(waits: pd.DataFrame, rows: pd.DataFrame, matches: Matches, run: RunInfo | None) -> Columns:
-    """One rank's points, in any order. `rows` are its."""
+def find_program(waits: pd.DataFrame, rows: pd.DataFrame, matches: Matches, run: RunInfo | None = None) -> Program:
+    """One rank's points: of its `rows`, the communications, phases and actions. `waits`: as in its `RankTime`."""
     kind, main = rows["kind"], rows["lane"] == "main"
     backward_at = rows.loc[(kind == "phase") & (rows["name"] == "backward") & main, "start_ns"].to_numpy(np.int64)
     comm = rows.loc[(kind == "comm") & rows["issue_ns"].notna() & rows["seq"].notna(), COMM]
@@ -114,12 +111,12 @@ COMM: Final = ["rank", "name", "group", "seq", "peer", "tag", "start_ns", "dur_n
 ACTED: Final = ["name", "start_ns", "dur_ns"]
 
 
-def _instants(what: int, when: Int, action: Int | None = None) -> Columns:
+def _instants(what: int, when: Int, action: Int | None = None) -> Program:
     nothing = np.full(len(when), -1)
     return np.full(len(when), what), nothing, when, when, np.zeros_like(when) if action is None else action
 
 
-def _issues(comm: pd.DataFrame, matches: Matches, run: RunInfo | None) -> Columns:
+def _issues(comm: pd.DataFrame, matches: Matches, run: RunInfo | None) -> Program:
     target = matches.find(comm, run) if matches.unique else np.full(len(comm), -1)
     comm, target = comm[target >= 0], target[target >= 0]
     ended = (comm["start_ns"] + comm["dur_ns"]).fillna(-1).to_numpy(np.int64)
@@ -127,7 +124,7 @@ def _issues(comm: pd.DataFrame, matches: Matches, run: RunInfo | None) -> Column
     return np.full(len(comm), ISSUE), target, when, ended, np.zeros_like(when)
 
 
-def _actions(acted: pd.DataFrame) -> tuple[Columns, Columns]:
+def _actions(acted: pd.DataFrame) -> tuple[Program, Program]:
     """Where the actions of a pipeline's schedule begin and end."""
     action = acted["name"].astype(str).map(ACTIONS.index).to_numpy(np.int64)
     start = acted["start_ns"].to_numpy(np.int64)
@@ -135,7 +132,7 @@ def _actions(acted: pd.DataFrame) -> tuple[Columns, Columns]:
     return _instants(ACTION_BEGINS, start, action), _instants(ACTION_ENDS, end, action)
 
 
-def _waits(waits: pd.DataFrame, backward_at: Int) -> Columns:
+def _waits(waits: pd.DataFrame, backward_at: Int) -> Program:
     waits = waits[(waits["collective"] >= 0) | waits["derived"]]
     when = waits["end_ns"].to_numpy(np.int64)
     # DDP waits for its buckets one after the other, for as many as are still under way: that is one wait for all.
@@ -196,6 +193,8 @@ def _work_between(time: RankTime, when: Int) -> Float:
     explained = sum(spent.values(), np.zeros(len(when) - 1))
     unknown = np.diff(time.unbound.before(when)) / 1e6
     spent["other"] = np.diff(when) / 1e6 - explained + spent["apart"] + unknown
+    spent["sharding"] = np.diff(time.sharding.before(when)) / 1e6
+    spent["compute"] -= spent["sharding"]
     spent["lag"] = np.zeros(len(when) - 1)
     return np.stack([spent[part] for part in PARTS], axis=-1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -19,8 +20,9 @@ NOT_SHARED: Final = np.iinfo(np.int64).min
 """In the place of a difference, where one of the two has no such collective."""
 
 
-def align_steps(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """Rows with each rank's steps numbered like those of the rank that has most, and what had to be moved.
+def late_beginnings(rows: pd.DataFrame) -> tuple[dict[int, int], list[str]]:
+    """Rank -> by how many steps its numbers lag behind those of the rank that has most steps, where they do; and
+    warnings of that.
 
     A rank whose first records are lost counts from a later step. The steps in which it issued the collectives it
     shares with the others tell how far it is off.
@@ -28,7 +30,7 @@ def align_steps(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     shared = (rows["kind"] == "comm") & rows["peer"].isna() & rows["group"].notna() & rows["seq"].notna()
     comm = rows[["rank", "group", "seq", "step"]][shared & (rows["step"] >= 0)]
     if comm["rank"].nunique() < 2:
-        return rows, []
+        return {}, []
     key, rank, step = numbers(comm), comm["rank"].to_numpy(np.int64), comm["step"].to_numpy(np.int64)
     order = np.lexsort((key, rank))
     key, rank, step = key[order], rank[order], step[order]
@@ -47,10 +49,15 @@ def align_steps(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
         if by and times.max() / times.sum() > 0.5:
             shift[one] = by
             warnings.append(f"rank {one}: its capture begins {by} steps late; its steps were renumbered")
-    if not shift:
-        return rows, warnings
-    moved = rows["rank"].map(shift).fillna(0).astype("int32")
-    return rows.assign(step=rows["step"].where(rows["step"] < 0, rows["step"] + moved)), warnings
+    return shift, warnings
+
+
+def renumber_steps(rows: pd.DataFrame, late: Mapping[int, int]) -> pd.DataFrame:
+    """Rows with the steps of the ranks in `late` numbered like those of the others."""
+    if not late:
+        return rows
+    moved = rows["rank"].map(late).fillna(0).astype("int32")
+    return rows.assign(step=rows["step"].where(rows["step"] < 0, rows["step"] + moved))
 
 
 def completed_steps(rows: pd.DataFrame) -> pd.DataFrame:

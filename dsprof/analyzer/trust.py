@@ -13,8 +13,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .graph import LAG, StepGraph, Steps
-from .levels import Cyclic
+from .graph import LAG, StepGraph
+from .order import Cyclic
 from .replay import replay, replay_all
 
 Float = npt.NDArray[np.float64]
@@ -93,9 +93,9 @@ def contradicted(graph: StepGraph, clock_error_ms: float = 0.0) -> float:
     return wrong / every if every else 0.0
 
 
-def held_out(graph: StepGraph, hold_transfers: bool = True, parts: slice = slice(None)) -> tuple[StepGraph, Float]:
+def held_out(graph: StepGraph) -> tuple[StepGraph, npt.NDArray[np.bool_]]:
     """The graph with the costs of every second judged step of a shape replaced by the means of the others', and which
-    of the judged steps these are ([S] of bool). `parts`: of the own work, that are replaced."""
+    of the judged steps these are, [S]."""
     chosen = np.zeros(len(graph.numbers), bool)
     shapes = []
     for index, steps in enumerate(graph.shapes):
@@ -106,19 +106,11 @@ def held_out(graph: StepGraph, hold_transfers: bool = True, parts: slice = slice
             continue
         odd, even = judged[1::2], judged[0::2]
         chosen[columns[even]] = True
-        shapes.append(_with_costs_of(steps, even, odd, hold_transfers, parts))
+        work, transfer = steps.work.copy(), steps.transfer.copy()
+        work[:, even] = steps.work[:, odd].mean(axis=1, keepdims=True)
+        transfer[:, even] = steps.transfer[:, odd].mean(axis=1, keepdims=True)
+        shapes.append(replace(steps, work=work, transfer=transfer))
     return graph.with_shapes(tuple(shapes)), chosen[graph.judged]
-
-
-def _with_costs_of(
-    steps: Steps, into: npt.NDArray[np.int64], of: npt.NDArray[np.int64], hold_transfers: bool, parts: slice
-) -> Steps:
-    work, transfer = steps.work.copy(), steps.transfer
-    work[:, into, parts] = steps.work[:, of, parts].mean(axis=1, keepdims=True)
-    if hold_transfers:
-        transfer = transfer.copy()
-        transfer[:, into] = steps.transfer[:, of].mean(axis=1, keepdims=True)
-    return replace(steps, work=work, transfer=transfer)
 
 
 def held_out_error(graph: StepGraph) -> float | None:

@@ -15,6 +15,7 @@ import pandas as pd
 
 from dsprof.run import INTERRUPTED
 from dsprof.schema import BUDGET_PARTS
+from dsprof.trace import join
 
 from .analysis import Analysis, Verdict
 from .finding import MEASURED_EXCESS, Finding
@@ -169,12 +170,12 @@ def _where_other(analysis: Analysis) -> str | None:
     """Between which phases the rank with most of it spends what is outside of them."""
     other = analysis.budget_by_rank["other"]
     rank = int(other.idxmax())
-    rows = analysis.rows
+    rows = analysis.trace.read(rank, ("kind", "name", "lane", "step", "start_ns", "dur_ns"))
     numbers = analysis.steps.loc[(analysis.steps["rank"] == rank) & analysis.steps["ordinary"], "step"]
     known = [name for name, part in PHASE_PART.items() if part != "other"]
     phases = rows[
-        (rows["rank"] == rank) & (rows["kind"] == "phase") & (rows["lane"] == "main") & rows["dur_ns"].notna()
-        & rows["step"].isin(numbers) & rows["name"].isin(known)
+        (rows["kind"] == "phase") & (rows["lane"] == "main") & rows["dur_ns"].notna() & rows["step"].isin(numbers)
+        & rows["name"].isin(known)
     ].sort_values("start_ns")  # fmt: skip
     if len(phases) < 2:
         return None
@@ -195,14 +196,22 @@ def _where_other(analysis: Analysis) -> str | None:
 
 def _unfinished(analysis: Analysis) -> str:
     """What ranks had begun and not ended, for a job that somebody stopped: perhaps because it hung."""
-    rows = analysis.rows
-    open_rows = rows[(rows["kind"] == "comm") & ~rows["ended"].fillna(True).astype(bool)]
-    if open_rows.empty:
+    last = join([_last_open(analysis.trace.read(rank, OPEN)) for rank in analysis.ranks_captured])
+    if last.empty:
         return "no collective was under way"
-    last = open_rows.sort_values("start_ns").groupby("rank").tail(1)
+    last = last.sort_values("start_ns")
     shown = zip(last["rank"].head(4), last["name"].head(4), last["seq"].head(4), strict=True)
     doing = [f"rank {rank} was in {clean(str(name))} number {seq}" for rank, name, seq in shown]
     idle = sorted(set(analysis.ranks_captured) - set(last["rank"]))
     if idle:
         doing.append(f"{ranks(tuple(idle))} was in no collective")
     return "; ".join(doing)
+
+
+OPEN: Final = ("rank", "kind", "name", "start_ns", "ended", "seq")
+
+
+def _last_open(rows: pd.DataFrame) -> pd.DataFrame:
+    """The communication that a rank issued last of those that did not end; none where there is none."""
+    under_way = (rows["kind"] == "comm") & ~rows["ended"].fillna(True).astype(bool)
+    return rows[under_way].sort_values("start_ns").tail(1)

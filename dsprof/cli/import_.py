@@ -52,7 +52,8 @@ def command(
         fail(f"{folder.path}: cannot be written ({error.strerror}); name another folder with -o", USAGE)
     for warning in folder.read_info().warnings:
         print(f"[dsprof] warning: {warning}", file=sys.stderr)
-    steps = trace.rows.loc[trace.rows["kind"] == "step", "step"].nunique()
+    numbers = (trace.read(rank, ("kind", "step")).query("kind == 'step'")["step"] for rank in trace.ranks)
+    steps = len(set().union(*numbers))
     print(
         f"[dsprof] imported {len(trace.run.ranks)} ranks, {steps} steps; next: dsprof report {folder.path}",
         file=sys.stderr,

@@ -112,7 +112,7 @@ def read(path: Path) -> Trace:
         ranks=[_rank_info(int(rank), of_rank) for rank, of_rank in rows.groupby("rank")],
         groups=groups, facts=_facts(table, groups, path, warnings, meta.get("tp_size", 1)),
     )  # fmt: skip
-    return Trace(info, rows)
+    return Trace.of(info, rows)
 
 
 # --- reading ------------------------------------------------------------------------------------

@@ -3,15 +3,15 @@
 capture  reads what a rank wrote
 derive/  records as rows, and what they imply; table to table, whoever recorded them
 merge    captures into Parquet files and run.json
-load     a run folder as a Trace
+load     a run folder as a Trace, whose ranks are read one at a time
 save     a Trace as a run folder, for importers
 """
 
 from __future__ import annotations
 
 from .derive import step_pattern, trace_rows
-from .load import Trace, load
+from .load import Source, Trace, join, load
 from .merge import merge
 from .save import save
 
-__all__ = ["Trace", "load", "merge", "save", "step_pattern", "trace_rows"]
+__all__ = ["Source", "Trace", "join", "load", "merge", "save", "step_pattern", "trace_rows"]

@@ -1,44 +1,151 @@
-"""A run folder as a Trace."""
+"""A run folder as a Trace, whose ranks are read one at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from dsprof.run import RunFolder, RunInfo
 from dsprof.schema import COLUMNS
 
 from .merge import brief, bring_up_to_date, derive_anew, parquet_files, warn
 
+EVERY_COLUMN: Final = tuple(COLUMNS)
+
+
+class Source(Protocol):
+    """Where the rows of a trace come from."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """In order."""
+        ...
+
+    def read(self, rank: int, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
+        """These columns of the rank's rows."""
+        ...
+
 
 @dataclass(frozen=True)
 class Trace:
-    """A run and its rows (columns of `schema.COLUMNS`), each rank on its own host's monotonic clock."""
+    """A run and the rows of its ranks (columns of `schema.COLUMNS`). As it is loaded, each rank is on its own host's
+    monotonic clock; that of an `Analysis` is on one clock."""
 
     run: RunInfo
-    rows: pd.DataFrame
+    source: Source
+
+    @classmethod
+    def of(cls, run: RunInfo, rows: pd.DataFrame) -> Trace:
+        """A trace whose rows are all there already."""
+        return cls(run, _Held(_by_rank(rows)))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.source.ranks
+
+    def read(self, rank: int, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
+        """One rank's rows, by time. Of a rank that cannot be read there are none, and a warning in `run`."""
+        return self.source.read(rank, columns)
+
+    @property
+    def rows(self) -> pd.DataFrame:
+        """The rows of all ranks in one table, read anew: for a look at a run of a few ranks."""
+        return join([self.read(rank) for rank in self.ranks])
 
 
 def load(folder: RunFolder) -> Trace:
     """The run's trace, merged first if it is not. Raises RunError where there is nothing to read."""
-    info, tables = bring_up_to_date(folder)
-    for rank, path in parquet_files(folder).items():
-        if rank not in tables:
-            try:
-                tables[rank] = pd.read_parquet(path)
-            except (OSError, ValueError, pa.ArrowException) as error:
-                warn(info, f"{path.name}: unreadable ({brief(error)})")
-                rows = derive_anew(folder, rank)
-                if rows is not None:
-                    tables[rank] = rows
+    info, unwritten = bring_up_to_date(folder)
+    return Trace(info, _Stored(folder, info, parquet_files(folder), unwritten))
+
+
+def join(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Tables of the same columns of the trace, one behind the other."""
     if not tables:
-        return Trace(info, pd.DataFrame({name: pd.Series(dtype=dtype) for name, dtype in COLUMNS.items()}))
-    parts = [tables[rank] for rank in sorted(tables)]
-    for column, dtype in COLUMNS.items():
-        if dtype == "category":  # one set of categories, or concat falls back to objects
-            values = sorted({value for part in parts for value in part[column].dropna().unique()})
-            for part in parts:
-                part[column] = pd.Categorical(part[column], categories=pd.Index(values, dtype=object))
-    return Trace(info, pd.concat(parts, ignore_index=True).astype(COLUMNS))
+        return _nothing(EVERY_COLUMN)
+    columns = {
+        name: _join_categories([table[name] for table in tables])
+        if COLUMNS[name] == "category"  # of different categories concat would make objects
+        else pd.concat([table[name] for table in tables], ignore_index=True)
+        for name in tables[0].columns
+    }
+    return pd.DataFrame(columns, copy=False)
+
+
+def _join_categories(parts: Sequence[pd.Series[str]]) -> pd.Categorical:
+    parts = [part.astype("category") for part in parts]
+    values = sorted({value for part in parts for value in part.cat.categories})
+    number = {value: code for code, value in enumerate(values)}
+    codes = [
+        np.array([*(number[value] for value in part.cat.categories), -1], np.int32)[part.cat.codes.to_numpy()]
+        for part in parts
+    ]
+    return pd.Categorical.from_codes(np.concatenate(codes), categories=pd.Index(values, dtype=object))
+
+
+class _Held:
+    """Tables in memory."""
+
+    def __init__(self, tables: Mapping[int, pd.DataFrame]) -> None:
+        self._tables = tables
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(self._tables))
+
+    def read(self, rank: int, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
+        return _typed(self._tables[rank], columns)
+
+
+class _Stored:
+    """One Parquet file a rank. What could not be written is held."""
+
+    def __init__(
+        self, folder: RunFolder, info: RunInfo, files: Mapping[int, Path], unwritten: Mapping[int, pd.DataFrame]
+    ) -> None:
+        self._folder, self._info = folder, info
+        self._files = files
+        self._held = {rank: _typed(rows) for rank, rows in unwritten.items()}
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(self._files.keys() | self._held.keys()))
+
+    def read(self, rank: int, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
+        if rank not in self._held:
+            path = self._files[rank]
+            try:
+                with pq.ParquetFile(path) as file:
+                    there = [name for name in columns if name in file.schema_arrow.names]
+                    return _typed(file.read(columns=there).to_pandas(), columns)
+            except (OSError, ValueError, pa.ArrowException) as error:
+                warn(self._info, f"{path.name}: unreadable ({brief(error)})")
+                rows = derive_anew(self._folder, rank)
+                self._held[rank] = _nothing(EVERY_COLUMN) if rows is None else _typed(rows)
+        return self._held[rank][list(columns)]
+
+
+def _typed(rows: pd.DataFrame, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
+    """The columns with the types that they are to have; one that is not there is empty."""
+    return rows.reindex(columns=list(columns)).astype({name: COLUMNS[name] for name in columns})
+
+
+def _nothing(columns: Sequence[str]) -> pd.DataFrame:
+    return pd.DataFrame({name: pd.Series(dtype=COLUMNS[name]) for name in columns})
+
+
+def _by_rank(rows: pd.DataFrame) -> dict[int, pd.DataFrame]:
+    """Each rank's rows: of a table in order of rank, parts of it that take no room of their own."""
+    rank = rows["rank"].to_numpy()
+    if (np.diff(rank) < 0).any():
+        return {int(one): of_rank.reset_index(drop=True) for one, of_rank in rows.groupby("rank")}
+    ranks, begins = np.unique(rank, return_index=True)
+    ends = np.append(begins, len(rank))[1:]
+    return {int(one): rows.iloc[a:b].reset_index(drop=True) for one, a, b in zip(ranks, begins, ends, strict=True)}

@@ -242,7 +242,8 @@ def _note_groups(info: RunInfo) -> None:
     for fact in info.facts:
         if fact["fact"] == "group" and fact.get("name") is not None:
             ranks = fact.get("ranks", [])
-            info.groups[str(fact["name"])] = {"ranks": ranks, "size": len(ranks), "desc": fact.get("desc", "")}
+            about = {"ranks": ranks, "size": len(ranks), "desc": fact.get("desc", "")}
+            info.groups[str(fact["name"])] = about | ({"backend": fact["backend"]} if fact.get("backend") else {})
 
 
 def _signature(folders: list[Path]) -> bytes:

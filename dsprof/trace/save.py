@@ -29,7 +29,7 @@ def save(folder: RunFolder, trace: Trace) -> None:
             "errors": [],
             "cuda": False,
         }
-        table = pa.Table.from_pandas(trace.rows[trace.rows["rank"] == rank], preserve_index=False)
+        table = pa.Table.from_pandas(trace.read(rank), preserve_index=False)
         about = {**(table.schema.metadata or {}), RANK_INFO: json.dumps(summary).encode()}
         write_parquet(folder.trace / f"rank{rank:05d}.parquet", table.replace_schema_metadata(about))
     folder.write_info(trace.run)

@@ -21,11 +21,14 @@ from dsprof.analyzer import text
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
 from dsprof.run import last_processes
+from dsprof.trace import join
 
 from .. import palette, plots, tables, wording
 from ..timeline import timeline
 
 HERE: Final = Path(__file__).parent
+
+TIMELINE_RANKS: Final = 8
 
 _IN_SCRIPT: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -125,7 +128,12 @@ def _figures(analysis: Analysis) -> dict[str, Any]:
         named = [rank for finding in analysis.findings for rank in finding.where.ranks or ()]
         if analysis.slowest_rank is not None:
             named.insert(0, analysis.slowest_rank)
-        figure = timeline(analysis.rows, step, waits=analysis.waits, collectives=analysis.collectives, ranks=named)
+        ranks = tables.pick_ranks(sorted(analysis.ranks_captured), named, TIMELINE_RANKS)
+        rows = join([analysis.trace.read(rank) for rank in ranks])
+        figure = timeline(
+            rows, step, waits=analysis.waits, collectives=analysis.collectives, max_ranks=TIMELINE_RANKS,
+            of_ranks=len(analysis.ranks_captured),
+        )  # fmt: skip
         figure.layout.meta = {"note": figure.layout.meta["note"].replace(f"step {step}", f"step {step}, {why}", 1)}
         figures["timeline"] = figure
     return figures
@@ -134,8 +142,9 @@ def _figures(analysis: Analysis) -> dict[str, Any]:
 def _step_to_show(analysis: Analysis) -> tuple[int | None, str]:
     """The step of the timeline: where the run broke, else a typical one."""
     broken = any(finding.code.startswith("run.") for finding in analysis.findings)
-    if len(analysis.rows) and (broken or analysis.step_ms is None):
-        last = int(analysis.rows["step"].max())
+    if analysis.ranks_captured and (broken or analysis.step_ms is None):
+        numbers = (analysis.trace.read(rank, ("step",))["step"] for rank in analysis.trace.ranks)
+        last = max((int(of_rank.max()) for of_rank in numbers if len(of_rank)), default=-1)
         return (last, "the last one begun") if last >= 0 else (None, "")
     return tables.typical_step(analysis.steps), "the ordinary one nearest to the mean"
 
@@ -155,7 +164,7 @@ def _card(finding: Finding, cwd: str) -> dict[str, Any]:
         "title": text.clean(finding.title),
         "severity": finding.severity,
         "color": color,
-        "confidence": text.percent(100 * finding.confidence),
+        "confidence": wording.confidence(finding),
         "gain": finding.gain if finding.gain.ms > 0 else None,
         "where": wording.where(finding.where),
         "evidence": [

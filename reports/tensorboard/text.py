@@ -56,9 +56,8 @@ def verdict_markdown(analysis: Analysis) -> str:
 def finding_markdown(finding: Finding, cwd: str = "") -> str:
     """One finding: place, gain, evidence table, fixes."""
     lines = [f"### {_escape(finding.title)}", ""]
-    sure = f"confidence {text.percent(100 * finding.confidence)}"
     place = wording.where(finding.where)
-    facts = [_escape(fact) for fact in (wording.gain(finding.gain), sure) if fact]
+    facts = [_escape(fact) for fact in (wording.gain(finding.gain), wording.confidence(finding)) if fact]
     lines += ["; ".join([f"**{finding.severity}**", *facts]), ""]
     if place:
         lines += [f"Where: {_escape(place)}", ""]

@@ -156,13 +156,6 @@ def script_of(context: Context) -> str | None:
     return f"{script}:" if script else None
 
 
-def confidence_of(gain: Gain) -> float:
-    """How sure a rule is: 0.5 where the interval's low end is nothing, towards 1 as it nears the gain itself."""
-    if gain.ms <= 0:
-        return 0.5
-    return round(min(max(0.5 + 0.5 * gain.low / gain.ms, 0.05), 0.99), 2)
-
-
 def widened(gain: Gain, low_ms: float, high_ms: float) -> Gain:
     """`gain` with an interval that reaches down to `low_ms` and up to `high_ms` at least, and has a width.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Where
-from .base import LEAST_SHARE, at, code_fix, confidence_of, need_steps, often
+from .base import LEAST_SHARE, at, code_fix, need_steps, often
 
 KIND = "checkpointing"
 
@@ -53,4 +53,4 @@ def stall(context: Context) -> list[Finding]:
     )
     title = f"saving a checkpoint ({function}) stops training for {longest.mean():.0f} ms, {times}"
     where = Where(ranks=ranks, op="checkpoint", steps=steps)
-    return [Finding("checkpoint.stall", title, "info", confidence_of(gain), where, evidence, gain, fixes)]
+    return [Finding("checkpoint.stall", title, "info", where, evidence, gain, fixes)]

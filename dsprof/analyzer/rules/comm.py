@@ -20,7 +20,6 @@ from .base import (
     NotConcerned,
     NotJudged,
     PartlyJudged,
-    confidence_of,
     ddp_argument_fix,
     need_steps,
     replay_recut,
@@ -81,9 +80,8 @@ def _small(context: Context, cut: _Cut, best: Recut) -> Finding:
     )
     title = f"{cut.count} gradient collectives a step of {size(cut.median_bytes)} each are bound by latency"
     where = Where(group=cut.group, op=cut.op, steps=context.step_range)
-    confidence = confidence_of(best.gain) * (1.0 if cut.link.fitted else 0.5)
     fixes = (_bucket_fix(cut, best),)
-    return Finding("comm.small-messages", title, "info", round(confidence, 2), where, evidence, best.gain, fixes)
+    return Finding("comm.small-messages", title, "info", where, evidence, best.gain, fixes)
 
 
 def _exposed(context: Context, cut: _Cut, best: Recut | None, waited: float) -> Finding:
@@ -101,7 +99,7 @@ def _exposed(context: Context, cut: _Cut, best: Recut | None, waited: float) -> 
     title = f"{waited:.1f} ms of each step wait for collectives"
     title += "; no other bucket size would hide more of them" if best is None and cut.ddp else ""
     where = Where(group=cut.group, op=cut.op, steps=context.step_range)
-    return Finding("comm.exposed", title, "info", confidence_of(gain), where, evidence, gain, tuple(fixes))
+    return Finding("comm.exposed", title, "info", where, evidence, gain, tuple(fixes))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from ..context import Context, once
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..whatif.work import Change
-from .base import NotJudged, at, code_fix, confidence_of, need_peers
+from .base import NotJudged, at, code_fix, need_peers
 from .loader import loader_site, training_loader
 
 Float = npt.NDArray[np.float64]
@@ -75,7 +75,7 @@ def imbalance(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
     fixes = _fixes(context, alone)
     title = f"ranks get unequal inputs: {100 * spread.mean():.0f} % between the largest and the smallest of a step"
     where = Where(ranks=context.ranks, steps=context.step_range)
-    return Finding("data.imbalance", title, "info", confidence_of(gain), where, evidence, gain, fixes)
+    return Finding("data.imbalance", title, "info", where, evidence, gain, fixes)
 
 
 def _fixes(context: Context, alone: Gain) -> tuple[Fix, ...]:

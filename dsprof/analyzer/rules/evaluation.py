@@ -7,7 +7,7 @@ import numpy as np
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Where
 from ..text import ranks
-from .base import LEAST_SHARE, confidence_of, need_peers, need_steps, often
+from .base import LEAST_SHARE, need_peers, need_steps, often
 
 KIND = "evaluation"
 MOST_OF_LONGEST = 0.9
@@ -56,4 +56,4 @@ def uneven(context: Context) -> list[Finding]:
         title = f"{ranks(who)} {'evaluates' if len(who) == 1 else 'evaluate'} for {longest[unequal].mean():.0f} ms, "
         title += f"{times}, while the others wait"
     where = Where(ranks=who, op="evaluation", steps=(int(numbers[0]), int(numbers[-1])))
-    return [Finding("eval.uneven", title, "info", confidence_of(gain), where, evidence, gain, fixes)]
+    return [Finding("eval.uneven", title, "info", where, evidence, gain, fixes)]

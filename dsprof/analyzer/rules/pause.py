@@ -11,7 +11,7 @@ from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..parts import WAITING
 from ..whatif.work import Change
-from .base import LEAST_SHARE, code_fix, confidence_of, listed, need_steps, often, script_of
+from .base import LEAST_SHARE, code_fix, listed, need_steps, often, script_of
 
 MOST_NAMED: Final = 4
 """Ranks of which it is said where they were."""
@@ -48,7 +48,7 @@ def garbage_collection(context: Context, change: Change, gain: Gain, alone: Gain
     )
     title = f"garbage collection stops rank {listed(ranks)} for {mean.max():.1f} ms a step"
     where = Where(ranks=ranks, steps=context.step_range)
-    return Finding("pause.gc", title, "info", confidence_of(gain), where, evidence, gain, fixes)
+    return Finding("pause.gc", title, "info", where, evidence, gain, fixes)
 
 
 def stops(context: Context) -> list[Finding]:
@@ -87,7 +87,7 @@ def stops(context: Context) -> list[Finding]:
     title = f"the job stands still {often(stopped)}, for up to {length / 1e3:.1f} s (rank {culprit}, {place})"
     numbers = irregular.steps[stopped]
     where = Where(ranks=who, steps=(int(numbers[0]), int(numbers[-1])))
-    return [Finding("pause.stop", title, "info", confidence_of(gain), where, tuple(evidence), gain, fixes)]
+    return [Finding("pause.stop", title, "info", where, tuple(evidence), gain, fixes)]
 
 
 def _place_of(context: Context, rank: int, step: int) -> str:

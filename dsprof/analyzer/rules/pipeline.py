@@ -15,7 +15,7 @@ from ..context import Context, interval
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..whatif.schedule import makespan, schedule_graph
 from ..whatif.work import Change
-from .base import LEAST_SHARE, NotConcerned, NotJudged, at, code_fix, confidence_of, need_host, need_steps
+from .base import LEAST_SHARE, NotConcerned, NotJudged, at, code_fix, need_host, need_steps
 
 Float = npt.NDArray[np.float64]
 
@@ -71,7 +71,7 @@ def imbalance(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
     fixes = (Fix("code", f"{move}{_names(stages)} to other stages{at(site)}", gain=alone),)
     title = f"stage {_names(stages)} computes {times:.1f} times as long as the others, which wait for it"
     where = Where(ranks=ranks, stage=stages[0] if len(stages) == 1 else None, steps=context.step_range)
-    return Finding("pipeline.imbalance", title, "info", confidence_of(gain), where, evidence, gain, fixes)
+    return Finding("pipeline.imbalance", title, "info", where, evidence, gain, fixes)
 
 
 def _names(stages: tuple[int, ...]) -> str:
@@ -163,7 +163,7 @@ def bubble(context: Context) -> list[Finding]:
     title = f"the pipeline fills and drains for {100 * ideal:.0f} % of the step: {shape.microbatches} micro-batches"
     title += f" for {shape.ranks} ranks"
     where = Where(ranks=context.ranks, steps=context.step_range)
-    return [Finding("pipeline.bubble", title, "info", confidence_of(gain), where, evidence, gain, tuple(fixes))]
+    return [Finding("pipeline.bubble", title, "info", where, evidence, gain, tuple(fixes))]
 
 
 def _gain(context: Context, saved: Float) -> Gain:

@@ -11,7 +11,7 @@ from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..lanes import innermost, spans_of
 from ..parts import OWN_WORK, TRAINING_PHASES
 from ..whatif.work import Change
-from .base import LEAST_SHARE, MOST_LISTED, NotJudged, confidence_of, listed, need_peers
+from .base import LEAST_SHARE, MOST_LISTED, NotJudged, listed, need_peers
 from .data import explained_by_size
 
 Float = npt.NDArray[np.float64]
@@ -97,7 +97,7 @@ def straggler(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
     if crowded:
         evidence.append(Evidence("ready to run without a core, more than peers", round(waited, 3), "ms", 0.0))
     fixes = _fixes(context, ranks, where_slow, crowded)
-    return Finding("rank.straggler", title, "info", confidence_of(gain), where, tuple(evidence), gain, fixes)
+    return Finding("rank.straggler", title, "info", where, tuple(evidence), gain, fixes)
 
 
 @once
@@ -137,12 +137,12 @@ def _mine_and_others(by_rank: Float, slow: Bool) -> tuple[float, float]:
 
 def _phase_excess(context: Context, slow: Bool) -> dict[str, tuple[float, float]]:
     """Phase -> mean ms of own work a step on the slow ranks, and on the others: waits and pauses left out."""
-    rows, columns = context.rows, ["rank", "start_ns", "dur_ns"]
-    idle = rows[columns][
-        rows["kind"].isin(["wait", "pause"]) & (rows["lane"] == "main") & rows["dur_ns"].notna()
-        & rows["step"].isin(context.step_numbers)
-    ]  # fmt: skip
+    rows, waits, columns = context.rows, context.waits, ["rank", "start_ns", "dur_ns"]
+    pauses = rows[columns][(rows["kind"] == "pause") & (rows["lane"] == "main") & rows["dur_ns"].notna()]
+    idle = pd.concat([waits.assign(dur_ns=waits["end_ns"] - waits["start_ns"])[columns], pauses.astype("int64")])
     phases = context.training_phases[[*columns, "name"]][context.training_phases["step"].isin(context.step_numbers)]
+    within = (phases["start_ns"].min(), (phases["start_ns"] + phases["dur_ns"]).max())
+    idle = idle[idle["start_ns"].between(*within)]
     idle, phases = (table[table["rank"].isin(context.ranks)] for table in (idle, phases))
     spent = {name: np.zeros(len(context.ranks)) for name in TRAINING_PHASES}
     # All ranks at once, one behind the other on one line of time.

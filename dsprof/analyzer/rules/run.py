@@ -22,8 +22,9 @@ def rank_died(context: Context) -> list[Finding]:
     if not failed or context.run.status == BY_HAND:
         return []
     first = failed[0]
-    columns = ["kind", "name", "step", "start_ns", "ended", "group", "seq"]
-    mine = context.rows[columns][context.rows["rank"] == first.rank]
+    columns = ("kind", "name", "step", "start_ns", "ended", "group", "seq")
+    there = first.rank in context.trace.ranks
+    mine = context.trace.read(first.rank, columns) if there else pd.DataFrame(columns=list(columns))
     steps = mine.loc[mine["kind"] == "step", "step"]
     last_step = int(steps.max()) if len(steps) else -1
     evidence = [
@@ -39,7 +40,7 @@ def rank_died(context: Context) -> list[Finding]:
     where = Where(ranks=(first.rank,), steps=(last_step, last_step) if last_step >= 0 else None)
     fixes = (Fix("code", _advice(first)),)
     gain = Gain(0.0, 0.0, 0.0, 0.0, method="none")
-    return [Finding("run.rank-died", title, "high", 1.0, where, tuple(evidence), gain, fixes)]
+    return [Finding("run.rank-died", title, "high", where, tuple(evidence), gain, fixes)]
 
 
 def _doing(rows: pd.DataFrame) -> str:

@@ -16,7 +16,7 @@ from ..load import SharedCores
 from ..parts import WAITING
 from ..text import count
 from ..whatif.work import Change
-from .base import LEAST_SHARE, NotConcerned, at, confidence_of, need_host, need_steps, widened
+from .base import LEAST_SHARE, NotConcerned, at, need_host, need_steps, widened
 from .loader import Fact, loader_fact, loader_fix, loading_rows, restarts, training_loader
 
 Float = npt.NDArray[np.float64]
@@ -253,7 +253,7 @@ def _stall(context: Context, found: Supply, gain: Gain, alone: Gain) -> Finding:
         more = "more workers" if found.now else "workers"
         title += f"; no core is free for {more}" if crowded else f"; {more} would hardly shorten it"
     where = Where(ranks=context.ranks_where(mean > 0.5 * worst_ms), op="DataLoader", steps=context.step_range)
-    return Finding("data.stall", title, "info", confidence_of(gain), where, tuple(evidence), gain, tuple(fixes))
+    return Finding("data.stall", title, "info", where, tuple(evidence), gain, tuple(fixes))
 
 
 # --- what no fault of ordinary steps tells -------------------------------------------------------
@@ -304,7 +304,7 @@ def _restarted(context: Context) -> list[Finding]:
     fix = loader_fix(context, fact, {"persistent_workers": True}, gain)
     who = tuple(int(each) for each in np.sort(anew["rank"].unique()))
     where = Where(ranks=who, op="DataLoader", steps=(int(costs.index.min()), int(costs.index.max())))
-    return [Finding("data.stall", title, "info", confidence_of(gain), where, evidence, gain, (fix,))]
+    return [Finding("data.stall", title, "info", where, evidence, gain, (fix,))]
 
 
 def _less_first_batch(context: Context, gain: Gain, fact: Fact, anew: pd.DataFrame) -> Gain:

@@ -67,18 +67,7 @@ def schedule_graph(plan: Plan, cost: Callable[[Action], Float | float], lag: flo
         began=np.zeros((len(work), steps)),
         ended=nothing,
     )
-    return StepGraph(
-        ranks=tuple(range(plan.ranks)),
-        shapes=(alike,),
-        numbers=alike.numbers,
-        judged=np.ones(steps, bool),
-        shape=np.zeros(steps, np.int64),
-        column=np.arange(steps),
-        start=np.zeros((plan.ranks, steps)),
-        duration=np.zeros((plan.ranks, steps)),
-        follows=np.zeros(steps, bool),
-        gap=np.zeros((plan.ranks, steps)),
-    )
+    return StepGraph.of_one_shape(alike)
 
 
 def makespan(graph: StepGraph) -> Float:

@@ -1,0 +1,50 @@
+"""A rank by itself: all that is kept of its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from dsprof.run import RunInfo
+from dsprof.trace import Trace
+
+from .budget import RankTime, paint
+from .kinds import apart_spans
+from .match import Matches
+from .overhead import count_records
+from .points import Program, find_program
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """time:   where its training thread's time went
+    program:   what that thread issued and waited for
+    seen_ns:   when its first row begins, and its last one ends
+    recorded:  how much was recorded in each step (`overhead.count_records`)
+    """
+
+    time: RankTime
+    program: Program
+    seen_ns: tuple[int, int]
+    recorded: pd.DataFrame
+
+
+def summarize_ranks(trace: Trace, collectives: pd.DataFrame, matches: Matches) -> dict[int, RankSummary]:
+    """The summary of each rank that has rows, read one at a time. `collectives`, `matches`: of all ranks."""
+    found = {}
+    for rank in trace.ranks:
+        rows = trace.read(rank)
+        if len(rows):
+            found[rank] = _summarize(rows, collectives, matches, rank, trace.run)
+    return found
+
+
+def _summarize(rows: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, rank: int, run: RunInfo) -> RankSummary:
+    time = paint(rows, collectives, rank, run, apart_spans(rows), matches)
+    return RankSummary(
+        time=time,
+        program=find_program(time.waits, rows, matches, run),
+        seen_ns=(int(rows["start_ns"].min()), int((rows["start_ns"] + rows["dur_ns"].fillna(0).astype("int64")).max())),
+        recorded=count_records(rows),
+    )

@@ -1,0 +1,52 @@
+"""FSDP2: what it does for its units becomes rows, and how it is set up a fact; gradients stay what they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from armed import ALONE, both, captured, inside, train
+
+from dsprof.schema import SHARDING, Kind
+
+TRAIN = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+torch.manual_seed(0)
+{alone}
+model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])
+for layer in model[:2]:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    loss = model(torch.ones(6, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item())
+dist.destroy_process_group()
+"""
+
+
+@both
+def test_each_unit_is_seen_before_and_after_its_forward_and_its_backward(native: str, tmp_path: Path) -> None:
+    done = train(tmp_path, TRAIN.format(alone=ALONE), native=native)
+    assert done.returncode == 0, done.stderr
+    found = captured(tmp_path)
+    work = [row for row in found.rows if row.kind is Kind.MODULE]
+    assert {row.name for row in work} == {SHARDING}
+    assert all(row.end_ns >= row.start_ns > 0 for row in work)
+    last_forward, last_backward = found.phases("forward")[-1], found.phases("backward")[-1]
+    before_and_after = [inside(row, last_forward) for row in work].count(True)
+    assert before_and_after == 6
+    assert [inside(row, last_backward) for row in work].count(True) >= 6
+    (fact,) = (fact for fact in found.facts if fact["fact"] == "fsdp")
+    assert (fact["version"], fact["units"], fact["parameters"]) == (2, 3, 6)
+
+
+@both
+def test_losses_are_those_without_a_capture(native: str, tmp_path: Path) -> None:
+    code = TRAIN.format(alone=ALONE)
+    armed = train(tmp_path, code, native=native)
+    plain = train(tmp_path, code, native=native, DSPROF="0")
+    assert armed.stdout == plain.stdout != ""
