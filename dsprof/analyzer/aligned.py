@@ -82,7 +82,10 @@ def align(trace: Trace) -> Aligned:
 
 def _is_compared(rows: pd.DataFrame) -> npt.NDArray[np.bool_]:
     kind = rows["kind"]
-    return (kind.isin(COMPARED_KINDS) | ((kind == "wait") & rows["peer"].notna())).to_numpy(bool)
+    compared: npt.NDArray[np.bool_] = (kind.isin(COMPARED_KINDS) | ((kind == "wait") & rows["peer"].notna())).to_numpy(
+        bool
+    )
+    return compared
 
 
 def _last_attempt(rows: pd.DataFrame, run: RunInfo) -> pd.DataFrame:

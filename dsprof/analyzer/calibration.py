@@ -15,9 +15,6 @@ from typing import Final
 
 from .finding import MEASURED_EXCESS, Gain
 
-CONTENTION: Final = 0.1
-"""The share of a gain that is lost where the job uses all of its cores; as much less of it as it uses less of them."""
-
 
 @dataclass(frozen=True)
 class ModelError:
@@ -37,17 +34,17 @@ class ModelError:
         return math.hypot(self.of_gain * gain_ms, (self.of_step + self.busy * load) * step_ms)
 
 
-OWN_WORK: Final = ModelError(of_gain=0.08, of_step=0.02, busy=0.03)
+OWN_WORK: Final = ModelError(of_gain=0.08, of_step=0.02, busy=0.02)
 """Of replays without some of the ranks' own work."""
 MODEL_ERROR: Final = {
     "rank.straggler": OWN_WORK,
-    "data.stall": OWN_WORK,
+    "data.stall": ModelError(of_gain=0.08, of_step=0.02, busy=0.03),
     "data.imbalance": OWN_WORK,
     "pause.gc": OWN_WORK,
-    "comm.small-messages": ModelError(of_gain=0.6, of_step=0.02, busy=0.03),
+    "comm.small-messages": ModelError(of_gain=0.35, of_step=0.02, busy=0.02),
     "comm.exposed": ModelError(of_gain=0.25, of_step=0.02, busy=0.02),
-    "pipeline.imbalance": ModelError(of_gain=0.1, of_step=0.015, busy=0.05),
-    "pipeline.bubble": ModelError(of_gain=0.05, of_step=0.02, busy=0.04),
+    "pipeline.imbalance": ModelError(of_gain=0.1, of_step=0.015, busy=0.06),
+    "pipeline.bubble": ModelError(of_gain=0.08, of_step=0.025, busy=0.04),
 }
 """Code -> what its predictions by replay miss by, beside the noise of the steps."""
 OUTSIDE_STEPS: Final = ModelError(of_gain=0.1, of_step=0.01, busy=0.02)
@@ -65,20 +62,18 @@ def confidence(code: str) -> float | None:
     return round(held / made, 2) if made else None
 
 
-COUNTS_CORES: Final = frozenset({"data.stall"})
-"""Codes whose rule itself says what the cores that there are allow."""
+OF_CONTENTION: Final = 0.6
+"""Half-width of what communications are taken to cost more where nobody waits for them (`contention`), as its share."""
 
 
-def kept_on_busy_cores(code: str, load: float) -> float:
-    """The share of a replayed gain of own work that is left. `load` as above."""
-    return 1.0 if code in COUNTS_CORES else 1 - CONTENTION * load
+def with_model_error(gain: Gain, code: str, step_ms: float, load: float, contention_ms: float = 0.0) -> Gain:
+    """`gain` with an interval that holds the model's error too. What gains nothing stays as it is.
 
-
-def with_model_error(gain: Gain, code: str, step_ms: float, load: float) -> Gain:
-    """`gain` with an interval that holds the model's error too. What gains nothing stays as it is."""
+    contention_ms: what was taken off the gain since cores are busy
+    """
     error = OUTSIDE_STEPS if gain.method == MEASURED_EXCESS else MODEL_ERROR.get(code)
     if error is None or gain.ms <= 0:
         return gain
-    half = error.half_ms(gain.ms, step_ms, load)
+    half = math.hypot(error.half_ms(gain.ms, step_ms, load), OF_CONTENTION * contention_ms)
     low, high = gain.ms - math.hypot(gain.ms - gain.low, half), gain.ms + math.hypot(gain.high - gain.ms, half)
     return replace(gain, low=low, high=high)

@@ -8,8 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from .attribution import attribute
-from .calibration import confidence, kept_on_busy_cores, with_model_error
+from .calibration import confidence, with_model_error
+from .contention import cost_of_waiting_less_ms
 from .context import Context
 from .finding import SEVERITIES, Finding, Gain, severity_of
 from .irregular import FEWEST_JUDGED
@@ -22,6 +26,7 @@ from .whatif.work import Change, less
 MOST_CLOCK_ERROR: Final = 0.2
 """Of the step."""
 
+Float = npt.NDArray[np.float64]
 Judged = TypeVar("Judged")
 
 
@@ -63,8 +68,7 @@ def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding],
         found_shares = attribute(graph, {code: less(graph, change, context.teams) for code, change in changes.items()})
         noise_ms = context.noise_ms(found_shares.left)
         for code, change in changes.items():
-            kept = kept_on_busy_cores(code, _load(context))
-            gains = context.gain(kept * found_shares.shares[code]), context.gain(kept * found_shares.alone[code])
+            gains = tuple(_on_busy_cores(context, code, of[code]) for of in (found_shares.shares, found_shares.alone))
             if gains[0].ms < LEAST_SHARE * context.step_ms:
                 continue
             finding = ask((code,), partial(FAULTS[code][1], context, change, *gains))
@@ -129,13 +133,27 @@ def _load(context: Context) -> float:
     return context.load.busy if context.load is not None else 0.0
 
 
+COUNTS_CORES: Final = frozenset({"data.stall"})
+"""Of FAULTS: those whose rule itself says what the cores that there are allow."""
+
+
+def _on_busy_cores(context: Context, code: str, saved: Float) -> Gain:
+    """The gain of what replay says is saved in each step, [S] ms."""
+    gain = context.gain(saved)
+    if code in COUNTS_CORES or gain.ms <= 0:
+        return gain
+    return context.gain(saved * (1 - cost_of_waiting_less_ms(context, gain.ms) / gain.ms))
+
+
 def _rated(finding: Finding, context: Context, noise_ms: float, few: bool) -> Finding:
     """With the model's error in its intervals, and as severe as they allow."""
     if finding.code.startswith("run."):
         return finding
 
     def surely(gain: Gain) -> Gain:
-        return with_model_error(gain, finding.code, context.step_ms, _load(context))
+        counted = finding.code in FAULTS and finding.code not in COUNTS_CORES
+        contention_ms = cost_of_waiting_less_ms(context, gain.ms) if counted else 0.0
+        return with_model_error(gain, finding.code, context.step_ms, _load(context), contention_ms)
 
     fixes = tuple(fix if fix.gain is None else replace(fix, gain=surely(fix.gain)) for fix in finding.fixes)
     finding = replace(finding, gain=surely(finding.gain), fixes=fixes, confidence=confidence(finding.code))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import numpy as np
@@ -108,7 +108,7 @@ def run_span(run: RunInfo, seen: Iterable[tuple[int, int]]) -> tuple[int, int] |
 
 
 def divide_time(
-    span: tuple[int, int], steps: pd.DataFrame, apart: dict[int, dict[str, Intervals]], irregular: Irregular
+    span: tuple[int, int], steps: pd.DataFrame, apart: Mapping[int, Mapping[str, Intervals]], irregular: Irregular
 ) -> dict[str, float]:
     """Kind of TIME_KINDS -> s, mean over ranks; they sum to the span.
 

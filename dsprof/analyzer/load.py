@@ -154,10 +154,6 @@ class HostLoad:
         found: Float = self.busiest.idle_ms[np.searchsorted(self.steps, steps)]
         return found
 
-    def step_ms_of(self, cpu_ms: float) -> float:
-        """How much longer a step takes for `cpu_ms` more CPU time on every rank, beside the training thread."""
-        return cpu_ms * self.ranks_per_core * self.busy
-
 
 def measure_load(
     run: RunInfo, gauges: Gauges, facts: Mapping[str, list[dict[str, Any]]], step_ms: float

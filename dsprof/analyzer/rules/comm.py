@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ..contention import freed_ms, kept_of_overlap
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..graph import Steps
@@ -28,8 +29,6 @@ from .shards import UNJUDGED, sharded, small_shards
 
 Float = npt.NDArray[np.float64]
 
-CPU_MS_PER_BYTE: Final = 2e-6
-"""Of reducing and copying, nominal: it stays whatever the cut."""
 CAPS_MB: Final = (1, 2, 5, 10, 25, 50, 100)
 
 
@@ -151,17 +150,20 @@ def _ddp_of(context: Context, total_bytes: float) -> dict[str, Any] | None:
 def _recuts(context: Context, cut: _Cut) -> list[Recut]:
     """The step replayed with other bucket sizes. Raises NotJudged where buckets are no knob of this job."""
     before = _replay_cut(context, cut, list(cut.sizes))
+    freed = freed_ms(context, before, cut.total_bytes)
+    spread = (1.0, 1 + cut.link.spread, 1 - cut.link.spread)
     found: list[Recut] = []
     for cap in CAPS_MB:
         sizes = pack(_tensor_bytes(cut), cap << 20)
         if len(sizes) == cut.count or (found and found[-1].buckets == len(sizes)):
             continue
-        unburdened = _less_cpu_ms(context, cut, len(sizes))
-        saved = before - context.overlapped(before, _replay_cut(context, cut, sizes)) + unburdened
-        low, high = (before - _replay_cut(context, cut, sizes, 1 + sign * cut.link.spread) for sign in (1, -1))
-        gain = context.gain(saved)
-        ends = float(low.mean()) + unburdened, float(high.mean()) + unburdened
-        found.append(Recut(cap, len(sizes), replace(gain, low=min(gain.low, *ends), high=max(gain.high, *ends))))
+        saved = [before - _replay_cut(context, cut, sizes, slower) for slower in spread]
+        if len(sizes) > cut.count:
+            kept = kept_of_overlap(context)
+            saved = [kept * (before - context.overlapped(before, before - of_link)) for of_link in saved]
+        gain, *ends = (context.gain(of_link + freed * (1 - len(sizes) / cut.count)) for of_link in saved)
+        low, high = min(end.ms for end in ends), max(end.ms for end in ends)
+        found.append(Recut(cap, len(sizes), replace(gain, low=min(gain.low, low), high=max(gain.high, high))))
     return found
 
 
@@ -174,16 +176,6 @@ def _replay_cut(context: Context, cut: _Cut, sizes: list[int], slower: float = 1
         return rebucket(steps, sizes, link, cut.host_ms)
 
     return replay_recut(context, change, "no other bucket size was tried")
-
-
-def _less_cpu_ms(context: Context, cut: _Cut, buckets: int) -> float:
-    """Where the cores are busy, each collective's CPU time in the backend's threads is taken from the computation."""
-    load = context.load
-    if load is None or load.beside_ms is None:
-        return 0.0
-    moving = cut.total_bytes * CPU_MS_PER_BYTE
-    of_one = max(load.beside_ms - moving, 0.0) / cut.count
-    return load.step_ms_of(of_one * (cut.count - buckets))
 
 
 def _tensor_bytes(cut: _Cut) -> list[int]:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from ..contention import freed_ms
 from ..context import Context, once
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..graph import SHARDING, Steps
@@ -23,7 +24,7 @@ Float = npt.NDArray[np.float64]
 TOGETHER: Final = (2, 4, 8, 16)
 """Neighbours merged into one, that are tried."""
 KINDS: Final = ("all_gather parameter", "reduce_scatter gradient")
-OF_A_UNIT: Final = 0.6
+OF_A_UNIT: Final = 0.93
 """The share of the work for a unit that does not grow with what is in it."""
 SLOWEST_MS_PER_BYTE: Final = 1e-5
 """100 MB/s."""
@@ -90,9 +91,14 @@ def _merges(context: Context, link: Link, host_ms: float, a_step: float) -> list
     if not link.fitted:  # all of one size: it may be the bytes that take long
         links.append(_by_bytes(link, float(of_shards(context)["bytes"].median())))
     before = [_replay(context, each, host_ms, 1) for each in links]
+    table = of_shards(context)
+    freed = freed_ms(context, before[0], float(table["bytes"].sum()) / len(context.step_numbers))
     found = []
     for together in tried:
-        saved = [now - _replay(context, each, host_ms, together) for now, each in zip(before, links, strict=True)]
+        fewer = freed * (1 - 1 / together)
+        saved = [
+            now - _replay(context, each, host_ms, together) + fewer for now, each in zip(before, links, strict=True)
+        ]
         gain, ends = context.gain(saved[0]), [float(of_link.mean()) for of_link in saved[1:]]
         found.append(_Merged(together, replace(gain, low=min(gain.low, *ends), high=max(gain.high, *ends))))
     return found
