@@ -1,10 +1,10 @@
 """Predicted against measured: what dsprof says that mending each planted fault saves, and what it does save.
 
-    python benchmarks/predictions.py                     # two hours; writes benchmarks/results/predictions.json
+    python benchmarks/predictions.py                     # three hours; writes benchmarks/results/predictions.json
     python benchmarks/predictions.py --only c01 --alternations 1 --work /tmp/try --output /tmp/try.json
     python benchmarks/predictions.py --predict-again     # no job is run: the kept captures, today's analyzer
 
-Forty pairs (`prediction_pairs.py`) of a job with one fault planted and the same job with it mended. Planted and mended
+Sixty pairs (`prediction_pairs.py`) of a job with one fault planted and the same job with it mended. Planted and mended
 runs alternate (A B A B ...), five times, so that drift of the host falls on both.
 
 A prediction is the gain (ms, low, high) of the planted run's own finding of that code, made without having seen a

@@ -1,0 +1,81 @@
+"""Contention for cores: literal steps, loads and waits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from graphs import graph_of, steps_of
+
+from dsprof.analyzer.contention import OF_ONE_MS, busy, cost_of_waiting_less_ms, freed_ms, kept_of_overlap
+
+BESIDE = ["5 I0 3 W0 2", "9 I0 W0 2"]
+"""The first rank works for 3 ms between issuing the collective and waiting for it."""
+IN_TURNS = ["5 I0 W0 2", "9 I0 W0 2"]
+
+
+def context(
+    programs: list[str], *, load: float | None = 1.0, ranks_per_core: float = 1.0, beside_ms: float | None = 20.0,
+    core_wait_ms: float = np.nan, waiting_ms: float = 10.0, step_ms: float = 100.0,
+) -> Any:  # fmt: skip
+    graph = graph_of(steps_of(programs, [4], steps=4))
+    cores = SimpleNamespace(cores=round(len(programs) / ranks_per_core))
+    of_load = SimpleNamespace(busy=load, busiest=cores, ranks_per_core=ranks_per_core, beside_ms=beside_ms)
+    ordinary = pd.DataFrame({"peer_wait": [waiting_ms], "comm_exposed": [0.0], "bubble": [0.0]})
+    gauges = SimpleNamespace(spent=lambda gauge: np.full((2, 4), core_wait_ms))
+    return SimpleNamespace(
+        graph=SimpleNamespace(**{**vars(graph), "measured": np.full(4, step_ms), "columns_of": graph.columns_of}),
+        load=None if load is None else of_load, ordinary=ordinary, gauges=gauges, step_ms=step_ms, kept={},
+    )  # fmt: skip
+
+
+def test_who_no_longer_waits_pays_for_what_goes_on_beside_its_work() -> None:
+    # Two ranks on two cores, both at each end of one collective: one communication a core.
+    assert cost_of_waiting_less_ms(context(BESIDE), 10.0) == pytest.approx(OF_ONE_MS)
+    assert cost_of_waiting_less_ms(context(BESIDE), 5.0) == pytest.approx(OF_ONE_MS / 2)  # half of the waiting goes
+    assert cost_of_waiting_less_ms(context(BESIDE), 0.5) == pytest.approx(OF_ONE_MS / 20)
+    assert cost_of_waiting_less_ms(context(IN_TURNS), 10.0) == 0.0
+    assert cost_of_waiting_less_ms(context(BESIDE, load=0.5), 10.0) == pytest.approx(OF_ONE_MS * (0.5 / 0.9) ** 2)
+    assert cost_of_waiting_less_ms(context(BESIDE, load=None), 10.0) == 0.0
+
+
+def test_no_more_is_taken_than_is_gained() -> None:
+    assert cost_of_waiting_less_ms(context(BESIDE, waiting_ms=0.1), 0.3) == pytest.approx(0.3)
+
+
+def test_shorter_steps_are_busier_and_never_more_than_busy() -> None:
+    assert busy(context(BESIDE, load=0.5)) == 0.5
+    assert busy(context(BESIDE, load=0.5), 20.0) == pytest.approx(0.625)
+    assert busy(context(BESIDE, load=0.5), 80.0) == 1.0
+    assert busy(context(BESIDE, load=None)) == 0.0
+
+
+def test_overlap_is_worth_what_both_leave_free() -> None:
+    assert kept_of_overlap(context(BESIDE, load=0.0)) == 1.0
+    assert kept_of_overlap(context(BESIDE, load=0.6)) == pytest.approx(0.64)
+    assert kept_of_overlap(context(BESIDE, load=1.0)) == 0.0
+
+
+def test_fewer_collectives_give_back_what_was_waited_for_a_core() -> None:
+    modelled = np.full(4, 95.0)  # and what measured steps took longer, up to twice as much
+    assert freed_ms(context(BESIDE, core_wait_ms=8.0), modelled, 0.0) == pytest.approx(8.0 + 5.0)
+    assert freed_ms(context(BESIDE, core_wait_ms=2.0), modelled, 0.0) == pytest.approx(2.0 + 4.0)
+    assert freed_ms(context(BESIDE, core_wait_ms=8.0), np.full(4, 105.0), 0.0) == pytest.approx(8.0)
+    # 5 MB at 2 ns a byte are half of the 20 ms that the backend computes: that half stays.
+    assert freed_ms(context(BESIDE, core_wait_ms=8.0), modelled, 5e6) == pytest.approx(6.5)
+
+
+def test_nothing_is_given_back_where_nobody_was_seen_to_wait() -> None:
+    modelled = np.full(4, 95.0)
+    assert freed_ms(context(BESIDE), modelled, 0.0) == 0.0  # the scheduler does not tell
+    assert freed_ms(context(BESIDE, core_wait_ms=0.0), modelled, 0.0) == 0.0
+    assert freed_ms(context(BESIDE, core_wait_ms=8.0, beside_ms=None), modelled, 0.0) == 0.0
+
+
+def test_of_more_ranks_than_cores_the_other_training_threads_are_a_cause_too() -> None:
+    # 2 ranks on a core that is always used: 100 ms a step, 20 of it each rank's backend, 30 each training thread.
+    crowded = context(BESIDE, ranks_per_core=2.0, core_wait_ms=14.0)
+    assert freed_ms(crowded, np.full(4, 100.0), 0.0) == pytest.approx(14.0 * 20 / (20 + 15))
