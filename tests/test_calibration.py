@@ -1,10 +1,13 @@
-"""What is added to a gain's interval, and taken from the gain on busy cores."""
+"""What is added to a gain's interval, and how often such predictions came true."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from dsprof.analyzer.calibration import ModelError, kept_on_busy_cores, with_model_error
+from dsprof.analyzer.calibration import CAME_TRUE, ModelError, confidence, with_model_error
 from dsprof.analyzer.finding import Gain
 
 
@@ -29,7 +32,18 @@ def test_what_gains_nothing_and_what_was_never_held_against_a_run_stay() -> None
     assert with_model_error(other, "run.rank-died", 100.0, 1.0) is other
 
 
-def test_a_gain_is_smaller_where_cores_are_busy() -> None:
-    assert kept_on_busy_cores("rank.straggler", 0.0) == 1.0
-    assert kept_on_busy_cores("rank.straggler", 1.0) == pytest.approx(0.9)
-    assert kept_on_busy_cores("data.stall", 1.0) == 1.0  # whose rule counts cores itself
+def test_what_busy_cores_took_off_is_not_sure_either() -> None:
+    gain = with_model_error(Gain(20.0, 20.0, 20.0, 20.0), "rank.straggler", 100.0, 0.0, contention_ms=5.0)
+    assert gain.high - 20 == 20 - gain.low == pytest.approx((1.6**2 + 2.0**2 + 3.0**2) ** 0.5)
+
+
+def test_confidence_is_the_share_of_predictions_that_came_true() -> None:
+    results = json.loads((Path(__file__).parent.parent / "benchmarks/results/predictions.json").read_text())
+    counted: dict[str, tuple[int, int]] = {}
+    for of_set in results["came_true"].values():
+        for code, found in of_set.items():
+            held, made = counted.get(code, (0, 0))
+            counted[code] = held + found["hold"], made + found["predictions"]
+    assert counted == CAME_TRUE
+    assert confidence("rank.straggler") == round(counted["rank.straggler"][0] / counted["rank.straggler"][1], 2)
+    assert confidence("run.rank-died") is None
