@@ -111,9 +111,9 @@ class Session:
             self._groups_seen = len(c10d._world.pg_map)
             for group, name in list(c10d._world.pg_names.items()):
                 if group in c10d._world.pg_group_ranks:
-                    ranks, backend = c10d.get_process_group_ranks(group), str(c10d._world.pg_map[group][0])
-                    described = {"ranks": ranks, "desc": group.group_desc, "backend": backend}
-                    self.write_fact({"fact": "group", "name": name, **described})
+                    described = {"ranks": c10d.get_process_group_ranks(group), "desc": group.group_desc}
+                    backend = cpu_backend(str(c10d._world.pg_map[group][0]))
+                    self.write_fact({"fact": "group", "name": name, **described, "backend": backend})
         except Exception as error:
             count_error("after a step", error)
 
@@ -254,3 +254,10 @@ def _recorder(folder: Path) -> tuple[Recorder, bool]:
         if helper is not None:
             return helper.open(folder), True
     return PyRecorder(folder), False
+
+
+def cpu_backend(config: str) -> str | None:
+    """What a process group uses on CPU, of a backend as `init_process_group` takes it; None: torch chose."""
+    of_device = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
+    chosen = of_device.get("cpu") if of_device else config
+    return None if chosen in (None, "", "undefined") else chosen

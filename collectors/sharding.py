@@ -101,6 +101,7 @@ def _record(cls: Any, method: str, recorder: Recorder, name: int) -> Uninstall:
         finally:
             recorder.end(handle)
 
+    dynamo.skip_frame(recorded)
     return _replace(cls, method, original, recorded)
 
 

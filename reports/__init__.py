@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +33,8 @@ def finish(folder: RunFolder, *, report: bool = True) -> Analysis:
         outputs["report.html"] = lambda: write_html(analysis, folder)
         outputs["tensorboard"] = lambda: write_tensorboard(analysis, folder)
     outputs["findings.json"] = lambda: write_findings(analysis, folder)
-    from dsprof.analyzer.layers import layer_costs, staged_rows
-
-    costs = layer_costs(staged_rows(analysis.trace))
-    if costs:
-        outputs["layer_costs.json"] = lambda: write_layer_costs(costs, folder)
+    if analysis.layer_costs:
+        outputs["layer_costs.json"] = lambda: write_layer_costs(analysis.layer_costs, folder)
     failures = [failure for name, write in outputs.items() if (failure := _attempt(name, write)) is not None]
     if not failures:
         return analysis
@@ -56,11 +53,11 @@ def _attempt(name: str, write: Callable[[], None]) -> str | None:
     return None
 
 
-def write_layer_costs(costs: list[LayerCost], folder: RunFolder) -> None:
+def write_layer_costs(costs: Sequence[LayerCost], folder: RunFolder) -> None:
     """Write layer_costs.json, which the engine's `pipeline.layer_costs` takes."""
     import orjson
 
-    write_atomically(folder.layer_costs_json, orjson.dumps({"layers": costs}, option=orjson.OPT_INDENT_2))
+    write_atomically(folder.layer_costs_json, orjson.dumps({"layers": [*costs]}, option=orjson.OPT_INDENT_2))
 
 
 def write_findings(analysis: Analysis, folder: RunFolder) -> None:

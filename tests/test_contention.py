@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from graphs import graph_of, steps_of
 
-from dsprof.analyzer.contention import OF_ONE_MS, busy, cost_of_waiting_less_ms, freed_ms, kept_of_overlap
+from dsprof.analyzer.contention import MOST_OF_GAIN, OF_ONE_MS, busy, freed_ms, kept_of_overlap, lost_by_waiting_less
 
 BESIDE = ["5 I0 3 W0 2", "9 I0 W0 2"]
 """The first rank works for 3 ms between issuing the collective and waiting for it."""
@@ -18,32 +18,45 @@ IN_TURNS = ["5 I0 W0 2", "9 I0 W0 2"]
 
 
 def context(
-    programs: list[str], *, load: float | None = 1.0, ranks_per_core: float = 1.0, beside_ms: float | None = 20.0,
-    core_wait_ms: float = np.nan, waiting_ms: float = 10.0, step_ms: float = 100.0,
+    programs: list[str], *, load: float | None = 1.0, ranks: tuple[int, ...] = (0, 1), cores: int = 2,
+    beside_ms: float | None = 20.0, core_wait_ms: float = np.nan, worker_ms: float = np.nan, waiting_ms: float = 10.0,
+    step_ms: float = 100.0,
 ) -> Any:  # fmt: skip
     graph = graph_of(steps_of(programs, [4], steps=4))
-    cores = SimpleNamespace(cores=round(len(programs) / ranks_per_core))
-    of_load = SimpleNamespace(busy=load, busiest=cores, ranks_per_core=ranks_per_core, beside_ms=beside_ms)
+    busiest = SimpleNamespace(ranks=ranks, cores=cores)
+    of_load = SimpleNamespace(busy=load, busiest=busiest, ranks_per_core=len(ranks) / cores, beside_ms=beside_ms)
     ordinary = pd.DataFrame({"peer_wait": [waiting_ms], "comm_exposed": [0.0], "bubble": [0.0]})
-    gauges = SimpleNamespace(spent=lambda gauge: np.full((2, 4), core_wait_ms))
+    spent = {"core_wait_seconds": core_wait_ms, "worker_cpu_seconds": worker_ms}
+    gauges = SimpleNamespace(spent=lambda gauge: np.full((2, 4), spent[gauge]))
     return SimpleNamespace(
         graph=SimpleNamespace(**{**vars(graph), "measured": np.full(4, step_ms), "columns_of": graph.columns_of}),
-        load=None if load is None else of_load, ordinary=ordinary, gauges=gauges, step_ms=step_ms, kept={},
+        load=None if load is None else of_load, ordinary=ordinary, gauges=gauges, step_ms=step_ms, ranks=graph.ranks,
+        kept={},
     )  # fmt: skip
 
 
 def test_who_no_longer_waits_pays_for_what_goes_on_beside_its_work() -> None:
     # Two ranks on two cores, both at each end of one collective: one communication a core.
-    assert cost_of_waiting_less_ms(context(BESIDE), 10.0) == pytest.approx(OF_ONE_MS)
-    assert cost_of_waiting_less_ms(context(BESIDE), 5.0) == pytest.approx(OF_ONE_MS / 2)  # half of the waiting goes
-    assert cost_of_waiting_less_ms(context(BESIDE), 0.5) == pytest.approx(OF_ONE_MS / 20)
-    assert cost_of_waiting_less_ms(context(IN_TURNS), 10.0) == 0.0
-    assert cost_of_waiting_less_ms(context(BESIDE, load=0.5), 10.0) == pytest.approx(OF_ONE_MS * (0.5 / 0.9) ** 2)
-    assert cost_of_waiting_less_ms(context(BESIDE, load=None), 10.0) == 0.0
+    assert lost_by_waiting_less(context(BESIDE), 10.0) == pytest.approx(OF_ONE_MS / 10)
+    assert lost_by_waiting_less(context(BESIDE), 5.0) == pytest.approx(OF_ONE_MS / 10)  # half of the waiting goes
+    assert lost_by_waiting_less(context(BESIDE), 20.0) == pytest.approx(OF_ONE_MS / 20)  # there is no more of it
+    assert lost_by_waiting_less(context(IN_TURNS), 10.0) == 0.0
+    assert lost_by_waiting_less(context(BESIDE, load=0.5), 10.0) == pytest.approx(OF_ONE_MS / 10 * (0.5 / 0.9) ** 2)
+    assert lost_by_waiting_less(context(BESIDE, load=None), 10.0) == 0.0
 
 
-def test_no_more_is_taken_than_is_gained() -> None:
-    assert cost_of_waiting_less_ms(context(BESIDE, waiting_ms=0.1), 0.3) == pytest.approx(0.3)
+def test_a_short_overlap_counts_in_part() -> None:
+    short = context(["5 I0 0.1 W0 2", "9 I0 W0 2"])
+    assert lost_by_waiting_less(short, 10.0) == pytest.approx(OF_ONE_MS / 20)
+
+
+def test_only_the_ranks_on_the_busiest_cores_count() -> None:
+    bound = context(BESIDE, ranks=(1,), cores=1)
+    assert lost_by_waiting_less(bound, 10.0) == pytest.approx(OF_ONE_MS / 10)
+
+
+def test_contention_never_takes_all_of_a_gain() -> None:
+    assert lost_by_waiting_less(context(BESIDE, waiting_ms=0.1), 0.3) == MOST_OF_GAIN
 
 
 def test_shorter_steps_are_busier_and_never_more_than_busy() -> None:
@@ -75,7 +88,17 @@ def test_nothing_is_given_back_where_nobody_was_seen_to_wait() -> None:
     assert freed_ms(context(BESIDE, core_wait_ms=8.0, beside_ms=None), modelled, 0.0) == 0.0
 
 
+def test_no_more_is_given_back_than_the_backend_computes() -> None:
+    modelled = np.full(4, 50.0)
+    assert freed_ms(context(BESIDE, beside_ms=2.0, core_wait_ms=30.0), modelled, 0.0) == pytest.approx(2.0 + 2.0)
+
+
+def test_loaders_workers_are_a_cause_too() -> None:
+    loading = context(BESIDE, core_wait_ms=12.0, worker_ms=40.0)
+    assert freed_ms(loading, np.full(4, 100.0), 0.0) == pytest.approx(4.0)  # 20 of 60 ms beside the training thread
+
+
 def test_of_more_ranks_than_cores_the_other_training_threads_are_a_cause_too() -> None:
     # 2 ranks on a core that is always used: 100 ms a step, 20 of it each rank's backend, 30 each training thread.
-    crowded = context(BESIDE, ranks_per_core=2.0, core_wait_ms=14.0)
+    crowded = context(BESIDE, cores=1, core_wait_ms=14.0)
     assert freed_ms(crowded, np.full(4, 100.0), 0.0) == pytest.approx(14.0 * 20 / (20 + 15))

@@ -32,6 +32,7 @@ From time to gains:
     whatif/      functions from graph to graph
     link         latency and bandwidth, fitted
     attribution  the lost time, shared between the faults that cost it
+    contention   what cores that are used all the time do to predictions
     calibration  how far predictions come true, as constants
 
 From gains to an answer:

@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dsprof.run import RunInfo, last_processes
-from dsprof.trace import Trace, join
+from dsprof.run import last_processes
+from dsprof.trace import Trace, concat_rows
 from dsprof.trace.load import EVERY_COLUMN
+from dsprof.trace.merge import warn
 
 from .clock import Clocks, find_clocks, find_jumps
 from .numbering import number_by_order
@@ -55,12 +56,14 @@ class Aligned:
 def align(trace: Trace) -> Aligned:
     """Find what puts the ranks of a trace beside each other."""
     run = trace.run
-    tables, places = [], {}
+    last = {item.rank: item.restart for item in last_processes(run.ranks)}
+    tables, places, lengths = [], {}, {}
     for rank in trace.ranks:
-        rows = _last_attempt(trace.read(rank, COMPARED), run)
+        rows = _last_attempt(trace.read(rank, COMPARED), last)
+        lengths[rank] = len(rows)
         places[rank] = np.flatnonzero(_is_compared(rows))
         tables.append(rows.iloc[places[rank]])
-    rows = join(tables) if tables else trace.rows[list(COMPARED)]
+    rows = concat_rows(tables) if tables else trace.rows[list(COMPARED)]
     tables.clear()
     numbered = number_by_order(rows, run)
     numbers = None if numbered is rows else _by_rank(numbered["seq"], places)
@@ -70,7 +73,7 @@ def align(trace: Trace) -> Aligned:
     rows = renumber_steps(rows, late)
     jump_us, jumps = find_jumps(rows)
     topology = find_topology(rows, run)
-    source = _Corrected(trace, places, numbers, clocks, late, topology)
+    source = _Corrected(trace, last, lengths, places, numbers, clocks, late, topology)
     return Aligned(
         compared=name_pipeline_messages(rows, topology),
         trace=Trace(run, source),
@@ -88,9 +91,9 @@ def _is_compared(rows: pd.DataFrame) -> npt.NDArray[np.bool_]:
     return compared
 
 
-def _last_attempt(rows: pd.DataFrame, run: RunInfo) -> pd.DataFrame:
-    """What a rank's last process did: an elastic job's earlier ones ended in a failure and have their own steps."""
-    last = {item.rank: item.restart for item in last_processes(run.ranks)}
+def _last_attempt(rows: pd.DataFrame, last: Mapping[int, int]) -> pd.DataFrame:
+    """What a rank's last process did: an elastic job's earlier ones ended in a failure and have their own steps.
+    `last`: rank -> number of its last restart."""
     if not last:  # rows that no capture of ours is behind
         return rows
     wanted = (rows["restart"] == rows["rank"].map(last)).to_numpy(bool)
@@ -108,6 +111,8 @@ class _Corrected:
     def __init__(
         self,
         trace: Trace,
+        last: Mapping[int, int],
+        lengths: Mapping[int, int],
         places: Mapping[int, Int],
         numbers: Mapping[int, pd.Series[int]] | None,
         clocks: Clocks,
@@ -115,6 +120,7 @@ class _Corrected:
         topology: Topology,
     ) -> None:
         self._trace, self._clocks, self._late, self._topology = trace, clocks, late, topology
+        self._last, self._lengths = last, lengths
         self._places, self._numbers = (places, numbers) if numbers is not None else ({}, {})
 
     @property
@@ -123,8 +129,11 @@ class _Corrected:
 
     def read(self, rank: int, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
         needed = tuple(dict.fromkeys((*columns, *CORRECTED_BY)))
-        rows = _last_attempt(self._trace.read(rank, needed), self._trace.run)
-        if rank in self._numbers:
+        rows = _last_attempt(self._trace.read(rank, needed), self._last)
+        if len(rows) != self._lengths.get(rank, 0):  # no longer what was aligned
+            warn(self._trace.run, f"rank {rank}: its trace changed while it was read; it is left out")
+            rows = rows.iloc[:0]
+        elif rank in self._numbers:
             seq = rows["seq"].copy()
             seq.iloc[self._places[rank]] = self._numbers[rank].array
             rows = rows.assign(seq=seq)

@@ -12,6 +12,7 @@ from dsprof.run import RunInfo
 from dsprof.trace import Trace
 
 from .finding import Finding
+from .layers import LayerCost
 from .trust import ReplayCheck
 
 FINDINGS_SCHEMA = 1
@@ -77,6 +78,7 @@ class Analysis:
                  earlier one).
     trace:       all rows, on the common clock, to be read a rank at a time; `rows` are those of all ranks in one table
                  (dsprof.schema.COLUMNS), read anew each time.
+    layer_costs: what each layer of the engine's pipelines takes; empty without one.
     findings:    worst first.
     passed:      codes of the rules that ran and found nothing above `info`.
     not_judged:  code -> why a rule could not be judged on this capture.
@@ -106,6 +108,7 @@ class Analysis:
     notes: tuple[str, ...]
     verdict: Verdict
     capture: CaptureQuality
+    layer_costs: tuple[LayerCost, ...] = ()
 
     @property
     def rows(self) -> pd.DataFrame:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dsprof.run import RunInfo
 from dsprof.schema import BUDGET_PARTS
-from dsprof.trace import Trace
+from dsprof.trace import Trace, concat_rows
 
 from .aligned import align
 from .analysis import Analysis, CaptureQuality, Verdict
@@ -19,6 +19,7 @@ from .context import Context
 from .irregular import find_irregular, mark_ordinary
 from .judge import judge
 from .kinds import divide_time, run_span
+from .layers import layer_costs
 from .load import Gauges, measure_load
 from .match import Matches, match_collectives
 from .numbering import mismatches
@@ -48,7 +49,7 @@ def analyze(trace: Trace) -> Analysis:
     times = {rank: summary.time for rank, summary in ranks.items()}
 
     # All ranks together: their steps, and which of them are ordinary.
-    steps = step_budget(times, completed_steps(rows))
+    steps = step_budget(times, completed_steps(rows[rows["rank"].isin(list(ranks))]))
     irregular = find_irregular(steps, rows)
     steps = mark_ordinary(steps, irregular)
     ordinary, step_ms = steps[steps["ordinary"]], step_time(steps)
@@ -97,6 +98,7 @@ def analyze(trace: Trace) -> Analysis:
         collectives=collectives,
         waits=waits,
         trace=aligned.trace,
+        layer_costs=tuple(layer_costs(concat_rows([summary.staged for summary in ranks.values()]))),
         findings=tuple(findings),
         passed=tuple(passed),
         not_judged=not_judged,

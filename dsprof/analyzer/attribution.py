@@ -44,7 +44,7 @@ class Attribution:
 
 
 def attribute(graph: StepGraph, faults: Mapping[str, WhatIf], sampled: int = SAMPLED) -> Attribution:
-    """What mending each of `faults` saves. Raises `levels.Cyclic`."""
+    """What mending each of `faults` saves. Raises `order.Cyclic`."""
     names = tuple(faults)
     orders = list(_orders(names, sampled))
     exact = len(names) <= MOST_EXACT

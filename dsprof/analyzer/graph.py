@@ -31,7 +31,7 @@ PARTS: Final = (*WORK, "sharding", "lag")
 compute, and at the beginning of a segment that waited for a task how much later it went on than that task had ended (a
 thread that is woken, a kernel that is launched)."""
 
-SHARDING: Final = PARTS.index("sharding")
+SHARDING_PART: Final = PARTS.index("sharding")
 LAG: Final = PARTS.index("lag")
 
 
@@ -124,7 +124,7 @@ class Structure:
 
     @cached_property
     def plan(self) -> Plan:
-        """Raises `levels.Cyclic`."""
+        """Raises `order.Cyclic`."""
         index = {lane: i for i, lane in enumerate(self.lanes)}
         workers = {task.lane: task.workers for task in self.tasks if task.workers is not None}
         return make_plan(

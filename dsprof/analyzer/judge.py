@@ -8,12 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from .attribution import attribute
 from .calibration import confidence, with_model_error
-from .contention import cost_of_waiting_less_ms
+from .contention import busy, lost_by_waiting_less
 from .context import Context
 from .finding import SEVERITIES, Finding, Gain, severity_of
 from .irregular import FEWEST_JUDGED
@@ -26,7 +23,6 @@ from .whatif.work import Change, less
 MOST_CLOCK_ERROR: Final = 0.2
 """Of the step."""
 
-Float = npt.NDArray[np.float64]
 Judged = TypeVar("Judged")
 
 
@@ -52,7 +48,7 @@ def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding],
             not_judged.update(dict.fromkeys(codes, f"the rule failed: {type(error).__name__}: {error}"))
         return None
 
-    noise_ms = math.nan
+    noise_ms, lost = math.nan, 0.0
     refusal = _refusal(context, checked)
     if refusal is not None:
         not_judged |= dict.fromkeys(FAULTS, refusal)
@@ -67,8 +63,11 @@ def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding],
         graph = context.need_graph()
         found_shares = attribute(graph, {code: less(graph, change, context.teams) for code, change in changes.items()})
         noise_ms = context.noise_ms(found_shares.left)
+        whole = found_shares.before - found_shares.left
+        lost = lost_by_waiting_less(context, float(whole.mean()) if len(whole) else 0.0)
         for code, change in changes.items():
-            gains = tuple(_on_busy_cores(context, code, of[code]) for of in (found_shares.shares, found_shares.alone))
+            kept = 1.0 if code in COUNTS_CORES else 1 - lost
+            gains = context.gain(kept * found_shares.shares[code]), context.gain(kept * found_shares.alone[code])
             if gains[0].ms < LEAST_SHARE * context.step_ms:
                 continue
             finding = ask((code,), partial(FAULTS[code][1], context, change, *gains))
@@ -81,7 +80,7 @@ def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding],
             found.setdefault(finding.code, []).append(finding)
     few = len(context.step_numbers) < FEWEST_JUDGED
     every = dict.fromkeys((*FAULTS, *(code for of_rule in RULES for code in of_rule)))
-    rated = {code: [_rated(finding, context, noise_ms, few) for finding in found.get(code, [])] for code in every}
+    rated = {code: [_rated(finding, context, noise_ms, lost, few) for finding in found.get(code, [])] for code in every}
     left_out = {*not_judged, *not_concerned}
     passed = [code for code, of in rated.items() if code not in left_out and all(f.severity == "info" for f in of)]
     findings = [finding for of in rated.values() for finding in of]
@@ -128,32 +127,20 @@ def _refusal(context: Context, checked: ReplayCheck | None) -> str | None:
     return checked.refusal if checked is not None else None
 
 
-def _load(context: Context) -> float:
-    """Share of the busiest cores' time that the job used, 0 to 1; 0 where it was not measured."""
-    return context.load.busy if context.load is not None else 0.0
-
-
 COUNTS_CORES: Final = frozenset({"data.stall"})
 """Of FAULTS: those whose rule itself says what the cores that there are allow."""
 
 
-def _on_busy_cores(context: Context, code: str, saved: Float) -> Gain:
-    """The gain of what replay says is saved in each step, [S] ms."""
-    gain = context.gain(saved)
-    if code in COUNTS_CORES or gain.ms <= 0:
-        return gain
-    return context.gain(saved * (1 - cost_of_waiting_less_ms(context, gain.ms) / gain.ms))
-
-
-def _rated(finding: Finding, context: Context, noise_ms: float, few: bool) -> Finding:
-    """With the model's error in its intervals, and as severe as they allow."""
+def _rated(finding: Finding, context: Context, noise_ms: float, lost: float, few: bool) -> Finding:
+    """With the model's error in its intervals, and as severe as they allow. `lost`: the share of the gains of FAULTS
+    that was taken off since cores are busy."""
     if finding.code.startswith("run."):
         return finding
 
     def surely(gain: Gain) -> Gain:
         counted = finding.code in FAULTS and finding.code not in COUNTS_CORES
-        contention_ms = cost_of_waiting_less_ms(context, gain.ms) if counted else 0.0
-        return with_model_error(gain, finding.code, context.step_ms, _load(context), contention_ms)
+        contention_ms = gain.ms * lost / (1 - lost) if counted else 0.0
+        return with_model_error(gain, finding.code, context.step_ms, busy(context), contention_ms)
 
     fixes = tuple(fix if fix.gain is None else replace(fix, gain=surely(fix.gain)) for fix in finding.fixes)
     finding = replace(finding, gain=surely(finding.gain), fixes=fixes, confidence=confidence(finding.code))

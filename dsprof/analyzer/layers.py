@@ -6,8 +6,6 @@ from typing import Final, TypedDict
 
 import pandas as pd
 
-from dsprof.trace import Trace, join
-
 
 class LayerCost(TypedDict):
     """One layer, in the form that `dsprof.engine.partition.read_costs` reads."""
@@ -20,10 +18,9 @@ class LayerCost(TypedDict):
 NEEDED: Final = ("step", "kind", "name", "start_ns", "dur_ns", "stage")
 
 
-def staged_rows(trace: Trace) -> pd.DataFrame:
-    """What pipelines did, of all ranks: layers and actions that belong to a stage."""
-    tables = (trace.read(rank, NEEDED) for rank in trace.ranks)
-    return join([rows[rows["stage"].notna() & rows["kind"].isin(["module", "pipe"])] for rows in tables])
+def staged_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """What is of a stage: layers and actions, with the columns NEEDED."""
+    return rows.loc[rows["stage"].notna() & rows["kind"].isin(["module", "pipe"]), list(NEEDED)]
 
 
 def layer_costs(rows: pd.DataFrame) -> list[LayerCost]:

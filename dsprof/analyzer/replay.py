@@ -43,12 +43,12 @@ class Replayed:
 
 
 def replay(graph: StepGraph) -> Replayed:
-    """Raises `levels.Cyclic`."""
+    """Raises `order.Cyclic`."""
     return replay_all([graph])[0]
 
 
 def replay_all(graphs: Iterable[StepGraph]) -> list[Replayed]:
-    """Each of `graphs`, in order; neighbours that differ in costs only, together. Raises `levels.Cyclic`.
+    """Each of `graphs`, in order; neighbours that differ in costs only, together. Raises `order.Cyclic`.
 
     Of graphs that are made one by one, such as by a generator, only what they weigh is kept meanwhile.
     """

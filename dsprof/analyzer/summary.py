@@ -11,6 +11,7 @@ from dsprof.trace import Trace
 
 from .budget import RankTime, paint
 from .kinds import apart_spans
+from .layers import staged_rows
 from .match import Matches
 from .overhead import count_records
 from .points import Program, find_program
@@ -18,16 +19,18 @@ from .points import Program, find_program
 
 @dataclass(frozen=True)
 class RankSummary:
-    """time:   where its training thread's time went
-    program:   what that thread issued and waited for
-    seen_ns:   when its first row begins, and its last one ends
-    recorded:  how much was recorded in each step (`overhead.count_records`)
+    """time:     where its training thread's time went
+    program:  what that thread issued and waited for
+    seen_ns:  when its first row begins, and its last one ends
+    recorded: how much was recorded in each step (`overhead.count_records`)
+    staged:   of a pipeline, its layers and actions (`layers.staged_rows`)
     """
 
     time: RankTime
     program: Program
     seen_ns: tuple[int, int]
     recorded: pd.DataFrame
+    staged: pd.DataFrame
 
 
 def summarize_ranks(trace: Trace, collectives: pd.DataFrame, matches: Matches) -> dict[int, RankSummary]:
@@ -47,4 +50,5 @@ def _summarize(rows: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, 
         program=find_program(time.waits, rows, matches, run),
         seen_ns=(int(rows["start_ns"].min()), int((rows["start_ns"] + rows["dur_ns"].fillna(0).astype("int64")).max())),
         recorded=count_records(rows),
+        staged=staged_rows(rows),
     )

@@ -15,7 +15,7 @@ import pandas as pd
 
 from dsprof.run import INTERRUPTED
 from dsprof.schema import BUDGET_PARTS
-from dsprof.trace import join
+from dsprof.trace import concat_rows
 
 from .analysis import Analysis, Verdict
 from .finding import MEASURED_EXCESS, Finding
@@ -196,7 +196,7 @@ def _where_other(analysis: Analysis) -> str | None:
 
 def _unfinished(analysis: Analysis) -> str:
     """What ranks had begun and not ended, for a job that somebody stopped: perhaps because it hung."""
-    last = join([_last_open(analysis.trace.read(rank, OPEN)) for rank in analysis.ranks_captured])
+    last = concat_rows([_last_open(analysis.trace.read(rank, OPEN)) for rank in analysis.ranks_captured])
     if last.empty:
         return "no collective was under way"
     last = last.sort_values("start_ns")

@@ -10,8 +10,8 @@ save     a Trace as a run folder, for importers
 from __future__ import annotations
 
 from .derive import step_pattern, trace_rows
-from .load import Source, Trace, join, load
+from .load import Source, Trace, concat_rows, load
 from .merge import merge
 from .save import save
 
-__all__ = ["Source", "Trace", "join", "load", "merge", "save", "step_pattern", "trace_rows"]
+__all__ = ["Source", "Trace", "concat_rows", "load", "merge", "save", "step_pattern", "trace_rows"]

@@ -51,13 +51,14 @@ class Trace:
         return self.source.ranks
 
     def read(self, rank: int, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
-        """One rank's rows, by time. Of a rank that cannot be read there are none, and a warning in `run`."""
+        """One rank's rows, by time. Of a rank that is not there or cannot be read there are none, of the latter with a
+        warning in `run`."""
         return self.source.read(rank, columns)
 
     @property
     def rows(self) -> pd.DataFrame:
         """The rows of all ranks in one table, read anew: for a look at a run of a few ranks."""
-        return join([self.read(rank) for rank in self.ranks])
+        return concat_rows([self.read(rank) for rank in self.ranks])
 
 
 def load(folder: RunFolder) -> Trace:
@@ -66,7 +67,7 @@ def load(folder: RunFolder) -> Trace:
     return Trace(info, _Stored(folder, info, parquet_files(folder), unwritten))
 
 
-def join(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+def concat_rows(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Tables of the same columns of the trace, one behind the other."""
     if not tables:
         return _nothing(EVERY_COLUMN)
@@ -101,7 +102,7 @@ class _Held:
         return tuple(sorted(self._tables))
 
     def read(self, rank: int, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
-        return _typed(self._tables[rank], columns)
+        return _typed(self._tables[rank], columns) if rank in self._tables else _nothing(columns)
 
 
 class _Stored:
@@ -111,7 +112,7 @@ class _Stored:
         self, folder: RunFolder, info: RunInfo, files: Mapping[int, Path], unwritten: Mapping[int, pd.DataFrame]
     ) -> None:
         self._folder, self._info = folder, info
-        self._files = files
+        self._files = {rank: path.absolute() for rank, path in files.items()}
         self._held = {rank: _typed(rows) for rank, rows in unwritten.items()}
 
     @property
@@ -119,6 +120,8 @@ class _Stored:
         return tuple(sorted(self._files.keys() | self._held.keys()))
 
     def read(self, rank: int, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
+        if rank not in self._held and rank not in self._files:
+            return _nothing(columns)
         if rank not in self._held:
             path = self._files[rank]
             try:
@@ -127,9 +130,16 @@ class _Stored:
                     return _typed(file.read(columns=there).to_pandas(), columns)
             except (OSError, ValueError, pa.ArrowException) as error:
                 warn(self._info, f"{path.name}: unreadable ({brief(error)})")
-                rows = derive_anew(self._folder, rank)
-                self._held[rank] = _nothing(EVERY_COLUMN) if rows is None else _typed(rows)
+                self._held[rank] = self._derived(rank)
         return self._held[rank][list(columns)]
+
+    def _derived(self, rank: int) -> pd.DataFrame:
+        try:
+            rows = derive_anew(self._folder, rank)
+        except Exception as error:  # whatever is wrong with one rank, the others count
+            warn(self._info, f"rank {rank}: its capture is unreadable, too ({type(error).__name__}: {brief(error)})")
+            rows = None
+        return _nothing(EVERY_COLUMN) if rows is None else _typed(rows)
 
 
 def _typed(rows: pd.DataFrame, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:

@@ -21,7 +21,7 @@ from dsprof.analyzer import text
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
 from dsprof.run import last_processes
-from dsprof.trace import join
+from dsprof.trace import concat_rows
 
 from .. import palette, plots, tables, wording
 from ..timeline import timeline
@@ -129,7 +129,7 @@ def _figures(analysis: Analysis) -> dict[str, Any]:
         if analysis.slowest_rank is not None:
             named.insert(0, analysis.slowest_rank)
         ranks = tables.pick_ranks(sorted(analysis.ranks_captured), named, TIMELINE_RANKS)
-        rows = join([analysis.trace.read(rank) for rank in ranks])
+        rows = concat_rows([analysis.trace.read(rank) for rank in ranks])
         figure = timeline(
             rows, step, waits=analysis.waits, collectives=analysis.collectives, max_ranks=TIMELINE_RANKS,
             of_ranks=len(analysis.ranks_captured),

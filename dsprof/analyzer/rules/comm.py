@@ -160,7 +160,8 @@ def _recuts(context: Context, cut: _Cut) -> list[Recut]:
         saved = [before - _replay_cut(context, cut, sizes, slower) for slower in spread]
         if len(sizes) > cut.count:
             kept = kept_of_overlap(context)
-            saved = [kept * (before - context.overlapped(before, before - of_link)) for of_link in saved]
+            saved = [before - context.overlapped(before, before - of_link) for of_link in saved]
+            saved = [np.where(of_link > 0, kept * of_link, of_link) for of_link in saved]
         gain, *ends = (context.gain(of_link + freed * (1 - len(sizes) / cut.count)) for of_link in saved)
         low, high = min(end.ms for end in ends), max(end.ms for end in ends)
         found.append(Recut(cap, len(sizes), replace(gain, low=min(gain.low, low), high=max(gain.high, high))))

@@ -12,7 +12,7 @@ import pandas as pd
 from ..contention import freed_ms
 from ..context import Context, once
 from ..finding import Evidence, Finding, Fix, Gain, Where
-from ..graph import SHARDING, Steps
+from ..graph import SHARDING_PART, Steps
 from ..link import Link, fit_link
 from ..text import size
 from ..whatif.edit import Edited
@@ -25,7 +25,9 @@ TOGETHER: Final = (2, 4, 8, 16)
 """Neighbours merged into one, that are tried."""
 KINDS: Final = ("all_gather parameter", "reduce_scatter gradient")
 OF_A_UNIT: Final = 0.93
-"""The share of the work for a unit that does not grow with what is in it."""
+"""The share of the work for a unit, but for copying, that does not grow with what is in it: calibrated."""
+COPY_MS_PER_BYTE: Final = 5e-7
+"""Of copying shards in and out, nominal: 2 GB/s."""
 SLOWEST_MS_PER_BYTE: Final = 1e-5
 """100 MB/s."""
 UNJUDGED: Final = "prefetching of sharded parameters is not replayed in this version"
@@ -91,8 +93,7 @@ def _merges(context: Context, link: Link, host_ms: float, a_step: float) -> list
     if not link.fitted:  # all of one size: it may be the bytes that take long
         links.append(_by_bytes(link, float(of_shards(context)["bytes"].median())))
     before = [_replay(context, each, host_ms, 1) for each in links]
-    table = of_shards(context)
-    freed = freed_ms(context, before[0], float(table["bytes"].sum()) / len(context.step_numbers))
+    freed = freed_ms(context, before[0], _moved_bytes(context))
     found = []
     for together in tried:
         fewer = freed * (1 - 1 / together)
@@ -113,11 +114,13 @@ def _by_bytes(link: Link, size: float) -> Link:
 
 def _replay(context: Context, link: Link, host_ms: float, together: int) -> Float:
 
-    left = 1 - OF_A_UNIT * (1 - 1 / together)
+    worked = _sharding_ms(context)
+    copied = min(_moved_bytes(context) * COPY_MS_PER_BYTE / worked, 1.0) if worked else 1.0
+    left = 1 - (1 - copied) * OF_A_UNIT * (1 - 1 / together)
 
     def change(steps: Steps) -> Edited:
         work = steps.work.copy()
-        work[..., SHARDING] *= left
+        work[..., SHARDING_PART] *= left
         return coalesce(replace(steps, work=work), _families(steps), together, link, host_ms)
 
     return replay_recut(context, change, "no other number of gathers was tried")
@@ -126,8 +129,14 @@ def _replay(context: Context, link: Link, host_ms: float, together: int) -> Floa
 def _sharding_ms(context: Context) -> float:
     """What FSDP itself works for its units in a step, mean over ranks and steps; 0 where that is not recorded."""
     graph = context.need_graph()
-    whole = sum(float(steps.work[..., SHARDING].sum()) for steps in graph.shapes)
+    whole = sum(float(steps.work[..., SHARDING_PART].sum()) for steps in graph.shapes)
     return whole / len(graph.numbers) / len(graph.ranks)
+
+
+def _moved_bytes(context: Context) -> float:
+    """By the gathers and scatters of one rank in a step."""
+    table = of_shards(context)
+    return float((table["bytes"] * table["ranks"]).sum()) / len(context.step_numbers) / max(len(context.ranks), 1)
 
 
 def _families(steps: Steps) -> list[list[int]]:

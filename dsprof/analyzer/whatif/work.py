@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..graph import PARTS, StepGraph, Steps
+from ..graph import PARTS, SHARDING_PART, StepGraph, Steps
 from . import WhatIf
 
 Float = npt.NDArray[np.float64]
@@ -19,7 +19,8 @@ Bool = npt.NDArray[np.bool_]
 class Change:
     """Own work that would go away if one fault were mended.
 
-    removed:  part of WORK -> ms, [R, S] over the judged steps in order; negative where a rank would get more to do.
+    removed: part of WORK -> ms, [R, S] over the judged steps in order; negative where a rank would get more to do.
+              What FSDP does for its units is compute.
     where_beyond_peers: it goes from where the rank takes longer than those that do the same work, between the same
               collectives; else from all of the step in proportion.
     """
@@ -76,18 +77,23 @@ def _amounts(graph: StepGraph, index: int, change: Change, teams: Sequence[Bool]
             team = next(team for team in teams if team[r])
             peers = [p for p in np.flatnonzero(team).tolist() if not removed[p].any()]
             mine = steps.structure.of_thread(r)
-            parts = [PARTS.index(part) for part in change.removed]
+            parts = [k for part in change.removed for k in _within(part)]
             found[mine, chosen] = _beyond_peers(steps, chosen, r, peers, removed[r], parts)
         return found
     thread = steps.structure.thread
     for part, of_part in change.removed.items():
-        k = PARTS.index(part)
-        work = steps.work[:, chosen, k]
+        work = steps.work[:, chosen][..., _within(part)]
         total = np.zeros((steps.structure.threads, len(chosen)))
-        np.add.at(total, thread, work)
-        share = of_part[:, judged] / np.maximum(total, 1e-9)
-        found[:, chosen, k] = work * np.minimum(share, 1.0)[thread]
+        np.add.at(total, thread, work.sum(axis=-1))
+        share = np.minimum(of_part[:, judged] / np.maximum(total, 1e-9), 1.0)
+        for i, k in enumerate(_within(part)):
+            found[:, chosen, k] = work[..., i] * share[thread]
     return found
+
+
+def _within(part: str) -> list[int]:
+    """Places in PARTS of what a part of the budget consists of."""
+    return [PARTS.index(part), SHARDING_PART] if part == "compute" else [PARTS.index(part)]
 
 
 def _beyond_peers(
