@@ -23,7 +23,8 @@ def skewed() -> Trace:
     other = replace(trace.run.ranks[1], host="other")
     rows = trace.rows
     of_second = rows["rank"] == 1
-    rows.loc[of_second, ["start_ns", "issue_ns"]] += 5 * S
+    for column in ("start_ns", "issue_ns"):
+        rows.loc[of_second, column] += 5 * S
     rows = rows[~of_second | (rows["step"] >= 10) | (rows["step"] < 0)]
     rows.loc[(rows["rank"] == 1) & (rows["step"] >= 10), "step"] -= 10
     return Trace.of(replace(trace.run, ranks=[trace.run.ranks[0], other]), rows)

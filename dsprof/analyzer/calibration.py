@@ -33,7 +33,7 @@ class ModelError:
         return math.hypot(self.of_gain * gain_ms, (self.of_step + self.busy * load) * step_ms)
 
 
-OWN_WORK: Final = ModelError(of_gain=0.08, of_step=0.02, busy=0.02)
+OWN_WORK: Final = ModelError(of_gain=0.07, of_step=0.02, busy=0.02)
 """Of replays without some of the ranks' own work."""
 MODEL_ERROR: Final = {
     "rank.straggler": OWN_WORK,
@@ -42,7 +42,7 @@ MODEL_ERROR: Final = {
     "pause.gc": OWN_WORK,
     "comm.small-messages": ModelError(of_gain=0.25, of_step=0.02, busy=0.02),
     "comm.exposed": ModelError(of_gain=0.25, of_step=0.02, busy=0.02),
-    "pipeline.imbalance": ModelError(of_gain=0.1, of_step=0.015, busy=0.06),
+    "pipeline.imbalance": ModelError(of_gain=0.08, of_step=0.015, busy=0.06),
     "pipeline.bubble": ModelError(of_gain=0.08, of_step=0.025, busy=0.04),
 }
 """Code -> what its predictions by replay miss by, beside the noise of the steps."""
