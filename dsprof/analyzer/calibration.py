@@ -50,7 +50,18 @@ OUTSIDE_STEPS: Final = ModelError(of_gain=0.12, of_step=0.01, busy=0.02)
 """Of what comes between ordinary steps."""
 
 
-CAME_TRUE: Final[dict[str, tuple[int, int]]] = {}
+CAME_TRUE: Final = {
+    "checkpoint.stall": (15, 15),
+    "comm.exposed": (15, 15),
+    "comm.small-messages": (27, 30),
+    "data.imbalance": (15, 15),
+    "data.stall": (60, 60),
+    "eval.uneven": (15, 15),
+    "pause.gc": (15, 15),
+    "pipeline.bubble": (15, 15),
+    "pipeline.imbalance": (43, 45),
+    "rank.straggler": (70, 75),
+}
 """Code -> of how many predictions the interval held what was then measured, and how many there were: those of all runs
 of all pairs of `benchmarks/predictions.py`, `came_true` in its results."""
 
