@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from .context import Context, once
 from .graph import LAG, Structure
+from .load import HostLoad
 from .parts import WAITING
 
 Float = npt.NDArray[np.float64]
@@ -64,29 +65,30 @@ def freed_ms(context: Context, modelled: Float, moved_bytes: float) -> float:
     steps take longer than `modelled` ones ([S] ms). Neither is more than the CPU time of these threads. 0 where the
     scheduler does not tell of such waiting. moved_bytes: by collectives of one rank in a step.
     """
-    load, graph, waiting = context.load, context.graph, context.gauges.spent("core_wait_seconds")
-    told = waiting[np.isfinite(waiting)]
-    if load is None or load.beside_ms is None or graph is None or not len(told):
+    load, graph = context.load, context.graph
+    if load is None or load.beside_ms is None or graph is None:
         return 0.0
     most = load.beside_ms * max(load.ranks_per_core, 1.0)
-    waited = min(float(told.mean()) * _of_backend(context), most)
+    share = _of_backend(load, load.beside_ms, context.step_ms, _spent_ms(context, "worker_cpu_seconds"))
+    waited = min(_spent_ms(context, "core_wait_seconds") * share, most)
     late = float(np.clip(graph.measured.mean() - modelled.mean(), 0.0, min(MOST_LATE * waited, most)))
     fixed = 1 - min(moved_bytes * CPU_MS_PER_BYTE / max(load.beside_ms, 1e-9), 1.0)
     return (waited + late) * fixed
 
 
-def _of_backend(context: Context) -> float:
+def _spent_ms(context: Context, gauge: str) -> float:
+    """By how much a gauge rises in a step, mean over steps and over the ranks that have it; 0 where none has."""
+    spent = context.gauges.spent(gauge)
+    told = spent[np.isfinite(spent)]
+    return float(told.mean()) if len(told) else 0.0
+
+
+def _of_backend(load: HostLoad, beside_ms: float, step_ms: float, workers_ms: float) -> float:
     """The share of the waiting for a core that the backend's threads are the cause of. That of the rest are loaders'
     workers and, where there are more of them than cores, other training threads."""
-    load = context.load
-    if load is None or load.beside_ms is None:
-        return 0.0
-    cpu = load.busy * context.step_ms / max(load.ranks_per_core, 1e-9) - load.beside_ms
+    cpu = load.busy * step_ms / max(load.ranks_per_core, 1e-9) - beside_ms
     crowding = max(cpu, 0.0) * max(1 - 1 / load.ranks_per_core, 0.0)
-    workers = context.gauges.spent("worker_cpu_seconds")
-    workers = workers[np.isfinite(workers)]
-    others = crowding + (float(workers.mean()) if len(workers) else 0.0)
-    return load.beside_ms / max(load.beside_ms + others, 1e-9)
+    return beside_ms / max(beside_ms + crowding + workers_ms, 1e-9)
 
 
 @once

@@ -44,7 +44,7 @@ class Trace:
     @classmethod
     def of(cls, run: RunInfo, rows: pd.DataFrame) -> Trace:
         """A trace whose rows are all there already."""
-        return cls(run, _Held(_by_rank(rows)))
+        return cls(run, _Held(_by_rank(_typed(rows))))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class _Held:
         return tuple(sorted(self._tables))
 
     def read(self, rank: int, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
-        return _typed(self._tables[rank], columns) if rank in self._tables else _nothing(columns)
+        return self._tables[rank][list(columns)] if rank in self._tables else _nothing(columns)
 
 
 class _Stored:

@@ -23,8 +23,7 @@ def rank_died(context: Context) -> list[Finding]:
         return []
     first = failed[0]
     columns = ("kind", "name", "step", "start_ns", "ended", "group", "seq")
-    there = first.rank in context.trace.ranks
-    mine = context.trace.read(first.rank, columns) if there else pd.DataFrame(columns=list(columns))
+    mine = context.trace.read(first.rank, columns)
     steps = mine.loc[mine["kind"] == "step", "step"]
     last_step = int(steps.max()) if len(steps) else -1
     evidence = [

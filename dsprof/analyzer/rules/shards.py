@@ -126,6 +126,7 @@ def _replay(context: Context, link: Link, host_ms: float, together: int) -> Floa
     return replay_recut(context, change, "no other number of gathers was tried")
 
 
+@once
 def _sharding_ms(context: Context) -> float:
     """What FSDP itself works for its units in a step, mean over ranks and steps; 0 where that is not recorded."""
     graph = context.need_graph()
@@ -133,6 +134,7 @@ def _sharding_ms(context: Context) -> float:
     return whole / len(graph.numbers) / len(graph.ranks)
 
 
+@once
 def _moved_bytes(context: Context) -> float:
     """By the gathers and scatters of one rank in a step."""
     table = of_shards(context)
