@@ -95,9 +95,10 @@ if rank == 1:
 try:
     dist.barrier()
 except RuntimeError:
+    time.sleep(0.5)  # a peer hears of it before the kernel has ended rank 1: its sockets are closed first
     os._exit(4)
 """
-    done = run(tmp_path, script, "--monitor-interval", "2")  # else torchrun may stop rank 0 before it has failed
+    done = run(tmp_path, script, "--monitor-interval", "3")  # else torchrun may stop rank 0 before it has failed
     assert done.returncode == 3
     zero, one = exits(tmp_path)
     assert (zero.code, one.code) == (4, 3)
