@@ -35,7 +35,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation --editable ".[test,notebook]"
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation --editable ".[test,frameworks,notebook]"
 	touch $@
 
 clean:

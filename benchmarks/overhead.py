@@ -8,6 +8,7 @@ host falls on all alike:
 
     off      no collectors                     off_again   the same: the A/A arm, what noise alone makes
     native   light level, native recorder      python      light level, Python recorder
+    full     full level, native recorder       full_python full level, Python recorder
     torch_profiler   torch.profiler, CPU activities, a window of a block, its stop included
 
 A step's CPU time is the process's (every thread). The ratio is the median over rounds of a block to those
@@ -38,7 +39,9 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).parent
-ARMS = ("off", "off_again", "native", "python", "torch_profiler")
+CAPTURES = {"native": ("1", "light"), "python": ("0", "light"), "full": ("1", "full"), "full_python": ("0", "full")}
+"""Arm -> DSPROF_NATIVE and DSPROF_LEVEL."""
+ARMS = ("off", "off_again", *CAPTURES, "torch_profiler")
 WARM_STEPS = 5
 
 
@@ -95,12 +98,12 @@ def run_block(arm: str, step: Callable[[], None], steps: int, run_folder: Path) 
     """CPU seconds of `steps` steps under `arm`; opening and closing a capture is not counted, as it is once a run."""
     from dsprof.collectors import session
 
-    if arm in ("native", "python"):
-        os.environ["DSPROF_NATIVE"] = "1" if arm == "native" else "0"
+    if arm in CAPTURES:
+        os.environ["DSPROF_NATIVE"], os.environ["DSPROF_LEVEL"] = CAPTURES[arm]
         os.environ["DSPROF_RUN"] = str(run_folder)
         capture = session.start()
         assert capture is not None
-        assert capture.native == (arm == "native"), "the native helper is not built: run `dsprof run` once"
+        assert capture.native == (CAPTURES[arm][0] == "1"), "the native helper is not built: run `dsprof run` once"
         spent = cpu_of(step, steps)
         session.stop()
         return spent

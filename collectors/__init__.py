@@ -3,6 +3,7 @@
 arm          the entry point: decides whether this process is profiled
 arming       has it open a capture once it becomes a rank
 session      one capture: opens the recorder, installs the hooks, closes
+window       which part of the run is captured
 errors       errors of our own, which the job must not see
 identity     which rank, of what, and into which run folder
 record       writes records (the Python twin of native/)
@@ -19,6 +20,7 @@ optimizers   the step
 pipelining   torch's pipeline schedules: actions of stages
 checkpoints  saving them
 compilation  what torch.compile takes for itself
+frameworks/  what one framework needs beyond that
 sharding     how FSDP was configured, and what it does for each of its units
 host         pauses of the interpreter
 facts        how DDP, DataLoader and process groups were configured, and where

@@ -8,8 +8,9 @@ never open one.
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any
+
+from .wrap import stands_for
 
 _armed = False
 
@@ -43,7 +44,7 @@ def _watch() -> None:
 
         join = c10d.init_process_group
 
-        @functools.wraps(join)
+        @stands_for(join)
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
             try:
                 result = join(*args, **kwargs)

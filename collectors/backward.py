@@ -35,7 +35,7 @@ class BackwardDone:
 
         self._recorder = recorder
         self._latest: deque[int] = deque(maxlen=LATEST)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come in between
         self._last = _LastTask()
         self._task = torch._C._current_graph_task_id
         self._engine: Any = torch.autograd.Variable._execution_engine

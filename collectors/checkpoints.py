@@ -21,6 +21,7 @@ from . import dynamo, facts
 from .errors import count_error
 from .imports import when_imported
 from .uninstall import Uninstall, in_reverse
+from .wrap import stands_for
 
 if TYPE_CHECKING:
     from .record import Recorder
@@ -92,7 +93,7 @@ def _watch(recorder: Recorder, places: tuple[ModuleType, ...], name: str, known:
         return lambda: None
     phase = recorder.intern("checkpoint")
 
-    @functools.wraps(original)
+    @stands_for(original)
     def save(*args: Any, **kwargs: Any) -> Any:
         if _saving.depth or dynamo.compiling() or _called_by_dcp():
             return original(*args, **kwargs)

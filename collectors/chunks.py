@@ -14,14 +14,8 @@ from dsprof import schema
 CHUNK_BYTES: Final = schema.CHUNK_HEADER_BYTES + schema.CHUNK_RECORDS * schema.RECORD_BYTES
 
 
-def offset(field: str) -> int:
-    """Where a record has that field."""
-    codes = {name: code for name, code, _, _ in schema.RECORD_FIELDS}
-    before = "".join(codes.values())[: list(codes).index(field)]
-    return struct.calcsize("<" + before)
-
-
-_STATE: Final = offset("state")
+_STATE: Final = schema.offset(schema.Family.SPAN, "state")
+_EMPTY: Final = int(schema.State.EMPTY)
 
 
 class Chunks:
@@ -31,6 +25,8 @@ class Chunks:
         """In the directory `folder` (a descriptor), which may be renamed later; the descriptor is closed by `close`."""
         self.full = False
         """The size limit was reached, or the disk is full: nothing is written any more."""
+        self.muted = False
+        """Nothing is to be written for now."""
         self.closed = False
         self.errors = 0
         """Records and fields that could not be written."""
@@ -41,7 +37,8 @@ class Chunks:
         self._made: set[int] = set()
         self._slots = itertools.count()
         self._drops = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._mapping = False
 
     @property
     def records(self) -> int:
@@ -52,12 +49,13 @@ class Chunks:
         return _taken(self._drops)
 
     def write(
-        self, start_ns: int, end_ns: int, aux: int, bytes: int, name: int, group: int, seq: int, peer: int, tag: int,
-        kind: int, state: int, dtype: int, flags: int, host_ns: int = 0,
+        self, layout: struct.Struct, family: int, kind: int, state: int, flags: int, name: int, start_ns: int,
+        end_ns: int, *fields: float,
     ) -> int:  # fmt: skip
-        """Write a record of this thread; a handle for `store`, 0 if it was not written."""
-        if self.full:
-            if not self.closed:
+        """Write a record of this thread, with the fields of its family in their order; a handle for `store`, 0 if it
+        was not written."""
+        if self.full or self.muted:
+            if not self.closed and not self.muted:
                 next(self._drops)
             return 0
         slot = next(self._slots)
@@ -68,10 +66,7 @@ class Chunks:
         at = schema.CHUNK_HEADER_BYTES + slot % schema.CHUNK_RECORDS * schema.RECORD_BYTES
         thread = threading.get_native_id()
         try:
-            schema.RECORD.pack_into(
-                chunk, at, start_ns, end_ns, aux, bytes, name, thread, group, seq, peer, tag, host_ns, kind, 0, dtype,
-                flags,
-            )  # fmt: skip
+            layout.pack_into(chunk, at, start_ns, end_ns, thread, name, kind, _EMPTY, flags, family, *fields)
         except struct.error:  # a number out of range: the slot stays empty
             self.errors += 1
             return 0
@@ -114,9 +109,12 @@ class Chunks:
         with self._lock:
             if index in self._chunks:
                 return self._chunks[index]
+            if self._mapping:  # by this thread, in which a signal's handler came in between: its record is dropped
+                return None
             if index >= self._max_chunks or self.full:
                 self.full = True
                 return None
+            self._mapping = True
             try:
                 if index in self._made:  # this thread slept through two chunks
                     return _reopen_chunk(self._folder, index)
@@ -124,6 +122,8 @@ class Chunks:
             except (OSError, ValueError):
                 self.full = True
                 return None
+            finally:
+                self._mapping = False
             self._made.add(index)
             self._chunks = {**{i: c for i, c in self._chunks.items() if i > index - 3}, index: chunk}
             return chunk

@@ -7,6 +7,7 @@ and ends come from the caller's own wait, or from a thread that waits for one af
 from __future__ import annotations
 
 import datetime
+import itertools
 import queue
 import threading
 import time
@@ -40,7 +41,7 @@ class PythonHooks:
         self._groups = recorder.groups
         self._targets = recorder.targets
         self._backward = BackwardDone(recorder)
-        self._p2p: dict[tuple[int, int, int, bool], int] = {}
+        self._p2p: dict[tuple[int, int, int, bool], itertools.count[int]] = {}
         self._pending: OrderedDict[int, tuple[Any, _Issued]] = OrderedDict()
         """id of a work -> the work, kept so that the id stays its own, and what was issued."""
         self._reaper = Reaper(self.waited, self._failed)
@@ -127,7 +128,8 @@ class PythonHooks:
             began = time.perf_counter_ns()
             result = redispatch(keys & after, *args)
             try:
-                self._recorder.comm_issued(issued.handle, time.perf_counter_ns() - began)
+                if not issued.target.p2p:
+                    self._recorder.comm_issued(issued.handle, time.perf_counter_ns() - began)
                 self._watch(issued, result)
             except Exception:
                 self._recorder.count_error()
@@ -148,21 +150,19 @@ class PythonHooks:
             self._recorder.count_error()
         pg = ProcessGroup.unbox(args[call.group])
         peer, tag = call.argument(args, call.peer, -1), call.argument(args, call.tag, -1)
-        flags = Flag.ASYNC if call.argument(args, call.async_op, False) else 0
+        flags = int(Flag.ASYNC) if call.argument(args, call.async_op, False) else 0
         with self._groups.lock:
             group = self._groups.named(pg.group_name)
             if group.gloo is None:
                 group.gloo = _on_gloo(pg)
             if call.p2p:
-                flags |= Flag.P2P
-                stream = group.id, peer, tag, call.send
-                seq = self._p2p[stream] = self._p2p.get(stream, -1) + 1
+                seq = next(self._p2p.setdefault((group.id, peer, tag, call.send), itertools.count()))
             else:
-                seq, group.next = group.next, group.next + 1
+                seq = next(group.numbers)
             name = self._names.get(call.name)
             if name is None:
                 name = self._names[call.name] = self._recorder.intern(call.name)
-        handle = self._recorder.comm_begin(name, group.id, seq, peer, tag, nbytes, dtype, int(flags))
+        handle = self._recorder.comm_begin(name, group.id, seq, peer, tag, nbytes, dtype, flags, call.p2p)
         target = self._targets.here.issued
         if not handle or target is None:
             return None

@@ -7,7 +7,6 @@ the operators `c10d::*`. A kernel at the dispatch key BackendSelect comes before
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from .collective_kernels import PythonHooks
 from .native import NativeRecorder
 from .record import PyRecorder, Recorder
 from .uninstall import Uninstall, in_reverse
+from .wrap import stands_for
 
 
 def install(recorder: Recorder) -> Uninstall:
@@ -65,7 +65,7 @@ def _watch_destroy(renew_groups: Callable[[], None]) -> Uninstall:
 
     original = distributed_c10d.destroy_process_group
 
-    @functools.wraps(original)
+    @stands_for(original)
     def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if not distributed.is_initialized():

@@ -6,7 +6,6 @@ backward graph that was left until it was needed.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from dsprof.schema import Kind
 
 from . import dynamo
 from .imports import when_imported
+from .wrap import stands_for
 
 if TYPE_CHECKING:
     from .record import Recorder
@@ -34,7 +34,7 @@ class Compilations:
         handler = module.callback_handler
         remove_all = handler.clear
 
-        @functools.wraps(remove_all)
+        @stands_for(remove_all)
         def clear() -> None:
             remove_all()
             self._register(handler)

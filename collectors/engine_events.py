@@ -120,39 +120,50 @@ class EngineEvents:
     def _record_comm(self, span: Span, flags: int) -> int:
         group = span.group or span.lane
         if span.peer is not None:
-            seq = -1 if span.seq is None else span.seq
-            return self._write(span, span.name, self._recorder.group(group), seq, flags | int(Flag.P2P))
+            return self._write_comm(span, group, -1 if span.seq is None else span.seq, flags)
         seq = self._recorder.number(group)
         if span.seq is not None:
             self._ahead[group] = seq - span.seq
-        return self._write(span, span.name, self._recorder.group(group), seq, flags)
+        return self._write_comm(span, group, seq, flags)
 
-    def _record(self, span: Span, name: str) -> int:
-        if span.kind == "wait":
-            group = 0 if span.group is None else self._recorder.group(span.group)
-        else:
-            group = 0 if span.lane == "main" else self._id(span.lane)
-        return self._write(span, name, group, -1, TOLD if span.peer is None else TOLD | int(Flag.P2P))
-
-    def _write(self, span: Span, name: str, group: int, seq: int, flags: int) -> int:
-        ids, start_ns, issue_ns, size = self._ids, span.start_ns, span.issue_ns, span.bytes
-        stage, microbatch = span.stage, span.microbatch
-        if stage > LARGEST_PLACE or microbatch > LARGEST_PLACE:
-            stage, microbatch = min(stage, LARGEST_PLACE), min(microbatch, LARGEST_PLACE)
-        return self._recorder.span(
+    def _write_comm(self, span: Span, group: str, seq: int, flags: int) -> int:
+        """A communication, or a wait for one, whose number is known at its end."""
+        ids, start_ns, issue_ns = self._ids, span.start_ns, span.issue_ns
+        return self._recorder.comm(
             KINDS[span.kind],
-            ids.get(name) or self._id(name),
+            ids.get(span.name) or self._id(span.name),
             start_ns,
             span.end_ns or 0,
             start_ns if issue_ns is None else issue_ns,
-            span.value,
-            -1 if size is None else size,
-            group,
+            -1 if span.bytes is None else span.bytes,
+            self._recorder.group(group),
             seq,
+            -1 if span.peer is None else span.peer,
             DTYPE_NUMBERS.get(span.dtype, 0),
             flags,
-            stage << 16 | microbatch,
-            (ids.get(span.module) or self._id(span.module)) if span.peer is None else span.peer,
+            min(span.stage, LARGEST_PLACE),
+            min(span.microbatch, LARGEST_PLACE),
+            ids.get(span.module) or self._id(span.module),
+            ids.get(span.purpose) or self._id(span.purpose),
+        )
+
+    def _record(self, span: Span, name: str) -> int:
+        if span.kind == "wait" and span.group is not None:
+            return self._write_comm(span, span.group, -1, TOLD)
+        ids = self._ids
+        return self._recorder.span(
+            KINDS[span.kind],
+            ids.get(name) or self._id(name),
+            span.start_ns,
+            span.end_ns or 0,
+            span.issue_ns or 0,
+            span.value,
+            -1 if span.bytes is None else span.bytes,
+            TOLD,
+            0 if span.kind == "wait" or span.lane == "main" else self._id(span.lane),
+            min(span.stage, LARGEST_PLACE),
+            min(span.microbatch, LARGEST_PLACE),
+            ids.get(span.module) or self._id(span.module),
             ids.get(span.purpose) or self._id(span.purpose),
         )
 

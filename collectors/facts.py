@@ -5,7 +5,6 @@ They are buffered until the capture opens, since a DataLoader may well be built 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import sys
@@ -16,6 +15,7 @@ from types import FrameType
 from typing import Any, Final
 
 from .errors import count_error
+from .wrap import stands_for
 
 Fact = dict[str, Any]
 
@@ -184,7 +184,7 @@ def _after_call_of_init(cls: type, tell: Callable[..., None]) -> None:
     if getattr(construct, "_dsprof", False):
         return
 
-    @functools.wraps(construct)
+    @stands_for(construct)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
         try:

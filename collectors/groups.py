@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -13,15 +14,15 @@ class Group:
     """Of its name."""
     gloo: bool | None = None
     """Whether its CPU backend is gloo; None until somebody asked."""
-    next: int = 0
-    """Number of its next collective."""
+    numbers: itertools.count[int] = field(default_factory=itertools.count)
+    """Of its collectives. A signal's handler may take one in the middle of anything."""
 
 
 class Groups:
     """Groups by name, as a new one may have a destroyed one's address. Use them, and what they return, under `lock`."""
 
     def __init__(self, intern: Callable[[str], int]) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal's handler may call a collective while its thread holds it
         self._intern = intern
         self._groups: dict[str, Group] = {}
         self._generation = 1
@@ -31,7 +32,7 @@ class Groups:
         group = self._groups.get(name)
         if group is None:
             known_as = name if self._generation == 1 else f"{name}#{self._generation}"
-            group = self._groups[name] = Group(self._intern(known_as))
+            group = self._groups.setdefault(name, Group(self._intern(known_as)))
         return group
 
     def renew(self) -> None:

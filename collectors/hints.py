@@ -7,7 +7,6 @@ with it how the job ends, stays what it is.
 from __future__ import annotations
 
 import atexit
-import functools
 import json
 import linecache
 import multiprocessing
@@ -20,6 +19,7 @@ from typing import Any, Final, Literal
 
 from . import identity
 from .errors import count_error
+from .wrap import stands_for
 
 VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher sets for a rank."""
@@ -83,7 +83,7 @@ def _watch_spawning() -> None:
 
 
 def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
+    @stands_for(original)
     def spawn(*args: Any, **kwargs: Any) -> Any:
         if os.getpid() == _main_process:
             leave("wants-no-ranks", "it starts its own processes with torch.multiprocessing")

@@ -1,14 +1,15 @@
 """Forward: the outermost module call of each thread, as a phase whose value is the number of input elements, and which
-says whether gradients were on.
+says whether gradients were on. Inside a backward pass it is `recompute`. At level full each call of a module that has
+a name is a `module` row besides.
 
 The native helper hooks the call itself (`native/modules.hpp`); here is its twin, a wrapper in Python.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -16,16 +17,21 @@ from dsprof.schema import Flag, Kind
 
 from .native import NativeRecorder
 from .record import PyRecorder, Recorder
+from .uninstall import Uninstall
+from .wrap import stands_for
 
 FAKE_TENSORS: Final = ("FakeTensor", "FunctionalTensor")
 """What a compiler traces with: such a call is no forward."""
+WRAPPERS: Final = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+"""Parts of a qualified name that a wrapper adds (DDP, FSDP, torch.compile, activation checkpointing)."""
 
 
-def install(recorder: Recorder) -> Callable[[], None]:
-    """Record forwards from now on, until the returned function is called."""
+def install(recorder: Recorder, *, every: bool = False) -> Uninstall:
+    """Record forwards from now on, until the returned function is called; `every`: and each module that has a name."""
     if isinstance(recorder, NativeRecorder):
-        recorder.install_modules()
-        uninstall_native: Callable[[], None] = recorder.uninstall_modules
+        names = Names(recorder.intern, recorder.name_module)
+        recorder.install_modules(names.name_all if every else None)
+        uninstall_native: Uninstall = recorder.uninstall_modules
         return uninstall_native
     if not isinstance(recorder, PyRecorder):
         raise TypeError(f"cannot record modules with a {type(recorder).__name__}")
@@ -33,7 +39,7 @@ def install(recorder: Recorder) -> Callable[[], None]:
     import torch
 
     original = torch.nn.Module.__call__
-    replacement = _wrapper(original, recorder)
+    replacement = _wrapper(original, recorder, every)
     torch.nn.Module.__call__ = replacement  # type: ignore[method-assign]
 
     def uninstall() -> None:
@@ -43,39 +49,85 @@ def install(recorder: Recorder) -> Callable[[], None]:
     return uninstall
 
 
-def _wrapper(original: Callable[..., Any], recorder: PyRecorder) -> Callable[..., Any]:
+class Names:
+    """Names modules when the outermost one that has them is first called, and forgets them when they die."""
+
+    def __init__(self, intern: Callable[[str], int], name_module: Callable[[int, int], None]) -> None:
+        self._intern, self._name_module = intern, name_module
+        self._alive: dict[int, weakref.ref[Any]] = {}
+
+    def name_all(self, root: Any) -> None:
+        """`root` under its class's name, what it has under the names that it gives it."""
+        for name, module in root.named_modules():
+            address = id(module)
+            if address in self._alive:
+                continue
+            self._name_module(address, self._intern(qualified(name) or type(module).__name__))
+            self._alive[address] = weakref.ref(module, lambda _, address=address: self._forget(address))
+
+    def _forget(self, address: int) -> None:
+        del self._alive[address]
+        self._name_module(address, 0)
+
+
+def qualified(name: str) -> str:
+    """A module's name without what wrappers add to it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _wrapper(original: Callable[..., Any], recorder: PyRecorder, every: bool) -> Callable[..., Any]:
     import torch
 
-    name = recorder.intern("forward")
-    phase, gradients_on = int(Kind.PHASE), int(Flag.GRAD)
+    forward, recompute = recorder.intern("forward"), recorder.intern("recompute")
+    phase, kind, gradients_on = int(Kind.PHASE), int(Kind.MODULE), int(Flag.GRAD)
     thread = threading.local()
     is_compiling = torch.compiler.is_compiling
     graph_task = torch._C._current_graph_task_id
     grad_enabled = torch.is_grad_enabled
+    ids: dict[int, int] = {}
+
+    def name_module(address: int, name: int) -> None:
+        if name:
+            ids[address] = name
+        else:
+            ids.pop(address, None)
+
+    names = Names(recorder.intern, name_module)
 
     def begin(size: tuple[int, int]) -> int:
         flags = gradients_on if grad_enabled() else 0
+        name = forward if graph_task() == -1 else recompute
         now = time.perf_counter_ns()
         # What `recorder.begin` writes, but for the flags.
-        return recorder.span(phase, name, now, 0, 0, float(size[0]), size[1], 0, 0, 0, flags, -1, -1, 0)
+        return recorder.span(phase, name, now, 0, 0, float(size[0]), size[1], flags, 0, -1, -1, 0, 0)
 
-    @functools.wraps(original)
+    def begin_module(module: torch.nn.Module, outermost: bool) -> int:
+        if outermost and id(module) not in ids:
+            names.name_all(module)
+        name = ids.get(id(module), 0)
+        return recorder.begin(kind, name) if name else 0
+
+    @stands_for(original)
     def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Dynamo takes the first way out and so traces torch's own code only. A module called
-        # by the backward pass (a graph task is under way) is a recomputation, not a forward.
-        if is_compiling() or getattr(thread, "inside", False) or graph_task() != -1:
+        # Dynamo takes the first way out and so traces torch's own code only.
+        if is_compiling() or (getattr(thread, "inside", False) and not every):
             return original(self, *args, **kwargs)
+        outermost = not getattr(thread, "inside", False)
+        handle = module = 0
         try:
-            size = count_inputs((*args, *kwargs.values()))
-            handle = 0 if size is None else begin(size)
+            size = count_inputs((*args, *kwargs.values())) if outermost else None
+            if size is not None:
+                handle = begin(size)
+            if every and (size is not None or not outermost):
+                module = begin_module(self, outermost)
         except Exception:
             recorder.count_error()
-            handle = 0
         thread.inside = True
         try:
             return original(self, *args, **kwargs)
         finally:
-            thread.inside = False
+            thread.inside = not outermost
+            recorder.end(module)
             recorder.end(handle)
 
     return __call__

@@ -160,6 +160,11 @@ def in_engine_step() -> bool:
     return _steps.local.engine
 
 
+def number_of(optimizer: Any) -> int | None:
+    """The number that its records bear, from 1; None if it cannot be told again."""
+    return _steps.number_of(optimizer)
+
+
 def after_backward() -> None:
     """A backward pass ended: that was the step, if optimizers were stepped in it."""
     _steps.after_backward()

@@ -5,7 +5,6 @@ These hook points run a few times a step, so they are Python on both recorders.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +12,14 @@ from dsprof.schema import Kind
 
 from . import dynamo, facts, optimizers
 from .uninstall import Uninstall
+from .wrap import stands_for
 
 if TYPE_CHECKING:
     from .record import Recorder
+
+
+Entered = tuple["Recorder", int]
+"""A backward that has begun: who records it, and the handle of its record, -1 where it is part of another one."""
 
 
 def install(recorder: Recorder) -> list[Uninstall]:
@@ -30,7 +34,7 @@ def _data(recorder: Recorder) -> Uninstall:
     name, started = recorder.intern("data"), recorder.intern("loader_start")
     load, start = _BaseDataLoaderIter.__next__, DataLoader.__iter__
 
-    @functools.wraps(load)
+    @stands_for(load)
     def __next__(self: Any) -> Any:
         if dynamo.compiling():
             return load(self)
@@ -40,7 +44,7 @@ def _data(recorder: Recorder) -> Uninstall:
         finally:
             recorder.end(handle)
 
-    @functools.wraps(start)
+    @stands_for(start)
     def __iter__(self: Any) -> Any:  # starting the workers anew each epoch is a stall of its own kind
         if dynamo.compiling():
             return start(self)
@@ -70,7 +74,7 @@ class _Backwards:
         self.recorder: Recorder | None = None
         self.name = 0
 
-    def enter(self) -> tuple[Recorder, int] | None:
+    def enter(self) -> Entered | None:
         """A backward pass begins: what `leave` wants to know at its end."""
         if self.on_first is not None:
             first, self.on_first = self.on_first, None
@@ -82,7 +86,7 @@ class _Backwards:
             return recorder, -1
         return recorder, recorder.begin(Kind.PHASE, self.name)
 
-    def leave(self, entered: tuple[Recorder, int] | None) -> None:
+    def leave(self, entered: Entered | None) -> None:
         if entered is None:
             return
         recorder, handle = entered
@@ -94,6 +98,16 @@ class _Backwards:
 
 
 _backwards = _Backwards()
+
+
+def enter_backward() -> Entered | None:
+    """A framework begins what it calls backward; the autograd engine's is part of it. What `leave_backward` wants."""
+    return _backwards.enter()
+
+
+def leave_backward(entered: Entered | None) -> None:
+    """It ended."""
+    _backwards.leave(entered)
 
 
 def watch(on_first: Callable[[], None]) -> None:
@@ -126,7 +140,7 @@ def _hook_backward() -> Uninstall:
 
     enter, leave = _backwards.enter, _backwards.leave
 
-    @functools.wraps(run)
+    @stands_for(run)
     def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
         if dynamo.compiling():
             return run(*args, **kwargs)

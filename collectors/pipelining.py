@@ -11,11 +11,12 @@ import time
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from dsprof.schema import LARGEST_PLACE, Flag, Kind
+from dsprof.schema import LARGEST_PLACE, Kind
 
 from . import dynamo, facts
 from .imports import when_imported
 from .uninstall import Uninstall, in_reverse
+from .wrap import stands_for
 
 if TYPE_CHECKING:
     from .record import Recorder
@@ -51,13 +52,13 @@ def _watch_stages(recorder: Recorder, module: ModuleType) -> Uninstall:
 
 def _watch_chunks(recorder: Recorder, stage: Any, method: str, name: int, parameter: str) -> Uninstall:
     original = getattr(stage, method)
-    clock, kind, flags = time.monotonic_ns, int(Kind.PIPE), int(Flag.ENGINE)
+    clock, kind = time.monotonic_ns, int(Kind.PIPE)
 
     def begin(number: int, microbatch: int, start_ns: int) -> int:
-        place = min(number, LARGEST_PLACE) << 16 | min(microbatch, LARGEST_PLACE)
-        return recorder.span(kind, name, start_ns, 0, 0, None, -1, 0, -1, 0, flags, place, 0, 0)
+        stage, microbatch = min(number, LARGEST_PLACE), min(microbatch, LARGEST_PLACE)
+        return recorder.span(kind, name, start_ns, 0, 0, None, -1, 0, 0, stage, microbatch, 0, 0)
 
-    @functools.wraps(original)
+    @stands_for(original)
     def one_chunk(self: Any, *args: Any, **kwargs: Any) -> Any:
         if dynamo.compiling():
             return original(self, *args, **kwargs)

@@ -6,38 +6,65 @@ cannot be written (the disk is full, the capture reached its size limit) it stop
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import struct
 import threading
 import time
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from dsprof import schema
+from dsprof.schema import Family
 
-from .chunks import Chunks, offset
+from .chunks import Chunks
 from .groups import Groups
 from .targets import Target, Targets
 
 LIMIT_BYTES: Final = 2 << 30
 """Default size limit of one rank's capture."""
 
-MAX_NAMES: Final = 65_536
 TOO_MANY_NAMES: Final = "(too many names)"
-"""Every further name is recorded as this one."""
+"""Every further name is recorded as this one, which takes the last id."""
 
 MAX_HOST_NS: Final = 2**32 - 1
 
 _BEGUN, _DONE = int(schema.State.BEGUN), int(schema.State.DONE)
 _COMM, _WAIT = int(schema.Kind.COMM), int(schema.Kind.WAIT)
-_P2P = int(schema.Flag.P2P)
-_INT64, _DOUBLE, _UINT32, _UINT8, _PLACE = (struct.Struct("<" + code) for code in ("q", "d", "I", "B", "IIii"))
+_SPAN, _COLLECTIVE, _P2P, _KERNEL, _SAMPLE = map(int, Family)
+_LAYOUT: Final = {int(family): schema.layout(family) for family in Family}
+_FAMILY: Final = {int(kind): int(schema.USUAL_FAMILY.get(kind, Family.SPAN)) for kind in schema.Kind}
+"""Of each kind; a wait may have another."""
 
-_START_NS, _END_NS, _AUX, _BYTES, _SEQ, _HOST_NS, _STATE, _NAME, _GROUP, _FLAGS = map(
-    offset, ("start_ns", "end_ns", "aux", "bytes", "seq", "host_ns", "state", "name", "group", "flags")
+_INT64, _DOUBLE, _UINT32, _UINT16, _UINT8 = (struct.Struct("<" + code) for code in "qdIHB")
+_START_NS, _END_NS, _NAME, _STATE, _FAMILY_AT, _BYTES = map(
+    functools.partial(schema.offset, Family.SPAN), ("start_ns", "end_ns", "name", "state", "family", "bytes")
 )
+_OWN: Final = schema.offset(Family.SPAN, "lane")
+"""Where the fields begin that differ by family."""
+_OWN_FIELDS: Final = {
+    int(family): struct.Struct("<" + "".join(code for _, code in schema.FAMILY_FIELDS[family])) for family in Family
+}
+_VALUE: Final = schema.offset(Family.SPAN, "value")
+assert all(schema.offset(family, "bytes") == _BYTES for family in Family)
+_SEQ, _HOST_NS = (schema.offset(Family.COLLECTIVE, field) for field in ("seq", "host_ns"))
+assert schema.offset(Family.P2P, "seq") == _SEQ
+
+NAN: Final = float("nan")
+"""A value that is none."""
 
 NOTHING, CALLS, CALLS_AND_WAITS = 0, 1, 2
 """What of c10d is passed over on a thread, because the engine tells of it."""
+
+
+class Context(NamedTuple):
+    """What a thread communicates for: written into the records of what c10d does there, and of waits."""
+
+    stage: int = -1
+    microbatch: int = -1
+    module: int = 0
+    """Id of a name, 0: none; so is `purpose`."""
+    purpose: int = 0
 
 
 class Recorder(Protocol):
@@ -62,7 +89,9 @@ class Recorder(Protocol):
         """The id of a name, from 1. Its line is in names.txt when this returns."""
 
     def begin(self, kind: int, name: int, bytes: int = -1, value: float | None = None, /) -> int:
-        """Record that something begins now; a handle for `end`, 0 if it was not recorded. A wait may be passed over."""
+        """Record that something begins now; a handle for `end`, 0 if it was not recorded. A wait may be passed over.
+
+        `kind` is no communication, nor of the family KERNEL."""
 
     def end(self, handle: int, value: float | None = None, bytes: int = -1, /) -> None:
         """It ended now. `value` and `bytes` replace what the record has, where given. Handle 0: nothing to do."""
@@ -102,18 +131,32 @@ class Recorder(Protocol):
     def number(self, group: str, /) -> int:
         """Take the next number of a process group's collectives, whoever makes them."""
 
+    def comm(
+        self, kind: int, name: int, start_ns: int, end_ns: int, issue_ns: int, bytes: int, group: int, seq: int,
+        peer: int, dtype: int, flags: int, stage: int, microbatch: int, module: int, purpose: int, /,
+    ) -> int:  # fmt: skip
+        """Record a communication that c10d does not show, or a wait for one (`kind`); a handle for `span_end`, 0 if it
+        was not recorded.
+
+        `end_ns` 0: it is under way. `seq` -1: it has no number. `peer` -1: a collective, else a send or a receive.
+        `stage` and `microbatch` -1, `module` and `purpose` 0: none.
+        """
+
     def span(
         self, kind: int, name: int, start_ns: int, end_ns: int, issue_ns: int, value: float | None, bytes: int,
-        group: int, seq: int, dtype: int, flags: int, place: int, module: int, purpose: int, /,
+        flags: int, lane: int, stage: int, microbatch: int, module: int, purpose: int, /,
     ) -> int:  # fmt: skip
-        """Record what the engine tells (schema.Flag.ENGINE); a handle for `span_end`, 0 if it was not recorded.
+        """Record anything else, with its place; a handle for `span_end`, 0 if it was not recorded.
 
-        `end_ns` 0: it is under way. `issue_ns` is of a comm, `value` of anything else; `seq` -1: no number; `place` is
-        stage << 16 | micro-batch; `module` and `purpose` are ids, 0: none.
+        `issue_ns` is of kinds of the family KERNEL, 0: unknown; `lane` 0: the thread's.
         """
 
     def span_end(self, handle: int, start_ns: int, end_ns: int, seq: int, /) -> None:
-        """It ended, and began when it turned out to have begun. `seq` -1: as it was. Handle 0: nothing to do."""
+        """It ended, and began when it turned out to have begun. `seq` -1: as it was, or no communication. Handle 0:
+        nothing to do."""
+
+    def context(self, stage: int, microbatch: int, module: int, purpose: int, /) -> Context:
+        """What this thread calls c10d for from now on; what it was until now, to be put back."""
 
     def pass_over(self, what: int, /) -> None:
         """On this thread, from now on: NOTHING, CALLS of c10d, or CALLS_AND_WAITS are not recorded, nor numbered."""
@@ -126,6 +169,10 @@ class Recorder(Protocol):
 
     def leave_backward(self) -> None:
         """It left the innermost one."""
+
+    def mute(self, muted: bool, /) -> None:
+        """From now on nothing is written, nor counted as dropped, while communications go on to be numbered; or it is
+        again."""
 
     def disarm_after_fork(self) -> None:
         """In a forked child: never write again, as the files are the parent's."""
@@ -154,6 +201,12 @@ class PassedOver(threading.local):
     what: int = NOTHING
 
 
+class Purposes(threading.local):
+    """What this thread communicates for."""
+
+    context: Context = Context()
+
+
 class PyRecorder(BackwardDepth):
     """A `Recorder` in Python: 1 to 2 us a record."""
 
@@ -170,10 +223,12 @@ class PyRecorder(BackwardDepth):
         self._chunks = Chunks(directory, limit_bytes)
         self._write, self._store = self._chunks.write, self._chunks.store
         self._errors = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come in between
         self._ids: dict[str, int] = {}
+        self._numbers = itertools.count(1)
         self.groups = Groups(self.intern)
         self.passed_over = PassedOver()
+        self.purposes = Purposes()
         self.targets = Targets()
 
     @property
@@ -198,11 +253,11 @@ class PyRecorder(BackwardDepth):
         if self._chunks.closed:
             return 0
         with self._lock:
-            if len(self._ids) >= MAX_NAMES:
+            if len(self._ids) >= schema.MAX_NAMES - 1:
                 name = TOO_MANY_NAMES
             if name in self._ids:
                 return self._ids[name]
-            number = len(self._ids) + 1
+            number = next(self._numbers)
             line = f"{number}\t{schema.escape_name(name)}\n".encode(errors="backslashreplace")
             try:
                 if not self._chunks.full and os.write(self._names, line) != len(line):
@@ -215,14 +270,12 @@ class PyRecorder(BackwardDepth):
     def begin(self, kind: int, name: int, bytes: int = -1, value: float | None = None, /) -> int:
         if kind == _WAIT and self.passed_over.what == CALLS_AND_WAITS:
             return 0
-        bits = 0 if value is None else _bits(value)
-        seq = schema.NO_SEQ if kind == _WAIT else 0
-        return self._write(time.perf_counter_ns(), 0, bits, bytes, name, 0, seq, -1, -1, kind, _BEGUN, 0, 0)
+        return self._write_span(kind, _BEGUN, 0, name, time.perf_counter_ns(), 0, value, bytes)
 
     def end(self, handle: int, value: float | None = None, bytes: int = -1, /) -> None:
         now = time.perf_counter_ns()
         if value is not None:
-            self._store(handle, _AUX, _DOUBLE, value or -0.0)
+            self._store(handle, _VALUE, _DOUBLE, value)
         if bytes != -1:
             self._store(handle, _BYTES, _INT64, bytes)
         self.comm_end(handle, now)
@@ -230,9 +283,24 @@ class PyRecorder(BackwardDepth):
     def put(
         self, kind: int, name: int, start_ns: int, end_ns: int, value: float | None = None, bytes: int = -1, /
     ) -> None:
-        bits = 0 if value is None else _bits(value)
-        seq = schema.NO_SEQ if kind == _WAIT else 0
-        self._write(start_ns, end_ns, bits, bytes, name, 0, seq, -1, -1, kind, _DONE, 0, 0)
+        self._write_span(kind, _DONE, 0, name, start_ns, end_ns, value, bytes)
+
+    def _write_span(
+        self, kind: int, state: int, flags: int, name: int, start_ns: int, end_ns: int, value: float | None,
+        bytes: int, issue_ns: int = 0, lane: int = 0, stage: int = -1, microbatch: int = -1, module: int = 0,
+        purpose: int = 0,
+    ) -> int:  # fmt: skip
+        """A record of any family but those of communications."""
+        family = _FAMILY[kind]
+        number = NAN if value is None else value
+        if family == _KERNEL:
+            fields: tuple[float, ...] = (issue_ns, bytes, -1, module, purpose, number)
+        elif family == _SAMPLE:
+            fields = (number, bytes, module, purpose)
+        else:
+            fields = (number, bytes, -1, module, purpose)
+        head = (_LAYOUT[family], family, kind, state, flags, name, start_ns, end_ns)
+        return self._write(*head, lane, stage, microbatch, *fields)
 
     def mark(self, kind: int, name: int, value: float | None = None, bytes: int = -1, /) -> None:
         now = time.perf_counter_ns()
@@ -246,8 +314,11 @@ class PyRecorder(BackwardDepth):
         """This thread waits for `target` from now on; `name` is for a wait whose target is unknown."""
         if self.passed_over.what == CALLS_AND_WAITS:
             return 0
-        name, group, seq, peer, tag, flags = target or (name, 0, schema.NO_SEQ, -1, -1, 0)
-        return self._write(now, 0, 0, -1, name, group, seq, peer, tag, _WAIT, _BEGUN, 0, flags)
+        context = self.purposes.context
+        if target is None:
+            return self._write_span(_WAIT, _BEGUN, 0, name, now, 0, None, -1, 0, 0, *context)
+        family, fields = _named(target, context)
+        return self._write(_LAYOUT[family], family, _WAIT, _BEGUN, 0, target.name, now, 0, *fields)
 
     def target(self, work: object, /) -> Target | None:
         return self.targets.here.issued if work is None else self.targets.of_work(work)
@@ -268,23 +339,34 @@ class PyRecorder(BackwardDepth):
             here.wait, here.inside = 0, []
 
     def comm_begin(
-        self, name: int, group: int, seq: int, peer: int, tag: int, bytes: int, dtype: int, flags: int, /
+        self, name: int, group: int, seq: int, peer: int, tag: int, bytes: int, dtype: int, flags: int, p2p: bool, /
     ) -> int:
-        """A collective is issued now."""
+        """A communication is issued now. `peer` is the root of a collective that has one."""
         now = time.perf_counter_ns()
-        handle = self._write(now, 0, now, bytes, name, group, seq, peer, tag, _COMM, _BEGUN, dtype, flags)
-        here, p2p = self.targets.here, flags & _P2P
+        stage, microbatch, module, purpose = self.purposes.context
+        head, here = (_COMM, _BEGUN, flags, name, now, 0), self.targets.here
+        if p2p:
+            place = (dtype, module, purpose, now, bytes, seq, group, peer, tag, stage, microbatch)
+            handle = self._write(_LAYOUT[_P2P], _P2P, *head, *place)
+        else:
+            place = (dtype, 0, now, bytes, seq, group, peer, stage, microbatch, module, purpose)
+            handle = self._write(_LAYOUT[_COLLECTIVE], _COLLECTIVE, *head, *place)
         target = here.issued = Target(name, group, seq, peer if p2p else -1, tag if p2p else -1, p2p)
         if here.wait:
-            self._store(here.wait, _NAME, _UINT32, name)
-            self._store(here.wait, _GROUP, _PLACE, group, seq, target.peer, target.tag)
-            self._store(here.wait, _FLAGS, _UINT8, p2p)
+            self._waits_for(here.wait, target)
         elif here.blocking:
             here.wait = self.wait_begin(0, target, now)
         return handle
 
+    def _waits_for(self, handle: int, target: Target) -> None:
+        """Have the record of a wait under way name another communication."""
+        family, fields = _named(target, self.purposes.context)
+        self._store(handle, _NAME, _UINT16, target.name)
+        self._store(handle, _FAMILY_AT, _UINT8, family)
+        self._store(handle, _OWN, _OWN_FIELDS[family], *fields)
+
     def comm_issued(self, handle: int, host_ns: int, /) -> None:
-        """The call that issued it took `host_ns`."""
+        """The call that issued this collective, which is no send or receive, took `host_ns`."""
         self._store(handle, _HOST_NS, _UINT32, min(host_ns, MAX_HOST_NS))
 
     def comm_end(self, handle: int, end_ns: int, /) -> None:
@@ -298,23 +380,29 @@ class PyRecorder(BackwardDepth):
 
     def number(self, group: str, /) -> int:
         with self.groups.lock:
-            found = self.groups.named(group)
-            number, found.next = found.next, found.next + 1
-            return number
+            return next(self.groups.named(group).numbers)
+
+    def comm(
+        self, kind: int, name: int, start_ns: int, end_ns: int, issue_ns: int, bytes: int, group: int, seq: int,
+        peer: int, dtype: int, flags: int, stage: int, microbatch: int, module: int, purpose: int, /,
+    ) -> int:  # fmt: skip
+        number = seq & schema.NO_SEQ
+        head = (kind, _DONE if end_ns else _BEGUN, flags, name, start_ns, end_ns)
+        if kind == _COMM:
+            self.targets.here.told = Target(name, group, number, peer, -1, peer != -1)
+        if peer != -1:
+            place = (dtype, module, purpose, issue_ns, bytes, number, group, peer, -1, stage, microbatch)
+            return self._write(_LAYOUT[_P2P], _P2P, *head, *place)
+        place = (dtype, 0, issue_ns, bytes, number, group, -1, stage, microbatch, module, purpose)
+        return self._write(_LAYOUT[_COLLECTIVE], _COLLECTIVE, *head, *place)
 
     def span(
         self, kind: int, name: int, start_ns: int, end_ns: int, issue_ns: int, value: float | None, bytes: int,
-        group: int, seq: int, dtype: int, flags: int, place: int, module: int, purpose: int, /,
+        flags: int, lane: int, stage: int, microbatch: int, module: int, purpose: int, /,
     ) -> int:  # fmt: skip
-        aux = issue_ns if kind == _COMM else 0 if value is None else _bits(value)
-        if kind == _COMM:
-            p2p = flags & _P2P
-            self.targets.here.told = Target(name, group, seq & schema.NO_SEQ, module if p2p else -1, -1, p2p)
         state = _DONE if end_ns else _BEGUN
-        return self._write(
-            start_ns, end_ns, aux, bytes, name, group, seq & schema.NO_SEQ, place, module, kind, state, dtype, flags,
-            purpose,
-        )  # fmt: skip
+        place = (issue_ns, lane, stage, microbatch, module, purpose)
+        return self._write_span(kind, state, flags, name, start_ns, end_ns, value, bytes, *place)
 
     def span_end(self, handle: int, start_ns: int, end_ns: int, seq: int, /) -> None:
         self._store(handle, _START_NS, _INT64, start_ns)
@@ -322,9 +410,17 @@ class PyRecorder(BackwardDepth):
             self._store(handle, _SEQ, _UINT32, seq)
         self.comm_end(handle, end_ns)
 
+    def context(self, stage: int, microbatch: int, module: int, purpose: int, /) -> Context:
+        before = self.purposes.context
+        self.purposes.context = Context(stage, microbatch, module, purpose)
+        return before
+
     def pass_over(self, what: int, /) -> None:
         self.passed_over.what = what
         self.targets.here.told = None
+
+    def mute(self, muted: bool, /) -> None:
+        self._chunks.muted = muted
 
     def disarm_after_fork(self) -> None:
         self._chunks.abandon()
@@ -336,6 +432,10 @@ class PyRecorder(BackwardDepth):
                 os.close(self._names)
 
 
-def _bits(value: float) -> int:
-    """The double's bits; those of 0.0, which mean "no value", become those of -0.0."""
-    return int.from_bytes(_DOUBLE.pack(value or -0.0), "little", signed=True)
+def _named(target: Target, context: Context) -> tuple[int, tuple[int, ...]]:
+    """Family of the record of a wait for it, and that family's fields."""
+    stage, microbatch, module, purpose = context
+    if target.p2p:
+        place = (target.seq, target.group, target.peer, target.tag, stage, microbatch)
+        return _P2P, (0, module, purpose, 0, -1, *place)
+    return _COLLECTIVE, (0, 0, 0, -1, target.seq, target.group, -1, stage, microbatch, module, purpose)

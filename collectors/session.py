@@ -13,14 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from dsprof.schema import FORMAT_VERSION, Kind
+from dsprof.schema import FORMAT_VERSION, Kind, parse_size
 
 from . import errors, facts, host, identity
 from .errors import count_error
 from .record import Recorder
+from .window import Switch, Window
 
 MOST_FACTS: Final = 1000
 """Of a kind: each DataLoader of a script that makes one every epoch is another fact, and the others must still fit."""
+
+FULL: Final = "full"
+"""The level at which every module is timed."""
 
 _current: Session | None = None
 _lock = threading.Lock()
@@ -34,11 +38,15 @@ def current() -> Session | None:
 class Session:
     """The capture of one rank. Use `start` and `stop`, which keep it to one a process."""
 
-    def __init__(self, folder: Path, who: identity.Identity, recorder: Recorder, native: bool) -> None:
+    def __init__(
+        self, folder: Path, who: identity.Identity, recorder: Recorder, native: bool, switch: Switch | None = None
+    ) -> None:
         self.folder = folder
+        self.switch = switch
         self.who = who
         self.recorder = recorder
         self.native = native
+        self.level = identity.setting("DSPROF_LEVEL") or "light"
         self.pid = os.getpid()
         self.opened_ns = time.monotonic_ns()
         self._uninstall: list[Callable[[], None]] = []
@@ -64,19 +72,22 @@ class Session:
             pipelining,
             sharding,
         )
+        from .frameworks import deepspeed, tensor_parallel
 
         facts.watch_ddp()
         facts.send_to(self.write_fact)
         self.write_fact(facts.process())
         hooks: tuple[tuple[str, Callable[[], list[Callable[[], None]]]], ...] = (
             ("collectives", lambda: [collectives.install(self.recorder)]),
-            ("modules", lambda: [modules.install(self.recorder)]),
+            ("modules", lambda: [modules.install(self.recorder, every=self.level == FULL)]),
             ("phases", lambda: phases.install(self.recorder)),
             ("optimizers", lambda: [optimizers.install(self.recorder, self.on_step)]),
             ("pipelining", lambda: pipelining.install(self.recorder)),
             ("checkpoints", lambda: checkpoints.install(self.recorder)),
             ("compilation", lambda: [compilation.install(self.recorder)]),
             ("sharding", lambda: sharding.install(self.recorder, self._each_step.append)),
+            ("tensor parallelism", tensor_parallel.install),
+            ("DeepSpeed", lambda: deepspeed.install(self.recorder, self.on_step)),
             ("host", lambda: [host.install(self.recorder)]),
             ("engine events", lambda: [engine_events.install(self.recorder, self.on_step)]),
         )
@@ -101,6 +112,8 @@ class Session:
         self._look()
         try:
             host.sample(self.recorder)
+            if self.switch is not None and self.switch.after_step():
+                host.sample(self.recorder)
             if not self._stepped:
                 self._stepped = True
                 self._note_device()
@@ -176,7 +189,7 @@ class Session:
             "pid": self.who.pid,
             "argv": sys.argv,
             "native": self.native,
-            "level": identity.setting("DSPROF_LEVEL") or "light",
+            "level": self.level,
             "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
             # Both clocks at one moment: traces of other tools are stamped with the epoch.
             "clock": {
@@ -215,7 +228,8 @@ def start() -> Session | None:
         folder = run / "capture" / who.folder_name
         folder.mkdir(parents=True, exist_ok=True)
         recorder, native = _recorder(folder)
-        session = Session(folder, who, recorder, native)
+        switch = Switch(recorder, Window.of_settings(identity.setting), run)
+        session = Session(folder, who, recorder, native, switch)
         session.install()
         _current = session
         atexit.register(stop)
@@ -247,13 +261,15 @@ def _in_child() -> None:
 
 def _recorder(folder: Path) -> tuple[Recorder, bool]:
     from . import native
-    from .record import PyRecorder
+    from .record import LIMIT_BYTES, PyRecorder
 
+    given = identity.setting("DSPROF_LIMIT")
+    limit = parse_size(given) if given else LIMIT_BYTES
     if identity.setting("DSPROF_NATIVE").lower() not in ("0", "off", "false", "no"):
         helper = native.load()
         if helper is not None:
-            return helper.open(folder), True
-    return PyRecorder(folder), False
+            return helper.open(folder, limit), True
+    return PyRecorder(folder, limit), False
 
 
 def cpu_backend(config: str) -> str | None:

@@ -18,7 +18,8 @@ from dsprof.schema import SHARDING, Kind
 from . import dynamo, facts
 from .errors import count_error
 from .imports import when_imported
-from .uninstall import Uninstall, in_reverse
+from .uninstall import Uninstall, in_reverse, replace_attribute
+from .wrap import stands_for
 
 if TYPE_CHECKING:
     from .record import Recorder
@@ -91,7 +92,7 @@ def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> U
 def _record(cls: Any, method: str, recorder: Recorder, name: int) -> Uninstall:
     original = getattr(cls, method)
 
-    @functools.wraps(original)
+    @stands_for(original)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         if dynamo.compiling():
             return original(*args, **kwargs)
@@ -102,14 +103,14 @@ def _record(cls: Any, method: str, recorder: Recorder, name: int) -> Uninstall:
             recorder.end(handle)
 
     dynamo.skip_frame(recorded)
-    return _replace(cls, method, original, recorded)
+    return replace_attribute(cls, method, recorded)
 
 
 def _watch_first(sharded: Sharded, module: ModuleType) -> Uninstall:
     cls: Any = module.FullyShardedDataParallel
     construct = cls.__init__
 
-    @functools.wraps(construct)
+    @stands_for(construct)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
         try:
@@ -119,13 +120,13 @@ def _watch_first(sharded: Sharded, module: ModuleType) -> Uninstall:
         except Exception as error:
             _count(error)
 
-    return _replace(cls, "__init__", construct, __init__)
+    return replace_attribute(cls, "__init__", __init__)
 
 
 def _before_init(cls: Any, count: Callable[..., None]) -> Uninstall:
     construct = cls.__init__
 
-    @functools.wraps(construct)
+    @stands_for(construct)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             count(self, *args, **kwargs)
@@ -133,17 +134,7 @@ def _before_init(cls: Any, count: Callable[..., None]) -> Uninstall:
             _count(error)
         construct(self, *args, **kwargs)
 
-    return _replace(cls, "__init__", construct, __init__)
-
-
-def _replace(cls: Any, method: str, old: Any, new: Any) -> Uninstall:
-    setattr(cls, method, new)
-
-    def uninstall() -> None:
-        if getattr(cls, method) is new:
-            setattr(cls, method, old)
-
-    return uninstall
+    return replace_attribute(cls, "__init__", __init__)
 
 
 def _count(error: Exception) -> None:

@@ -18,7 +18,7 @@ MOST_STORAGES: Final = 8192
 
 
 class Target(NamedTuple):
-    """A collective, a send or a receive, as a wait's record names it: fields of schema.RECORD_FIELDS."""
+    """A collective, a send or a receive, as a wait's record names it."""
 
     name: int
     group: int
@@ -26,8 +26,7 @@ class Target(NamedTuple):
     peer: int
     """Of a send or a receive; else -1. So is `tag`."""
     tag: int
-    flags: int
-    """Flag.P2P or 0."""
+    p2p: bool
 
 
 class Here(threading.local):

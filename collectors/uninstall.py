@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 Uninstall = Callable[[], None]
 
@@ -14,5 +15,17 @@ def in_reverse(uninstalls: Iterable[Uninstall]) -> Uninstall:
     def uninstall() -> None:
         while left:
             left.pop()()
+
+    return uninstall
+
+
+def replace_attribute(place: Any, name: str, new: Any) -> Uninstall:
+    """Put `new` in the place of what `place` has under `name`; it is put back unless somebody has replaced it since."""
+    old = getattr(place, name)
+    setattr(place, name, new)
+
+    def uninstall() -> None:
+        if getattr(place, name) is new:
+            setattr(place, name, old)
 
     return uninstall

@@ -6,13 +6,13 @@ kernels. Waits of DDP's reducer inside C++ are derived on merge.)
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
 from . import dynamo
 from .uninstall import Uninstall
+from .wrap import stands_for
 
 if TYPE_CHECKING:
     from .record import Recorder
@@ -196,7 +196,7 @@ def _replace(owner: Any, name: str, watched: Callable[[Function], Function]) -> 
     if original is None:
         return lambda: None
     stored = vars(owner).get(name)  # of a method of pybind11's: what binds it, where `original` may be a plain function
-    replacement = functools.wraps(original)(watched(original))
+    replacement = stands_for(original)(watched(original))
     dynamo.skip_frame(replacement)  # called between the parts of a compiled step, it is no part of it
     setattr(owner, name, replacement)
 

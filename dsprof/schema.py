@@ -23,40 +23,12 @@ import socket
 import struct
 from typing import Final
 
-FORMAT_VERSION: Final = 3
+FORMAT_VERSION: Final = 4
 """Version of the record layout. The native helper is built against it and refuses another one."""
-READABLE_FORMATS: Final = (1, 2, 3)
-"""What can be read. Format 1 had no records of the engine. Before format 3 a wait did not name what it waited for, a
-forward did not say whether gradients were on, and a broadcast did not name its root."""
+READABLE_FORMATS: Final = (1, 2, 3, 4)
+"""What can be read (`dsprof.trace.records`). Formats 1 to 3 had one layout whose fields changed their meaning."""
 
 # --- the record -------------------------------------------------------------------------------
-
-RECORD_FIELDS: Final = (
-    # name, struct code, numpy dtype, meaning
-    ("start_ns", "q", "<i8", "monotonic clock; for a collective a bound unless flag START_MEASURED"),
-    ("end_ns", "q", "<i8", "0: it has not ended, or (state DONE) nothing told its end"),
-    ("aux", "q", "<i8", "comm: issue_ns; every other kind: a float64's bits (`value`; zero is -0.0), 0: none"),
-    ("bytes", "q", "<i8", "payload; -1: not applicable"),
-    ("name", "I", "<u4", "id in names.txt"),
-    ("thread", "I", "<u4", "OS thread id"),
-    ("group", "I", "<u4", "id in names.txt of the process group's name, 0: none. ENGINE, no comm or wait: the lane's"),
-    ("seq", "I", "<u4", "number in the group (collectives) or in (group, src, dst, tag) (p2p), from 0; or NO_SEQ"),
-    ("peer", "i", "<i4", "rank in the group: of the other side (P2P), else the root; -1: none. "
-     "ENGINE: stage << 16 | micro-batch"),
-    ("tag", "i", "<i4", "p2p tag; -1: none. ENGINE: id in names.txt of the module's name, 0: none; with P2P the peer"),
-    ("host_ns", "I", "<u4", "comm: time the issuing thread spent in the call (to 4.29 s). ENGINE: id of the purpose"),
-    ("kind", "B", "u1", "a `Kind`"),
-    ("state", "B", "u1", "a `State`; stored last"),
-    ("dtype", "B", "u1", "index into DTYPES; 0: none"),
-    ("flags", "B", "u1", "a `Flag` set"),
-)  # fmt: skip
-
-RECORD: Final = struct.Struct("<" + "".join(code for _, code, _, _ in RECORD_FIELDS))
-RECORD_BYTES: Final = 64
-assert RECORD.size == RECORD_BYTES
-
-NO_SEQ: Final = 2**32 - 1
-"""`seq` of a wait that does not know what it waited for, and of an engine's record that has no number."""
 
 
 class Kind(enum.IntEnum):
@@ -77,6 +49,21 @@ class Kind(enum.IntEnum):
     MARK = 13
 
 
+class Family(enum.IntEnum):
+    """Which fields a record has beside COMMON_FIELDS."""
+
+    SPAN = 1
+    """A phase, a module, an action of a pipeline, a pause, a mark; a wait for something that is no communication."""
+    COLLECTIVE = 2
+    """And a wait for one: it names which."""
+    P2P = 3
+    """A send or a receive, and a wait for one."""
+    KERNEL = 4
+    """A kernel, a copy, a launch: what a device or a lane of its own does."""
+    SAMPLE = 5
+    """A sample of memory or of a gauge."""
+
+
 class State(enum.IntEnum):
     EMPTY = 0
     BEGUN = 1
@@ -90,14 +77,126 @@ class Flag(enum.IntFlag):
     """`start_ns` is when the backend began, not merely when the call was issued."""
     ASYNC = 2
     """The caller did not wait inside the call."""
-    P2P = 4
-    """A send or a receive: it has a peer, and its `seq` counts within (group, src, dst, tag)."""
     ENGINE = 8
-    """Told by dsprof's engine or a pipeline schedule, with stage, micro-batch, module and purpose: some fields mean
-    something else, see RECORD_FIELDS."""
+    """dsprof's engine recorded it, which names and brackets its waits itself."""
     GRAD = 16
     """A forward with gradients on."""
 
+
+Field = tuple[str, str]
+"""Name and struct code; without a name, padding. Every field is aligned to its size."""
+
+COMMON_FIELDS: Final[tuple[Field, ...]] = (
+    ("start_ns", "q"),  # monotonic clock; for a communication a bound unless flag START_MEASURED
+    ("end_ns", "q"),  # 0: it has not ended, or (state DONE) nothing told its end
+    ("thread", "I"),  # OS thread id
+    ("name", "H"),  # id in names.txt, as are lane, group, module and purpose: 0 is none
+    ("kind", "B"),
+    ("state", "B"),  # stored last, so that a reader never sees half a record
+    ("flags", "B"),
+    ("family", "B"),
+)
+FAMILY_FIELDS: Final[dict[Family, tuple[Field, ...]]] = {
+    Family.SPAN: (
+        ("lane", "H"),  # 0: the thread's
+        ("stage", "h"),  # position in a pipeline, as is micro-batch: -1 is none
+        ("microbatch", "h"),
+        ("value", "d"),  # NaN: none
+        ("bytes", "q"),  # -1: not applicable
+        ("corr", "q"),  # -1: none
+        ("module", "H"),
+        ("purpose", "H"),
+        ("", "4x"),
+    ),
+    Family.COLLECTIVE: (
+        ("dtype", "B"),  # index into DTYPES
+        ("", "x"),
+        ("host_ns", "I"),  # time the issuing thread spent in the call, to 4.29 s; 0: unknown
+        ("issue_ns", "q"),
+        ("bytes", "q"),
+        ("seq", "I"),  # number in the group, from 0; or NO_SEQ
+        ("group", "H"),  # the process group's name
+        ("root", "h"),  # rank in the group, -1: none
+        ("stage", "h"),
+        ("microbatch", "h"),
+        ("module", "H"),
+        ("purpose", "H"),
+    ),
+    Family.P2P: (
+        ("dtype", "B"),
+        ("", "x"),
+        ("module", "H"),
+        ("purpose", "H"),
+        ("issue_ns", "q"),
+        ("bytes", "q"),
+        ("seq", "I"),  # number in (group, source, destination, tag), from 0; or NO_SEQ
+        ("group", "H"),
+        ("peer", "h"),  # rank in the group of the other side
+        ("tag", "i"),  # -1: none
+        ("stage", "h"),
+        ("microbatch", "h"),
+    ),
+    Family.KERNEL: (
+        ("lane", "H"),  # such as a device's stream
+        ("stage", "h"),
+        ("microbatch", "h"),
+        ("issue_ns", "q"),  # 0: unknown
+        ("bytes", "q"),
+        ("corr", "q"),  # of a launch and what it launched
+        ("module", "H"),
+        ("purpose", "H"),
+        ("value", "f"),
+    ),
+    Family.SAMPLE: (
+        ("lane", "H"),
+        ("stage", "h"),
+        ("microbatch", "h"),
+        ("value", "d"),
+        ("bytes", "q"),
+        ("", "8x"),
+        ("module", "H"),
+        ("purpose", "H"),
+        ("", "4x"),
+    ),
+}
+
+
+def layout(family: Family) -> struct.Struct:
+    """A record of this family."""
+    return struct.Struct("<" + "".join(code for _, code in (*COMMON_FIELDS, *FAMILY_FIELDS[family])))
+
+
+def offset(family: Family, field: str) -> int:
+    """Where a record of this family has that field. Raises ValueError."""
+    fields = (*COMMON_FIELDS, *FAMILY_FIELDS[family])
+    at = [name for name, _ in fields].index(field)
+    return struct.calcsize("<" + "".join(code for _, code in fields[:at]))
+
+
+RECORD_BYTES: Final = 64
+assert all(layout(family).size == RECORD_BYTES for family in Family)
+
+USUAL_FAMILY: Final = {
+    Kind.COMM: Family.COLLECTIVE,
+    Kind.COPY: Family.KERNEL,
+    Kind.KERNEL: Family.KERNEL,
+    Kind.LAUNCH: Family.KERNEL,
+    Kind.MEM: Family.SAMPLE,
+    Kind.GAUGE: Family.SAMPLE,
+}
+"""Of each kind that is not usually a SPAN. A send or a receive is P2P, and a wait has the family of what it is for."""
+FAMILIES: Final = {
+    kind: (Family.COLLECTIVE, Family.P2P) if kind is Kind.COMM
+    else tuple(Family)[:3] if kind is Kind.WAIT
+    else (USUAL_FAMILY.get(kind, Family.SPAN),)
+    for kind in Kind
+}  # fmt: skip
+"""Those that a record of each kind can have."""
+
+NO_SEQ: Final = 2**32 - 1
+"""`seq` of a communication without a number."""
+MAX_NAMES: Final = 2**16 - 1
+"""Ids are from 1 to this."""
 
 DTYPES: Final = (
     "", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64",
@@ -106,7 +205,7 @@ DTYPES: Final = (
 """torch's ScalarType number + 1 -> name; anything later is stored as 0."""
 
 LARGEST_PLACE: Final = 2**15 - 1
-"""Of stages and micro-batches that a record and the table have room for."""
+"""Of stages, micro-batches and ranks in a group that a record has room for."""
 
 # --- the chunk --------------------------------------------------------------------------------
 
@@ -167,6 +266,30 @@ def parse_ranks(text: str) -> list[range]:
     return chosen
 
 
+def parse_steps(text: str) -> tuple[int, int | None]:
+    """The steps that `20:50` names: from 20 on, before 50; either may be left out. Raises ValueError."""
+    if not text.strip():
+        return 0, None
+    match = re.fullmatch(r"\s*(\d*):(\d*)\s*", text, re.ASCII)
+    if match is None or (match[1] and match[2] and int(match[2]) <= int(match[1])):
+        raise ValueError(f"{text!r} is no range of steps; write the first and the one after the last, such as 20:50")
+    return int(match[1] or 0), int(match[2]) if match[2] else None
+
+
+SIZES: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+SMALLEST_LIMIT: Final = 4 << 20
+
+
+def parse_size(text: str) -> int:
+    """The bytes that `512MiB`, `2G` or `4194304` names. Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.ASCII | re.IGNORECASE)
+    size = int(float(match[1]) * SIZES[match[2].upper()]) if match else 0
+    if size < SMALLEST_LIMIT:
+        least = f"{SMALLEST_LIMIT >> 20} MiB"
+        raise ValueError(f"{text!r} is no size of at least {least}; write one, such as 512MiB or 2GiB")
+    return size
+
+
 # --- names ------------------------------------------------------------------------------------
 
 COLLECTIVE_NAMES: Final = {
@@ -194,17 +317,20 @@ COLLECTIVE_NAMES: Final = {
 """c10d operator (without `c10d::`) -> the name in the trace. An operator not listed keeps its own."""
 
 PHASES: Final = (
-    "data", "loader_start", "forward", "loss", "backward", "clip", "optimizer", "between", "checkpoint", "compile",
+    "data", "loader_start", "forward", "loss", "backward", "recompute", "clip", "optimizer", "between", "checkpoint",
+    "compile",
 )  # fmt: skip
-"""`loader_start` is `iter(DataLoader)`: starting its workers. `checkpoint` is saving one, `compile` is torch.compile's
-own work. Derived on merge are `loss` (last module to backward), `clip` (backward to optimizer) and, where no DataLoader
-was seen, `between` (optimizer to the next forward): how the loop gets its input, perhaps. Where the engine trains,
-`backward` and `optimizer` are its own `backward` and `step`, with what it waits for in them."""
+"""`loader_start` is `iter(DataLoader)`: starting its workers. `recompute` is forward again, inside backward.
+`checkpoint` is saving one, `compile` is torch.compile's own work. Derived on merge are `loss` (last module to
+backward), `clip` (backward to optimizer) and, where no DataLoader was seen, `between` (optimizer to the next forward):
+how the loop gets its input, perhaps. Where the engine trains, `backward` and `optimizer` are its own `backward` and
+`step`, with what it waits for in them."""
 LOADING: Final = ("data", "loader_start")
 """Phases in which the loop is in a DataLoader."""
 
-SHARDING: Final = "sharding"
-"""Name of the `module` rows in which FSDP2 works for one of its units, before or after its forward or backward."""
+SHARDING: Final = "FSDP::sharding"
+"""Name of the `module` rows in which FSDP2 works for one of its units, before or after its forward or backward. No
+module of a model can have it."""
 
 BUDGET_PARTS: Final = (
     "compute", "comm_exposed", "peer_wait", "bubble", "data", "optimizer", "offload", "pause", "other",
@@ -212,6 +338,12 @@ BUDGET_PARTS: Final = (
 
 BACKWARD_DONE: Final = "backward_done"
 """Name of the `mark` row where the last gradient of a backward has been made, and DDP's reducer begins to wait."""
+
+CAPTURE_ON: Final = "capture_on"
+CAPTURE_OFF: Final = "capture_off"
+"""Names of the `mark` rows where a rank begins and ceases to record; `value`: its optimizer steps so far."""
+CONTROL_FILE: Final = "control.json"
+"""In the run folder: {"capture": "on" or "off"}, for the ranks of a job that runs."""
 
 TIME_KINDS: Final = ("training", "evaluation", "checkpointing", "compilation", "startup", "rest")
 """What the run's wall time divides into."""

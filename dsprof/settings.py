@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
 from .run import DEFAULT_PARENT
-from .schema import parse_ranks
+from .schema import parse_ranks, parse_size, parse_steps
 
 CHOICES: Final[dict[str, tuple[str, ...]]] = {
-    "level": ("light",),
+    "level": ("light", "full"),
     "native": ("auto", "on", "off"),
     "engine": ("script", "dsprof"),
 }
@@ -22,9 +22,30 @@ VARIABLES: Final = {
     "dir": "DSPROF_DIR",
     "ranks": "DSPROF_RANKS",
     "native": "DSPROF_NATIVE",
+    "steps": "DSPROF_STEPS",
+    "delay": "DSPROF_DELAY",
+    "duration": "DSPROF_DURATION",
+    "limit": "DSPROF_LIMIT",
     "engine": "DSPROF_ENGINE",
 }
 NATIVE_WORDS: Final = {"0": "off", "false": "off", "no": "off", "1": "on", "true": "on", "yes": "on"}
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text or 0)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(f"{text!r} is no number of seconds; write one, such as 30")
+    return seconds
+
+
+PARSERS: Final[dict[str, Callable[[str], object]]] = {
+    "ranks": parse_ranks, "steps": parse_steps, "delay": _seconds, "duration": _seconds,
+    "limit": parse_size,
+}  # fmt: skip
+"""What reads a setting's text, and raises ValueError for one that it cannot."""
 
 
 class SettingsError(Exception):
@@ -36,11 +57,19 @@ class Settings:
     """What a run can be told. Field names are the keys of [tool.dsprof]."""
 
     level: str = "light"
-    """How much is captured."""
+    """How much is captured: light (always on), full (also the time of every module)."""
     dir: str = DEFAULT_PARENT
     """Parent of run folders."""
     ranks: str = ""
     """Ranks to capture, such as `0,2-3`; empty: all."""
+    steps: str = ""
+    """Steps to capture, such as `20:50`: from the 20th on, before the 50th; empty: all."""
+    delay: str = ""
+    """Seconds after which the capture begins; empty: at once."""
+    duration: str = ""
+    """Seconds for which it lasts; empty: to the end."""
+    limit: str = "2GiB"
+    """How large the capture of a rank may become."""
     native: str = "auto"
     """The native helper: auto (Python twin where it cannot be built), on (an error instead), off."""
     report: bool = True
@@ -86,14 +115,17 @@ def _from_pyproject(path: Path) -> dict[str, Any]:
 
 def _checked(key: str, value: Any, where: str) -> Any:
     wanted: type = bool if key == "report" else str
+    if key in ("delay", "duration") and isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = str(value)
     if not isinstance(value, wanted):
         raise SettingsError(f"{where}: {value!r} is not a {'true or false' if wanted is bool else 'string'}")
     choices = CHOICES.get(key)
     if choices and value not in choices:
         raise SettingsError(f"{where}: {value!r} is not one of {', '.join(choices)}")
-    if key == "ranks" and isinstance(value, str):
+    parse = PARSERS.get(key)
+    if parse is not None:
         try:
-            parse_ranks(value)
+            parse(value)
         except ValueError as error:
             raise SettingsError(f"{where}: {error}") from error
     return value

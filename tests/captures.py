@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
-import struct
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dsprof import schema
 from dsprof.collectors import native
 from dsprof.collectors.native import build
 from dsprof.collectors.record import LIMIT_BYTES, PyRecorder, Recorder
-from dsprof.schema import Flag, Kind, State
+from dsprof.schema import NO_SEQ, Family, Flag, Kind, State
+from dsprof.trace.records import decode
 
 RECORDERS = ("native", "python")
 
@@ -41,12 +42,20 @@ class Row:
     dtype: str
     flags: Flag
     thread: int
+    p2p: bool = False
+    root: int = -1
+    stage: int = -1
+    microbatch: int = -1
+    module: str = ""
+    purpose: str = ""
+    lane: str = ""
 
     @property
     def identity(self) -> tuple[Any, ...]:
         """What does not depend on the clock, nor on who recorded it."""
         flags = self.flags & ~Flag.START_MEASURED
-        return (self.kind.name, self.name, self.group, self.seq, self.bytes, self.dtype, self.peer, self.tag, flags)
+        return (self.kind.name, self.name, self.group, self.seq, self.bytes, self.dtype, self.peer, self.tag,
+                self.root, self.p2p, self.stage, self.microbatch, self.purpose, flags)  # fmt: skip
 
 
 def read_names(folder: Path) -> dict[int, str]:
@@ -72,34 +81,37 @@ def read_rows(folder: Path) -> list[Row]:
             schema.CHUNK_RECORDS,
             index,
         )
-        for slot in range(schema.CHUNK_RECORDS):
-            values = schema.RECORD.unpack_from(data, schema.CHUNK_HEADER_BYTES + slot * schema.RECORD_BYTES)
-            record = dict(zip((field[0] for field in schema.RECORD_FIELDS), values, strict=True))
-            if record["state"] != State.EMPTY:
-                rows.append(_row(record, names))
+        raw = np.frombuffer(data, np.uint8, schema.CHUNK_RECORDS * schema.RECORD_BYTES, schema.CHUNK_HEADER_BYTES)
+        rows += [_row(record, names) for record in decode(raw.reshape(-1, schema.RECORD_BYTES), schema.FORMAT_VERSION)]
     return rows
 
 
-def _row(record: dict[str, int], names: dict[int, str]) -> Row:
-    kind = Kind(record["kind"])
-    value = None if kind is Kind.COMM or not record["aux"] else struct.unpack("<d", struct.pack("<q", record["aux"]))[0]
+def _row(record: np.void, names: dict[int, str]) -> Row:
+    value = float(record["value"])
     return Row(
-        kind=kind,
-        name=names[record["name"]],
+        kind=Kind(record["kind"]),
+        name=names[int(record["name"])],
         state=State(record["state"]),
-        start_ns=record["start_ns"],
-        end_ns=record["end_ns"],
-        value=value,
-        issue_ns=record["aux"] if kind is Kind.COMM else 0,
-        host_ns=record["host_ns"],
-        bytes=record["bytes"],
-        group=names[record["group"]],
-        seq=record["seq"],
-        peer=record["peer"],
-        tag=record["tag"],
-        dtype=schema.DTYPES[record["dtype"]],
-        flags=Flag(record["flags"]),
-        thread=record["thread"],
+        start_ns=int(record["start_ns"]),
+        end_ns=int(record["end_ns"]),
+        value=None if np.isnan(value) else value,
+        issue_ns=max(int(record["issue_ns"]), 0),
+        host_ns=max(int(record["host_ns"]), 0),
+        bytes=int(record["bytes"]),
+        group=names[int(record["group"])],
+        seq=int(record["seq"]) if record["seq"] >= 0 else NO_SEQ,
+        peer=int(record["peer"]),
+        tag=int(record["tag"]),
+        dtype=schema.DTYPES[int(record["dtype"])],
+        flags=Flag(int(record["flags"])),
+        thread=int(record["thread"]),
+        p2p=record["family"] == Family.P2P,
+        root=int(record["root"]),
+        stage=int(record["stage"]),
+        microbatch=int(record["microbatch"]),
+        module=names[int(record["module"])],
+        purpose=names[int(record["purpose"])],
+        lane=names[int(record["lane"])],
     )
 
 

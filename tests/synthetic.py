@@ -12,10 +12,11 @@ import numpy as np
 import pandas as pd
 
 from dsprof.run import RankExit, RankInfo, RunInfo
-from dsprof.schema import Flag, Kind, State
+from dsprof.schema import USUAL_FAMILY, Family, Flag, Kind, State
 from dsprof.trace import Trace
-from dsprof.trace.capture import RECORD_DTYPE, Capture
+from dsprof.trace.capture import Capture
 from dsprof.trace.derive import trace_rows
+from dsprof.trace.records import ABSENT, FIELDS, Array, empty, encode
 
 MS = 1_000_000
 NAMES = {
@@ -136,7 +137,7 @@ class Job:
                     records[rank].append(_record(Kind.GAUGE, gauge, now[rank], now[rank], value=value[rank] / 1e3))
         meta = {"closed": True, "native": True, "world_size": self.ranks}
         return {
-            rank: Capture(Path(f"rank{rank:05d}.0.host.{rank + 100}"), np.array(rows, RECORD_DTYPE), dict(NAMES), meta)
+            rank: Capture(Path(f"rank{rank:05d}.0.host.{rank + 100}"), array_of(rows), dict(NAMES), meta)
             for rank, rows in records.items()
         }
 
@@ -165,18 +166,36 @@ class Job:
         return {"fact": "process", "rank": rank, "cores": len(cpus), "cpus": cpus, "threads": 1}
 
 
+NOTHING = {name: ABSENT.get(name, 0) for name in FIELDS}
+
+
 def _record(
     kind: Kind, name: int, start_ms: float, end_ms: float, value: float | None = None, flags: int = 0
-) -> tuple[int, ...]:
-    aux = 0 if value is None else int(np.float64(value or -0.0).view(np.int64))
-    start, end = round(start_ms * MS), round(end_ms * MS)
-    return (start, end, aux, -1, name, 7, 0, 0, -1, -1, 0, int(kind), int(State.DONE), 0, int(flags))
+) -> tuple[Any, ...]:
+    fields = {
+        "kind": kind, "family": USUAL_FAMILY.get(kind, Family.SPAN), "state": State.DONE, "flags": int(flags),
+        "name": name, "start_ns": round(start_ms * MS), "end_ns": round(end_ms * MS), "thread": 7,
+        "value": np.nan if value is None else value,
+        "grad": int(bool(flags & Flag.GRAD)) if name == FORWARD else 0 if kind is Kind.PHASE else -1,
+    }  # fmt: skip
+    return tuple({**NOTHING, **fields}.values())
 
 
-def _collective(issue_ms: float, end_ms: float, size: int, seq: int) -> tuple[int, ...]:
+def _collective(issue_ms: float, end_ms: float, size: int, seq: int) -> tuple[Any, ...]:
     issue, end = round(issue_ms * MS), round(end_ms * MS)
-    flags = int(Flag.ASYNC | Flag.START_MEASURED)
-    return (issue, end, issue, size, ALL_REDUCE, 7, GROUP, seq, -1, -1, 0, int(Kind.COMM), int(State.DONE), 7, flags)
+    fields = {
+        "kind": Kind.COMM, "family": Family.COLLECTIVE, "state": State.DONE, "name": ALL_REDUCE, "thread": 7,
+        "flags": int(Flag.ASYNC | Flag.START_MEASURED), "start_ns": issue, "end_ns": end, "issue_ns": issue,
+        "bytes": size, "group": GROUP, "seq": seq, "dtype": 7,
+    }  # fmt: skip
+    return tuple({**NOTHING, **fields}.values())
+
+
+def array_of(rows: list[tuple[Any, ...]]) -> Array:
+    """Records by their fields, in the order of FIELDS."""
+    records = empty(len(rows))
+    records[:] = rows
+    return records
 
 
 def write_capture(capture: Capture, parent: Path) -> Path:
@@ -191,7 +210,7 @@ def write_capture(capture: Capture, parent: Path) -> Path:
     (folder / "names.txt").write_text("".join(lines))
     (folder / "meta.json").write_text(json.dumps(capture.meta))
     for index in range(0, max(len(capture.records), 1), schema.CHUNK_RECORDS):
-        part = capture.records[index : index + schema.CHUNK_RECORDS].tobytes()
+        part = encode(capture.records[index : index + schema.CHUNK_RECORDS])
         number = index // schema.CHUNK_RECORDS
         header = schema.CHUNK_HEADER.pack(
             schema.CHUNK_MAGIC, schema.FORMAT_VERSION, schema.RECORD_BYTES, schema.CHUNK_RECORDS, number, os.getpid()

@@ -131,7 +131,7 @@ def test_every_collective(job: Job, rank: int, section: str, flags: Flag) -> Non
     assert described(rows) == (EVERY if rank == 0 else ELSEWHERE)
     assert {row.flags & ~Flag.START_MEASURED for row in rows} == {flags}
     assert {(row.group, row.tag) for row in rows} == {("0", -1)}
-    assert [row.peer for row in rows] == [0 if row.name in ROOTED else -1 for row in rows]
+    assert [row.root for row in rows] == [0 if row.name in ROOTED else -1 for row in rows]
 
 
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -139,13 +139,13 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 def test_roots_are_ranks_in_the_group(job: Job) -> None:
     rows = job.rows(1, "roots")
-    assert [(row.name, row.peer) for row in rows] == [*((name, 1) for name in ROOTED), ("broadcast", 0)]
-    assert [row.peer for row in job.rows(0, "roots")] == [1] * 4
+    assert [(row.name, row.root) for row in rows] == [*((name, 1) for name in ROOTED), ("broadcast", 0)]
+    assert [row.root for row in job.rows(0, "roots")] == [1] * 4
 
 
 def test_numbering_is_the_same_on_both_ranks(job: Job) -> None:
     def numbers(rank: int) -> dict[tuple[str, int], str]:
-        comm = [row for row in job.ranks[rank] if row.kind is Kind.COMM and not row.flags & Flag.P2P]
+        comm = [row for row in job.ranks[rank] if row.kind is Kind.COMM and not row.p2p]
         found = {(row.group, row.seq): row.name for row in comm}
         assert len(found) == len(comm)
         return found
@@ -165,8 +165,7 @@ def test_times_are_in_order(job: Job) -> None:
 
 def key(row: Row) -> Key:
     """Of a comm or a wait; a collective's root is none of it."""
-    p2p = row.flags & Flag.P2P
-    return row.name, row.group, row.seq, row.peer if p2p else -1, row.tag if p2p else -1
+    return row.name, row.group, row.seq, row.peer, row.tag
 
 
 @pytest.mark.parametrize("section", [name for name in SECTIONS if name not in ("failing", "lost_peer")])
@@ -325,7 +324,7 @@ def test_p2p_counts_within_peer_tag_and_direction(job: Job) -> None:
         ("recv", -1, 9, 0),  # from any source
     ]
     for row in sends + receives:
-        assert row.flags == Flag.P2P
+        assert (row.p2p, row.flags) == (True, Flag(0))
         assert row.bytes == 100
         assert row.end_ns > 0
 

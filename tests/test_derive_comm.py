@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from records import Record, capture_of, derive, of, phase
 from synthetic import MS
 
-from dsprof.schema import BACKWARD_DONE, COLUMNS, NO_SEQ, Flag, Kind, State
-from dsprof.trace.capture import RECORD_DTYPE
+from dsprof.schema import BACKWARD_DONE, COLUMNS, FAMILIES, Family, Flag, Kind, State
 from dsprof.trace.derive import step_pattern, trace_rows
 from dsprof.trace.derive.lanes import depths
+from dsprof.trace.records import empty
 
 
 def comm(name: str, issue: float, end: float | None, seq: int, **more: Any) -> Record:
@@ -63,7 +63,7 @@ def test_what_was_measured_cancels_its_own_collective_only() -> None:
         comm("all_reduce", 20, 50, 1),
         comm("all_reduce", 21, 58, 2), (Kind.WAIT, "all_reduce", 70, 71, {"group": "0", "seq": 2}),
         comm("all_reduce", 22, 45, 2, group="other"),
-        (Kind.WAIT, "recv", 22, 23, {"group": "0", "seq": 1, "peer": 1, "tag": 0, "flags": Flag.P2P}),
+        (Kind.WAIT, "recv", 22, 23, {"group": "0", "seq": 1, "peer": 1, "tag": 0, "p2p": True}),
         (Kind.WAIT, "wait", 23, 24, {}),
     )  # fmt: skip
     assert waits_of(rows) == [("all_reduce", "0", 1, 30, 50)]
@@ -77,7 +77,7 @@ def test_a_wait_ends_with_its_backward() -> None:
 def test_outside_of_backward_nothing_is_waited_for() -> None:
     rows = derive(
         phase("forward", 0, 8), comm("broadcast", 2, 6, 0), BACKWARD, DONE, comm("all_reduce", 61, 75, 1),
-        comm("send", 20, 50, 0, peer=1, tag=0, flags=Flag.P2P),
+        comm("send", 20, 50, 0, peer=1, tag=0, p2p=True),
     )  # fmt: skip
     assert waits_of(rows) == []
 
@@ -87,16 +87,15 @@ def test_a_collective_is_not_waited_for_before_it_is_issued() -> None:
     assert waits_of(rows) == [("all_reduce", "0", 0, 30, 32), ("all_reduce", "0", 1, 35, 50)]
 
 
-@pytest.mark.parametrize("version", [2, 3])
-def test_without_the_mark_it_waits_from_the_last_issue(version: int) -> None:
+def test_without_the_mark_it_waits_from_the_last_issue() -> None:
     records = [BACKWARD, comm("all_reduce", 15, 50, 0), comm("all_reduce", 20, 58, 1, host_ns=MS)]
-    assert waits_of(derive(*records, version=version)) == [
+    assert waits_of(derive(*records)) == [
         ("all_reduce", "0", 0, 21, 50), ("all_reduce", "0", 1, 50, 58),
     ]  # fmt: skip
     unknown = (Kind.WAIT, "wait", 16, 17, {})
-    assert waits_of(derive(*records, unknown, version=version)) == []
+    assert waits_of(derive(*records, unknown)) == []
     computing = [phase("backward", 10, 90), *records[1:]]
-    assert waits_of(derive(*computing, version=version)) == []
+    assert waits_of(derive(*computing)) == []
 
 
 def test_without_the_mark_a_measured_wait_cancels_its_own_collective_only() -> None:
@@ -157,7 +156,7 @@ def test_what_a_collective_is_for(name: str, issue: float, fact: str | None, pur
 
 
 def test_a_send_is_for_what_the_analyzer_finds_out() -> None:
-    rows = derive(phase("forward", 0, 9), comm("send", 5, 6, 0, peer=1, tag=0, flags=Flag.P2P))
+    rows = derive(phase("forward", 0, 9), comm("send", 5, 6, 0, peer=1, tag=0, p2p=True))
     assert of(rows[rows["kind"] == "comm"], "purpose") == [("other",)]
 
 
@@ -192,24 +191,28 @@ NAMES = (
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(0, 120), st.integers(1, 3), st.integers(1, 60))
-def test_whatever_was_recorded_becomes_a_table(seed: int, count: int, version: int, apart: int) -> None:
+@given(st.integers(0, 2**32 - 1), st.integers(0, 120), st.integers(1, 60))
+def test_whatever_was_recorded_becomes_a_table(seed: int, count: int, apart: int) -> None:
     """Unordered, overlapping, never ended, of any kind, in any number."""
     draw = np.random.default_rng(seed)
-    records = np.zeros(count, RECORD_DTYPE)
+    records = empty(count)
     records["start_ns"] = draw.integers(1, apart * max(count, 1) + 2, count)
     records["end_ns"] = records["start_ns"] + draw.integers(0, 100, count)
     records["end_ns"][draw.random(count) < 0.2] = 0
     records["kind"] = draw.choice([2, 2, 2, 4, 4, 5, 6, 11, 12, 13], count)
+    records["family"] = [draw.choice(FAMILIES[kind]) for kind in records["kind"]]
     records["name"], records["group"] = draw.integers(1, 11, count), draw.choice([0, 7], count)
     records["state"] = np.where(records["end_ns"] == 0, draw.integers(1, 3, count), State.DONE)
-    records["flags"] = draw.choice([0, 0, Flag.P2P, Flag.ENGINE, Flag.GRAD, Flag.P2P | Flag.ENGINE], count)
-    records["seq"] = draw.choice([0, 1, 2, NO_SEQ], count)
-    records["peer"], records["tag"] = draw.integers(0, 3, count), draw.integers(0, 8, count)
+    records["flags"] = draw.choice([0, 0, Flag.ENGINE, Flag.GRAD], count)
+    records["grad"] = draw.integers(-1, 2, count)
+    communicates, p2p = np.isin(records["family"], [Family.COLLECTIVE, Family.P2P]), records["family"] == Family.P2P
+    records["seq"] = np.where(communicates, draw.choice([0, 1, 2, -1], count), -1)
+    records["peer"], records["tag"] = (np.where(p2p, draw.integers(0, 3, count), -1) for _ in range(2))
+    records["stage"], records["microbatch"] = draw.integers(-1, 3, count), draw.integers(-1, 3, count)
     records["thread"] = draw.choice([7, 7, 7, 9], count)
-    numbers = draw.choice([0.0, 1.0, 2.0, -3.0, 1e300], count).view(np.int64)
-    records["aux"] = np.where(records["kind"] == Kind.COMM, records["start_ns"], numbers)
-    capture = capture_of(version=version, facts=[{"fact": "fsdp"}, {"fact": "ddp"}])
+    records["value"] = np.where(communicates, np.nan, draw.choice([np.nan, 0.0, 1.0, 2.0, -3.0, 1e300], count))
+    records["issue_ns"] = np.where(records["kind"] == Kind.COMM, records["start_ns"], -1)
+    capture = capture_of(facts=[{"fact": "fsdp"}, {"fact": "ddp"}])
     capture.records, capture.names = records, dict(enumerate(NAMES, 1))
     rows = trace_rows(capture, 0, 0)
     assert {name: str(dtype) for name, dtype in rows.dtypes.items()} == COLUMNS

@@ -399,6 +399,10 @@ def test_the_environment_of_the_job() -> None:
         "DSPROF_RUN": "/runs/a",
         "DSPROF_LEVEL": "light",
         "DSPROF_RANKS": "0",
+        "DSPROF_STEPS": "",
+        "DSPROF_DELAY": "",
+        "DSPROF_DURATION": "",
+        "DSPROF_LIMIT": "2GiB",
         "DSPROF_NATIVE": "1",
     }
     armed = environment({"PYTHONPATH": "mine"}, folder, Settings(native="off"), bootstrap=True)

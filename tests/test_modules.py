@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dsprof.collectors import modules
-from dsprof.schema import Flag, Kind, State
+from dsprof.schema import NO_SEQ, Flag, Kind, State
 
 Forwards = Callable[[], list[Row]]
 
@@ -92,7 +92,7 @@ def test_a_forward_says_whether_gradients_are_on(forwards: Forwards) -> None:
     model.eval()(x)  # evaluation mode alone does not switch them off
     assert [row.flags for row in forwards()] == [Flag.GRAD, Flag(0), Flag.GRAD, Flag(0), Flag.GRAD]
     assert {(row.group, row.seq, row.peer, row.tag, row.host_ns, row.dtype) for row in forwards()} == {
-        ("", 0, -1, -1, 0, "")
+        ("", NO_SEQ, -1, -1, 0, "")
     }
 
 
@@ -129,7 +129,7 @@ def test_recomputation_is_no_forward(forwards: Forwards, use_reentrant: bool) ->
     layer = nn.Linear(4, 4)
     x = torch.ones(2, 4, requires_grad=True)
     checkpoint(layer, x, use_reentrant=use_reentrant).sum().backward()
-    assert len(forwards()) == 1
+    assert [row.name for row in forwards()] == ["forward", "recompute"]
     assert layer.weight.grad is not None
 
 
@@ -205,3 +205,99 @@ def test_uninstall_leaves_no_trace(kind: str, tmp_path: Path) -> None:
     recorder.close()
     assert nn.Module.__call__ is before
     assert read_rows(tmp_path / "capture") == []
+
+
+# --- level full ---------------------------------------------------------------------------------
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+@pytest.fixture(params=RECORDERS)
+def every(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], list[Row]]]:
+    """The rows of modules so far, with every module recorded."""
+    if request.param == "native":
+        build_helper()
+    recorder = open_recorder(request.param, tmp_path / "capture")
+    uninstall = modules.install(recorder, every=True)
+    yield lambda: [row for row in read_rows(tmp_path / "capture") if row.kind in (Kind.MODULE, Kind.PHASE)]
+    uninstall()
+    assert recorder.errors == 0
+    recorder.close()
+
+
+def names(rows: list[Row]) -> list[str]:
+    return [row.name for row in rows]
+
+
+ALL = ["forward", "Tower", "blocks.0", "blocks.1", "blocks.1.0", "blocks.1.1", "head"]
+
+
+def test_every_module_is_a_row_under_its_name(every: Callable[[], list[Row]]) -> None:
+    model = Tower()
+    model(torch.ones(1, 4))
+    model(torch.ones(1, 4))
+    rows = every()
+    assert names(rows) == ALL * 2
+    assert [row.kind for row in rows[:2]] == [Kind.PHASE, Kind.MODULE]
+    phase, tower, *inner = rows[:7]
+    assert phase.start_ns <= tower.start_ns
+    assert tower.end_ns <= phase.end_ns
+    assert all(tower.start_ns <= row.start_ns <= row.end_ns <= tower.end_ns for row in inner)
+
+
+def test_what_wrappers_add_to_a_name_is_left_out(every: Callable[[], list[Row]]) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.module(x)
+            return result
+
+    Wrapper(Tower())(torch.ones(1, 4))
+    assert names(every()) == ["forward", "Wrapper", *ALL[1:]]
+
+
+def test_a_module_that_is_gone_leaves_its_name_to_nobody(every: Callable[[], list[Row]]) -> None:
+    for _ in range(50):  # addresses are used again
+        nn.Sequential(nn.Linear(4, 4))(torch.ones(1, 4))
+        nn.Sequential(nn.ReLU(), nn.ReLU())(torch.ones(1, 4))
+    assert names(every()) == ["forward", "Sequential", "0", "forward", "Sequential", "0", "1"] * 50
+
+
+def test_a_module_that_came_later_has_no_row(every: Callable[[], list[Row]]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model(torch.ones(1, 4))
+    model.append(nn.ReLU())
+    model(torch.ones(1, 4))
+    assert names(every()) == ["forward", "Sequential", "0"] * 2
+
+
+def test_what_backward_calls_is_recomputation(every: Callable[[], list[Row]]) -> None:
+    model = Tower()
+    model(torch.ones(1, 4))
+    x = torch.ones(1, 4, requires_grad=True)
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert names(every())[7:] == [*ALL, "recompute", *ALL[1:]]
+
+
+def test_a_failing_module_ends_its_row(every: Callable[[], list[Row]]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Failing())
+    for _ in range(2):
+        with pytest.raises(KeyError, match="the model's own"):
+            model(torch.ones(1, 4))
+    rows = every()
+    assert names(rows) == ["forward", "Sequential", "0", "1"] * 2
+    assert {row.state for row in rows} == {State.DONE}

@@ -54,7 +54,7 @@ def test_stages_and_micro_batches(native: str, early: bool, tmp_path: Path) -> N
     step = [("F", (0, 0)), ("F", (0, 1)), ("F", (0, 2)), ("B", (0, 0)), ("B", (0, 1)), ("B", (0, 2))]
     assert [(row.name, place(row)) for row in pipe] == step * 2
     assert {(row.flags, row.group, row.seq, row.tag, row.host_ns, row.value) for row in pipe} == {
-        (Flag.ENGINE, "", 2**32 - 1, 0, 0, None)
+        (Flag(0), "", 2**32 - 1, -1, 0, None)
     }
     for action, phase in (("F", "forward"), ("B", "backward")):
         for row in pipe:

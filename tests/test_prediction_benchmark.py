@@ -37,13 +37,13 @@ def finding(ms: float, low: float, high: float, code: str = PAIR.fault, **fix: A
 class TestPairs:
     def test_half_of_each_set_have_real_compute(self) -> None:
         assert Counter((pair.set, pair.real) for pair in PAIRS) == {
-            ("calibration", True): 20, ("calibration", False): 20, ("fresh", True): 10, ("fresh", False): 10,
+            ("calibration", True): 30, ("calibration", False): 30, ("fresh", True): 10, ("fresh", False): 10,
         }  # fmt: skip
-        assert len({pair.name for pair in PAIRS}) == 60
+        assert len({pair.name for pair in PAIRS}) == 80
 
     def test_both_sets_have_the_same_faults_and_no_job_in_common(self) -> None:
         calibration, fresh = (Counter(pair.fault for pair in of) for of in (CALIBRATION, FRESH))
-        assert calibration == {fault: 2 * count for fault, count in fresh.items()}
+        assert calibration == {fault: 3 * count for fault, count in fresh.items()}
         jobs = [{(pair.script, pair.planted_args()) for pair in of} for of in (CALIBRATION, FRESH)]
         assert not jobs[0] & jobs[1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -143,11 +144,11 @@ def test_a_name_that_is_no_unicode_is_recorded(opened: Open, tmp_path: Path) -> 
 
 def test_names_beyond_the_limit_share_one(opened: Open, tmp_path: Path) -> None:
     recorder = opened()
-    for number in range(record.MAX_NAMES):
+    for number in range(schema.MAX_NAMES - 1):
         recorder.intern(f"name {number}")
-    assert recorder.intern("one more") == recorder.intern("and another") == record.MAX_NAMES + 1
+    assert recorder.intern("one more") == recorder.intern("and another") == schema.MAX_NAMES == 65_535
     assert recorder.intern("name 7") == 8
-    assert read_names(tmp_path / "capture")[record.MAX_NAMES + 1] == "(too many names)"
+    assert read_names(tmp_path / "capture")[schema.MAX_NAMES] == "(too many names)"
 
 
 def test_records_roll_over_into_new_chunks(opened: Open, tmp_path: Path) -> None:
@@ -298,7 +299,7 @@ from captures import open_recorder
 from dsprof.schema import Kind
 recorder = open_recorder(sys.argv[1], Path(sys.argv[2]))
 name = recorder.intern("tick")
-recorder.begin(Kind.COMM, recorder.intern("under way"))
+recorder.begin(Kind.PHASE, recorder.intern("under way"))
 for number in range(20000):
     recorder.put(Kind.MARK, name, number + 1, number + 1)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -336,6 +337,37 @@ def test_number_out_of_range_is_counted_not_raised(opened: Open, tmp_path: Path)
     assert read_rows(tmp_path / "capture") == []
 
 
+INTERRUPTED = """
+import signal, sys, time
+from pathlib import Path
+import torch
+from captures import open_recorder, read_names
+from dsprof.schema import Kind
+recorder = open_recorder("python", Path(sys.argv[1]))
+numbers, handled = [], []
+def record(into, name):
+    into.append(recorder.number("0"))
+    recorder.mark(Kind.MARK, recorder.intern(name), float(len(into)))
+def handler(*_):
+    record(handled, f"handler {len(handled)}")
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
+until = time.monotonic() + 2
+while time.monotonic() < until:
+    record(numbers, f"loop {len(numbers)}")
+signal.setitimer(signal.ITIMER_REAL, 0)
+assert len(handled) > 100, len(handled)
+assert sorted(numbers + handled) == list(range(len(numbers) + len(handled)))
+assert recorder.errors == 0 and recorder.dropped <= len(handled) / 2, (recorder.errors, recorder.dropped, len(handled))
+names = read_names(Path(sys.argv[1]))
+assert {f"handler {n}" for n in range(100)} <= set(names.values())
+"""
+
+
+def test_a_signals_handler_may_record_in_the_middle_of_recording(tmp_path: Path) -> None:
+    run_script(INTERRUPTED, str(tmp_path / "capture"))
+
+
 def run_script(script: str, *arguments: str, code: int = 0) -> str:
     """Run `script` in a process of its own; its standard output."""
     here = Path(__file__).parent
@@ -349,5 +381,34 @@ def run_script(script: str, *arguments: str, code: int = 0) -> str:
     return done.stdout
 
 
-def test_layout_matches_the_schema() -> None:
-    assert schema.RECORD.size == schema.RECORD_BYTES == 64
+def test_a_record_lies_in_the_file_as_the_schema_says(opened: Open, tmp_path: Path) -> None:
+    recorder = opened()
+    name, group, module, purpose, lane = map(recorder.intern, ("all_reduce", "g", "m", "p", "l"))
+    kind, flags = int(Kind.COMM), int(schema.Flag.ASYNC)
+    recorder.comm(kind, name, 100, 250, 50, 4096, group, 7, -1, 3, flags, 2, 5, module, purpose)
+    recorder.comm(kind, name, 100, 0, 50, 4096, group, -1, 6, 3, 0, 2, 5, module, purpose)
+    recorder.span(int(Kind.PIPE), name, 100, 250, 0, 1.5, 8, flags, lane, 2, 5, module, purpose)
+    recorder.span(int(Kind.COPY), name, 100, 250, 50, 3.0, 8, 0, lane, 2, 5, module, purpose)
+    recorder.put(Kind.GAUGE, name, 100, 100, 0.25)
+    content = (tmp_path / "capture" / "chunk-00000.bin").read_bytes()[schema.CHUNK_HEADER_BYTES :][: 5 * 64]
+    common, here = struct.Struct("<qqIHBBBB"), threading.get_native_id()
+    found = [(common.unpack_from(content, at), content[at + 26 : at + 64]) for at in range(0, 5 * 64, 64)]
+    assert [head for head, _ in found] == [
+        (100, 250, here, name, 4, 2, 2, 2), (100, 0, here, name, 4, 1, 0, 3), (100, 250, here, name, 6, 2, 2, 1),
+        (100, 250, here, name, 7, 2, 0, 4), (100, 100, here, name, 11, 2, 0, 5),
+    ]  # fmt: skip
+    collective, p2p, span, copy, gauge = (rest for _, rest in found)
+    assert struct.unpack("<BxIqqIHhhhHH", collective) == (3, 0, 50, 4096, 7, group, -1, 2, 5, module, purpose)
+    assert struct.unpack("<BxHHqqIHhihh", p2p) == (3, module, purpose, 50, 4096, 2**32 - 1, group, 6, -1, 2, 5)
+    assert struct.unpack("<HhhdqqHH4x", span) == (lane, 2, 5, 1.5, 8, -1, module, purpose)
+    assert struct.unpack("<HhhqqqHHf", copy) == (lane, 2, 5, 50, 8, -1, module, purpose, 3.0)
+    assert struct.unpack("<Hhhdq8xHH4x", gauge) == (0, -1, -1, 0.25, -1, 0, 0)
+
+
+def test_the_context_of_a_thread_is_put_back_by_what_it_was(opened: Open) -> None:
+    recorder = opened()
+    purpose = recorder.intern("gradient")
+    before = recorder.context(2, 5, 0, purpose)
+    assert tuple(before) == (-1, -1, 0, 0)
+    assert tuple(recorder.context(*before)) == (2, 5, 0, purpose)
+    assert tuple(recorder.context(-1, -1, 0, 0)) == (-1, -1, 0, 0)

@@ -8,16 +8,16 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
+from records import capture_of
 from synthetic import MS, Job, write_capture
 
 from dsprof import schema
 from dsprof.analyzer import analyze
 from dsprof.run import RankExit, RunError, RunFolder, open_run
 from dsprof.trace import load, merge
-from dsprof.trace.capture import RECORD_DTYPE, Capture, read_capture
+from dsprof.trace.capture import Capture, read_capture
 from dsprof.trace.derive import trace_rows
 
 
@@ -29,12 +29,7 @@ def run_of(job: Job, path: Path) -> RunFolder:
 
 def phases(*rows: tuple[str, float, float]) -> Capture:
     """A rank that was in these phases, from and to in ms."""
-    names = {name: number for number, name in enumerate(dict.fromkeys(row[0] for row in rows), 1)}
-    records = [
-        (round(a * MS), round(b * MS), 0, -1, names[name], 7, 0, 0, -1, -1, 0, int(schema.Kind.PHASE), 2, 0, 0)
-        for name, a, b in rows
-    ]
-    return Capture(Path("rank00000.0.h.1"), np.array(records, RECORD_DTYPE), {n: s for s, n in names.items()}, {})
+    return capture_of(*((schema.Kind.PHASE, name, start, end, {}) for name, start, end in rows))
 
 
 def steps_of(rows: pd.DataFrame) -> list[tuple[float, float]]:
@@ -45,7 +40,7 @@ def steps_of(rows: pd.DataFrame) -> list[tuple[float, float]]:
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     (original,) = Job(ranks=1, steps=3).captures().values()
     read = read_capture(write_capture(original, tmp_path))
-    assert np.array_equal(read.records, original.records)
+    assert read.records.tobytes() == original.records.tobytes()
     assert (read.names, read.damaged, read.problems) == (original.names, 0, [])
 
 

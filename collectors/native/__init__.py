@@ -46,14 +46,18 @@ class NativeRecorder(BackwardDepth):
         self.leave_blocking = module.leave_blocking
         self.group = module.group
         self.number = module.number
+        self.comm = module.comm
         self.span = module.span
+        self.context = module.context
         self.span_end = module.span_end
         self.pass_over = module.pass_over
         self.count_error = module.count_error
+        self.mute = module.mute
         self.disarm_after_fork = module.disarm_after_fork
         self.close = module.close
         self.renew_groups = module.renew_groups
         self.uninstall_collectives = module.uninstall_collectives
+        self.name_module = module.name_module
         self.uninstall_modules = module.uninstall_modules
         self._install_collectives = module.install_collectives
         self._install_modules = module.install_modules
@@ -76,11 +80,12 @@ class NativeRecorder(BackwardDepth):
 
         self._install_collectives(dict(names), Work)
 
-    def install_modules(self) -> None:
-        """Record the outermost call of a module in each thread."""
+    def install_modules(self, name_all: Callable[[Any], None] | None) -> None:
+        """Record the outermost call of a module in each thread; with `name_all`, which is called with an outermost
+        module that is unknown, every call of one that `name_module` named."""
         import torch
 
-        self._install_modules(torch.nn.Module.__call__, torch.Tensor)
+        self._install_modules(torch.nn.Module.__call__, torch.Tensor, name_all)
 
 
 def load(explain: Callable[[str], None] = lambda reason: None) -> Native | None:

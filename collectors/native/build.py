@@ -23,9 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dsprof import schema
-
-from ..record import MAX_NAMES
+from . import layout
 
 MODULE: Final = "dsprof_native"
 SOURCES: Final = tuple(
@@ -63,7 +61,7 @@ class BuildTarget:
     def key(self) -> str:
         """Names the cached file: whatever would make another one unfit to load is part of it."""
         digest = hashlib.sha256()
-        facts = (self.torch_version, self.torch_git, self.soabi, platform.machine(), str(schema.FORMAT_VERSION))
+        facts = (self.torch_version, self.torch_git, self.soabi, platform.machine(), layout.header())
         digest.update("\0".join((*facts, *_definitions(self))).encode())
         for source in SOURCES:
             digest.update(source.read_bytes())
@@ -141,6 +139,7 @@ def _build(
     progress(f"building the native helper for torch {target.torch_version} (about 20 s, once)")
     temporary = folder / f".{os.getpid()}" / f"{MODULE}.so"  # the module's name is its file's
     temporary.parent.mkdir(exist_ok=True)
+    (temporary.parent / "layout.hpp").write_text(layout.header())
     try:
         error = _run(_command(target, compiler, temporary), log) or _run(
             [str(python), "-c", f"import sys, torch; sys.path.insert(0, {str(temporary.parent)!r}); import {MODULE}"],
@@ -162,6 +161,7 @@ def _command(target: BuildTarget, compiler: list[str], output: Path) -> list[str
     return [
         *compiler,
         *("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
+        f"-I{output.parent}",  # layout.hpp
         *(f"-isystem{folder}" for folder in includes),
         *(f"-D{definition}" for definition in _definitions(target)),
         str(SOURCES[0]),
@@ -170,19 +170,9 @@ def _command(target: BuildTarget, compiler: list[str], output: Path) -> list[str
 
 
 def _definitions(target: BuildTarget) -> list[str]:
-    """The record's layout, from the one place that defines it."""
     return [
         "USE_DISTRIBUTED",
         "_GLIBCXX_USE_CXX11_ABI=1",  # as every torch since 2.7
-        f"DSPROF_FORMAT_VERSION={schema.FORMAT_VERSION}",
-        f"DSPROF_RECORD_BYTES={schema.RECORD_BYTES}",
-        f"DSPROF_CHUNK_RECORDS={schema.CHUNK_RECORDS}",
-        f"DSPROF_CHUNK_HEADER_BYTES={schema.CHUNK_HEADER_BYTES}",
-        f'DSPROF_CHUNK_MAGIC="{schema.CHUNK_MAGIC.decode()}"',
-        f"DSPROF_NO_SEQ={schema.NO_SEQ}u",
-        f'DSPROF_BACKWARD_DONE="{schema.BACKWARD_DONE}"',
-        f"DSPROF_DTYPES={len(schema.DTYPES)}",
-        f"DSPROF_MAX_NAMES={MAX_NAMES}",
         f'DSPROF_TORCH_VERSION="{target.torch_version}"',
         f'DSPROF_TORCH_GIT="{target.torch_git}"',
     ]

@@ -5,6 +5,7 @@
 
 #include <deque>
 #include <map>
+#include <stdexcept>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -24,7 +25,7 @@
 namespace dsprof {
 
 struct Group {
-  uint32_t id = 0;
+  uint16_t id = 0;
   std::atomic<int8_t> gloo{-1};  // whether its CPU backend reports its own beginnings and ends; -1: nobody asked yet
   std::atomic<uint32_t> next{0};
 };
@@ -80,7 +81,7 @@ class Groups {
   std::deque<Group> all_;  // never shrinks: a call under way may be using any of them
   std::string suffix_;
   int generation_ = 1;
-  std::map<std::tuple<uint32_t, int64_t, int64_t, bool>, uint32_t> p2p_;
+  std::map<std::tuple<uint16_t, int64_t, int64_t, bool>, uint32_t> p2p_;
 };
 
 inline Groups& groups() {
@@ -115,9 +116,9 @@ inline std::unique_ptr<at::ObserverContext> scope_begin(const at::RecordFunction
   if (strncmp(scope.name(), "gloo:", 5) != 0) return nullptr;
   auto* issued = static_cast<Issued*>(c10::ThreadLocalDebugInfo::get(debug_slot<c10::DebugInfoKind>()));
   if (!issued || !active.load(std::memory_order_acquire)) return nullptr;
-  if (issued->record->thread != thread_id() && !issued->measured.exchange(true)) {
-    issued->record->start_ns = now_ns();
-    issued->record->flags |= kStartMeasured;
+  if (issued->record->head.thread != thread_id() && !issued->measured.exchange(true)) {
+    issued->record->head.start_ns = now_ns();
+    issued->record->head.flags |= kStartMeasured;
   }
   auto context = std::make_unique<Scope>();
   context->issued = issued->shared_from_this();
@@ -147,7 +148,7 @@ struct Payload {
         device = tensor.device();
         cpu = device.is_cpu();
         const int type = static_cast<int>(tensor.scalar_type()) + 1;
-        dtype = type < DSPROF_DTYPES ? static_cast<uint8_t>(type) : 0;
+        dtype = type < kDtypes ? static_cast<uint8_t>(type) : 0;
       }
       return tensor.layout() == at::kStrided ? static_cast<int64_t>(tensor.nbytes()) : 0;
     }
@@ -193,7 +194,7 @@ inline void watch_backward(const Payload& payload) try {
     try {
       const int64_t now = now_ns();
       if (Recorder* recorder = active.load(std::memory_order_acquire))
-        put(kMark, recorder->intern(DSPROF_BACKWARD_DONE), now, now, 0, -1);
+        put(kMark, recorder->intern(kBackwardDone), now, now, kNoValue, -1);
     } catch (...) {
       errors++;
     }
@@ -268,20 +269,20 @@ class CollectiveKernel final : public c10::OperatorKernel {
     const int64_t peer = peer_ < 0 ? -1 : arguments[peer_].toInt();
     const int64_t tag = tag_ < 0 ? -1 : arguments[tag_].toInt();
     const uint32_t seq = tag_ < 0 ? group->next++ : groups().next_p2p(*group, peer, tag, send_);
+    if (peer > INT16_MAX) throw std::out_of_range("a record has no room for this rank");
     Record* r = recorder->claim();
     if (!r) return nullptr;
     if (recorder->generation != generation_) {
       id_ = recorder->intern(name_);
       generation_ = recorder->generation;
     }
-    const int64_t now = now_ns();
-    fill(r, kComm, id_, now, 0, now, barrier_ ? 0 : payload.bytes);  // a barrier's tensor is a dummy
-    r->group = group->id;
-    r->seq = seq;
-    r->peer = static_cast<int32_t>(peer);
-    r->tag = static_cast<int32_t>(tag);
-    r->dtype = barrier_ ? 0 : payload.dtype;
-    r->flags = static_cast<uint8_t>((tag_ < 0 ? 0 : kP2P) | (async_ >= 0 && arguments[async_].toBool() ? kAsync : 0));
+    const int64_t now = now_ns(), bytes = barrier_ ? 0 : payload.bytes;  // a barrier's tensor is a dummy
+    const uint8_t dtype = barrier_ ? 0 : payload.dtype;
+    const auto other = static_cast<int16_t>(peer);
+    const bool p2p = tag_ >= 0;
+    const Target target{id_, group->id, seq, p2p ? other : int16_t{-1}, p2p ? static_cast<int32_t>(tag) : -1, p2p};
+    fill_comm(r, kComm, target, now, 0, now, bytes, dtype, context, other);
+    if (async_ >= 0 && arguments[async_].toBool()) r->head.flags = kAsync;
     publish(r, kBegun);
     note_issued(*recorder, *r, now);
     int room = kMostTensors;
@@ -293,7 +294,8 @@ class CollectiveKernel final : public c10::OperatorKernel {
   }
 
   static void set_host_time(Record* r) {
-    r->host_ns = static_cast<uint32_t>(std::min<int64_t>(now_ns() - r->aux, UINT32_MAX));
+    if (r->head.family != kCollectiveFamily) return;
+    r->collective.host_ns = static_cast<uint32_t>(std::min<int64_t>(now_ns() - r->collective.issue_ns, UINT32_MAX));
   }
 
   // Of a work that nothing else has to be done about, its target; returns the work, null where there is none.
@@ -327,9 +329,9 @@ class CollectiveKernel final : public c10::OperatorKernel {
           [issued](c10::ivalue::Future& done) {
             issued->ends_with_scope = false;
             if (done.hasError()) {
-              issued->record->end_ns = 0;
+              issued->record->head.end_ns = 0;
               publish(issued->record, kBegun);
-            } else if (!issued->record->end_ns) {
+            } else if (!issued->record->head.end_ns) {
               complete(issued->record, now_ns());
             }
           },
@@ -344,7 +346,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
   int group_ = -1, async_ = -1, tag_ = -1, peer_ = -1;
   bool send_ = false, barrier_ = false;
   std::atomic<uint64_t> generation_{0};
-  std::atomic<uint32_t> id_{0};
+  std::atomic<uint16_t> id_{0};
 };
 
 // Functional collectives are waited for by an operator.

@@ -31,8 +31,8 @@ int64_t integer(PyObject* const* args, Py_ssize_t count, Py_ssize_t i, int64_t a
   return i < count ? PyLong_AsLongLong(args[i]) : absent;
 }
 
-int64_t value_bits(PyObject* const* args, Py_ssize_t count, Py_ssize_t i) {
-  return i < count && args[i] != Py_None ? bits(PyFloat_AsDouble(args[i])) : 0;
+double value_of(PyObject* const* args, Py_ssize_t count, Py_ssize_t i) {
+  return i < count && args[i] != Py_None ? PyFloat_AsDouble(args[i]) : kNoValue;
 }
 
 PyObject* handle_of(const Recorder& recorder, uint64_t index) {
@@ -107,25 +107,27 @@ bool misread() {
 // begin(kind, name, bytes=-1, value=None) -> handle
 PyObject* py_begin(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const int64_t kind = integer(args, count, 0, 0), name = integer(args, count, 1, 0);
-  const int64_t bytes = integer(args, count, 2, -1), value = value_bits(args, count, 3);
+  const int64_t bytes = integer(args, count, 2, -1);
+  const double value = value_of(args, count, 3);
   if (misread() || (kind == kWait && passed_over == kCallsAndWaits)) return PyLong_FromLong(0);
   Recorder* recorder = active.load(std::memory_order_acquire);
   uint64_t index = 0;
   Record* r = recorder ? recorder->claim(&index) : nullptr;
   if (!r) return PyLong_FromLong(0);
-  fill(r, static_cast<uint8_t>(kind), static_cast<uint32_t>(name), now_ns(), 0, value, bytes);
+  fill(r, static_cast<uint8_t>(kind), static_cast<uint16_t>(name), now_ns(), 0, value, bytes);
   publish(r, kBegun);
   return handle_of(*recorder, index);
 }
 
 // end(handle, value=None, bytes=-1): value and bytes are set where given
 PyObject* py_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  const int64_t now = now_ns(), handle = integer(args, count, 0, 0), value = value_bits(args, count, 1);
+  const int64_t now = now_ns(), handle = integer(args, count, 0, 0);
+  const double value = value_of(args, count, 1);
   const int64_t bytes = integer(args, count, 2, -1);
   if (misread()) Py_RETURN_NONE;
   if (Record* r = record_of(handle)) {
-    if (count > 1 && args[1] != Py_None) r->aux = value;
-    if (bytes != -1) r->bytes = bytes;
+    if (count > 1 && args[1] != Py_None) r->span.value = value;
+    if (bytes != -1) r->span.bytes = bytes;
     complete(r, now);
   }
   Py_RETURN_NONE;
@@ -135,18 +137,20 @@ PyObject* py_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* py_put(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const int64_t kind = integer(args, count, 0, 0), name = integer(args, count, 1, 0);
   const int64_t start = integer(args, count, 2, 0), end = integer(args, count, 3, 0);
-  const int64_t value = value_bits(args, count, 4), bytes = integer(args, count, 5, -1);
+  const double value = value_of(args, count, 4);
+  const int64_t bytes = integer(args, count, 5, -1);
   if (misread()) Py_RETURN_NONE;
-  put(kind, name, start, end, value, bytes);
+  put(static_cast<uint8_t>(kind), static_cast<uint16_t>(name), start, end, value, bytes);
   Py_RETURN_NONE;
 }
 
 // mark(kind, name, value=None, bytes=-1): an instant, now
 PyObject* py_mark(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const int64_t kind = integer(args, count, 0, 0), name = integer(args, count, 1, 0);
-  const int64_t value = value_bits(args, count, 2), bytes = integer(args, count, 3, -1), now = now_ns();
+  const double value = value_of(args, count, 2);
+  const int64_t bytes = integer(args, count, 3, -1), now = now_ns();
   if (misread()) Py_RETURN_NONE;
-  put(kind, name, now, now, value, bytes);
+  put(static_cast<uint8_t>(kind), static_cast<uint16_t>(name), now, now, value, bytes);
   Py_RETURN_NONE;
 }
 
@@ -183,10 +187,10 @@ Target target_named(PyObject* object) {
     const c10d::Work* work = work_of(object);
     return work ? target_of_work(*work) : Target();
   }
-  unsigned int name, group, seq, flags;
-  int peer, tag;
-  if (!PyArg_ParseTuple(object, "IIIiiI", &name, &group, &seq, &peer, &tag, &flags)) return {};
-  return {name, group, seq, peer, tag, static_cast<uint8_t>(flags)};
+  unsigned int name, group, seq;
+  int peer, tag, p2p;
+  if (!PyArg_ParseTuple(object, "IIIiip", &name, &group, &seq, &peer, &tag, &p2p)) return {};
+  return {static_cast<uint16_t>(name), static_cast<uint16_t>(group), seq, static_cast<int16_t>(peer), tag, p2p != 0};
 }
 
 // begin_wait(name, work or its target) -> handle
@@ -198,16 +202,16 @@ PyObject* py_begin_wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
   uint64_t index = 0;
   Record* r = recorder ? recorder->claim(&index) : nullptr;
   if (!r) return PyLong_FromLong(0);
-  begin_wait(r, now, target, static_cast<uint32_t>(name));
+  begin_wait(r, now, target, static_cast<uint16_t>(name));
   return handle_of(*recorder, index);
 }
 
-// target(work; None: what this thread issued last) -> (name, group, seq, peer, tag, flags) or None
+// target(work; None: what this thread issued last) -> (name, group, seq, peer, tag, p2p) or None
 PyObject* py_target(PyObject*, PyObject* object) {
   const Target target = object == Py_None ? this_thread.issued : target_named(object);
   if (!target.name) Py_RETURN_NONE;
-  return Py_BuildValue("IIIiiI", target.name, target.group, target.seq, target.peer, target.tag,
-                       static_cast<unsigned int>(target.flags));
+  return Py_BuildValue("IIIiiN", target.name, target.group, target.seq, target.peer, target.tag,
+                       PyBool_FromLong(target.p2p));
 }
 
 PyObject* py_stands_for_issued(PyObject*, PyObject* object) {
@@ -225,31 +229,57 @@ PyObject* py_leave_blocking(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// span(kind, name, start_ns, end_ns, issue_ns, value, bytes, group, seq, dtype, flags, place, module, purpose) -> handle
-PyObject* py_span(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (count != 14) {
-    PyErr_SetString(PyExc_TypeError, "span takes 14 arguments");
-    return nullptr;
+// Reads `count` integers, passing over the one at `skipped`; false: one was wrong, or there are more or fewer.
+template <size_t N>
+bool integers(PyObject* const* args, Py_ssize_t count, std::array<int64_t, N>& numbers, size_t skipped = N) {
+  if (count != static_cast<Py_ssize_t>(N)) {
+    errors++;
+    return false;
   }
-  int64_t number[14];
-  for (Py_ssize_t i = 0; i < count; i++) number[i] = i == 5 ? 0 : PyLong_AsLongLong(args[i]);
-  const int64_t value = value_bits(args, count, 5);
-  if (misread()) return PyLong_FromLong(0);
-  const auto [kind, name, start, end, issue, unused, bytes, group, seq, dtype, flags, place, module, purpose] = number;
+  for (size_t i = 0; i < N; i++) numbers[i] = i == skipped ? 0 : PyLong_AsLongLong(args[i]);
+  return !misread();
+}
+
+Context context_of(int64_t stage, int64_t microbatch, int64_t module, int64_t purpose) {
+  return {static_cast<int16_t>(stage), static_cast<int16_t>(microbatch), static_cast<uint16_t>(module),
+          static_cast<uint16_t>(purpose)};
+}
+
+// comm(kind, name, start_ns, end_ns, issue_ns, bytes, group, seq, peer, dtype, flags, stage, microbatch, module,
+// purpose) -> handle
+PyObject* py_comm(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  std::array<int64_t, 15> numbers;
+  if (!integers(args, count, numbers)) return PyLong_FromLong(0);
+  const auto [kind, name, start, end, issue, bytes, group, seq, peer, dtype, flags, stage, microbatch, module,
+              purpose] = numbers;
   Recorder* recorder = active.load(std::memory_order_acquire);
   uint64_t index = 0;
   Record* r = recorder ? recorder->claim(&index) : nullptr;
   if (!r) return PyLong_FromLong(0);
-  const int64_t aux = kind == kComm ? issue : value;
-  fill(r, static_cast<uint8_t>(kind), static_cast<uint32_t>(name), start, end, aux, bytes);
-  r->group = static_cast<uint32_t>(group);
-  r->seq = static_cast<uint32_t>(seq);
-  r->peer = static_cast<int32_t>(place);
-  r->tag = static_cast<int32_t>(module);
-  r->host_ns = static_cast<uint32_t>(purpose);
-  r->dtype = static_cast<uint8_t>(dtype);
-  r->flags = static_cast<uint8_t>(flags);
-  if (kind == kComm) this_thread.told = target_of_told(*r);
+  const Target target{static_cast<uint16_t>(name), static_cast<uint16_t>(group), static_cast<uint32_t>(seq),
+                      static_cast<int16_t>(peer), -1, peer != -1};
+  fill_comm(r, static_cast<uint8_t>(kind), target, start, end, issue, bytes, static_cast<uint8_t>(dtype),
+            context_of(stage, microbatch, module, purpose));
+  r->head.flags = static_cast<uint8_t>(flags);
+  if (kind == kComm) this_thread.told = target;
+  publish(r, end ? kDone : kBegun);
+  return handle_of(*recorder, index);
+}
+
+// span(kind, name, start_ns, end_ns, issue_ns, value, bytes, flags, lane, stage, microbatch, module, purpose) -> handle
+PyObject* py_span(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  std::array<int64_t, 13> numbers;
+  if (!integers(args, count, numbers, 5)) return PyLong_FromLong(0);
+  const double number = value_of(args, count, 5);
+  if (misread()) return PyLong_FromLong(0);
+  const auto [kind, name, start, end, issue, value, bytes, flags, lane, stage, microbatch, module, purpose] = numbers;
+  Recorder* recorder = active.load(std::memory_order_acquire);
+  uint64_t index = 0;
+  Record* r = recorder ? recorder->claim(&index) : nullptr;
+  if (!r) return PyLong_FromLong(0);
+  const Place place{static_cast<uint16_t>(lane), context_of(stage, microbatch, module, purpose)};
+  fill(r, static_cast<uint8_t>(kind), static_cast<uint16_t>(name), start, end, number, bytes, issue, place);
+  r->head.flags = static_cast<uint8_t>(flags);
   publish(r, end ? kDone : kBegun);
   return handle_of(*recorder, index);
 }
@@ -260,17 +290,32 @@ PyObject* py_span_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const int64_t end = integer(args, count, 2, 0), seq = integer(args, count, 3, -1);
   if (misread()) Py_RETURN_NONE;
   if (Record* r = record_of(handle)) {
-    r->start_ns = start;
-    if (seq != -1) r->seq = static_cast<uint32_t>(seq);
+    r->head.start_ns = start;
+    if (seq != -1) (r->head.family == kP2pFamily ? r->p2p.seq : r->collective.seq) = static_cast<uint32_t>(seq);
     complete(r, end);
   }
   Py_RETURN_NONE;
+}
+
+// context(stage, microbatch, module, purpose) -> what it was until now
+PyObject* py_context(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  const Context before = context;
+  std::array<int64_t, 4> numbers;
+  if (integers(args, count, numbers)) context = context_of(numbers[0], numbers[1], numbers[2], numbers[3]);
+  return Py_BuildValue("iiii", before.stage, before.microbatch, before.module, before.purpose);
 }
 
 PyObject* py_pass_over(PyObject*, PyObject* what) {
   const long value = PyLong_AsLong(what);
   if (!misread()) passed_over = static_cast<uint8_t>(value);
   this_thread.told = Target();
+  Py_RETURN_NONE;
+}
+
+PyObject* py_mute(PyObject*, PyObject* muted) {
+  const int value = PyObject_IsTrue(muted);
+  if (Recorder* recorder = active.load()) recorder->muted = value == 1;
+  misread();
   Py_RETURN_NONE;
 }
 
@@ -317,11 +362,23 @@ PyObject* py_uninstall_collectives(PyObject*, PyObject*) {
   });
 }
 
-// install_modules(torch.nn.Module.__call__, torch.Tensor)
+// install_modules(torch.nn.Module.__call__, torch.Tensor, what names an unknown module or None)
 PyObject* py_install_modules(PyObject*, PyObject* args) {
-  PyObject *function, *tensor;
-  if (!PyArg_ParseTuple(args, "O!O!", &PyFunction_Type, &function, &PyType_Type, &tensor)) return nullptr;
-  install_modules(function, tensor);
+  PyObject *function, *tensor, *namer;
+  if (!PyArg_ParseTuple(args, "O!O!O", &PyFunction_Type, &function, &PyType_Type, &tensor, &namer)) return nullptr;
+  install_modules(function, tensor, namer == Py_None ? nullptr : namer);
+  Py_RETURN_NONE;
+}
+
+// name_module(id(module), name's id; 0: forget it)
+PyObject* py_name_module(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  const int64_t address = integer(args, count, 0, 0), name = integer(args, count, 1, 0);
+  if (misread()) Py_RETURN_NONE;
+  const auto* module = reinterpret_cast<const void*>(address);
+  if (name)
+    module_names()[module] = static_cast<uint16_t>(name);
+  else
+    module_names().erase(module);
   Py_RETURN_NONE;
 }
 
@@ -347,15 +404,19 @@ PyMethodDef methods[] = {
     {"leave_blocking", py_leave_blocking, METH_NOARGS, "It left the innermost of them"},
     {"group", py_group, METH_O, "group(name) -> id of the process group that has this name now"},
     {"number", py_number, METH_O, "number(group name) -> the number of its next collective, which this takes"},
-    {"span", FAST(py_span), "What the engine tells; see record.py -> handle; 0: not recorded"},
+    {"comm", FAST(py_comm), "A communication that c10d does not show; see record.py -> handle; 0: not recorded"},
+    {"span", FAST(py_span), "Anything else with its place; see record.py -> handle; 0: not recorded"},
+    {"context", FAST(py_context), "context(stage, microbatch, module, purpose) -> what it was until now"},
     {"span_end", FAST(py_span_end), "span_end(handle, start_ns, end_ns, seq)"},
     {"pass_over", py_pass_over, METH_O, "pass_over(0 nothing, 1 calls of c10d, 2 and waits), on this thread"},
+    {"mute", py_mute, METH_O, "mute(whether nothing is to be written)"},
     {"counters", py_counters, METH_NOARGS, "() -> (records, dropped, errors)"},
     {"install_collectives", py_install_collectives, METH_VARARGS, "install_collectives({operator: name}, Work)"},
     {"renew_groups", py_renew_groups, METH_NOARGS, "The default group was destroyed: group names begin anew"},
     {"count_error", py_count_error, METH_NOARGS, "Count an error caught by a hook in Python"},
     {"uninstall_collectives", py_uninstall_collectives, METH_NOARGS, ""},
-    {"install_modules", py_install_modules, METH_VARARGS, "install_modules(Module.__call__, Tensor)"},
+    {"install_modules", py_install_modules, METH_VARARGS, "install_modules(Module.__call__, Tensor, namer or None)"},
+    {"name_module", FAST(py_name_module), "name_module(id(module), name's id; 0: forget it)"},
     {"uninstall_modules", py_uninstall_modules, METH_NOARGS, ""},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -370,8 +431,8 @@ PyMODINIT_FUNC PyInit_dsprof_native() {
   if (module) {
     PyModule_AddStringConstant(module, "TORCH_VERSION", DSPROF_TORCH_VERSION);
     PyModule_AddStringConstant(module, "TORCH_GIT", DSPROF_TORCH_GIT);
-    PyModule_AddIntConstant(module, "FORMAT_VERSION", DSPROF_FORMAT_VERSION);
-    PyModule_AddIntConstant(module, "RECORD_BYTES", DSPROF_RECORD_BYTES);
+    PyModule_AddIntConstant(module, "FORMAT_VERSION", dsprof::kFormatVersion);
+    PyModule_AddIntConstant(module, "RECORD_BYTES", dsprof::kRecordBytes);
   }
   return module;
 }

@@ -1,5 +1,5 @@
-// Forward: a call hook on torch.nn.Module.__call__ that times the outermost module call of each thread.
-// Its twin in Python is collectors/modules.py.
+// Forward: a call hook on torch.nn.Module.__call__ that times the outermost module call of each thread, and at level
+// full every module that has a name. Its twin in Python is collectors/modules.py.
 
 #pragma once
 
@@ -12,8 +12,6 @@
 
 namespace dsprof {
 
-constexpr uint8_t kGradientsOn = 16;  // schema.Flag.GRAD
-
 // The hook replaces the vectorcall pointer of the function object nn.Module.__call__, not the function:
 // Dynamo, torch.fx, torch.jit, pickle and subclasses all go on seeing torch's own. Python 3.11 does not look at the
 // pointer for `super().__call__(x)`: a class with a `__call__` of its own then shows the calls it makes, not its own.
@@ -21,6 +19,14 @@ inline PyFunctionObject* module_function = nullptr;
 inline vectorcallfunc original_call = nullptr;
 inline PyObject* tensor_type = nullptr;
 inline thread_local bool inside_module = false;
+
+// At level full: the names of modules by address, which Python takes out when a module dies, and what gives names to an
+// unknown module and all that it has. Both are used with the GIL held.
+inline PyObject* module_namer = nullptr;
+inline std::unordered_map<const void*, uint16_t>& module_names() {
+  static auto* instance = new std::unordered_map<const void*, uint16_t>;
+  return *instance;
+}
 
 // Adds a tensor's elements and bytes; false: a fake one, so this is a compiler tracing and not a forward.
 inline bool count_tensor(PyObject* object, int64_t& elements, int64_t& bytes) {
@@ -57,32 +63,61 @@ inline bool count_input(PyObject* object, int64_t& elements, int64_t& bytes) {
   return count_tensor(object, elements, bytes);
 }
 
-// The double's bits; those of 0.0, which mean "no value", become those of -0.0.
-inline int64_t bits(double value) {
-  if (value == 0) value = -0.0;
-  int64_t out;
-  memcpy(&out, &value, sizeof out);
-  return out;
+// The name of a module, 0: it has none. An outermost module that is unknown is named with all that it has.
+inline uint16_t name_of_module(PyObject* module, bool outermost) {
+  const auto found = module_names().find(module);
+  if (found != module_names().end()) return found->second;
+  if (!outermost) return 0;
+  PyObject* done = PyObject_CallOneArg(module_namer, module);
+  if (!done) {
+    PyErr_Clear();
+    errors++;
+    module_names()[module] = 0;  // so that it is not tried again
+  }
+  Py_XDECREF(done);
+  const auto named = module_names().find(module);
+  return named == module_names().end() ? 0 : named->second;
+}
+
+// Records that a module's call begins; null where level full is off, or it has no name.
+inline Record* begin_module(Recorder& recorder, PyObject* module, bool outermost) {
+  if (!module_namer) return nullptr;
+  const uint16_t name = name_of_module(module, outermost);
+  Record* r = name ? recorder.claim() : nullptr;
+  if (!r) return nullptr;
+  fill(r, kModule, name, now_ns(), 0, kNoValue, -1);
+  publish(r, kBegun);
+  return r;
 }
 
 inline PyObject* module_call(PyObject* function, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   Recorder* recorder = active.load(std::memory_order_acquire);
-  // A module called by the backward pass is a recomputation, not a forward.
-  if (!recorder || inside_module || torch::autograd::get_current_graph_task_id() != -1)
+  if (!recorder || (inside_module && !module_namer) || !PyVectorcall_NARGS(nargsf))
     return original_call(function, args, nargsf, keywords);
+  if (inside_module) {
+    Record* module = begin_module(*recorder, args[0], false);
+    PyObject* result = original_call(function, args, nargsf, keywords);
+    if (module) complete(module, now_ns());
+    return result;
+  }
   const Py_ssize_t count = PyVectorcall_NARGS(nargsf) + (keywords ? PyTuple_GET_SIZE(keywords) : 0);
   int64_t elements = 0, bytes = 0;
   bool real = true;
   for (Py_ssize_t i = 1; i < count && real; i++) real = count_input(args[i], elements, bytes);
+  // What the backward pass calls is a recomputation, not a forward.
+  const bool again = torch::autograd::get_current_graph_task_id() != -1;
   Record* r = real ? recorder->claim() : nullptr;
   if (r) {
-    fill(r, kPhase, recorder->intern("forward"), now_ns(), 0, bits(static_cast<double>(elements)), bytes);
-    if (c10::GradMode::is_enabled()) r->flags = kGradientsOn;
+    const uint16_t name = recorder->intern(again ? "recompute" : "forward");
+    fill(r, kPhase, name, now_ns(), 0, static_cast<double>(elements), bytes);
+    if (c10::GradMode::is_enabled()) r->head.flags = kGrad;
     publish(r, kBegun);
   }
+  Record* module = real ? begin_module(*recorder, args[0], true) : nullptr;
   inside_module = true;
   PyObject* result = original_call(function, args, nargsf, keywords);
   inside_module = false;
+  if (module) complete(module, now_ns());
   if (r) complete(r, now_ns());
   return result;
 }
@@ -92,10 +127,14 @@ inline void uninstall_modules() {
   module_function->vectorcall = original_call;
   Py_CLEAR(module_function);
   Py_CLEAR(tensor_type);
+  Py_CLEAR(module_namer);
+  module_names().clear();
 }
 
-inline void install_modules(PyObject* function, PyObject* tensor) {
+// `namer` null: only outermost calls.
+inline void install_modules(PyObject* function, PyObject* tensor, PyObject* namer) {
   uninstall_modules();
+  module_namer = Py_XNewRef(namer);
   module_function = reinterpret_cast<PyFunctionObject*>(Py_NewRef(function));
   tensor_type = Py_NewRef(tensor);
   original_call = module_function->vectorcall;

@@ -1,4 +1,4 @@
-// The native recorder: writes the 64-byte records of dsprof/schema.py into shared file mappings.
+// The native recorder: writes the records of dsprof/schema.py (`layout.hpp`, made from it) into shared file mappings.
 // Its twin in Python, and what both promise, is collectors/record.py.
 
 #pragma once
@@ -11,32 +11,20 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <string_view>
 #include <unordered_map>
 
+#include "layout.hpp"
+
 namespace dsprof {
-
-enum Kind : uint8_t { kPhase = 2, kComm = 4, kWait = 5, kMark = 13 };
-enum State : uint8_t { kEmpty = 0, kBegun = 1, kDone = 2 };
-enum Flag : uint8_t { kStartMeasured = 1, kAsync = 2, kP2P = 4 };
-constexpr uint32_t kNoSeq = DSPROF_NO_SEQ;  // of a wait that does not know what it waits for
-
-struct Record {  // schema.RECORD_FIELDS
-  int64_t start_ns, end_ns, aux, bytes;
-  uint32_t name, thread, group, seq;
-  int32_t peer, tag;
-  uint32_t host_ns;
-  uint8_t kind;
-  std::atomic<uint8_t> state;  // stored last, so that a reader never sees half a record
-  uint8_t dtype, flags;
-};
-static_assert(sizeof(Record) == DSPROF_RECORD_BYTES);
 
 inline int64_t now_ns() {
   timespec t;
@@ -64,8 +52,11 @@ class Recorder {
         max_chunks_(limit_bytes / kChunkBytes),
         chunks_(new std::atomic<Record*>[max_chunks_ + 1]()) {}
 
-  // Claims the next record; null when the capture is full. `index` counts from 0.
+  std::atomic<bool> muted{false};  // nothing is to be written for now
+
+  // Claims the next record; null when the capture is full, or muted. `index` counts from 0.
   Record* claim(uint64_t* index = nullptr) {
+    if (muted.load(std::memory_order_relaxed)) return nullptr;
     if (!full_.load(std::memory_order_relaxed)) {
       const uint64_t i = next_.fetch_add(1, std::memory_order_relaxed);
       if (Record* chunk = chunk_of(i)) {
@@ -84,15 +75,15 @@ class Recorder {
   }
 
   // The id of a name; its line is in names.txt before this returns.
-  uint32_t intern(std::string_view name) {
+  uint16_t intern(std::string_view name) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = ids_.find(std::string(name));
     if (found != ids_.end()) return found->second;
-    if (ids_.size() >= kMaxNames) {
+    if (ids_.size() >= kMaxNames - 1) {
       name = "(too many names)";
       if ((found = ids_.find(std::string(name))) != ids_.end()) return found->second;
     }
-    const uint32_t id = static_cast<uint32_t>(ids_.size() + 1);
+    const uint16_t id = static_cast<uint16_t>(ids_.size() + 1);
     std::string line = std::to_string(id) + '\t';
     for (char c : name) {
       if (c == '\\') line += "\\\\";
@@ -121,10 +112,7 @@ class Recorder {
   const uint64_t generation;
 
  private:
-  static constexpr uint64_t kChunkRecords = DSPROF_CHUNK_RECORDS;
-  static constexpr uint64_t kHeaderBytes = DSPROF_CHUNK_HEADER_BYTES;
-  static constexpr uint64_t kChunkBytes = kHeaderBytes + kChunkRecords * sizeof(Record);
-  static constexpr size_t kMaxNames = DSPROF_MAX_NAMES;
+  static constexpr uint64_t kChunkBytes = kChunkHeaderBytes + kChunkRecords * sizeof(Record);
 
   Record* chunk_of(uint64_t index) {
     const uint64_t c = index / kChunkRecords;
@@ -141,13 +129,13 @@ class Recorder {
       return nullptr;
     }
     // schema.CHUNK_HEADER; the magic comes last, so that a header is whole or absent
-    const uint32_t header[] = {DSPROF_FORMAT_VERSION, DSPROF_RECORD_BYTES, kChunkRecords, static_cast<uint32_t>(c)};
+    const uint32_t header[] = {kFormatVersion, kRecordBytes, kChunkRecords, static_cast<uint32_t>(c)};
     const uint64_t pid = static_cast<uint64_t>(getpid());
     memcpy(base + 8, header, sizeof header);
     memcpy(base + 8 + sizeof header, &pid, sizeof pid);
     std::atomic_thread_fence(std::memory_order_release);
-    memcpy(base, DSPROF_CHUNK_MAGIC, 8);
-    Record* chunk = reinterpret_cast<Record*>(base + kHeaderBytes);
+    memcpy(base, kChunkMagic, 8);
+    Record* chunk = reinterpret_cast<Record*>(base + kChunkHeaderBytes);
     chunks_[c].store(chunk, std::memory_order_release);
     mapped_++;
     if (c >= 2) release(c - 2);
@@ -173,7 +161,7 @@ class Recorder {
   // Takes a chunk out of this process's resident memory; a late write brings its page back.
   void release(uint64_t c) {
     Record* chunk = chunks_[c].load();
-    if (chunk) madvise(reinterpret_cast<char*>(chunk) - kHeaderBytes, kChunkBytes, MADV_DONTNEED);
+    if (chunk) madvise(reinterpret_cast<char*>(chunk) - kChunkHeaderBytes, kChunkBytes, MADV_DONTNEED);
   }
 
   const int folder_, names_;
@@ -182,37 +170,84 @@ class Recorder {
   std::atomic<uint64_t> next_{0}, mapped_{0}, dropped_{0};
   std::atomic<bool> full_{false};
   std::mutex mutex_;
-  std::unordered_map<std::string, uint32_t> ids_;
+  std::unordered_map<std::string, uint16_t> ids_;
 };
 
 // The open recorder; null: off. A closed one is never freed (a few KiB), as late completions point into it.
 inline std::atomic<Recorder*> active{nullptr};
-inline void fill(Record* r, uint8_t kind, uint32_t name, int64_t start, int64_t end, int64_t aux, int64_t bytes) {
-  r->start_ns = start;
-  r->end_ns = end;
-  r->aux = aux;
-  r->bytes = bytes;
-  r->name = name;
-  r->thread = thread_id();
-  r->seq = kind == kWait ? kNoSeq : 0;
-  r->peer = r->tag = -1;
-  r->kind = kind;
+
+constexpr double kNoValue = std::numeric_limits<double>::quiet_NaN();
+
+inline void fill_head(Record* r, uint8_t family, uint8_t kind, uint16_t name, int64_t start, int64_t end) {
+  r->head.start_ns = start;
+  r->head.end_ns = end;
+  r->head.thread = thread_id();
+  r->head.name = name;
+  r->head.kind = kind;
+  r->head.flags = 0;
+  r->head.family = family;
 }
 
-inline void publish(Record* r, State state) { r->state.store(state, std::memory_order_release); }
+// What this thread calls c10d for (record.py: Context).
+struct Context {
+  int16_t stage = -1, microbatch = -1;
+  uint16_t module = 0, purpose = 0;
+};
+inline thread_local Context context;
+
+// Where something happened: the lane of a record that is no communication, and its place.
+struct Place {
+  uint16_t lane = 0;
+  Context of;
+};
+
+template <class Fields>
+void fill_place(Fields& fields, const Place& place) {
+  fields.lane = place.lane;
+  fields.stage = place.of.stage;
+  fields.microbatch = place.of.microbatch;
+  fields.module = place.of.module;
+  fields.purpose = place.of.purpose;
+}
+
+// A record that is no communication, nor a wait for one: of the family that its kind has.
+inline void fill(Record* r, uint8_t kind, uint16_t name, int64_t start, int64_t end, double value, int64_t bytes,
+                 int64_t issue = 0, const Place& place = {}) {
+  if (kind == kCopy || kind == kKernel || kind == kLaunch) {
+    fill_head(r, kKernelFamily, kind, name, start, end);
+    fill_place(r->kernel, place);
+    r->kernel.issue_ns = issue;
+    r->kernel.bytes = bytes;
+    r->kernel.corr = -1;
+    r->kernel.value = static_cast<float>(value);
+  } else if (kind == kMem || kind == kGauge) {
+    fill_head(r, kSampleFamily, kind, name, start, end);
+    fill_place(r->sample, place);
+    r->sample.value = value;
+    r->sample.bytes = bytes;
+  } else {
+    fill_head(r, kSpanFamily, kind, name, start, end);
+    fill_place(r->span, place);
+    r->span.value = value;
+    r->span.bytes = bytes;
+    r->span.corr = -1;
+  }
+}
+
+inline void publish(Record* r, State state) { r->head.state.store(state, std::memory_order_release); }
 
 // Records what is over.
-inline void put(int64_t kind, int64_t name, int64_t start, int64_t end, int64_t value, int64_t bytes) {
+inline void put(uint8_t kind, uint16_t name, int64_t start, int64_t end, double value, int64_t bytes) {
   Recorder* recorder = active.load(std::memory_order_acquire);
   Record* r = recorder ? recorder->claim() : nullptr;
   if (!r) return;
-  fill(r, static_cast<uint8_t>(kind), static_cast<uint32_t>(name), start, end, value, bytes);
+  fill(r, kind, name, start, end, value, bytes);
   publish(r, kDone);
 }
 
 inline void complete(Record* r, int64_t end) {
   if (!active.load(std::memory_order_acquire)) return;  // closed, or a forked child: not ours to write
-  r->end_ns = end;
+  r->head.end_ns = end;
   publish(r, kDone);
 }
 

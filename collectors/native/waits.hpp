@@ -14,38 +14,58 @@
 namespace dsprof {
 
 struct Target {
-  uint32_t name = 0;  // of the collective, 0: unknown
-  uint32_t group = 0, seq = kNoSeq;
-  int32_t peer = -1, tag = -1;  // of a send or a receive
-  uint8_t flags = 0;            // kP2P or nothing
+  uint16_t name = 0;  // of the communication, 0: unknown
+  uint16_t group = 0;
+  uint32_t seq = kNoSeq;
+  int16_t peer = -1;  // of a send or a receive; so is the tag
+  int32_t tag = -1;
+  bool p2p = false;
 };
 
 inline Target target_of(const Record& comm) {
-  const bool p2p = comm.flags & kP2P;
-  return {comm.name, comm.group, comm.seq, p2p ? comm.peer : -1, p2p ? comm.tag : -1,
-          static_cast<uint8_t>(comm.flags & kP2P)};
+  if (comm.head.family == kP2pFamily)
+    return {comm.head.name, comm.p2p.group, comm.p2p.seq, comm.p2p.peer, comm.p2p.tag, true};
+  return {comm.head.name, comm.collective.group, comm.collective.seq};
 }
 
-// Of a communication of the engine's, whose record has the peer where others have the tag.
-inline Target target_of_told(const Record& comm) {
-  const bool p2p = comm.flags & kP2P;
-  return {comm.name, comm.group, comm.seq, p2p ? comm.tag : -1, -1, static_cast<uint8_t>(comm.flags & kP2P)};
-}
-
-// Has a wait's record say what it waits for, and bear its name.
-inline void waits_for(Record* wait, const Target& target) {
-  wait->name = target.name;
-  wait->group = target.group;
-  wait->seq = target.seq;
-  wait->peer = target.peer;
-  wait->tag = target.tag;
-  wait->flags = target.flags;
+// Fills in a communication, or a wait for one; `peer` is a collective's root.
+inline void fill_comm(Record* r, uint8_t kind, const Target& what, int64_t start, int64_t end, int64_t issue,
+                      int64_t bytes, uint8_t dtype, const Context& of, int16_t root = -1) {
+  if (what.p2p) {
+    fill_head(r, kP2pFamily, kind, what.name, start, end);
+    r->p2p.dtype = dtype;
+    r->p2p.module = of.module;
+    r->p2p.purpose = of.purpose;
+    r->p2p.issue_ns = issue;
+    r->p2p.bytes = bytes;
+    r->p2p.seq = what.seq;
+    r->p2p.group = what.group;
+    r->p2p.peer = what.peer;
+    r->p2p.tag = what.tag;
+    r->p2p.stage = of.stage;
+    r->p2p.microbatch = of.microbatch;
+  } else {
+    fill_head(r, kCollectiveFamily, kind, what.name, start, end);
+    r->collective.dtype = dtype;
+    r->collective.host_ns = 0;
+    r->collective.issue_ns = issue;
+    r->collective.bytes = bytes;
+    r->collective.seq = what.seq;
+    r->collective.group = what.group;
+    r->collective.root = root;
+    r->collective.stage = of.stage;
+    r->collective.microbatch = of.microbatch;
+    r->collective.module = of.module;
+    r->collective.purpose = of.purpose;
+  }
 }
 
 // Writes the record of a wait that begins now; `otherwise` is its name where the target is unknown.
-inline Record* begin_wait(Record* wait, int64_t now, const Target& target, uint32_t otherwise) {
-  fill(wait, kWait, otherwise, now, 0, 0, -1);
-  if (target.name) waits_for(wait, target);
+inline Record* begin_wait(Record* wait, int64_t now, const Target& target, uint16_t otherwise) {
+  if (target.name)
+    fill_comm(wait, kWait, target, now, 0, 0, -1, 0, context);
+  else
+    fill(wait, kWait, otherwise, now, 0, kNoValue, -1, 0, {0, context});
   publish(wait, kBegun);
   return wait;
 }
@@ -167,7 +187,8 @@ inline void note_issued(Recorder& recorder, const Record& comm, int64_t now) {
     if (!this_thread.wait) return;
     begin_wait(this_thread.wait, now, this_thread.issued, 0);
   } else {
-    waits_for(this_thread.wait, this_thread.issued);
+    Record* wait = this_thread.wait;
+    fill_comm(wait, kWait, this_thread.issued, wait->head.start_ns, 0, 0, -1, 0, context);
   }
 }
 

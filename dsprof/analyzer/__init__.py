@@ -17,7 +17,7 @@ From rows to time:
     parts        what the parts of a budget are: own work, waiting
     irregular    ordinary steps, and those that are not
     load         how busy the cores are
-    waits, overhead, layers   what reports and fixes want to know besides
+    waits, overhead, layers, modules   what reports and fixes want to know besides
 
 From time to gains:
     points       what each rank issues and waits for, and its own work in between

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pandas as pd
@@ -13,6 +13,7 @@ from dsprof.trace import Trace
 
 from .finding import Finding
 from .layers import LayerCost
+from .modules import COLUMNS as MODULE_COLUMNS
 from .trust import ReplayCheck
 
 FINDINGS_SCHEMA = 1
@@ -79,6 +80,7 @@ class Analysis:
     trace:       all rows, on the common clock, to be read a rank at a time; `rows` are those of all ranks in one table
                  (dsprof.schema.COLUMNS), read anew each time.
     layer_costs: what each layer of the engine's pipelines takes; empty without one.
+    modules:     what each module takes in forward (`modules.COLUMNS`); empty unless every module was timed.
     findings:    worst first.
     passed:      codes of the rules that ran and found nothing above `info`.
     not_judged:  code -> why a rule could not be judged on this capture.
@@ -109,6 +111,7 @@ class Analysis:
     verdict: Verdict
     capture: CaptureQuality
     layer_costs: tuple[LayerCost, ...] = ()
+    modules: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(MODULE_COLUMNS)))
 
     @property
     def rows(self) -> pd.DataFrame:

@@ -22,9 +22,10 @@ from .kinds import divide_time, run_span
 from .layers import layer_costs
 from .load import Gauges, measure_load
 from .match import Matches, match_collectives
+from .modules import module_times
 from .numbering import mismatches
 from .overhead import estimate_overhead
-from .steps import completed_steps, describe_steps, early_ends, lasting_change, step_time
+from .steps import captured_part, completed_steps, describe_steps, early_ends, lasting_change, step_time
 from .summary import summarize_ranks
 from .text import ms
 from .trust import check
@@ -82,6 +83,7 @@ def analyze(trace: Trace) -> Analysis:
     change = lasting_change(irregular.steps[irregular.ordinary], irregular.durations[irregular.ordinary])
     note = _describe_change(*change) if change else ""
     slowdown = note if change and change[2] > change[1] else ""
+    part = captured_part(steps) if any(summary.is_part for summary in ranks.values()) else ""
     analysis = Analysis(
         run=run,
         ranks_expected=run.world_size or len(ranks),
@@ -99,11 +101,12 @@ def analyze(trace: Trace) -> Analysis:
         waits=waits,
         trace=aligned.trace,
         layer_costs=tuple(layer_costs(concat_rows([summary.staged for summary in ranks.values()]))),
+        modules=module_times(summary.modules for summary in ranks.values()),
         findings=tuple(findings),
         passed=tuple(passed),
         not_judged=not_judged,
         noise_ms=noise_ms,
-        notes=(note,) if note else (),
+        notes=tuple(filter(None, (part, note))),
         verdict=Verdict("inconclusive", ""),
         capture=CaptureQuality(
             overhead_percent=estimate_overhead(run, (summary.recorded for summary in ranks.values()), ordinary),

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RunInfo
+from dsprof.schema import CAPTURE_OFF, CAPTURE_ON
 from dsprof.trace.derive.steps import step_pattern
 
 from .analysis import StepTime
@@ -74,6 +75,19 @@ def early_ends(steps: pd.DataFrame) -> list[str]:
         for rank, step in last.items()
         if step < last.max() - max(FEW_BEHIND, LATE_SHARE * last.max())
     ]
+
+
+def is_part(rows: pd.DataFrame) -> bool:
+    """Whether the capture of a rank was turned on or off while it ran (`schema.CAPTURE_ON`)."""
+    return bool(((rows["kind"] == "mark") & rows["name"].isin([CAPTURE_ON, CAPTURE_OFF])).any())
+
+
+def captured_part(steps: pd.DataFrame) -> str:
+    """Which steps (of `completed_steps`) were captured, in words."""
+    numbers = np.unique(steps["step"].to_numpy(np.int64))
+    parts = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+    named = [f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts if len(part)]
+    return f"captured were steps {', '.join(named)}" if named else "no whole step was captured"
 
 
 MOST_OPTIMIZERS: Final = 6

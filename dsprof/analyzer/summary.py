@@ -13,8 +13,10 @@ from .budget import RankTime, paint
 from .kinds import apart_spans
 from .layers import staged_rows
 from .match import Matches
+from .modules import sum_modules
 from .overhead import count_records
 from .points import Program, find_program
+from .steps import is_part
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class RankSummary:
     seen_ns:  when its first row begins, and its last one ends
     recorded: how much was recorded in each step (`overhead.count_records`)
     staged:   of a pipeline, its layers and actions (`layers.staged_rows`)
+    modules:  what each module takes a step (`modules.sum_modules`)
+    is_part:  whether only a part of what it did was captured, as somebody asked
     """
 
     time: RankTime
@@ -31,6 +35,8 @@ class RankSummary:
     seen_ns: tuple[int, int]
     recorded: pd.DataFrame
     staged: pd.DataFrame
+    modules: pd.DataFrame
+    is_part: bool
 
 
 def summarize_ranks(trace: Trace, collectives: pd.DataFrame, matches: Matches) -> dict[int, RankSummary]:
@@ -51,4 +57,6 @@ def _summarize(rows: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, 
         seen_ns=(int(rows["start_ns"].min()), int((rows["start_ns"] + rows["dur_ns"].fillna(0).astype("int64")).max())),
         recorded=count_records(rows),
         staged=staged_rows(rows),
+        modules=sum_modules(rows),
+        is_part=is_part(rows),
     )

@@ -43,12 +43,36 @@ def _command(
     ] = None,
     force: Annotated[bool, typer.Option("--force", metavar="", help="Replace the run that lies in DIR.")] = False,
     level: Annotated[
-        Literal["light"] | None,
-        typer.Option("--level", show_default=False, help="How much is captured. Default: light"),
+        Literal["light", "full"] | None,
+        typer.Option(
+            "--level",
+            show_default=False,
+            help="How much is captured; full: also the time of every module. Default: light",
+        ),
     ] = None,
     ranks: Annotated[
         str | None,
         typer.Option("--ranks", metavar="LIST", show_default=False, help="Capture only these ranks, such as 0,2-3."),
+    ] = None,
+    steps: Annotated[
+        str | None,
+        typer.Option(
+            "--steps", metavar="A:B", show_default=False, help="Capture only these steps, such as 20:50 (from 0)."
+        ),
+    ] = None,
+    delay: Annotated[
+        str | None,
+        typer.Option("--delay", metavar="SECONDS", show_default=False, help="Begin to capture so much later."),
+    ] = None,
+    duration: Annotated[
+        str | None,
+        typer.Option("--duration", metavar="SECONDS", show_default=False, help="Capture for so long."),
+    ] = None,
+    limit: Annotated[
+        str | None,
+        typer.Option(
+            "--limit", metavar="SIZE", show_default=False, help="How large a rank's capture may become. Default: 2GiB"
+        ),
     ] = None,
     native: Annotated[
         Literal["auto", "on", "off"] | None,
@@ -84,6 +108,7 @@ def _command(
     """
     report = False if no_report else None
     given = {"level": level, "ranks": ranks, "native": native, "report": report, "engine": engine}
+    given |= {"steps": steps, "delay": delay, "duration": duration, "limit": limit}
     chosen = settings.load(given, os.environ)
     check_ranks(flags)
     what = read_job(job or [], no_python=bool(flags["no_python"]))
@@ -159,7 +184,7 @@ def own_flags(given: Mapping[str, Any], output: Path | None, *, quiet: bool, as_
     """dsprof's own flags, as one would type them to run again: the run folder is there now."""
     if output is not None:
         yield from ("-o", str(output), "--force")
-    for name in ("level", "ranks", "native", "engine"):
+    for name in ("level", "ranks", "steps", "delay", "duration", "limit", "native", "engine"):
         if given[name] is not None:
             yield from (f"--{name}", given[name])
     if given["report"] is False:

@@ -166,6 +166,8 @@ def environment(base: Mapping[str, str], folder: RunFolder, settings: Settings, 
     """The job's environment: the user's own, armed."""
     env = {**base, "DSPROF": "1", "DSPROF_RUN": str(folder.path), "DSPROF_LEVEL": settings.level}
     env["DSPROF_RANKS"] = settings.ranks
+    env |= {"DSPROF_STEPS": settings.steps, "DSPROF_DELAY": settings.delay, "DSPROF_DURATION": settings.duration}
+    env["DSPROF_LIMIT"] = settings.limit
     env["DSPROF_NATIVE"] = "0" if settings.native == "off" else "1"
     env.pop("DSPROF_ENGINE", None)
     if settings.engine == "dsprof":

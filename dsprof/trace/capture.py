@@ -9,26 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dsprof.schema import (
     CHUNK_HEADER,
     CHUNK_HEADER_BYTES,
     CHUNK_MAGIC,
-    DTYPES,
     FORMAT_VERSION,
     READABLE_FORMATS,
     RECORD_BYTES,
-    RECORD_FIELDS,
-    Flag,
-    Kind,
-    State,
     chunk_name,
     unescape_name,
 )
 
-RECORD_DTYPE = np.dtype([(name, code) for name, _, code, _ in RECORD_FIELDS])
-assert RECORD_DTYPE.itemsize == RECORD_BYTES
+from .records import Array, decode, empty, plausible
 
 CHUNK_NAME = re.compile(r"chunk-(\d{5})\.bin")
 MOST_PROBLEMS = 8
@@ -42,8 +35,8 @@ class Capture:
     """One rank's capture, as found on disk."""
 
     path: Path
-    records: npt.NDArray[np.void]
-    """RECORD_DTYPE, in order of writing, only whole and plausible ones."""
+    records: Array
+    """`records.DECODED`, in order of writing, only whole and plausible ones."""
     names: dict[int, str]
     meta: dict[str, Any]
     facts: list[dict[str, Any]] = field(default_factory=list)
@@ -78,7 +71,7 @@ def _read_names(path: Path, problems: list[str]) -> dict[int, str]:
     return names
 
 
-def _read_chunks(folder: Path, names: dict[int, str], problems: list[str]) -> tuple[npt.NDArray[np.void], int, int]:
+def _read_chunks(folder: Path, names: dict[int, str], problems: list[str]) -> tuple[Array, int, int]:
     """The records of all chunks, in the order of their numbers, how many were left out, and their format."""
     parts, damaged, oldest = [], 0, FORMAT_VERSION
     chunks = {int(match[1]): path for path in folder.iterdir() if (match := CHUNK_NAME.fullmatch(path.name))}
@@ -99,7 +92,7 @@ def _read_chunks(folder: Path, names: dict[int, str], problems: list[str]) -> tu
     problems += [f"{name}: missing; records are lost" for name in lost[:MOST_PROBLEMS]]
     if not chunks:
         problems.append("no records were written")
-    return np.concatenate(parts) if parts else np.empty(0, RECORD_DTYPE), damaged, oldest
+    return np.concatenate(parts) if parts else empty(0), damaged, oldest
 
 
 def _read_chunk(path: Path, problems: list[str]) -> bytes | None:
@@ -122,38 +115,16 @@ def _read_chunk(path: Path, problems: list[str]) -> bytes | None:
     return content
 
 
-def _read_records(
-    content: bytes, names: dict[int, str], where: str, problems: list[str]
-) -> tuple[npt.NDArray[np.void], int]:
+def _read_records(content: bytes, names: dict[int, str], where: str, problems: list[str]) -> tuple[Array, int]:
     """A chunk's records, and how many were left out."""
+    _, version, *_ = CHUNK_HEADER.unpack_from(content)
     count, rest = divmod(len(content) - CHUNK_HEADER_BYTES, RECORD_BYTES)
     if rest:
         problems.append(f"{where}: cut short inside a record")
-    records = np.frombuffer(content, RECORD_DTYPE, count, CHUNK_HEADER_BYTES)
-    written = records[records["state"] != State.EMPTY]
-    whole = written[_plausible(written, names)]
-    return whole, len(written) - len(whole)
-
-
-def _plausible(records: npt.NDArray[np.void], names: dict[int, str]) -> npt.NDArray[np.bool_]:
-    """Which records can have been written by a collector: a torn or overwritten one is told by its fields."""
-    known = np.fromiter(names, np.int64, len(names))
-    known_or_none = np.append(known, 0)
-    engine, p2p = (records["flags"] & Flag.ENGINE) != 0, (records["flags"] & Flag.P2P) != 0
-    start, end = records["start_ns"], records["end_ns"]
-    kind, state = records["kind"], records["state"]
-    plausible: npt.NDArray[np.bool_] = (
-        ((state == State.BEGUN) | (state == State.DONE))
-        & (kind >= min(Kind)) & (kind <= max(Kind))
-        & (start > 0) & ((end == 0) | (end >= start))
-        & np.isin(records["name"].astype(np.int64), known)
-        & np.isin(records["group"].astype(np.int64), known_or_none)
-        & (~engine | p2p | np.isin(records["tag"].astype(np.int64), known_or_none))
-        & (~engine | np.isin(records["host_ns"].astype(np.int64), known_or_none))
-        & (~engine | (records["peer"] >= 0))
-        & (records["dtype"] < len(DTYPES))
-    )  # fmt: skip
-    return plausible
+    raw = np.frombuffer(content, np.uint8, count * RECORD_BYTES, CHUNK_HEADER_BYTES)
+    records = decode(raw.reshape(-1, RECORD_BYTES), version)
+    whole = records[plausible(records, names)]
+    return whole, len(records) - len(whole)
 
 
 def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:

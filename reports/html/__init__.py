@@ -29,6 +29,8 @@ from ..timeline import timeline
 HERE: Final = Path(__file__).parent
 
 TIMELINE_RANKS: Final = 8
+MOST_MODULES: Final = 40
+"""That are listed."""
 
 _IN_SCRIPT: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -50,6 +52,8 @@ def render(analysis: Analysis) -> str:
         rank_parts=[part for part in analysis.budget_by_rank if (analysis.budget_by_rank[part] > 0.005).any()],
         rank_rows=_rank_rows(analysis),
         blamed=_blamed(analysis),
+        module_rows=analysis.modules.head(MOST_MODULES).to_dict("records"),
+        modules_left=max(len(analysis.modules) - MOST_MODULES, 0),
         marks=len(analysis.irregular),
         not_judged=wording.by_reason(analysis.not_judged),
         warnings=wording.capture_warnings(analysis),

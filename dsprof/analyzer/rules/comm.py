@@ -53,6 +53,10 @@ def bucket_size(context: Context) -> list[Finding]:
         raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
     if sharded(context):
         raise PartlyJudged(small_shards(context), ("comm.exposed",), UNJUDGED)
+    if context.facts.get("deepspeed"):
+        raise NotJudged(
+            "no other reduce_bucket_size was tried: what DeepSpeed does while a bucket is under way is not known here"
+        )
     waited = float(context.ordinary["comm_exposed"].mean())
     cut = _gradients(context)
     if cut is None:

@@ -37,13 +37,19 @@ OUTER_FIRST = {"step": 0, "phase": 1}
 
 def trace_rows(capture: Capture, rank: int, restart: int) -> pd.DataFrame:
     """The trace table of one rank (columns of `schema.COLUMNS`), ordered by start."""
-    return derive(measured_rows(capture), {fact["fact"] for fact in capture.facts}, rank, restart)
+    kinds = {fact["fact"] for fact in capture.facts}
+    tensor_parallel = {str(fact.get("group")) for fact in capture.facts if fact["fact"] == "tensor_parallel"}
+    return derive(measured_rows(capture), kinds, rank, restart, tensor_parallel=tensor_parallel)
 
 
-def derive(rows: pd.DataFrame, facts: Collection[str], rank: int = 0, restart: int = 0) -> pd.DataFrame:
+def derive(
+    rows: pd.DataFrame, facts: Collection[str], rank: int = 0, restart: int = 0, *,
+    tensor_parallel: Collection[str] = (),
+) -> pd.DataFrame:  # fmt: skip
     """The same from rows (columns of `rows.GIVEN`) of one process, whichever tool recorded them.
 
-    facts: kinds of facts that are known of it, such as `ddp`, `fsdp` and `device`. Raises KeyError for rows without
+    facts: kinds of facts that are known of it, such as `ddp`, `fsdp` and `device`. tensor_parallel: groups that are
+    for tensor parallelism. Raises KeyError for rows without
     a column that is required.
     """
     rows = completed(rows)
@@ -56,7 +62,7 @@ def derive(rows: pd.DataFrame, facts: Collection[str], rank: int = 0, restart: i
     rows = pd.concat([rows, steps, between, backward_waits(rows)], ignore_index=True)
     rows["step"] = step_of(rows, steps)
     rows["rank"], rows["restart"] = rank, restart
-    rows["purpose"] = purposes(rows, facts)
+    rows["purpose"] = purposes(rows, facts, tensor_parallel)
     rows["outer"] = rows["kind"].map(OUTER_FIRST).fillna(len(OUTER_FIRST))
     rows = rows.sort_values(
         ["start_ns", "dur_ns", "outer"], ascending=[True, False, True], kind="stable", ignore_index=True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -10,25 +11,38 @@ import pandas as pd
 
 from .rows import ends
 
-REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+REDUCTIONS: Final = ("all_reduce", "reduce_scatter", "reduce")
+GATHERS: Final = ("all_gather", "broadcast")
+OF_A_NORM: Final = 4096
+"""Bytes that the norms of gradients, or whether they overflowed, take at most: some numbers a parameter."""
 
 
-def purposes(rows: pd.DataFrame, facts: Collection[str]) -> pd.Series[str]:
-    """Purpose of each row: as the engine says; else, of a collective, by where it was issued; else null.
+def purposes(rows: pd.DataFrame, facts: Collection[str], tensor_parallel: Collection[str] = ()) -> pd.Series[str]:
+    """Purpose of each row: as who recorded it says; else, of a communication, by where it was issued; else null.
 
-    facts: kinds of facts that the rank stated. Reductions issued inside backward carry gradients. With FSDP, what is
-    gathered in forward or backward is parameters; with DDP, what is broadcast in forward is buffers.
+    facts: kinds of facts that the rank stated. tensor_parallel: groups that are said to be for that.
+
+    Reductions issued inside backward carry gradients, small ones around the optimizer norms. With FSDP and DeepSpeed,
+    what is gathered is parameters; with DDP, what is broadcast in forward is buffers.
     """
     comm = rows["kind"] == "comm"
     purpose = pd.Series(None, index=rows.index, dtype=object)
     purpose[comm] = "other"
-    purpose[comm & (rows["name"] == "barrier")] = "barrier"
-    forward, backward = (_issued_in(rows, phase) for phase in ("forward", "backward"))
+    reduces, gathers = comm & rows["name"].isin(REDUCTIONS), comm & rows["name"].isin(GATHERS)
+    forward, backward = _issued_in(rows, "forward"), _issued_in(rows, "backward")
+    updating = _issued_in(rows, "optimizer") | _issued_in(rows, "clip")
     if "ddp" in facts:
-        purpose[comm & forward & (rows["name"] == "broadcast")] = "buffer"
-    if "fsdp" in facts:
-        purpose[comm & (forward | backward) & (rows["name"] == "all_gather")] = "parameter"
-    purpose[comm & backward & rows["name"].isin(REDUCTIONS)] = "gradient"
+        purpose[forward & gathers & (rows["name"] == "broadcast")] = "buffer"
+    if not {"fsdp", "deepspeed"}.isdisjoint(facts):
+        purpose[(forward | backward) & gathers & (rows["name"] == "all_gather")] = "parameter"
+    purpose[updating & gathers] = "parameter"
+    purpose[backward & reduces] = "gradient"
+    purpose[updating & reduces & (rows["bytes"] <= OF_A_NORM).fillna(False).to_numpy(bool)] = "norm"
+    if tensor_parallel:
+        purpose[(forward | backward) & comm & rows["group"].isin(tensor_parallel)] = "tensor-parallel"
+    if "pipeline" in facts:
+        purpose[comm & rows["peer"].notna()] = "pipeline"
+    purpose[comm & (rows["name"] == "barrier")] = "barrier"
     return rows["purpose"].fillna(purpose)
 
 

@@ -8,13 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dsprof.schema import DTYPES, NO_SEQ, Flag, Kind, State
+from dsprof.schema import DTYPES, Flag, Kind, State
 
 from ..capture import Capture
 
-WAITS_NAMED: Final = 3
-"""The first format in which a wait names what it waited for, a forward says whether gradients were on, and a
-collective with a root names it."""
 ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
 """Collectives with a root."""
 
@@ -22,51 +19,45 @@ ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
 def measured_rows(capture: Capture) -> pd.DataFrame:
     """A row a record, with the columns of `rows.GIVEN`."""
     records = capture.records
-    kind, flags = records["kind"], records["flags"]
     names = np.array([None] * (max(capture.names, default=0) + 1), dtype=object)
     for number, text in capture.names.items():
         names[number] = text
     name = names[records["name"]]
     kinds = np.array([None, *(item.name.lower() for item in Kind)], dtype=object)
-    comm, wait = kind == Kind.COMM, kind == Kind.WAIT
-    engine, p2p = (flags & Flag.ENGINE) != 0, (flags & Flag.P2P) != 0
-    recent = capture.format_version >= WAITS_NAMED
-    of_group = comm | wait | ~engine
-    known = (records["seq"] != NO_SEQ) & (comm | (wait & (engine | (recent & (records["group"] != 0)))))
-    rooted = comm & ~engine & ~p2p & recent & (records["peer"] >= 0) & np.isin(name, ROOTED)
-    forward = (kind == Kind.PHASE) & (name == "forward") & recent
-    place = np.where(engine, records["peer"], 0)
-    ended = records["end_ns"] > 0
-    value = records["aux"].copy().view(np.float64)
+    comm = records["kind"] == Kind.COMM
+    forward = name == "forward"
 
-    def column(values: npt.NDArray[np.generic], applies: npt.NDArray[np.bool_]) -> pd.Series[int]:
-        return pd.Series(pd.array(values.astype(np.int64), "Int64")).where(applies)
+    def column(field: str, applies: npt.NDArray[np.bool_] | None = None) -> pd.Series[int]:
+        values = records[field].astype(np.int64)
+        return pd.Series(pd.array(values, "Int64")).where((values >= 0) if applies is None else applies)
 
     # A finished record without an end (a GPU collective) took a time nobody measured: null, like one never ended.
+    took = pd.Series(pd.array(records["end_ns"] - records["start_ns"], "Int64")).where(records["end_ns"] > 0)
     return pd.DataFrame(
         {
-            "kind": kinds[kind],
+            "kind": kinds[records["kind"]],
             "name": name,
-            "lane": names[np.where(of_group, 0, records["group"])],
-            "thread": records["thread"].astype(np.int64),
+            "lane": names[records["lane"]],
+            "thread": records["thread"],
             "start_ns": records["start_ns"],
-            "dur_ns": column(records["end_ns"] - records["start_ns"], ended),
-            "issue_ns": column(records["aux"], comm),
-            "host_ns": column(records["host_ns"], comm & ~engine),
-            "group": names[np.where(of_group, records["group"], 0)],
-            "engine": engine,
-            "stage": column(place >> 16, engine),
-            "microbatch": column(place & 0xFFFF, engine),
-            "module": names[np.where(engine & ~p2p, records["tag"], 0)],
-            "purpose": names[np.where(engine, records["host_ns"], 0)],
-            "seq": column(records["seq"], known),
-            "peer": column(np.where(engine, records["tag"], records["peer"]), p2p),
-            "tag": column(records["tag"], p2p & ~engine),
-            "root": column(records["peer"], rooted),
-            "bytes": column(records["bytes"], records["bytes"] >= 0),
+            "dur_ns": took,
+            "issue_ns": column("issue_ns"),
+            "host_ns": column("host_ns"),
+            "group": names[records["group"]],
+            "engine": (records["flags"] & Flag.ENGINE) != 0,
+            "stage": column("stage"),
+            "microbatch": column("microbatch"),
+            "module": names[records["module"]],
+            "purpose": names[records["purpose"]],
+            "seq": column("seq"),
+            "peer": column("peer"),
+            "tag": column("tag"),
+            "root": column("root", (records["root"] >= 0) & comm & np.isin(name, ROOTED)),
+            "bytes": column("bytes"),
             "dtype": np.array([None, *DTYPES[1:]], dtype=object)[records["dtype"]],
-            "value": np.where(comm | (records["aux"] == 0), np.nan, value + 0.0),
-            "grad": pd.Series(pd.array((flags & Flag.GRAD) != 0, "boolean")).where(forward),
+            "value": records["value"],
+            "corr": column("corr"),
+            "grad": pd.Series(pd.array(records["grad"] > 0, "boolean")).where(forward & (records["grad"] >= 0)),
             "source": "measured",
             "ended": records["state"] == State.DONE,
         }

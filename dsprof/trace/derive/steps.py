@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from dsprof.schema import CAPTURE_ON
+
 from .period import iteration_ends, rarest_regular
 from .phases import Phases
 from .rows import Int, derived_rows, ends
@@ -48,7 +50,26 @@ def step_rows(rows: pd.DataFrame, phases: Phases, main: int) -> pd.DataFrame:
     ended = units.end[last]
     steps = np.diff(np.cumsum(units.count)[last], prepend=0).astype(float)
     began = np.concatenate([[first_start], ended])[: len(ended)]
+    on = _turned_on(rows)["start_ns"].to_numpy(np.int64)
+    at = np.searchsorted(ended, on, "right")
+    began[at[at < len(ended)]] = on[at < len(ended)]
     return derived_rows("step", "step", began, ended, main, value=steps)
+
+
+def _turned_on(rows: pd.DataFrame) -> pd.DataFrame:
+    """Where the rank began to record anew: nothing is known of what came before."""
+    return rows[(rows["kind"] == "mark") & (rows["name"] == CAPTURE_ON)].sort_values("start_ns")
+
+
+def _numbers(rows: pd.DataFrame, steps: pd.DataFrame) -> Int:
+    """The number of each step: from 0; after the capture was turned on, as many as had been taken until then."""
+    numbers = np.arange(len(steps))
+    each = max(float(steps["value"].median()), 1.0) if len(steps) else 1.0
+    marks = _turned_on(rows)
+    first = np.searchsorted(ends(steps), marks["start_ns"].to_numpy(np.int64), "right")
+    for begin, taken in zip(first.tolist(), marks["value"].fillna(0).tolist(), strict=True):
+        numbers[begin:] = int(taken / each) + np.arange(len(steps) - begin)
+    return numbers
 
 
 def _units(rows: pd.DataFrame, phases: Phases, main: int) -> _Units:
@@ -120,11 +141,13 @@ def step_of(rows: pd.DataFrame, steps: pd.DataFrame) -> Int:
     """Step of each row by when it was issued; -1 before the first. What follows the last step belongs to the next."""
     if steps.empty:
         return np.full(len(rows), -1, np.int64)
+    numbers = _numbers(rows, steps)
+    numbers = np.append(numbers, numbers[-1] + 1)
     when = rows["issue_ns"].fillna(rows["start_ns"]).to_numpy(np.int64)
-    number: Int = np.searchsorted(ends(steps), when, side="right").astype(np.int64)
+    number: Int = numbers[np.searchsorted(ends(steps), when, side="right")]
     number[when < int(steps["start_ns"].iloc[0])] = -1
     is_step = (rows["kind"] == "step").to_numpy()
-    number[is_step] = np.arange(int(is_step.sum()))
+    number[is_step] = numbers[:-1]
     return number
 
 

@@ -28,8 +28,8 @@ def name_inner_waits(rows: pd.DataFrame) -> None:
             continue
         at = np.searchsorted(around["start_ns"].to_numpy(np.int64), inner["start_ns"].to_numpy(np.int64), "right") - 1
         within = (at >= 0) & (ends(inner) <= ends(around)[at])
-        said = ["purpose", "module", "stage", "microbatch"]
-        rows.loc[inner.index[within], said] = around.iloc[at[within]][said].set_axis(inner.index[within])
+        for column in ("purpose", "module", "stage", "microbatch"):
+            rows.loc[inner.index[within], column] = around[column].array[at[within]]
 
 
 def backward_waits(rows: pd.DataFrame) -> pd.DataFrame:

@@ -1,0 +1,269 @@
+"""DeepSpeed's engine: what it does around the autograd engine and the optimizer, and what its pipelines execute.
+
+Its backward goes on when the autograd engine is done (it reduces gradients), and its step clips, updates and gathers
+what was updated: these phases take the place of the inner ones, as those of dsprof's own engine do.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
+
+from dsprof.schema import LARGEST_PLACE, Kind
+
+from .. import dynamo, facts, optimizers, phases
+from ..errors import count_error
+from ..imports import when_imported
+from ..uninstall import Uninstall, in_reverse, replace_attribute
+from ..wrap import stands_for
+
+if TYPE_CHECKING:
+    from ..record import Context, Recorder
+
+ENGINE: Final = "deepspeed.runtime.engine"
+PIPELINES: Final = {
+    "deepspeed.runtime.pipe.engine": "PipelineEngine",
+    "deepspeed.runtime.pipe.dualpipev": "DualPipeVEngine",
+}
+"""Module -> the class in it that executes a schedule."""
+ACTIONS: Final = {"ForwardPass": "F", "BackwardPass": "B"}
+"""Instruction -> the name of its `pipe` rows."""
+PURPOSES: Final = {
+    "SendActivation": "pipeline",
+    "RecvActivation": "pipeline",
+    "SendGrad": "pipeline",
+    "RecvGrad": "pipeline",
+    "CommitP2P": "pipeline",
+    "ReduceGrads": "gradient",
+    "ReduceTiedGrads": "gradient",
+}
+"""Instruction -> what it communicates for."""
+OF_MICRO_BATCHES: Final = ("LoadMicroBatch", *ACTIONS, "SendActivation", "RecvActivation", "SendGrad", "RecvGrad")
+"""Instructions that a schedule has once for each micro-batch, in their order."""
+
+Wrap = Callable[[Any], Any]
+
+
+def install(recorder: Recorder, on_step: Callable[[], None]) -> list[Uninstall]:
+    """Record what DeepSpeed's engines do from now on, and call `on_step` after each of their steps."""
+    return [
+        when_imported(ENGINE, functools.partial(_watch_engine, recorder, on_step)),
+        *(
+            when_imported(module, functools.partial(_watch_pipeline, recorder, name))
+            for module, name in PIPELINES.items()
+        ),
+    ]
+
+
+# --- the engine
+
+
+def _watch_engine(recorder: Recorder, on_step: Callable[[], None], module: ModuleType) -> Uninstall:
+    engine: Any = getattr(module, "DeepSpeedEngine", None)
+    wraps: dict[str, Wrap] = {
+        "backward": _backward,
+        "_take_model_step": functools.partial(_step, recorder, on_step),
+        "allreduce_gradients": functools.partial(_for_purpose, recorder, recorder.intern("gradient")),
+    }
+    return in_reverse(
+        replace_attribute(engine, name, wrap(getattr(engine, name)))
+        for name, wrap in wraps.items()
+        if name in getattr(engine, "__dict__", ())
+    )
+
+
+def _backward(original: Any) -> Any:
+    @stands_for(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        if dynamo.compiling():
+            return original(*args, **kwargs)
+        entered = phases.enter_backward()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            phases.leave_backward(entered)
+
+    dynamo.skip_frame(backward)
+    return backward
+
+
+def _step(recorder: Recorder, on_step: Callable[[], None], original: Any) -> Any:
+    """The update at the boundary of accumulation; `step` itself is called for every micro-batch."""
+    name, stated = recorder.intern("optimizer"), [False]
+
+    def begin(engine: Any) -> int:
+        try:
+            if not stated[0]:
+                stated[0] = True
+                facts.state(_describe(engine))
+                group = _tensor_parallel_group(engine)
+                if group is not None:
+                    facts.state({"fact": "tensor_parallel", "group": group})
+            number = optimizers.number_of(engine.optimizer)
+            return recorder.begin(Kind.PHASE, name, -1, number)
+        except Exception:
+            recorder.count_error()
+            return 0
+
+    @stands_for(original)
+    def take_model_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizers.enter_engine_step()
+        handle = begin(self)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            recorder.end(handle)
+            optimizers.leave_engine_step()
+            on_step()
+
+    dynamo.skip_frame(take_model_step)
+    return take_model_step
+
+
+def _describe(engine: Any) -> facts.Fact:
+    def asked(name: str) -> Any:
+        try:
+            return getattr(engine, name)()
+        except Exception:  # another version of DeepSpeed
+            return None
+
+    return {
+        "fact": "deepspeed",
+        "zero_stage": asked("zero_optimization_stage"),
+        "micro_batch": asked("train_micro_batch_size_per_gpu"),
+        "accumulation": asked("gradient_accumulation_steps"),
+        "clipping": asked("gradient_clipping"),
+    }
+
+
+def _tensor_parallel_group(engine: Any) -> str | None:
+    """Name of the process group that AutoTP communicates in."""
+    groups: Any = sys.modules.get("deepspeed.utils.groups")
+    try:
+        return str(groups.get_tensor_model_parallel_group().group_name) if engine.autotp_size() > 1 else None
+    except Exception:  # another version of DeepSpeed
+        return None
+
+
+def _for_purpose(recorder: Recorder, purpose: int, original: Any) -> Any:
+    @stands_for(original)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        before = recorder.context(-1, -1, 0, purpose)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            recorder.context(*before)
+
+    dynamo.skip_frame(called)
+    return called
+
+
+# --- pipelines
+
+
+class _Positions:
+    """Where each pipeline engine is in its schedule."""
+
+    def __init__(self) -> None:
+        self._counts: WeakKeyDictionary[Any, Counter[tuple[str, int]]] = WeakKeyDictionary()
+
+    def begin(self, engine: Any) -> None:
+        self._counts[engine] = Counter()
+
+    def microbatch(self, engine: Any, instruction: str, phase: int) -> int:
+        """The number of the micro-batch that it now executes this instruction for; -1: of none."""
+        counts = self._counts.get(engine)
+        if counts is None or instruction not in OF_MICRO_BATCHES:
+            return -1
+        counts[instruction, phase] += 1
+        return min(counts[instruction, phase] - 1, LARGEST_PLACE)
+
+
+def _watch_pipeline(recorder: Recorder, name: str, module: ModuleType) -> Uninstall:
+    engine: Any = getattr(module, name, None)
+    table = getattr(engine, "__dict__", {}).get("_INSTRUCTION_MAP")
+    if not isinstance(table, dict):
+        return lambda: None
+    positions = _Positions()
+    undo = [_watch_instruction(recorder, positions, table, instruction) for instruction in list(table)]
+    undo.append(replace_attribute(engine, "_exec_schedule", _schedule(positions, engine._exec_schedule)))
+    return in_reverse(undo)
+
+
+def _schedule(positions: _Positions, original: Any) -> Any:
+    described: set[int] = set()
+
+    @stands_for(original)
+    def exec_schedule(self: Any, pipe_schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            positions.begin(self)
+            if id(self) not in described:
+                described.add(id(self))
+                facts.state(_describe_schedule(self, pipe_schedule))
+        except Exception as error:
+            count_error("DeepSpeed's schedule", error)
+        return original(self, pipe_schedule, *args, **kwargs)
+
+    return exec_schedule
+
+
+def _describe_schedule(engine: Any, schedule: Any) -> facts.Fact:
+    stages = [int(engine.stage_id)]
+    if hasattr(engine, "_active_phase"):  # DualPipeV: each rank has a stage of the way there and one of the way back
+        stages.append(2 * int(engine.num_stages) - 1 - stages[0])
+    return {
+        "fact": "pipeline",
+        "schedule": type(schedule).__name__,
+        "microbatches": int(engine.micro_batches),
+        "stages": int(engine.num_stages) * len(stages),
+        "stage_indices": stages,
+        "site": None,
+        "framework": "deepspeed",
+    }
+
+
+def _watch_instruction(recorder: Recorder, positions: _Positions, table: dict[Any, Any], instruction: Any) -> Uninstall:
+    original, name = table[instruction], str(instruction.__name__)
+    if getattr(original, "_dsprof", False):  # DualPipeV's table begins as a copy of the other one
+        return lambda: None
+    purpose = recorder.intern(PURPOSES[name]) if name in PURPOSES else 0
+    action = recorder.intern(ACTIONS[name]) if name in ACTIONS else 0
+
+    def enter(engine: Any, phase: int) -> tuple[Context, int] | None:
+        try:
+            stage = int(engine.stage_id)
+            if phase == 1:
+                stage = 2 * int(engine.num_stages) - 1 - stage
+            place = min(stage, LARGEST_PLACE), positions.microbatch(engine, name, phase)
+            now = time.monotonic_ns()
+            handle = recorder.span(int(Kind.PIPE), action, now, 0, 0, None, -1, 0, 0, *place, 0, 0) if action else 0
+            return recorder.context(*place, 0, purpose), handle
+        except Exception:
+            recorder.count_error()
+            return None
+
+    @stands_for(original)
+    def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        phase = kwargs.get("phase", 0)
+        entered = enter(self, phase)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            if entered is not None:
+                recorder.context(*entered[0])
+                recorder.end(entered[1])
+
+    execute._dsprof = True  # type: ignore[attr-defined]
+    table[instruction] = execute
+
+    def uninstall() -> None:
+        if table.get(instruction) is execute:
+            table[instruction] = original
+
+    return uninstall
