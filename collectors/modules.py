@@ -7,6 +7,7 @@ The native helper hooks the call itself (`native/modules.hpp`); here is its twin
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -63,9 +64,9 @@ class Names:
             if address in self._alive:
                 continue
             self._name_module(address, self._intern(qualified(name) or type(module).__name__))
-            self._alive[address] = weakref.ref(module, lambda _, address=address: self._forget(address))
+            self._alive[address] = weakref.ref(module, functools.partial(self._forget, address))
 
-    def _forget(self, address: int) -> None:
+    def _forget(self, address: int, _: object) -> None:
         del self._alive[address]
         self._name_module(address, 0)
 

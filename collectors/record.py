@@ -57,7 +57,7 @@ NOTHING, CALLS, CALLS_AND_WAITS = 0, 1, 2
 """What of c10d is passed over on a thread, because the engine tells of it."""
 
 
-class Context(NamedTuple):
+class CallContext(NamedTuple):
     """What a thread communicates for: written into the records of what c10d does there, and of waits."""
 
     stage: int = -1
@@ -155,7 +155,7 @@ class Recorder(Protocol):
         """It ended, and began when it turned out to have begun. `seq` -1: as it was, or no communication. Handle 0:
         nothing to do."""
 
-    def context(self, stage: int, microbatch: int, module: int, purpose: int, /) -> Context:
+    def context(self, stage: int, microbatch: int, module: int, purpose: int, /) -> CallContext:
         """What this thread calls c10d for from now on; what it was until now, to be put back."""
 
     def pass_over(self, what: int, /) -> None:
@@ -204,7 +204,7 @@ class PassedOver(threading.local):
 class Purposes(threading.local):
     """What this thread communicates for."""
 
-    context: Context = Context()
+    context: CallContext = CallContext()
 
 
 class PyRecorder(BackwardDepth):
@@ -410,9 +410,9 @@ class PyRecorder(BackwardDepth):
             self._store(handle, _SEQ, _UINT32, seq)
         self.comm_end(handle, end_ns)
 
-    def context(self, stage: int, microbatch: int, module: int, purpose: int, /) -> Context:
+    def context(self, stage: int, microbatch: int, module: int, purpose: int, /) -> CallContext:
         before = self.purposes.context
-        self.purposes.context = Context(stage, microbatch, module, purpose)
+        self.purposes.context = CallContext(stage, microbatch, module, purpose)
         return before
 
     def pass_over(self, what: int, /) -> None:
@@ -432,7 +432,7 @@ class PyRecorder(BackwardDepth):
                 os.close(self._names)
 
 
-def _named(target: Target, context: Context) -> tuple[int, tuple[int, ...]]:
+def _named(target: Target, context: CallContext) -> tuple[int, tuple[int, ...]]:
     """Family of the record of a wait for it, and that family's fields."""
     stage, microbatch, module, purpose = context
     if target.p2p:

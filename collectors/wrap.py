@@ -20,6 +20,7 @@ def stands_for(original: Callable[..., Any]) -> Callable[[Wrapper], Wrapper]:
     def decorate(wrapper: Wrapper) -> Wrapper:
         function = cast(FunctionType, wrapper)
         function.__code__ = function.__code__.replace(co_filename=FILE)
-        return functools.wraps(original)(wrapper)
+        functools.update_wrapper(wrapper, original)
+        return wrapper
 
     return decorate

@@ -125,7 +125,7 @@ def _checked(key: str, value: Any, where: str) -> Any:
     parse = PARSERS.get(key)
     if parse is not None:
         try:
-            parse(value)
+            parse(str(value))
         except ValueError as error:
             raise SettingsError(f"{where}: {error}") from error
     return value

@@ -20,7 +20,7 @@ def test_half_widths_add_as_independent_errors_do() -> None:
 
 def test_the_noise_of_the_steps_stays_in_the_interval() -> None:
     gain = with_model_error(Gain(20.0, 20.0, 17.0, 24.0), "rank.straggler", 100.0, 0.0)
-    half = (1.4**2 + 2.0**2) ** 0.5
+    half = (1.68**2 + 2.4**2) ** 0.5
     assert (gain.ms, gain.percent) == (20.0, 20.0)
     assert gain.low == pytest.approx(20 - (3.0**2 + half**2) ** 0.5)
     assert gain.high == pytest.approx(20 + (4.0**2 + half**2) ** 0.5)
@@ -34,7 +34,8 @@ def test_what_gains_nothing_and_what_was_never_held_against_a_run_stay() -> None
 
 def test_what_busy_cores_took_off_is_not_sure_either() -> None:
     gain = with_model_error(Gain(20.0, 20.0, 20.0, 20.0), "rank.straggler", 100.0, 0.0, contention_ms=5.0)
-    assert gain.high - 20 == 20 - gain.low == pytest.approx((1.4**2 + 2.0**2 + 3.0**2) ** 0.5)
+    half = (1.68**2 + 2.4**2 + 3.0**2) ** 0.5
+    assert (gain.high - 20, 20 - gain.low) == pytest.approx((half, half))
 
 
 def test_confidence_is_the_share_of_predictions_that_came_true() -> None:

@@ -19,7 +19,20 @@ from dsprof.trace.records import WAS_P2P
 
 MS = 1_000_000
 NONE = 2**32 - 1
-NAMES = ("all_reduce", "recv", "wait", "forward", "optimizer", "F", "read", "0", "gradient", "blocks.3", "io.nvme")
+NAMES = (
+    "all_reduce",
+    "recv",
+    "wait",
+    "forward",
+    "optimizer",
+    "F",
+    "read",
+    "0",
+    "gradient",
+    "blocks.3",
+    "io.nvme",
+    "sharding",
+)
 ID = {name: number for number, name in enumerate(NAMES, 1)}
 LAYOUT = struct.Struct("<qqqqIIIIiiIBBBB")
 
@@ -109,6 +122,11 @@ def test_before_format_3_a_wait_named_nothing(tmp_path: Path, version: int, name
     assert of(rows, "name", "seq", "grad", "value") == [
         ("all_reduce", number, None, None), ("forward", None, grad, 32.0), ("optimizer", None, None, 0.0),
     ]  # fmt: skip
+
+
+def test_what_fsdp2_did_had_a_name_that_a_module_could_have(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, record(Kind.MODULE, "sharding", 1, 2), record(Kind.MARK, "sharding", 2, 2))
+    assert of(rows, "kind", "name") == [("module", "FSDP::sharding"), ("mark", "sharding")]
 
 
 def test_a_torn_record_is_left_out(tmp_path: Path) -> None:

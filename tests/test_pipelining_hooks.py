@@ -40,7 +40,7 @@ def script(schedule: str, stages: int, *, early: bool) -> str:
 
 def place(row: Row) -> tuple[int, int]:
     """Stage and micro-batch."""
-    return row.peer >> 16, row.peer & 0xFFFF
+    return row.stage, row.microbatch
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -24,7 +24,7 @@ from ..uninstall import Uninstall, in_reverse, replace_attribute
 from ..wrap import stands_for
 
 if TYPE_CHECKING:
-    from ..record import Context, Recorder
+    from ..record import CallContext, Recorder
 
 ENGINE: Final = "deepspeed.runtime.engine"
 PIPELINES: Final = {
@@ -235,7 +235,7 @@ def _watch_instruction(recorder: Recorder, positions: _Positions, table: dict[An
     purpose = recorder.intern(PURPOSES[name]) if name in PURPOSES else 0
     action = recorder.intern(ACTIONS[name]) if name in ACTIONS else 0
 
-    def enter(engine: Any, phase: int) -> tuple[Context, int] | None:
+    def enter(engine: Any, phase: int) -> tuple[CallContext, int] | None:
         try:
             stage = int(engine.stage_id)
             if phase == 1:

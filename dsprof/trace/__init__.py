@@ -1,6 +1,7 @@
 """The trace: one flat table for the run, one Parquet file a rank.
 
 capture  reads what a rank wrote
+records  its records as arrays, of every format there was
 derive/  records as rows, and what they imply; table to table, whoever recorded them
 merge    captures into Parquet files and run.json
 load     a run folder as a Trace, whose ranks are read one at a time

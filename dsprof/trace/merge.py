@@ -23,7 +23,7 @@ from dsprof.run import RankInfo, RunError, RunFolder, RunInfo, from_known
 from .capture import FOLDER_NAME, Capture, read_capture
 from .derive import trace_rows
 
-MERGE_VERSION = 5
+MERGE_VERSION = 6
 """Part of the signature that tells whether a Parquet file is up to date: raise it when merging changes."""
 SIGNATURE = b"dsprof.signature"
 RANK_INFO = b"dsprof.rank"

@@ -8,12 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dsprof.schema import DTYPES, Flag, Kind, State
+from dsprof.schema import DTYPES, SHARDING, Flag, Kind, State
 
 from ..capture import Capture
 
 ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
 """Collectives with a root."""
+NAMED_APART: Final = 4
+"""The first format in which what FSDP2 does for a unit cannot be taken for a module."""
 
 
 def measured_rows(capture: Capture) -> pd.DataFrame:
@@ -23,6 +25,8 @@ def measured_rows(capture: Capture) -> pd.DataFrame:
     for number, text in capture.names.items():
         names[number] = text
     name = names[records["name"]]
+    if capture.format_version < NAMED_APART:
+        name[(records["kind"] == Kind.MODULE) & (name == "sharding")] = SHARDING
     kinds = np.array([None, *(item.name.lower() for item in Kind)], dtype=object)
     comm = records["kind"] == Kind.COMM
     forward = name == "forward"
