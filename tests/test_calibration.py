@@ -18,6 +18,14 @@ def test_half_widths_add_as_independent_errors_do() -> None:
     assert error.half_ms(0.0, 200.0, load=0.5) == pytest.approx(6.0)
 
 
+def test_an_error_may_reach_further_up_than_down() -> None:
+    error = ModelError(of_gain=0.0, of_step=0.02, busy=0.02, busy_above=0.05)
+    assert error.half_ms(30.0, 200.0, load=0.5) == pytest.approx(6.0)
+    assert error.half_ms(30.0, 200.0, load=0.5, above=True) == pytest.approx(11.0)
+    gain = with_model_error(Gain(40.0, 20.0, 40.0, 40.0), "comm.small-messages", 200.0, 1.0)
+    assert (gain.low, gain.high) == pytest.approx((40 - (10**2 + 8**2) ** 0.5, 40 + (10**2 + 18**2) ** 0.5))
+
+
 def test_the_noise_of_the_steps_stays_in_the_interval() -> None:
     gain = with_model_error(Gain(20.0, 20.0, 17.0, 24.0), "rank.straggler", 100.0, 0.0)
     half = (1.68**2 + 2.4**2) ** 0.5

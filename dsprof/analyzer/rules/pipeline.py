@@ -23,6 +23,8 @@ MULTIPLES: Final = (2, 4)
 """Of the micro-batches there are, that are tried."""
 ACCEPTED: Final = 0.1
 """A bubble that takes less of the step is what pipelines are run with: then a larger batch is not worth asking for."""
+DEEPSPEED: Final = "deepspeed"
+"""Its pipelines are set up by its configuration, and no line of the script would change their schedule."""
 VIRTUAL: Final = 2
 """Parts of the model on each rank, that are tried."""
 
@@ -141,7 +143,8 @@ def bubble(context: Context) -> list[Finding]:
     gain = gains[best]
     fact = _schedule_fact(context)
     acted = bool((context.rows["kind"] == "pipe").any())
-    argument = "n_microbatches" if fact else "gradient_accumulation_steps" if acted else "micro-batches"
+    by_config = acted and (not fact or fact.get("framework") == DEEPSPEED)
+    argument = "gradient_accumulation_steps" if by_config else "n_microbatches" if fact else "micro-batches"
     site = fact.get("site")
     fixes = [
         code_fix(
@@ -151,7 +154,8 @@ def bubble(context: Context) -> list[Finding]:
         )
         for times in sorted(MULTIPLES, key=lambda times: -gains[times].low)
     ]  # fmt: skip
-    fixes += _other_schedules(context, shape, now, waited, site)
+    if fact.get("framework") != DEEPSPEED:
+        fixes += _other_schedules(context, shape, now, waited, site)
     evidence = (
         Evidence("waiting for another stage, mean of the ranks", round(waited, 3), "ms"),
         Evidence("share of the step", round(100 * waited / context.step_ms, 1), "%"),
