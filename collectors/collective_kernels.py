@@ -165,6 +165,8 @@ class PythonHooks:
         handle = self._recorder.comm_begin(name, group.id, seq, peer, tag, nbytes, dtype, flags, call.p2p)
         target = self._targets.here.issued
         if not handle or target is None:
+            self._targets.here.issued = None
+            self._targets.forget_tensors(args[0])  # nobody is to take it for what was there before
             return None
         self._targets.remember_tensors(args[0], target)
         return _Issued(handle, group, cpu, target)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from dsprof.schema import Kind
+from dsprof.schema import CPU_SECONDS, Kind
 
 if TYPE_CHECKING:
     from .record import Recorder
@@ -145,7 +145,7 @@ def sample(recorder: Recorder) -> None:
     """Counters at the end of a step, by the training thread: CPU time of the process, of the thread and of the
     process's workers, and how long the thread waited for a core. All in seconds, since the process or thread began."""
     _record_pauses(recorder)
-    gauges = [("cpu_seconds", time.process_time()), ("training_thread_cpu_seconds", time.thread_time())]
+    gauges = [(CPU_SECONDS, time.process_time()), ("training_thread_cpu_seconds", time.thread_time())]
     working = _worker_time.seconds()
     if working is not None:
         gauges.append(("worker_cpu_seconds", working))

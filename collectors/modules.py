@@ -51,23 +51,41 @@ def install(recorder: Recorder, *, every: bool = False) -> Uninstall:
 
 
 class Names:
-    """Names modules when the outermost one that has them is first called, and forgets them when they die."""
+    """Names modules when the outermost one that has them is first called, and forgets them when they die.
+
+    The first model's are as it calls them. Those of another, which does not hold that one, begin with its class; what
+    is part of a larger model that is called later has from then on the name that it has there.
+    """
 
     def __init__(self, intern: Callable[[str], int], name_module: Callable[[int, int], None]) -> None:
         self._intern, self._name_module = intern, name_module
         self._alive: dict[int, weakref.ref[Any]] = {}
+        self._roots: dict[int, str] = {}
+        """By address: what the names of what it has begin with."""
 
     def name_all(self, root: Any) -> None:
         """`root` under its class's name, what it has under the names that it gives it."""
-        for name, module in root.named_modules():
+        import torch
+
+        found = list(torch.nn.Module.named_modules(root))  # a class of the user's may have one that does more
+        inside = {id(module) for _, module in found}
+        kind = type(root).__name__
+        first = ""
+        if self._roots.keys() - inside:
+            like_it = sum(other.split("#")[0] == f"{kind}." for other in self._roots.values())
+            first = f"{kind}#{like_it + 1}." if like_it else f"{kind}."
+        self._roots = {address: other for address, other in self._roots.items() if address not in inside}
+        self._roots[id(root)] = first
+        for name, module in found:
             address = id(module)
-            if address in self._alive:
-                continue
-            self._name_module(address, self._intern(qualified(name) or type(module).__name__))
-            self._alive[address] = weakref.ref(module, functools.partial(self._forget, address))
+            own = qualified(name)
+            self._name_module(address, self._intern(first + own if own else first[:-1] or type(module).__name__))
+            if address not in self._alive:
+                self._alive[address] = weakref.ref(module, functools.partial(self._forget, address))
 
     def _forget(self, address: int, _: object) -> None:
         del self._alive[address]
+        self._roots.pop(address, None)
         self._name_module(address, 0)
 
 
@@ -120,7 +138,8 @@ def _wrapper(original: Callable[..., Any], recorder: PyRecorder, every: bool) ->
             if size is not None:
                 handle = begin(size)
             if every and (size is not None or not outermost):
-                module = begin_module(self, outermost)
+                # A block that is computed again may be called by itself, and have no name but in its model.
+                module = begin_module(self, outermost and graph_task() == -1)
         except Exception:
             recorder.count_error()
         thread.inside = True

@@ -245,6 +245,8 @@ def stop() -> None:
     if session is None or session.pid != os.getpid():
         return
     session.uninstall()
+    if session.switch is not None:
+        session.switch.close()
     session.write_meta(closed=True)
     session.recorder.close()
     session._facts.close()

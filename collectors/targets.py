@@ -73,6 +73,12 @@ class Targets:
             while len(known) > MOST_STORAGES:
                 known.pop(next(iter(known)))
 
+    def forget_tensors(self, value: Any) -> None:
+        """Of a tensor, a list of them, or a list of lists."""
+        with self._lock:
+            for storage in _storages(value)[:MOST_TENSORS]:
+                self._storages.pop(storage._cdata, None)
+
     def of_work(self, work: Any) -> Target | None:
         try:
             return self._works.get(work)

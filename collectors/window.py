@@ -82,6 +82,12 @@ class Switch:
         self._turn(wanted)
         return wanted
 
+    def close(self) -> None:
+        """The capture closes: where it is off, how many steps there were is written all the same."""
+        if not self.on:
+            self._recorder.mute(False)
+            self._turn(False)
+
     def _look(self) -> None:
         try:
             found = os.stat(self._control)

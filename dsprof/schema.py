@@ -278,15 +278,16 @@ def parse_steps(text: str) -> tuple[int, int | None]:
 
 SIZES: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SMALLEST_LIMIT: Final = 4 << 20
+LARGEST_LIMIT: Final = 1 << 40
 
 
 def parse_size(text: str) -> int:
     """The bytes that `512MiB`, `2G` or `4194304` names. Raises ValueError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.ASCII | re.IGNORECASE)
     size = int(float(match[1]) * SIZES[match[2].upper()]) if match else 0
-    if size < SMALLEST_LIMIT:
-        least = f"{SMALLEST_LIMIT >> 20} MiB"
-        raise ValueError(f"{text!r} is no size of at least {least}; write one, such as 512MiB or 2GiB")
+    if not SMALLEST_LIMIT <= size <= LARGEST_LIMIT:
+        between = f"from {SMALLEST_LIMIT >> 20} MiB to {LARGEST_LIMIT >> 40} TiB"
+        raise ValueError(f"{text!r} is no size {between}; write one, such as 512MiB or 2GiB")
     return size
 
 
@@ -339,6 +340,8 @@ BUDGET_PARTS: Final = (
 BACKWARD_DONE: Final = "backward_done"
 """Name of the `mark` row where the last gradient of a backward has been made, and DDP's reducer begins to wait."""
 
+CPU_SECONDS: Final = "cpu_seconds"
+"""Name of the `gauge` row of a process's CPU time so far, written at each step that it counts."""
 CAPTURE_ON: Final = "capture_on"
 CAPTURE_OFF: Final = "capture_off"
 """Names of the `mark` rows where a rank begins and ceases to record; `value`: its optimizer steps so far."""

@@ -41,8 +41,14 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _some_seconds(text: str) -> float:
+    if text and _seconds(text) == 0:
+        raise ValueError(f"{text!r} would capture nothing; write more seconds, such as 30")
+    return _seconds(text)
+
+
 PARSERS: Final[dict[str, Callable[[str], object]]] = {
-    "ranks": parse_ranks, "steps": parse_steps, "delay": _seconds, "duration": _seconds,
+    "ranks": parse_ranks, "steps": parse_steps, "delay": _seconds, "duration": _some_seconds,
     "limit": parse_size,
 }  # fmt: skip
 """What reads a setting's text, and raises ValueError for one that it cannot."""

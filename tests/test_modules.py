@@ -293,6 +293,65 @@ def test_what_backward_calls_is_recomputation(every: Callable[[], list[Row]]) ->
     assert names(every())[7:] == [*ALL, "recompute", *ALL[1:]]
 
 
+def test_a_block_that_is_first_seen_in_a_recomputation_is_named_in_its_model(every: Callable[[], list[Row]]) -> None:
+    """The capture of a single process opens in its first backward."""
+    block, model = nn.Linear(4, 4), nn.Sequential()
+    model.append(block)
+    x = torch.ones(1, 4, requires_grad=True)
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            block(grad)
+            return grad
+
+    Again.apply(x).sum().backward()  # type: ignore[no-untyped-call]
+    model(torch.ones(1, 4))
+    assert names(every()) == ["recompute", "forward", "Sequential", "0"]
+
+
+def test_a_larger_model_names_what_it_has(every: Callable[[], list[Row]]) -> None:
+    model = Tower()
+    model.blocks[1](torch.ones(1, 4))
+    model(torch.ones(1, 4))
+    model.blocks[1](torch.ones(1, 4))
+    assert names(every()) == ["forward", "Sequential", "0", "1", *ALL, "forward", *ALL[3:6]]
+
+
+def test_models_beside_each_other_keep_apart(every: Callable[[], list[Row]]) -> None:
+    first, second, third = (nn.Sequential(nn.Linear(4, 4)) for _ in range(3))
+    for model in (first, second, third, first):
+        model(torch.ones(1, 4))
+    assert names(every()) == [
+        "forward", "Sequential", "0", "forward", "Sequential", "Sequential.0", "forward", "Sequential#2",
+        "Sequential#2.0", "forward", "Sequential", "0",
+    ]  # fmt: skip
+
+
+def test_what_comes_in_between_and_is_not_ours_is_the_jobs(every: Callable[[], list[Row]]) -> None:
+    class Stop(BaseException):
+        pass
+
+    class Odd(nn.Linear):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "_modules" and stopping:
+                raise Stop
+            return super().__getattribute__(name)
+
+    stopping = False
+    model = Odd(4, 4)
+    stopping = True
+    with pytest.raises(Stop):
+        model(torch.ones(1, 4))
+    stopping = False
+    model(torch.ones(1, 4))
+    assert names(every())[-2:] == ["forward", "Odd"]
+
+
 def test_a_failing_module_ends_its_row(every: Callable[[], list[Row]]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Failing())
     for _ in range(2):

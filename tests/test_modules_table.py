@@ -51,10 +51,17 @@ def test_the_mean_is_over_the_ranks_that_have_the_module() -> None:
 
 
 def test_other_threads_nest_among_themselves() -> None:
-    records = [*step(0), *step(1000), module("side", 1002, 1005, thread=8)]
+    records = [*step(0), *step(1000), phase("forward", 1002, 1005, thread=8), module("side", 1002, 1005, thread=8)]
     table = module_times([sum_modules(derive(*records))]).set_index("module")
     assert table["own_ms"]["side"] == pytest.approx(3)
     assert table["own_ms"]["layers.0"] == pytest.approx(3)
+
+
+def test_what_is_computed_again_and_evaluated_is_not_part_of_forward() -> None:
+    again = [phase("recompute", 1013, 1016), module("layers.0", 1013, 1016)]
+    evaluated = [phase("forward", 1025, 1029, flags=0), module("layers.0", 1025, 1029)]
+    table = module_times([sum_modules(derive(*step(0), *step(1000), *again, *evaluated))]).set_index("module")
+    assert table["calls"].to_dict() == {"layers.1": 2, "GPT": 1, "layers.0": 1}
 
 
 def test_without_level_full_there_is_none() -> None:

@@ -12,7 +12,7 @@ from captures import RECORDERS, build_helper, open_recorder, read_rows
 from jobs import profile
 from records import Record, derive, derived, of, phase
 
-from dsprof.analyzer.steps import captured_part, completed_steps, is_part
+from dsprof.analyzer.steps import captured_part, completed_steps, steps_taken
 from dsprof.cli import main
 from dsprof.collectors.record import Recorder
 from dsprof.collectors.window import Switch, Window
@@ -147,8 +147,8 @@ def test_steps_have_the_numbers_that_the_job_gives_them() -> None:
     ]  # fmt: skip
     assert of(rows[rows["kind"] == "step"], "step") == [(20,), (21,), (40,), (41,)]
     assert sorted(set(rows.loc[(rows["kind"] == "phase"), "step"])) == [20, 21, 40, 41]
-    assert is_part(rows)
-    assert captured_part(completed_steps(rows)) == "captured were steps 20 to 21, 40 to 41"
+    assert steps_taken(rows) == 40
+    assert captured_part(completed_steps(rows), 40) == "captured were steps 20 to 21, 40 to 41"
 
 
 def test_of_several_optimizers_a_step_counts_once() -> None:
@@ -162,9 +162,20 @@ def test_of_several_optimizers_a_step_counts_once() -> None:
     assert of(rows[rows["kind"] == "step"], "step") == [(20,), (21,), (22,)]
 
 
+def test_what_the_rank_counted_as_one_step_is_one() -> None:
+    """Many optimizers that are stepped in one backward."""
+
+    def many(at: float) -> list[Record]:
+        inner = [phase("optimizer", at + 6 + 0.1 * i, at + 6 + 0.1 * i + 0.05, value=i + 1.0) for i in range(5)]
+        return [*step(at)[:2], *inner, (Kind.GAUGE, "cpu_seconds", at + 8.5, at + 8.5, {"value": at})]
+
+    rows = derive(turn(CAPTURE_OFF, 1, 0), turn(CAPTURE_ON, 1000, 11), *many(1001), *many(1011), *many(1021))
+    assert of(rows[rows["kind"] == "step"], "step") == [(11,), (12,), (13,)]
+
+
 def test_a_capture_that_was_on_all_the_time_is_no_part() -> None:
     rows = derive(*step(0), *step(10))
-    assert not is_part(rows)
+    assert steps_taken(rows) is None
 
 
 # --- a job --------------------------------------------------------------------------------------

@@ -233,7 +233,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
     if (!keys.has_backend(c10::BackendComponent::MetaBit)) record = begin(*stack, payload, group);
     if (!record) {
       op.redispatchBoxed(keys & after, stack);
-      if (passed_over != kNothing) remember(*stack, this_thread.told);
+      remember(*stack, passed_over != kNothing ? this_thread.told : Target());
       return;
     }
     const Target target = this_thread.issued;
@@ -271,7 +271,12 @@ class CollectiveKernel final : public c10::OperatorKernel {
     const uint32_t seq = tag_ < 0 ? group->next++ : groups().next_p2p(*group, peer, tag, send_);
     if (peer > INT16_MAX) throw std::out_of_range("a record has no room for this rank");
     Record* r = recorder->claim();
-    if (!r) return nullptr;
+    int room = kMostTensors;
+    if (!r) {  // nobody is to take it for what was there before
+      this_thread.issued = Target();
+      remember_tensors(arguments[0], Target(), room);
+      return nullptr;
+    }
     if (recorder->generation != generation_) {
       id_ = recorder->intern(name_);
       generation_ = recorder->generation;
@@ -285,7 +290,6 @@ class CollectiveKernel final : public c10::OperatorKernel {
     if (async_ >= 0 && arguments[async_].toBool()) r->head.flags = kAsync;
     publish(r, kBegun);
     note_issued(*recorder, *r, now);
-    int room = kMostTensors;
     remember_tensors(arguments[0], this_thread.issued, room);
     return r;
   } catch (...) {

@@ -63,16 +63,17 @@ inline bool count_input(PyObject* object, int64_t& elements, int64_t& bytes) {
   return count_tensor(object, elements, bytes);
 }
 
-// The name of a module, 0: it has none. An outermost module that is unknown is named with all that it has.
+// The name of a module, 0: it has none. An outermost module that is unknown is named with all that it has. What was
+// raised in between and is not ours stays raised.
 inline uint16_t name_of_module(PyObject* module, bool outermost) {
   const auto found = module_names().find(module);
   if (found != module_names().end()) return found->second;
   if (!outermost) return 0;
   PyObject* done = PyObject_CallOneArg(module_namer, module);
   if (!done) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return 0;  // Ctrl-C, which came in between, is the job's
     PyErr_Clear();
     errors++;
-    module_names()[module] = 0;  // so that it is not tried again
   }
   Py_XDECREF(done);
   const auto named = module_names().find(module);
@@ -113,7 +114,12 @@ inline PyObject* module_call(PyObject* function, PyObject* const* args, size_t n
     if (c10::GradMode::is_enabled()) r->head.flags = kGrad;
     publish(r, kBegun);
   }
-  Record* module = real ? begin_module(*recorder, args[0], true) : nullptr;
+  // A block that is computed again may be called by itself, and have no name but in its model.
+  Record* module = real ? begin_module(*recorder, args[0], !again) : nullptr;
+  if (PyErr_Occurred()) {
+    if (r) complete(r, now_ns());
+    return nullptr;
+  }
   inside_module = true;
   PyObject* result = original_call(function, args, nargsf, keywords);
   inside_module = false;

@@ -83,7 +83,8 @@ def analyze(trace: Trace) -> Analysis:
     change = lasting_change(irregular.steps[irregular.ordinary], irregular.durations[irregular.ordinary])
     note = _describe_change(*change) if change else ""
     slowdown = note if change and change[2] > change[1] else ""
-    part = captured_part(steps) if any(summary.is_part for summary in ranks.values()) else ""
+    taken = max((summary.taken for summary in ranks.values() if summary.taken is not None), default=None)
+    part = "" if taken is None else captured_part(steps, taken)
     analysis = Analysis(
         run=run,
         ranks_expected=run.world_size or len(ranks),
@@ -116,7 +117,7 @@ def analyze(trace: Trace) -> Analysis:
             replay=checked,
         ),
     )
-    return replace(analysis, verdict=answer(analysis, on_gpu=context.on_gpu, slowdown=slowdown))
+    return replace(analysis, verdict=answer(analysis, on_gpu=context.on_gpu, slowdown=slowdown, part=part))
 
 
 def _facts_by_kind(run: RunInfo) -> Mapping[str, list[dict[str, Any]]]:

@@ -1,4 +1,5 @@
-"""What each module takes in forward, where every module was timed (level full)."""
+"""What each module takes in forward, where every module was timed (level full). What is computed again in backward,
+and forwards without gradients, are not part of it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from dsprof.schema import SHARDING
@@ -22,6 +24,7 @@ def sum_modules(rows: pd.DataFrame) -> pd.DataFrame:
     chosen = (rows["kind"] == "module") & (rows["name"] != SHARDING) & rows["dur_ns"].notna() & (rows["step"] >= 0)
     table = rows.loc[chosen, ["step", "name", "thread", "start_ns", "dur_ns"]]
     table = table[table["step"] > table["step"].min()]
+    table = table[_in_forward(table, rows)]
     empty = pd.DataFrame(columns=list(SUMS), index=pd.Index([], name="module", dtype=object), dtype=float)
     found = [_own(of_thread) for _, of_thread in table.groupby("thread")]
     if not found:
@@ -29,6 +32,21 @@ def sum_modules(rows: pd.DataFrame) -> pd.DataFrame:
     steps = table["step"].nunique()
     sums = pd.concat(found).groupby("module")[list(SUMS)].sum() / steps
     return sums.astype(float)
+
+
+def _in_forward(table: pd.DataFrame, rows: pd.DataFrame) -> npt.NDArray[np.bool_]:
+    """Which calls began in a forward of their thread that was for training."""
+    forward = (rows["kind"] == "phase") & (rows["name"] == "forward") & (rows["source"] == "measured")
+    trains = rows.loc[forward & rows["dur_ns"].notna() & rows["grad"].fillna(True), ["thread", "start_ns", "dur_ns"]]
+    found = np.zeros(len(table), bool)
+    thread, start = table["thread"].to_numpy(np.int64), table["start_ns"].to_numpy(np.int64)
+    for one, phases in trains.groupby("thread"):
+        mine = np.flatnonzero(thread == one)
+        begin = np.sort(phases["start_ns"].to_numpy(np.int64))
+        end = np.sort((phases["start_ns"] + phases["dur_ns"]).to_numpy(np.int64))
+        # Outermost calls of a thread do not overlap.
+        found[mine] = np.searchsorted(begin, start[mine], "right") > np.searchsorted(end, start[mine], "left")
+    return found
 
 
 def _own(table: pd.DataFrame) -> pd.DataFrame:

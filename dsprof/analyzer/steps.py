@@ -77,17 +77,22 @@ def early_ends(steps: pd.DataFrame) -> list[str]:
     ]
 
 
-def is_part(rows: pd.DataFrame) -> bool:
-    """Whether the capture of a rank was turned on or off while it ran (`schema.CAPTURE_ON`)."""
-    return bool(((rows["kind"] == "mark") & rows["name"].isin([CAPTURE_ON, CAPTURE_OFF])).any())
+def steps_taken(rows: pd.DataFrame) -> int | None:
+    """How many optimizer steps a rank took, as the marks say, where its capture was turned on or off while it ran
+    (`schema.CAPTURE_ON`); else None."""
+    turned = (rows["kind"] == "mark") & rows["name"].isin([CAPTURE_ON, CAPTURE_OFF])
+    return int(rows.loc[turned, "value"].fillna(0).max()) if turned.any() else None
 
 
-def captured_part(steps: pd.DataFrame) -> str:
-    """Which steps (of `completed_steps`) were captured, in words."""
+def captured_part(steps: pd.DataFrame, taken: int) -> str:
+    """Which steps (of `completed_steps`) were captured, in words, of a run that took so many until the capture was
+    turned on or off for the last time."""
     numbers = np.unique(steps["step"].to_numpy(np.int64))
     parts = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
     named = [f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts if len(part)]
-    return f"captured were steps {', '.join(named)}" if named else "no whole step was captured"
+    if named:
+        return f"captured were steps {', '.join(named)}"
+    return f"no whole step was captured: --steps, --delay, --duration or `dsprof capture` left none of {taken}"
 
 
 MOST_OPTIMIZERS: Final = 6

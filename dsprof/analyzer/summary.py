@@ -16,7 +16,7 @@ from .match import Matches
 from .modules import sum_modules
 from .overhead import count_records
 from .points import Program, find_program
-from .steps import is_part
+from .steps import steps_taken
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class RankSummary:
     recorded: how much was recorded in each step (`overhead.count_records`)
     staged:   of a pipeline, its layers and actions (`layers.staged_rows`)
     modules:  what each module takes a step (`modules.sum_modules`)
-    is_part:  whether only a part of what it did was captured, as somebody asked
+    taken:    how many steps it took, where somebody asked for a part of them only (`steps.steps_taken`)
     """
 
     time: RankTime
@@ -36,7 +36,7 @@ class RankSummary:
     recorded: pd.DataFrame
     staged: pd.DataFrame
     modules: pd.DataFrame
-    is_part: bool
+    taken: int | None
 
 
 def summarize_ranks(trace: Trace, collectives: pd.DataFrame, matches: Matches) -> dict[int, RankSummary]:
@@ -58,5 +58,5 @@ def _summarize(rows: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, 
         recorded=count_records(rows),
         staged=staged_rows(rows),
         modules=sum_modules(rows),
-        is_part=is_part(rows),
+        taken=steps_taken(rows),
     )

@@ -57,8 +57,11 @@ COSTS: Final = {"compilation": "compilation", "data": "starting loaders"}
 """Kinds of irregular steps that come again. Of a stop that came by chance its finding says what is sure."""
 
 
-def answer(analysis: Analysis, *, on_gpu: bool = False, slowdown: str = "") -> Verdict:
-    """The verdict on `analysis`, whose own `verdict` is not looked at. `slowdown`: what to say of a lasting one."""
+def answer(analysis: Analysis, *, on_gpu: bool = False, slowdown: str = "", part: str = "") -> Verdict:
+    """The verdict on `analysis`, whose own `verdict` is not looked at.
+
+    slowdown: what to say of a lasting one; part: which part of the run was captured, where somebody asked for one
+    """
     run, step = analysis.run, analysis.step_ms
     if run.hints and run.status:
         return Verdict("failed", clean(run.hints[0], 500))
@@ -67,6 +70,8 @@ def answer(analysis: Analysis, *, on_gpu: bool = False, slowdown: str = "") -> V
         return _of_finding(analysis, worst)
     if step is None and len(analysis.steps):
         return Verdict("inconclusive", "no step was completed on all captured ranks, so nothing can be compared")
+    if step is None and part:
+        return Verdict("inconclusive", part)
     if step is None:
         return Verdict("failed", "no complete step was captured, so nothing can be said about its speed")
     if not analysis.passed and not analysis.findings:

@@ -57,7 +57,10 @@ def _command(
     steps: Annotated[
         str | None,
         typer.Option(
-            "--steps", metavar="A:B", show_default=False, help="Capture only these steps, such as 20:50 (from 0)."
+            "--steps",
+            metavar="A:B",
+            show_default=False,
+            help="Capture only these optimizer steps, such as 20:50 (from 0).",
         ),
     ] = None,
     delay: Annotated[

@@ -49,8 +49,7 @@ def derive(
     """The same from rows (columns of `rows.GIVEN`) of one process, whichever tool recorded them.
 
     facts: kinds of facts that are known of it, such as `ddp`, `fsdp` and `device`. tensor_parallel: groups that are
-    for tensor parallelism. Raises KeyError for rows without
-    a column that is required.
+    for tensor parallelism. Raises KeyError for rows without a column that is required.
     """
     rows = completed(rows)
     main = training_thread(rows)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dsprof.schema import CAPTURE_ON
+from dsprof.schema import CAPTURE_ON, CPU_SECONDS
 
 from .period import iteration_ends, rarest_regular
 from .phases import Phases
@@ -64,8 +64,14 @@ def _turned_on(rows: pd.DataFrame) -> pd.DataFrame:
 def _numbers(rows: pd.DataFrame, steps: pd.DataFrame) -> Int:
     """The number of each step: from 0; after the capture was turned on, as many as had been taken until then."""
     numbers = np.arange(len(steps))
-    each = max(float(steps["value"].median()), 1.0) if len(steps) else 1.0
     marks = _turned_on(rows)
+    if marks.empty:
+        return numbers
+    # Each time that the rank counted one it sampled its use of the host.
+    counted = rows.loc[(rows["kind"] == "gauge") & (rows["name"] == CPU_SECONDS), "start_ns"].sort_values()
+    at = np.searchsorted(counted.to_numpy(np.int64), ends(steps), "right")
+    each = float(np.median(np.diff(at))) if len(at) > 1 and len(counted) else float(steps["value"].median())
+    each = max(each, 1.0)
     first = np.searchsorted(ends(steps), marks["start_ns"].to_numpy(np.int64), "right")
     for begin, taken in zip(first.tolist(), marks["value"].fillna(0).tolist(), strict=True):
         numbers[begin:] = int(taken / each) + np.arange(len(steps) - begin)
