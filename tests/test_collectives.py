@@ -598,3 +598,39 @@ def test_exit_status_is_the_jobs_own(kind: str, ending: str, tmp_path: Path) -> 
         for rank in range(2)
     ]
     assert [process.wait(timeout=120) for process in processes] == [EXITS[ending]] * 2
+
+
+MUTED = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from captures import open_recorder
+from dsprof.collectors import collectives
+recorder = open_recorder(sys.argv[1], Path(sys.argv[2]))
+uninstall = collectives.install(recorder)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for muted in (False, True):
+    recorder.mute(muted)
+    tensors = [torch.ones(4) for _ in range(40)]
+    for _ in range(2):  # addresses of works and tensors are used again
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        known = [recorder.target(work) is not None for work in works]
+        assert all(known) if not muted else not any(known), known
+        for work in works:
+            work.wait()
+    assert (recorder.target(None) is not None) == (not muted)
+recorder.mute(False)
+dist.all_reduce(torch.ones(4))
+assert recorder.errors == 0
+uninstall()
+recorder.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("kind", RECORDERS)
+def test_what_is_issued_while_nothing_is_written_is_no_other_collective(kind: str, tmp_path: Path) -> None:
+    run_alone(MUTED, kind, tmp_path / "capture")
+    rows = [row for row in read_rows(tmp_path / "capture") if row.kind is Kind.COMM]
+    assert [row.seq for row in rows] == [*range(80), 160]
