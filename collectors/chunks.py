@@ -54,8 +54,10 @@ class Chunks:
     ) -> int:  # fmt: skip
         """Write a record of this thread, with the fields of its family in their order; a handle for `store`, 0 if it
         was not written."""
-        if self.full or self.muted:
-            if not self.closed and not self.muted:
+        if self.muted:
+            return 0
+        if self.full:
+            if not self.closed:
                 next(self._drops)
             return 0
         slot = next(self._slots)

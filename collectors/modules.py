@@ -18,7 +18,7 @@ from dsprof.schema import Flag, Kind
 
 from .native import NativeRecorder
 from .record import PyRecorder, Recorder
-from .uninstall import Uninstall
+from .uninstall import Uninstall, replace_attribute
 from .wrap import stands_for
 
 FAKE_TENSORS: Final = ("FakeTensor", "FunctionalTensor")
@@ -39,15 +39,7 @@ def install(recorder: Recorder, *, every: bool = False) -> Uninstall:
 
     import torch
 
-    original = torch.nn.Module.__call__
-    replacement = _wrapper(original, recorder, every)
-    torch.nn.Module.__call__ = replacement  # type: ignore[method-assign]
-
-    def uninstall() -> None:
-        if torch.nn.Module.__call__ is replacement:
-            torch.nn.Module.__call__ = original  # type: ignore[method-assign]
-
-    return uninstall
+    return replace_attribute(torch.nn.Module, "__call__", _wrapper(torch.nn.Module.__call__, recorder, every))
 
 
 class Names:

@@ -15,7 +15,7 @@ from dsprof.schema import LARGEST_PLACE, Kind
 
 from . import dynamo, facts
 from .imports import when_imported
-from .uninstall import Uninstall, in_reverse
+from .uninstall import Uninstall, in_reverse, replace_attribute
 from .wrap import stands_for
 
 if TYPE_CHECKING:
@@ -73,13 +73,7 @@ def _watch_chunks(recorder: Recorder, stage: Any, method: str, name: int, parame
         finally:
             recorder.span_end(handle, start_ns, clock(), -1)
 
-    setattr(stage, method, one_chunk)
-
-    def uninstall() -> None:
-        if getattr(stage, method) is one_chunk:
-            setattr(stage, method, original)
-
-    return uninstall
+    return replace_attribute(stage, method, one_chunk)
 
 
 def _watch_schedules(module: ModuleType) -> Uninstall:

@@ -317,7 +317,7 @@ class PyRecorder(BackwardDepth):
         context = self.purposes.context
         if target is None:
             return self._write_span(_WAIT, _BEGUN, 0, name, now, 0, None, -1, 0, 0, *context)
-        family, fields = _named(target, context)
+        family, fields = _comm_fields(target, 0, -1, 0, context)
         return self._write(_LAYOUT[family], family, _WAIT, _BEGUN, 0, target.name, now, 0, *fields)
 
     def target(self, work: object, /) -> Target | None:
@@ -343,15 +343,10 @@ class PyRecorder(BackwardDepth):
     ) -> int:
         """A communication is issued now. `peer` is the root of a collective that has one."""
         now = time.perf_counter_ns()
-        stage, microbatch, module, purpose = self.purposes.context
-        head, here = (_COMM, _BEGUN, flags, name, now, 0), self.targets.here
-        if p2p:
-            place = (dtype, module, purpose, now, bytes, seq, group, peer, tag, stage, microbatch)
-            handle = self._write(_LAYOUT[_P2P], _P2P, *head, *place)
-        else:
-            place = (dtype, 0, now, bytes, seq, group, peer, stage, microbatch, module, purpose)
-            handle = self._write(_LAYOUT[_COLLECTIVE], _COLLECTIVE, *head, *place)
+        here = self.targets.here
         target = here.issued = Target(name, group, seq, peer if p2p else -1, tag if p2p else -1, p2p)
+        family, fields = _comm_fields(target, now, bytes, dtype, self.purposes.context, root=peer)
+        handle = self._write(_LAYOUT[family], family, _COMM, _BEGUN, flags, name, now, 0, *fields)
         if here.wait:
             self._waits_for(here.wait, target)
         elif here.blocking:
@@ -360,7 +355,7 @@ class PyRecorder(BackwardDepth):
 
     def _waits_for(self, handle: int, target: Target) -> None:
         """Have the record of a wait under way name another communication."""
-        family, fields = _named(target, self.purposes.context)
+        family, fields = _comm_fields(target, 0, -1, 0, self.purposes.context)
         self._store(handle, _NAME, _UINT16, target.name)
         self._store(handle, _FAMILY_AT, _UINT8, family)
         self._store(handle, _OWN, _OWN_FIELDS[family], *fields)
@@ -386,15 +381,13 @@ class PyRecorder(BackwardDepth):
         self, kind: int, name: int, start_ns: int, end_ns: int, issue_ns: int, bytes: int, group: int, seq: int,
         peer: int, dtype: int, flags: int, stage: int, microbatch: int, module: int, purpose: int, /,
     ) -> int:  # fmt: skip
-        number = seq & schema.NO_SEQ
-        head = (kind, _DONE if end_ns else _BEGUN, flags, name, start_ns, end_ns)
+        target = Target(name, group, seq & schema.NO_SEQ, peer, -1, peer != -1)
         if kind == _COMM:
-            self.targets.here.told = Target(name, group, number, peer, -1, peer != -1)
-        if peer != -1:
-            place = (dtype, module, purpose, issue_ns, bytes, number, group, peer, -1, stage, microbatch)
-            return self._write(_LAYOUT[_P2P], _P2P, *head, *place)
-        place = (dtype, 0, issue_ns, bytes, number, group, -1, stage, microbatch, module, purpose)
-        return self._write(_LAYOUT[_COLLECTIVE], _COLLECTIVE, *head, *place)
+            self.targets.here.told = target
+        context = CallContext(stage, microbatch, module, purpose)
+        family, fields = _comm_fields(target, issue_ns, bytes, dtype, context)
+        state = _DONE if end_ns else _BEGUN
+        return self._write(_LAYOUT[family], family, kind, state, flags, name, start_ns, end_ns, *fields)
 
     def span(
         self, kind: int, name: int, start_ns: int, end_ns: int, issue_ns: int, value: float | None, bytes: int,
@@ -432,10 +425,13 @@ class PyRecorder(BackwardDepth):
                 os.close(self._names)
 
 
-def _named(target: Target, context: CallContext) -> tuple[int, tuple[int, ...]]:
-    """Family of the record of a wait for it, and that family's fields."""
+def _comm_fields(
+    target: Target, issue_ns: int, bytes: int, dtype: int, context: CallContext, root: int = -1
+) -> tuple[int, tuple[int, ...]]:
+    """Family of the record of a communication, or of a wait for one, and that family's fields."""
     stage, microbatch, module, purpose = context
     if target.p2p:
         place = (target.seq, target.group, target.peer, target.tag, stage, microbatch)
-        return _P2P, (0, module, purpose, 0, -1, *place)
-    return _COLLECTIVE, (0, 0, 0, -1, target.seq, target.group, -1, stage, microbatch, module, purpose)
+        return _P2P, (dtype, module, purpose, issue_ns, bytes, *place)
+    of = (stage, microbatch, module, purpose)
+    return _COLLECTIVE, (dtype, 0, issue_ns, bytes, target.seq, target.group, root, *of)

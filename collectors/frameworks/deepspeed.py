@@ -52,10 +52,11 @@ Wrap = Callable[[Any], Any]
 
 def install(recorder: Recorder, on_step: Callable[[], None]) -> list[Uninstall]:
     """Record what DeepSpeed's engines do from now on, and call `on_step` after each of their steps."""
+    positions = _Positions()
     return [
         when_imported(ENGINE, functools.partial(_watch_engine, recorder, on_step)),
         *(
-            when_imported(module, functools.partial(_watch_pipeline, recorder, name))
+            when_imported(module, functools.partial(_watch_pipeline, recorder, positions, name))
             for module, name in PIPELINES.items()
         ),
     ]
@@ -185,14 +186,14 @@ class _Positions:
         return min(counts[instruction, phase] - 1, LARGEST_PLACE)
 
 
-def _watch_pipeline(recorder: Recorder, name: str, module: ModuleType) -> Uninstall:
+def _watch_pipeline(recorder: Recorder, positions: _Positions, name: str, module: ModuleType) -> Uninstall:
     engine: Any = getattr(module, name, None)
     table = getattr(engine, "__dict__", {}).get("_INSTRUCTION_MAP")
     if not isinstance(table, dict):
         return lambda: None
-    positions = _Positions()
     undo = [_watch_instruction(recorder, positions, table, instruction) for instruction in list(table)]
-    undo.append(replace_attribute(engine, "_exec_schedule", _schedule(positions, engine._exec_schedule)))
+    if "_exec_schedule" in vars(engine):  # DualPipeV inherits it
+        undo.append(replace_attribute(engine, "_exec_schedule", _schedule(positions, engine._exec_schedule)))
     return in_reverse(undo)
 
 
