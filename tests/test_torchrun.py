@@ -86,22 +86,31 @@ def test_the_first_failing_ranks_own_status(tmp_path: Path, script: str, status:
 
 def test_a_peer_that_fails_in_consequence_is_not_the_first(tmp_path: Path) -> None:
     script = """
-import torch, torch.distributed as dist
-os.environ["DSPROF"] = "0"
-dist.init_process_group("gloo")
-dist.barrier()
+from pathlib import Path
+def ended(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    except OSError:
+        return True
 if rank == 1:
+    Path("one.part").write_text(str(os.getpid()))
+    os.rename("one.part", "one")
+    while not os.path.exists("ready"):
+        time.sleep(0.01)
     os._exit(3)
-try:
-    dist.barrier()
-except RuntimeError:
-    time.sleep(0.5)  # a peer hears of it before the kernel has ended rank 1: its sockets are closed first
-    os._exit(4)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun may look between the two ends, and stop this rank
+Path("ready").touch()
+while not os.path.exists("one") or not ended(int(Path("one").read_text())):
+    time.sleep(0.01)
+os._exit(4)
 """
-    done = run(tmp_path, script, "--monitor-interval", "3")  # else torchrun may stop rank 0 before it has failed
+    done = run(tmp_path, script, "--monitor-interval", "3")
     assert done.returncode == 3
     zero, one = exits(tmp_path)
     assert (zero.code, one.code) == (4, 3)
+    assert zero.ended_ns is not None
+    assert one.ended_ns is not None
+    assert one.ended_ns < zero.ended_ns
     assert "rank 1 on" in done.stderr
 
 
