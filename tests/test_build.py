@@ -19,7 +19,7 @@ from dsprof.analyzer.steps import completed_steps
 from dsprof.analyzer.trust import check
 from dsprof.analyzer.whatif.edit import edit
 from dsprof.analyzer.whatif.tasks import transfers_scaled
-from dsprof.analyzer.whatif.work import Change, less
+from dsprof.analyzer.whatif.work import Change, less, scale
 from dsprof.schema import COLUMNS
 
 MS = 1_000_000
@@ -53,7 +53,7 @@ def graph_of_rows(rows: Sequence[Row], judged_from: int = 0) -> StepGraph:
     times = {rank: paint(mine, collectives, rank) for rank, mine in by_rank.items()}
     steps = step_budget(times, completed_steps(table))
     matches = Matches(collectives)
-    programs = {rank: find_program(times[rank].waits, mine, matches) for rank, mine in by_rank.items()}
+    programs = {rank: find_program(times[rank], mine, matches) for rank, mine in by_rank.items()}
     graph = build_graph(times, programs, collectives, steps.assign(ordinary=steps["step"] >= judged_from))
     assert graph is not None
     return graph
@@ -159,3 +159,75 @@ def test_segments_know_the_action_they_are_of() -> None:
     (steps,) = graph_of_rows(rows).shapes
     assert steps.structure.action.tolist() == ["", "F", "", "B", ""]
     assert steps.work.sum(axis=(1, 2)).tolist() == [2, 6, 0, 12, 10]
+
+
+def read_from_disk(read_ms: float = 10, steps: int = 4, rank: int = 0, begin: float = 0, length: float = 0) -> list[Row]:
+    """A step computes for 2 ms, issues two reads of `read_ms` and 4 ms, computes for 6, needs both, computes for 8.
+
+    `length`: of a step, if others make it longer.
+    """
+    rows: list[Row] = []
+    for step in range(steps):
+        needed = begin + 8
+        first, second = begin + 2 + read_ms, begin + 6 + read_ms
+        on = max(needed, second)
+        end = max(on + 8, begin + length)
+        rows += [row(rank, step, "step", "step", begin, end), row(rank, step, "phase", "optimizer", begin, end)]
+        for name, start, over in (("read", begin + 2, first), ("read", first, second)):
+            issued = int((begin + 2 + (name == "read" and start > begin + 2) / 1000) * MS)
+            rows.append(row(rank, step, "copy", name, start, over, lane="io.nvme.read", issue_ns=issued, bytes=4096))
+        rows.append(row(rank, step, "wait", "read", needed, on))
+        begin = end
+    return rows
+
+
+def test_what_is_issued_to_a_lane_of_its_own_is_a_task() -> None:
+    """The reads run one after the other, whatever the thread computes meanwhile."""
+    graph = graph_of_rows(read_from_disk())
+    (steps,) = graph.shapes
+    assert [(task.lane, task.kind, task.owner, task.part) for task in steps.structure.tasks] == [
+        ("io.nvme.read of rank 0", "read", 0, "offload")
+    ] * 2
+    assert replay(graph).durations.tolist() == [24] * 4
+    assert (check(graph).error, check(graph).contradicted) == (0, 0)
+    assert steps.transfer[:, 0].tolist() == pytest.approx([10, 4], abs=1e-3)
+    assert steps.work.sum() == pytest.approx(4 * 16)
+    # Computing faster is of no use while the disk is slower; after the wait it is.
+    halved = scale({"optimizer": 0.5})(graph)
+    assert replay(halved).durations == pytest.approx([1 + 14 + 4] * 4)
+    # With a disk twice as fast, the reads are over 1 ms after they are needed.
+    assert replay(scale({"offload": 0.5})(graph)).durations == pytest.approx([2 + 7 + 8] * 4)
+    hidden = edit(graph, lambda steps: transfers_scaled(steps, lambda task: task.kind == "read", 0.1))
+    assert replay(hidden).durations == pytest.approx([16] * 4)
+
+
+def test_a_lane_whose_order_is_not_that_of_issue_is_none() -> None:
+    """Nothing is known of what it would do if it were faster: the wait stays the rank's own work."""
+    rows = read_from_disk()
+    for item in rows:
+        if item["kind"] == "copy":
+            item["issue_ns"] = item["start_ns"] + item["dur_ns"]
+    rows[2]["issue_ns"] = rows[3]["issue_ns"] + 1
+    graph = graph_of_rows(rows)
+    assert [len(steps.structure.tasks) for steps in graph.shapes] == [0]
+    assert replay(graph).durations.tolist() == [24] * 4
+
+
+def test_a_slow_disk_of_one_rank() -> None:
+    """Rank 0 stands still for nothing, rank 1 for 18 ms, and both communicate at the end of the step."""
+    rows: list[Row] = []
+    for rank, read_ms in ((0, 2.0), (1, 20.0)):
+        mine = read_from_disk(read_ms, rank=rank, length=34)
+        for step in range(4):
+            arrived, gone = 34 * step + (16 if rank == 0 else 33.8), 34 * step + 33.9
+            mine.append(comm(rank, step, "all_reduce", arrived, gone, step))
+            mine.append(wait(rank, step, "all_reduce", arrived, gone, step))
+        rows += mine
+    graph = graph_of_rows(rows)
+    assert check(graph).error < 1e-9
+    for beyond in (False, True):
+        removed = np.zeros((2, 4))
+        removed[1] = 8.0
+        change = Change({"offload": removed}, where_beyond_peers=beyond)
+        mended = less(graph, change, [np.ones(2, bool)])(graph)
+        assert replay(mended).durations == pytest.approx([26] * 4, abs=0.01)

@@ -27,6 +27,7 @@ from dsprof.schema import BUDGET_PARTS, SHARDING
 from .intervals import Int, Intervals
 from .lanes import MAIN, NOTHING, OWN_LANES, PHASE_PART, Lanes, Parts, add, bind_waits, innermost, painted, spans_of
 from .match import Matches
+from .queues import Queue
 
 Float = npt.NDArray[np.float64]
 
@@ -40,6 +41,8 @@ THREAD_WORK: Final = ("phase", "pipe", "module", "copy", "launch", "pause")
 """Kinds of rows that say that the training thread does something."""
 
 COPY: Final = "copy"
+BEHIND: Final = ("offload", "data", "optimizer", "compute")
+"""What another lane that is waited for may be doing, of a rank's own work."""
 
 
 @dataclass(frozen=True)
@@ -50,26 +53,36 @@ class RankTime:
     layers: tuple[Intervals, ...]
     waits: pd.DataFrame
     """Of the training thread: start_ns, end_ns, arrival_ns (of the last peer, within the wait), collective (row of the
-    matched table, NOTHING: none or unknown), derived, bubble; lane and part, of a wait for what another lane does (see
-    `lanes.Lanes.name`)."""
+    matched table, NOTHING: none or unknown), derived, bubble; lane, part and queued, of a wait for what another lane
+    does (see `lanes.Lanes.name`)."""
     apart: Mapping[str, Intervals] = field(default_factory=dict)
     """Kind of schema.TIME_KINDS -> when it was under way."""
     device: Intervals = field(default_factory=Intervals.empty)
     """The steps that a device's stream ends."""
     sharding: Intervals = field(default_factory=Intervals.empty)
     """The part of compute in which parameters are gathered or sharded anew."""
+    queue: Queue = field(default_factory=Queue.empty)
+    """What was issued to lanes of this rank alone."""
 
     @cached_property
     def unbound(self) -> Intervals:
         """The waits of which it is not known what for."""
         waits = self.waits
         waits = waits[(waits["collective"] == NOTHING) & ~waits["derived"] & (waits["lane"] == NOTHING)]
+        return self._spans(waits)
+
+    @cached_property
+    def queued(self) -> Intervals:
+        """The waits for what is in the queue."""
+        return self._spans(self.waits[self.waits["queued"] != NOTHING])
+
+    def _spans(self, waits: pd.DataFrame) -> Intervals:
         every = Intervals.union(waits["start_ns"].to_numpy(np.int64), waits["end_ns"].to_numpy(np.int64))
         return every - self.device
 
-    def before(self, when: Int) -> dict[str, Int]:
-        """Layer -> time of that layer before each moment, ns; `other` not among them."""
-        covered = [layer.before(when) for layer in self.layers]
+    def before(self, when: Int, within: Intervals | None = None) -> dict[str, Int]:
+        """Layer -> time of that layer before each moment, ns; `other` not among them. `within`: only that in it."""
+        covered = [(layer if within is None else layer & within).before(when) for layer in self.layers]
         below = [np.zeros_like(when), *covered[:-1]]
         return {part: upper - lower for part, upper, lower in zip(LAYERS, covered, below, strict=True)}
 
@@ -97,7 +110,8 @@ def paint(
         own = {part: (own[part] - device) | (theirs.get(part, Intervals.empty()) & device) for part in LAYERS}
     layers = _layers(own)
     sharding = spans_of(main[(main["kind"] == "module") & (main["name"] == SHARDING)])
-    return RankTime(rank, layers, waits, dict(apart or {}), device, sharding & (layers[-1] - layers[-2]))
+    compute = layers[-1] - layers[-2]
+    return RankTime(rank, layers, waits, dict(apart or {}), device, sharding & compute, lanes.queue)
 
 
 def _of_thread(main: pd.DataFrame, waits: pd.DataFrame, phases: Parts, lanes: Lanes) -> Parts:
@@ -117,7 +131,7 @@ def _of_thread(main: pd.DataFrame, waits: pd.DataFrame, phases: Parts, lanes: La
     if for_lane.any():
         behind = lanes.behind(waits[for_lane])
         within = painted(behind)
-        for part in ("offload", "data", "optimizer", "compute"):
+        for part in BEHIND:
             own[part] = own[part] - within
         for part, spans in behind.items():
             own[part] = own[part] | spans

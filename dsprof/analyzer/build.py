@@ -18,7 +18,7 @@ import pandas as pd
 from dsprof.run import RunInfo
 
 from .budget import RankTime
-from .communications import find_communications
+from .communications import Communications, find_communications
 from .durations import lags, no_later_than_seen, transfers
 from .graph import LAG, Crossings, Edges, StepGraph, Steps, Structure, Task
 from .points import (
@@ -65,9 +65,12 @@ def build_graph(
     begin: Int = inside.pivot(index="rank", columns="step", values="start_ns").to_numpy(np.int64)
     end: Int = begin + inside.pivot(index="rank", columns="step", values="dur_ns").to_numpy(np.int64)
     follows = np.append(False, np.diff(numbers) == 1)
-    points = find_points(programs, ranks, begin, end)
+    queues = [times[rank].queue for rank in ranks]
+    first_queued = len(collectives) + np.cumsum([0, *map(len, queues)])[:-1]
+    points = find_points(programs, ranks, begin, end, first_queued)
+    tasks = find_communications(collectives, queues, points, ranks, run)
     segments = find_segments(times, ranks, points, begin, end)
-    return _Builder(ranks, numbers, judged, follows, begin, end, points, segments, collectives, run).build()
+    return _Builder(ranks, numbers, judged, follows, begin, end, points, segments, tasks).build()
 
 
 def _chosen(steps: pd.DataFrame, ranks: int) -> tuple[Int, npt.NDArray[np.bool_]]:
@@ -113,14 +116,13 @@ class _Builder:
         end: Int,
         points: Points,
         segments: Segments,
-        collectives: pd.DataFrame,
-        run: RunInfo | None,
+        tasks: Communications,
     ) -> None:
         self.ranks, self.numbers, self.judged, self.follows = ranks, numbers, judged, follows
         self.begin, self.end, self.segments = begin, end, segments
         self.reference = begin.min(axis=0)
         self.stretch = np.cumsum(~follows)
-        self.tasks = find_communications(collectives, points, ranks, run)
+        self.tasks = tasks
         issues = points.what == ISSUE
         home = np.where(points.target >= 0, self.tasks.home[points.target], -1) if len(self.tasks.home) else points.step
         # Issued in another step than the one the task belongs to.
@@ -273,6 +275,8 @@ class _Builder:
             kind=str(table.kind[target]),
             gradient=bool(table.gradient[target]),
             workers=workers if queued else None,
+            owner=int(table.owner[target]),
+            part=str(table.part[target]),
         )
 
     def _waited_gradients(

@@ -1,8 +1,10 @@
-"""Collectives and messages as arrays: which step each belongs to, what runs it, whom its end depends on."""
+"""Collectives, messages and what is in the ranks' queues as arrays: which step each belongs to, what runs it, whom its
+end depends on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,7 @@ from dsprof.run import RunInfo
 from .backends import backend_of
 from .match import SEND_RECV
 from .points import ISSUE, Points
+from .queues import Queue
 
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int64]
@@ -20,10 +23,11 @@ Int = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Communications:
-    """The matched table as arrays, a row a task: see `match.COLLECTIVE_COLUMNS`.
+    """The matched table as arrays, a row a task: see `match.COLLECTIVE_COLUMNS`; and after it, the queues.
 
     home: index of the step it belongs to; -1: none of the graph's
     end:  ns, when the first rank saw it end
+    owner: index of the rank whose queue it is in, -1: ranks share it; `part`: of the budget, that a wait for it is
     """
 
     lane: npt.NDArray[np.object_]
@@ -35,13 +39,59 @@ class Communications:
     size: Float
     end: Int
     home: Int
+    owner: Int
+    part: npt.NDArray[np.object_]
 
 
 def find_communications(
-    collectives: pd.DataFrame, points: Points, ranks: tuple[int, ...], run: RunInfo | None
+    collectives: pd.DataFrame, queues: Sequence[Queue], points: Points, ranks: tuple[int, ...], run: RunInfo | None
 ) -> Communications:
-    """Those of the matched table. `ranks`: the threads of the graph."""
-    count = len(collectives)
+    """Those of the matched table, and of each rank's queue. `ranks`: the threads of the graph."""
+    shared, queued = len(collectives), sum(map(len, queues))
+    issues = points.what == ISSUE
+    home = _homes(points, shared + queued)
+    target, ended = points.target[issues], points.ended[issues]
+    message = (collectives["name"] == SEND_RECV).to_numpy(bool)
+    end = collectives["end_ns"].to_numpy(np.int64).copy()
+    seen = (ended >= 0) & (target < shared)
+    earliest = np.full(shared, np.iinfo(np.int64).max)
+    np.minimum.at(earliest, target[seen], ended[seen])
+    known = earliest < np.iinfo(np.int64).max
+    end[known] = np.maximum(earliest[known], collectives["last_ns"].to_numpy(np.int64)[known])
+    transferred = collectives["last_ns"].to_numpy(np.int64) + collectives["transfer_ns"].to_numpy(np.int64)
+    end[message] = transferred[message]
+    lane = collectives["group"].astype(str).to_numpy(object)
+    backends = {name: backend_of(name, run) for name in set(lane.tolist())}
+    place = {rank: i for i, rank in enumerate(ranks)}
+    workers = [
+        0 if sent and not backends[name].messages_queue else backends[name].workers or 0
+        for name, sent in zip(lane.tolist(), message.tolist(), strict=True)
+    ]
+    found = Communications(
+        lane=lane,
+        kind=(collectives["name"].astype(str) + " " + collectives["purpose"].astype(str)).to_numpy(object),
+        gradient=(collectives["purpose"] == "gradient").to_numpy(bool),
+        workers=np.array(workers, np.int64),
+        needs=collectives["needs"].to_numpy(object),
+        root=np.array([place.get(int(rank), -1) for rank in collectives["root_rank"].tolist()], np.int64),
+        size=collectives["bytes"].to_numpy(np.float64),
+        end=end,
+        home=home[:shared],
+        owner=np.full(shared, -1),
+        part=np.full(shared, "", object),
+    )
+    if not queued:
+        return found
+    first = shared
+    parts = [found]
+    for i, queue in enumerate(queues):
+        parts.append(_of_queue(queue, i, ranks[i], home[first : first + len(queue)]))
+        first += len(queue)
+    return Communications(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(found)))
+
+
+def _homes(points: Points, count: int) -> Int:
+    """Index of the step that each of `count` tasks belongs to, -1: none of the graph's."""
     issues = points.what == ISSUE
     target, step = points.target[issues], points.step[issues]
     home = np.full(count, -1, np.int64)
@@ -51,32 +101,21 @@ def find_communications(
     np.maximum.at(last_in, target[step >= 0], points.when[issues][step >= 0])
     late = points.when[issues] > last_in[target]
     home[target[(step < 0) & late]] = -1
-    message = (collectives["name"] == SEND_RECV).to_numpy(bool)
-    end = collectives["end_ns"].to_numpy(np.int64).copy()
-    seen = points.ended[issues] >= 0
-    earliest = np.full(count, np.iinfo(np.int64).max)
-    np.minimum.at(earliest, target[seen], points.ended[issues][seen])
-    known = earliest < np.iinfo(np.int64).max
-    end[known] = np.maximum(earliest[known], collectives["last_ns"].to_numpy(np.int64)[known])
-    transferred = collectives["last_ns"].to_numpy(np.int64) + collectives["transfer_ns"].to_numpy(np.int64)
-    end[message] = transferred[message]
-    lane = collectives["group"].astype(str).to_numpy(object)
-    backends = {name: backend_of(name, run) for name in set(lane.tolist())}
-    place = {rank: i for i, rank in enumerate(ranks)}
+    return home
+
+
+def _of_queue(queue: Queue, owner: int, rank: int, home: Int) -> Communications:
+    count = len(queue)
     return Communications(
-        lane=lane,
-        kind=(collectives["name"].astype(str) + " " + collectives["purpose"].astype(str)).to_numpy(object),
-        gradient=(collectives["purpose"] == "gradient").to_numpy(bool),
-        workers=np.array(
-            [
-                0 if sent and not backends[name].messages_queue else backends[name].workers or 0
-                for name, sent in zip(lane.tolist(), message.tolist(), strict=True)
-            ],
-            np.int64,
-        ),
-        needs=collectives["needs"].to_numpy(object),
-        root=np.array([place.get(int(rank), -1) for rank in collectives["root_rank"].tolist()], np.int64),
-        size=collectives["bytes"].to_numpy(np.float64),
-        end=end,
+        lane=np.array([f"{lane} of rank {rank}" for lane in queue.lane.tolist()], object),
+        kind=queue.kind,
+        gradient=np.zeros(count, bool),
+        workers=np.ones(count, np.int64),
+        needs=np.full(count, "all", object),
+        root=np.full(count, -1),
+        size=queue.size.astype(np.float64),
+        end=queue.end,
         home=home,
+        owner=np.full(count, owner),
+        part=queue.part,
     )

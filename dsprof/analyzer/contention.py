@@ -120,5 +120,7 @@ def _beside_of(structure: Structure, work: Float) -> Float:
     for (segment, task), of in zip(issues.tolist(), thread.tolist(), strict=True):
         until = waited.get((of, task), structure.of_thread(of).stop)
         worked = upto[max(until, segment + 1)] - upto[segment + 1]
+        if structure.tasks[task].owner >= 0:  # a copy: the disk or the device does it
+            continue
         beside[task] = max(beside[task], min(worked / BESIDE_MS, 1.0))
     return np.bincount(thread, beside[issues[:, 1]], structure.threads).astype(np.float64)

@@ -44,6 +44,7 @@ class Task:
     gradient: whether it carries gradients
     workers:  how many tasks its lane runs at once, 1 or 2; None: it needs no worker
     linked:   whether, at its end, it has the link of its lane to itself
+    owner:    index of the thread whose own lane it is, -1: ranks share it; `part`: of WORK, what a wait for it then is
     """
 
     lane: str
@@ -51,6 +52,8 @@ class Task:
     gradient: bool = False
     workers: int | None = BACKENDS[DEFAULT].workers
     linked: bool = False
+    owner: int = -1
+    part: str = ""
 
 
 @dataclass(frozen=True)

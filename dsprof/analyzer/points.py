@@ -13,9 +13,10 @@ import pandas as pd
 from dsprof.engine.schedule import COMPUTE
 from dsprof.run import RunInfo
 
-from .budget import RankTime
+from .budget import BEHIND, RankTime
 from .graph import PARTS
 from .match import Matches
+from .queues import Queue
 
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int64]
@@ -38,7 +39,7 @@ class Points:
     """Points by step, rank and time.
 
     step:   index of the step, -1: in none of the graph's; rank: index; what: ISSUE, ...
-    target: row of the matched table, -1: none
+    target: row of the matched table, or beyond its end the place in the ranks' queues, one after the other; -1: none
     when, ended: ns, the latter when the rank saw its task end (-1: unknown)
     action: of a point at either end of one, index into ACTIONS
     """
@@ -56,8 +57,10 @@ class Points:
 
 
 Program = tuple[Int, ...]
-"""One rank's points in any order, as columns of `Points`: what, target, when, ended, action."""
-WHEN: Final = 2
+"""One rank's points in any order, as columns of `Points`: what, target, when, ended, action. Of what is in the rank's
+own queue the target is QUEUED less its place there."""
+TARGET, WHEN = 1, 2
+QUEUED: Final = -2
 
 
 @dataclass(frozen=True)
@@ -75,34 +78,38 @@ def find_points(
     ranks: tuple[int, ...],
     begin: Int,
     end: Int,
+    first_queued: Int,
 ) -> Points:
-    """The points of these ranks. begin, end: [R, N] of the graph's steps, ns."""
+    """The points of these ranks. begin, end: [R, N] of the graph's steps, ns; `first_queued`: [R] target that the first
+    operation of each rank's queue gets."""
     parts: list[Program] = []
     steps: list[Int] = []
     for i, rank in enumerate(ranks):
         columns = programs[rank]
-        when = columns[WHEN]
+        target, when = columns[TARGET], columns[WHEN]
+        target = np.where(target <= QUEUED, first_queued[i] + QUEUED - target, target)
         at = np.searchsorted(begin[i], when, "right") - 1
         within = (at >= 0) & (when < end[i][np.maximum(at, 0)])
         steps.append(np.where(within, at, -1))
-        parts.append((np.full(len(when), i), *columns))
+        parts.append((np.full(len(when), i), columns[0], target, *columns[WHEN:]))
     rank_of, what, target, when, ended, action = (np.concatenate([part[k] for part in parts]) for k in range(6))
     step = np.concatenate(steps)
     order = np.lexsort((_turn(rank_of, what, target, when), when, rank_of, step))
     return Points(step, rank_of, what, target, when, ended, action).take(order)
 
 
-def find_program(waits: pd.DataFrame, rows: pd.DataFrame, matches: Matches, run: RunInfo | None = None) -> Program:
-    """One rank's points: of its `rows`, the communications, phases and actions. `waits`: as in its `RankTime`."""
+def find_program(time: RankTime, rows: pd.DataFrame, matches: Matches, run: RunInfo | None = None) -> Program:
+    """One rank's points: of its `rows`, the communications, phases and actions; of its `time`, the waits and queue."""
     kind, main = rows["kind"], rows["lane"] == "main"
     backward_at = rows.loc[(kind == "phase") & (rows["name"] == "backward") & main, "start_ns"].to_numpy(np.int64)
     comm = rows.loc[(kind == "comm") & rows["issue_ns"].notna() & rows["seq"].notna(), COMM]
     acted = rows.loc[(kind == "pipe") & main & rows["dur_ns"].notna() & rows["name"].isin(COMPUTE), ACTED]
     parts = [
         _issues(comm, matches, run),
+        _queued(time.queue),
         _instants(BACKWARD, backward_at),
         *_actions(acted),
-        _waits(waits, np.sort(backward_at)),
+        _waits(time.waits, np.sort(backward_at)),
     ]
     return tuple(np.concatenate([part[k] for part in parts]) for k in range(5))
 
@@ -124,6 +131,11 @@ def _issues(comm: pd.DataFrame, matches: Matches, run: RunInfo | None) -> Progra
     return np.full(len(comm), ISSUE), target, when, ended, np.zeros_like(when)
 
 
+def _queued(queue: Queue) -> Program:
+    place = np.arange(len(queue))
+    return np.full(len(queue), ISSUE), QUEUED - place, queue.issue, queue.end, np.zeros_like(place)
+
+
 def _actions(acted: pd.DataFrame) -> tuple[Program, Program]:
     """Where the actions of a pipeline's schedule begin and end."""
     action = acted["name"].astype(str).map(ACTIONS.index).to_numpy(np.int64)
@@ -133,14 +145,16 @@ def _actions(acted: pd.DataFrame) -> tuple[Program, Program]:
 
 
 def _waits(waits: pd.DataFrame, backward_at: Int) -> Program:
-    waits = waits[(waits["collective"] >= 0) | waits["derived"]]
+    waits = waits[(waits["collective"] >= 0) | waits["derived"] | (waits["queued"] >= 0)]
     when = waits["end_ns"].to_numpy(np.int64)
     # DDP waits for its buckets one after the other, for as many as are still under way: that is one wait for all.
     derived = waits["derived"].to_numpy(bool)
     number = np.searchsorted(backward_at, when)
     last = np.ones(len(waits), bool)
     last[:-1] = ~(derived[:-1] & derived[1:] & (number[:-1] == number[1:]))
-    target = np.where(derived, -1, waits["collective"].to_numpy(np.int64))[last]
+    queued = waits["queued"].to_numpy(np.int64)
+    target = np.where(queued >= 0, QUEUED - queued, waits["collective"].to_numpy(np.int64))
+    target = np.where(derived, -1, target)[last]
     what, when = np.where(derived, WAIT_GRADIENTS, WAIT)[last], when[last]
     return what, target, when, when, np.zeros_like(when)
 
@@ -188,12 +202,17 @@ def find_segments(
 
 def _work_between(time: RankTime, when: Int) -> Float:
     """Own work between consecutive moments, [len(when) - 1, PARTS] in ms. Waits for something unknown keep their
-    length: they count as `other`."""
+    length: they count as `other`. Those for what is in the queue are no work, whatever was painted there."""
     spent = {part: np.diff(value) / 1e6 for part, value in time.before(when).items()}
     explained = sum(spent.values(), np.zeros(len(when) - 1))
     unknown = np.diff(time.unbound.before(when)) / 1e6
     spent["other"] = np.diff(when) / 1e6 - explained + spent["apart"] + unknown
-    spent["sharding"] = np.diff(time.sharding.before(when)) / 1e6
+    if len(time.queue):
+        behind = {part: np.diff(value) / 1e6 for part, value in time.before(when, time.queued).items()}
+        spent["other"] -= np.diff(time.queued.before(when)) / 1e6 - sum(behind.values(), np.zeros(len(when) - 1))
+        for part in BEHIND:
+            spent[part] -= behind[part]
+    spent["sharding"] = np.diff((time.sharding - time.queued).before(when)) / 1e6
     spent["compute"] -= spent["sharding"]
     spent["lag"] = np.zeros(len(when) - 1)
     return np.stack([spent[part] for part in PARTS], axis=-1)

@@ -53,7 +53,7 @@ def _summarize(rows: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, 
     time = paint(rows, collectives, rank, run, apart_spans(rows), matches)
     return RankSummary(
         time=time,
-        program=find_program(time.waits, rows, matches, run),
+        program=find_program(time, rows, matches, run),
         seen_ns=(int(rows["start_ns"].min()), int((rows["start_ns"] + rows["dur_ns"].fillna(0).astype("int64")).max())),
         recorded=count_records(rows),
         staged=staged_rows(rows),
