@@ -165,6 +165,7 @@ class EngineEvents:
             min(span.microbatch, LARGEST_PLACE),
             ids.get(span.module) or self._id(span.module),
             ids.get(span.purpose) or self._id(span.purpose),
+            -1 if span.corr is None else span.corr,
         )
 
     def _id(self, name: str | None) -> int:

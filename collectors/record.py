@@ -144,11 +144,12 @@ class Recorder(Protocol):
 
     def span(
         self, kind: int, name: int, start_ns: int, end_ns: int, issue_ns: int, value: float | None, bytes: int,
-        flags: int, lane: int, stage: int, microbatch: int, module: int, purpose: int, /,
+        flags: int, lane: int, stage: int, microbatch: int, module: int, purpose: int, corr: int = -1, /,
     ) -> int:  # fmt: skip
         """Record anything else, with its place; a handle for `span_end`, 0 if it was not recorded.
 
-        `issue_ns` is of kinds of the family KERNEL, 0: unknown; `lane` 0: the thread's.
+        `issue_ns` is of kinds of the family KERNEL, 0: unknown; `lane` 0: the thread's; `corr`: what a copy and the
+        waits for it have in common, -1: none.
         """
 
     def span_end(self, handle: int, start_ns: int, end_ns: int, seq: int, /) -> None:
@@ -288,17 +289,17 @@ class PyRecorder(BackwardDepth):
     def _write_span(
         self, kind: int, state: int, flags: int, name: int, start_ns: int, end_ns: int, value: float | None,
         bytes: int, issue_ns: int = 0, lane: int = 0, stage: int = -1, microbatch: int = -1, module: int = 0,
-        purpose: int = 0,
+        purpose: int = 0, corr: int = -1,
     ) -> int:  # fmt: skip
         """A record of any family but those of communications."""
         family = _FAMILY[kind]
         number = NAN if value is None else value
         if family == _KERNEL:
-            fields: tuple[float, ...] = (issue_ns, bytes, -1, module, purpose, number)
+            fields: tuple[float, ...] = (issue_ns, bytes, corr, module, purpose, number)
         elif family == _SAMPLE:
             fields = (number, bytes, module, purpose)
         else:
-            fields = (number, bytes, -1, module, purpose)
+            fields = (number, bytes, corr, module, purpose)
         head = (_LAYOUT[family], family, kind, state, flags, name, start_ns, end_ns)
         return self._write(*head, lane, stage, microbatch, *fields)
 
@@ -391,10 +392,10 @@ class PyRecorder(BackwardDepth):
 
     def span(
         self, kind: int, name: int, start_ns: int, end_ns: int, issue_ns: int, value: float | None, bytes: int,
-        flags: int, lane: int, stage: int, microbatch: int, module: int, purpose: int, /,
+        flags: int, lane: int, stage: int, microbatch: int, module: int, purpose: int, corr: int = -1, /,
     ) -> int:  # fmt: skip
         state = _DONE if end_ns else _BEGUN
-        place = (issue_ns, lane, stage, microbatch, module, purpose)
+        place = (issue_ns, lane, stage, microbatch, module, purpose, corr)
         return self._write_span(kind, state, flags, name, start_ns, end_ns, value, bytes, *place)
 
     def span_end(self, handle: int, start_ns: int, end_ns: int, seq: int, /) -> None:

@@ -56,6 +56,8 @@ class Span:
     value: float | None = None
     peer: int | None = None
     """The other side of a send or a receive, a rank of `group`; `seq` counts those of the same way between the two."""
+    corr: int | None = None
+    """Of a copy beside the computation and of the waits for it, the same number, which no other copy has."""
 
     @property
     def dur_ns(self) -> int:
@@ -136,6 +138,7 @@ class Hooks:
         dtype: str | None = None,
         value: float | None = None,
         peer: int | None = None,
+        corr: int | None = None,
         at: Place | None = None,
     ) -> Span | None:
         """Open a span; None, for `end` to pass over, if nobody listens. `at` is the present place, unless it is work
@@ -146,7 +149,7 @@ class Hooks:
             seq = self._seqs[group] = self._seqs.get(group, -1) + 1
         span = Span(
             kind, name, lane, *(at or self.place), self._clock(), None, issue_ns, module, purpose, group,
-            seq, bytes, dtype, value, peer,
+            seq, bytes, dtype, value, peer, corr,
         )  # fmt: skip
         for listener in (*_listeners, *self._own):
             try:

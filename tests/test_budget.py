@@ -316,3 +316,16 @@ def test_an_engine_that_waits_for_its_disk(tmp_path: Path, monkeypatch: pytest.M
     begin, length = int(waits["start_ns"].iloc[0]), int(waits["dur_ns"].iloc[0])
     painted = paint(rows, match_collectives(rows), 0).before(np.array([begin, begin + length]))
     assert {part: int(np.diff(spent)[0]) for part, spent in painted.items() if np.diff(spent)[0]} == {"offload": length}
+
+
+def test_a_wait_without_a_number_is_for_what_was_issued_before_it() -> None:
+    """The second read ends within the slack after the wait; it was issued only then."""
+    _, time = time_of(
+        STEP,
+        row("phase", "optimizer", 0, 100),
+        row("copy", "read", 10, 20, "io.nvme.read", issue_ns=9 * MS),
+        row("wait", "read", 12, 20),
+        row("copy", "read", 20.5, 21.5, "io.nvme.read", issue_ns=int(20.2 * MS)),
+        row("wait", "read", 5, 6),
+    )
+    assert time.waits["queued"].tolist() == [-1, 0]

@@ -161,7 +161,9 @@ def test_segments_know_the_action_they_are_of() -> None:
     assert steps.work.sum(axis=(1, 2)).tolist() == [2, 6, 0, 12, 10]
 
 
-def read_from_disk(read_ms: float = 10, steps: int = 4, rank: int = 0, begin: float = 0, length: float = 0) -> list[Row]:
+def read_from_disk(
+    read_ms: float = 10, steps: int = 4, rank: int = 0, begin: float = 0, length: float = 0
+) -> list[Row]:
     """A step computes for 2 ms, issues two reads of `read_ms` and 4 ms, computes for 6, needs both, computes for 8.
 
     `length`: of a step, if others make it longer.

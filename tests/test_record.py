@@ -388,7 +388,7 @@ def test_a_record_lies_in_the_file_as_the_schema_says(opened: Open, tmp_path: Pa
     recorder.comm(kind, name, 100, 250, 50, 4096, group, 7, -1, 3, flags, 2, 5, module, purpose)
     recorder.comm(kind, name, 100, 0, 50, 4096, group, -1, 6, 3, 0, 2, 5, module, purpose)
     recorder.span(int(Kind.PIPE), name, 100, 250, 0, 1.5, 8, flags, lane, 2, 5, module, purpose)
-    recorder.span(int(Kind.COPY), name, 100, 250, 50, 3.0, 8, 0, lane, 2, 5, module, purpose)
+    recorder.span(int(Kind.COPY), name, 100, 250, 50, 3.0, 8, 0, lane, 2, 5, module, purpose, 1 << 40)
     recorder.put(Kind.GAUGE, name, 100, 100, 0.25)
     content = (tmp_path / "capture" / "chunk-00000.bin").read_bytes()[schema.CHUNK_HEADER_BYTES :][: 5 * 64]
     common, here = struct.Struct("<qqIHBBBB"), threading.get_native_id()
@@ -401,7 +401,7 @@ def test_a_record_lies_in_the_file_as_the_schema_says(opened: Open, tmp_path: Pa
     assert struct.unpack("<BxIqqIHhhhHH", collective) == (3, 0, 50, 4096, 7, group, -1, 2, 5, module, purpose)
     assert struct.unpack("<BxHHqqIHhihh", p2p) == (3, module, purpose, 50, 4096, 2**32 - 1, group, 6, -1, 2, 5)
     assert struct.unpack("<HhhdqqHH4x", span) == (lane, 2, 5, 1.5, 8, -1, module, purpose)
-    assert struct.unpack("<HhhqqqHHf", copy) == (lane, 2, 5, 50, 8, -1, module, purpose, 3.0)
+    assert struct.unpack("<HhhqqqHHf", copy) == (lane, 2, 5, 50, 8, 1 << 40, module, purpose, 3.0)
     assert struct.unpack("<Hhhdq8xHH4x", gauge) == (0, -1, -1, 0.25, -1, 0, 0)
 
 

@@ -232,7 +232,7 @@ PyObject* py_leave_blocking(PyObject*, PyObject*) {
 // Reads `count` integers, passing over the one at `skipped`; false: one was wrong, or there are more or fewer.
 template <size_t N>
 bool integers(PyObject* const* args, Py_ssize_t count, std::array<int64_t, N>& numbers, size_t skipped = N) {
-  if (count != static_cast<Py_ssize_t>(N)) {
+  if (count < static_cast<Py_ssize_t>(N)) {
     errors++;
     return false;
   }
@@ -266,11 +266,13 @@ PyObject* py_comm(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return handle_of(*recorder, index);
 }
 
-// span(kind, name, start_ns, end_ns, issue_ns, value, bytes, flags, lane, stage, microbatch, module, purpose) -> handle
+// span(kind, name, start_ns, end_ns, issue_ns, value, bytes, flags, lane, stage, microbatch, module, purpose, corr=-1)
+// -> handle
 PyObject* py_span(PyObject*, PyObject* const* args, Py_ssize_t count) {
   std::array<int64_t, 13> numbers;
   if (!integers(args, count, numbers, 5)) return PyLong_FromLong(0);
   const double number = value_of(args, count, 5);
+  const int64_t corr = integer(args, count, 13, -1);
   if (misread()) return PyLong_FromLong(0);
   const auto [kind, name, start, end, issue, value, bytes, flags, lane, stage, microbatch, module, purpose] = numbers;
   Recorder* recorder = active.load(std::memory_order_acquire);
@@ -278,7 +280,7 @@ PyObject* py_span(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Record* r = recorder ? recorder->claim(&index) : nullptr;
   if (!r) return PyLong_FromLong(0);
   const Place place{static_cast<uint16_t>(lane), context_of(stage, microbatch, module, purpose)};
-  fill(r, static_cast<uint8_t>(kind), static_cast<uint16_t>(name), start, end, number, bytes, issue, place);
+  fill(r, static_cast<uint8_t>(kind), static_cast<uint16_t>(name), start, end, number, bytes, issue, place, corr);
   r->head.flags = static_cast<uint8_t>(flags);
   publish(r, end ? kDone : kBegun);
   return handle_of(*recorder, index);

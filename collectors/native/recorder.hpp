@@ -212,13 +212,13 @@ void fill_place(Fields& fields, const Place& place) {
 
 // A record that is no communication, nor a wait for one: of the family that its kind has.
 inline void fill(Record* r, uint8_t kind, uint16_t name, int64_t start, int64_t end, double value, int64_t bytes,
-                 int64_t issue = 0, const Place& place = {}) {
+                 int64_t issue = 0, const Place& place = {}, int64_t corr = -1) {
   if (kind == kCopy || kind == kKernel || kind == kLaunch) {
     fill_head(r, kKernelFamily, kind, name, start, end);
     fill_place(r->kernel, place);
     r->kernel.issue_ns = issue;
     r->kernel.bytes = bytes;
-    r->kernel.corr = -1;
+    r->kernel.corr = corr;
     r->kernel.value = static_cast<float>(value);
   } else if (kind == kMem || kind == kGauge) {
     fill_head(r, kSampleFamily, kind, name, start, end);
@@ -230,7 +230,7 @@ inline void fill(Record* r, uint8_t kind, uint16_t name, int64_t start, int64_t 
     fill_place(r->span, place);
     r->span.value = value;
     r->span.bytes = bytes;
-    r->span.corr = -1;
+    r->span.corr = corr;
   }
 }
 

@@ -249,8 +249,8 @@ class Lanes:
         """What `waits` (WAITING) were for: as they are, but those for a communication of a lane with its number; the
         lane that ran it, NOTHING: none of these; which part that is, place in DOES; and its place in the queue.
 
-        A wait is for the row with its `corr`; without one, and without a number, for what has its name: of several the
-        one that ended last by the end of the wait.
+        A wait is for the row with its `corr`; without one, and without a number, for what has its name: of several,
+        issued before it, the one that ended last by the end of the wait.
         """
         lane, part, queued = (np.full(len(waits), NOTHING) for _ in range(3))
         if not self or not len(waits):
@@ -258,14 +258,18 @@ class Lanes:
         every = np.arange(len(self._corr))[self._corr != NOTHING]
         row = _look_up(self._corr[every], every, waits["corr"].to_numpy(np.int64, na_value=NOTHING))
         unnamed = (waits["corr"].isna() & waits["seq"].isna()).to_numpy(bool)
-        end = (waits["start_ns"] + waits["dur_ns"]).to_numpy(np.int64) + BINDING_SLACK_NS
+        start = waits["start_ns"].to_numpy(np.int64)
+        end = start + waits["dur_ns"].to_numpy(np.int64) + BINDING_SLACK_NS
+        issue = self._work["issue_ns"].to_numpy(np.int64, na_value=0)
         names = waits["name"].astype(str)
         own = self._work["kind"].isin(["copy", "phase"]).to_numpy(bool)
         for name in sorted(set(names[unnamed]) & set(self._work["name"][own].astype(str))):
             there = np.flatnonzero(own & (self._work["name"] == name).to_numpy(bool))
             there = there[np.argsort(self._end[there], kind="stable")]
             mine = np.flatnonzero(unnamed & (names == name).to_numpy(bool))
-            row[mine] = there[np.maximum(np.searchsorted(self._end[there], end[mine], "right") - 1, 0)]
+            issued = np.searchsorted(np.maximum.accumulate(issue[there]), start[mine], "right")
+            at = np.minimum(np.searchsorted(self._end[there], end[mine], "right"), issued) - 1
+            row[mine] = np.where(at >= 0, there[at], NOTHING)
         numbered = np.append(self._comm & self._work["seq"].notna().to_numpy(bool), False)[row]
         known = (row != NOTHING) & ~numbered
         lane[known], part[known], queued[known] = (of[row[known]] for of in (self._lane, self._label, self._place))

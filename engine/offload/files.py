@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import errno
+import itertools
 import mmap
 import os
 import queue
@@ -19,7 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from ..config.offload import AioConfig
 
 Direction = Literal["read", "write"]
+
+
+_numbers: Final = itertools.count(1 << 40)
+"""Above what a device numbers its kernels with."""
 
 
 class OffloadError(RuntimeError):
@@ -47,9 +52,11 @@ class About:
 
 
 class Ticket:
-    """A transfer under way."""
+    """A transfer under way. `number`: of its spans, their `corr`."""
 
     def __init__(self, hooks: Hooks, direction: Direction, about: About) -> None:
+        self.number = next(_numbers)
+        self._told = False
         self._hooks = hooks
         self._direction = direction
         self._about = about
@@ -66,9 +73,13 @@ class Ticket:
 
     def wait(self) -> None:
         """Return when it is over. Raises OffloadError if it failed."""
-        if not self.done:
+        # That its end was needed here is told even if nobody had to stand still for it: another time they may have to.
+        if not self.done or (not self._told and self._hooks.listening):
+            self._told = True
             about = self._about
-            with self._hooks.span("wait", self._direction, module=about.module, purpose=about.purpose):
+            with self._hooks.span(
+                "wait", self._direction, module=about.module, purpose=about.purpose, corr=self.number
+            ):
                 self._over.wait()
         if self.error is not None:
             raise self.error
@@ -256,6 +267,7 @@ def _serve(jobs: queue.SimpleQueue[_Job | None], direction: Direction, aio: AioC
             span = hooks.begin(
                 "copy", direction, lane=f"io.nvme.{direction}", issue_ns=job.issue_ns, at=job.place,
                 module=about.module, purpose=about.purpose, bytes=memory.nbytes, value=about.value,
+                corr=job.ticket.number,
             )  # fmt: skip
             try:
                 _share(move, job.file.descriptor, as_bytes(memory), job.offset, aio, helpers)

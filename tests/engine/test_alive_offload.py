@@ -296,3 +296,17 @@ def test_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(threads) == 1
     assert requests(intra_op_parallelism=2) == [(0, [5]), (5, [5])]
     assert len(threads) == 2
+
+
+def test_a_wait_for_a_copy_bears_its_number(tmp_path: Path) -> None:
+    """Also one that nobody has to stand still for, so that steps are alike."""
+    spans = spans_of(states(tmp_path))
+    numbers = [span.corr for span in spans if span.kind == "copy"]
+    waits = [span for span in spans if span.kind == "wait" and span.corr is not None]
+    assert len(numbers) == len(set(numbers))
+    assert None not in numbers
+    assert {span.corr for span in waits} <= set(numbers)
+    of_last = [copy.corr for copy in copies(spans, "read")]
+    assert of_last
+    assert {span.corr for span in waits if span.name == "read"} >= set(of_last)
+    assert len(waits) == len({span.corr for span in waits}), "each is told once"
