@@ -22,7 +22,7 @@ From rows to time:
 From time to gains:
     points       what each rank issues and waits for, and its own work in between
     communications   collectives, messages and what is queued, as arrays
-    build        from points and communications to the step graph; `durations` is its arithmetic
+    build        from points and communications to the step graph; `shape`: one step of it, `durations`: arithmetic
     graph        the step graph: operations in arrays, edges that say what waited for what
     backends     what a communication backend does
     order        in which order operations are evaluated

@@ -7,8 +7,8 @@ there, is joined to it by an edge across steps.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -20,29 +20,15 @@ from dsprof.run import RunInfo
 from .budget import RankTime
 from .communications import Communications, find_communications
 from .durations import lags, no_later_than_seen, transfers
-from .graph import LAG, Crossings, Edges, StepGraph, Steps, Structure, Task
-from .points import (
-    BACKWARD,
-    ISSUE,
-    WAIT,
-    WAIT_GRADIENTS,
-    Points,
-    Program,
-    Segments,
-    actions_of,
-    find_points,
-    find_segments,
-)
+from .graph import LAG, Crossings, StepGraph, Steps
+from .points import ISSUE, WAIT, Points, Program, Segments, find_points, find_segments
+from .shape import END, ISSUED, Alike, find_shape
 
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int64]
 
 MOST_BRIDGED: Final = 8
 """So many steps that are not judged, between two that are, are in the graph too: a delay reaches through them."""
-
-EVERYONE, OWN = 0, 1
-"""Whose arrival the end of a task depends on, as a rank sees it: on that of all; OWN + i: on that of rank i itself and,
-where a root sends, on the root's."""
 
 
 def build_graph(
@@ -89,22 +75,6 @@ def _chosen(steps: pd.DataFrame, ranks: int) -> tuple[Int, npt.NDArray[np.bool_]
     return numbers, np.isin(numbers, judged)
 
 
-# --- shapes -------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Alike:
-    """A structure, and which of the matched table's rows its local targets are in each of its steps."""
-
-    structure: Structure
-    steps: list[int]
-    targets: list[Int]
-    tasks: list[tuple[int, int]]
-    """(local target, view) of each task."""
-    outside: list[tuple[str, int, int]]
-    """("end", local target, view) or ("issue", local target, rank) of what other steps supply."""
-
-
 class _Builder:
     def __init__(
         self,
@@ -133,20 +103,13 @@ class _Builder:
         self.wanted: dict[int, set[tuple[int, int]]] = defaultdict(set)
         for index in np.flatnonzero((points.what == WAIT) & (home >= 0)).tolist():
             target = int(points.target[index])
-            self.wanted[int(home[index])].add((target, self._view(target, int(points.rank[index]))))
+            self.wanted[int(home[index])].add((target, self.tasks.view(target, int(points.rank[index]))))
         self.all_points = points
         first = int(np.searchsorted(points.step, 0))
         self.points = points.take(np.arange(first, len(points.step)))
         self.first_point = np.searchsorted(self.points.step, np.arange(len(numbers) + 1))
-        self.shapes: list[_Alike] = []
+        self.shapes: list[Alike] = []
         self.place: dict[int, tuple[int, int]] = {}
-
-    def _view(self, target: int, rank: int) -> int:
-        """Which end of a task a rank waits for."""
-        needs, root = self.tasks.needs[target], int(self.tasks.root[target])
-        if needs == "all" or (root >= 0 and rank == root):
-            return EVERYONE
-        return OWN + rank
 
     def build(self) -> StepGraph:
         by_key: dict[object, int] = {}
@@ -201,106 +164,21 @@ class _Builder:
         )  # fmt: skip
         return targets, key
 
-    def _shape(self, step: int, targets: Int) -> _Alike:
-        mine, table = self._mine(step), self.tasks
-        local = {int(target): i for i, target in enumerate(targets.tolist())}
-        home = table.home[targets] == step
-        views = {(local[target], view) for target, view in self.wanted.get(step, ())}
-        views |= {(i, EVERYONE) for i in np.flatnonzero(home).tolist() if table.needs[targets[i]] == "all"}
-        gradient = table.gradient[targets]
-        waited = self._waited_gradients(mine, local, gradient)
-        views |= {(i, self._view(int(targets[i]), int(rank))) for _, rank, i in waited if home[i]}
-        tasks = sorted(views)
-        number = {task: i for i, task in enumerate(tasks)}
-        threads = len(self.ranks)
-        rank = mine.rank
-        segments = len(rank) + threads
-        thread = np.sort(np.concatenate([rank, np.arange(threads)]))
-        before = np.arange(len(rank)) + rank  # the segment that ends at each point
-        backward = np.zeros(segments, bool)
-        backward[before[mine.what == BACKWARD] + 1] = True
-        outside: dict[tuple[str, int, int], int] = {}
-        source, target = [], []
-
-        def operation(index: int, view: int) -> int:
-            """The operation whose end is the end of local target `index`, as seen by who has this view of it."""
-            if home[index]:
-                return segments + number[index, view]
-            return segments + len(tasks) + outside.setdefault(("end", index, view), len(outside))
-
-        def arrives(index: int, by: int) -> Iterator[int]:
-            """The tasks that rank `by` must have issued."""
-            sends = table.needs[targets[index]] == "root" and by == int(table.root[targets[index]])
-            for view in (EVERYONE, *(OWN + i for i in (range(threads) if sends else (by,)))):
-                if (index, view) in number:
-                    yield segments + number[index, view]
-
-        issues = np.flatnonzero(mine.what == ISSUE)
-        for point in issues.tolist():
-            index = local[int(mine.target[point])]
-            if home[index]:
-                for task in arrives(index, int(rank[point])):
-                    source.append(int(before[point]))
-                    target.append(task)
-        for point in self.astray.get(step, ()):
-            index, by = local[int(self.all_points.target[point])], int(self.all_points.rank[point])
-            for task in arrives(index, by):
-                source.append(segments + len(tasks) + outside.setdefault(("issue", index, by), len(outside)))
-                target.append(task)
-        for point in np.flatnonzero(mine.what == WAIT).tolist():
-            index = local[int(mine.target[point])]
-            source.append(operation(index, self._view(int(targets[index]), int(rank[point]))))
-            target.append(int(before[point]) + 1)
-        for point, by, index in waited:
-            source.append(operation(index, self._view(int(targets[index]), by)))
-            target.append(int(before[point]) + 1)
-        # Edges to or from what other steps supply were numbered with the count of tasks, which is final.
-        structure = Structure(
-            thread=thread,
-            backward=backward,
-            action=actions_of(mine, segments),
-            tasks=tuple(self._task(int(targets[i]), view) for i, view in tasks),
-            outside=len(outside),
-            edges=Edges(np.array(source, np.int64), np.array(target, np.int64)),
-            threads=threads,
+    def _shape(self, step: int, targets: Int) -> Alike:
+        mine, points = self._mine(step), self.all_points
+        number = {target: i for i, target in enumerate(targets.tolist())}
+        return find_shape(
+            replace(mine, target=np.array([number.get(target, -1) for target in mine.target.tolist()], np.int64)),
+            self.tasks.take(targets),
+            here=self.tasks.home[targets] == step,
+            wanted={(number[target], view) for target, view in self.wanted.get(step, ())},
+            astray=[(number[int(points.target[i])], int(points.rank[i])) for i in self.astray.get(step, ())],
+            threads=len(self.ranks),
         )
-        return _Alike(structure, [], [], tasks, list(outside))
-
-    def _task(self, target: int, view: int) -> Task:
-        table = self.tasks
-        workers = int(table.workers[target])
-        queued = view == EVERYONE and table.needs[target] == "all" and workers > 0
-        return Task(
-            lane=str(table.lane[target]),
-            kind=str(table.kind[target]),
-            gradient=bool(table.gradient[target]),
-            workers=workers if queued else None,
-            owner=int(table.owner[target]),
-            part=str(table.part[target]),
-        )
-
-    def _waited_gradients(
-        self, mine: Points, local: dict[int, int], gradient: npt.NDArray[np.bool_]
-    ) -> list[tuple[int, int, int]]:
-        """(point, rank, local target) of each wait for all gradients and what it waits for."""
-        if not (mine.what == WAIT_GRADIENTS).any():
-            return []
-        found = []
-        under_way: dict[int, dict[int, None]] = defaultdict(dict)
-        for point, (rank, what, target) in enumerate(
-            zip(mine.rank.tolist(), mine.what.tolist(), mine.target.tolist(), strict=True)
-        ):
-            if what == ISSUE and gradient[local[target]]:
-                under_way[rank][local[target]] = None
-            elif what == WAIT:
-                under_way[rank].pop(local[target], None)
-            elif what == WAIT_GRADIENTS:
-                found += [(point, rank, index) for index in under_way.pop(rank, {})]
-        return found
 
     # --- values
 
-    def _steps(self, shape: _Alike) -> Steps:
+    def _steps(self, shape: Alike) -> Steps:
         steps = np.array(shape.steps)
         structure, segments = shape.structure, self.segments
         rows = segments.first[steps] + np.arange(structure.segments)[:, None]  # [W, S]
@@ -327,7 +205,7 @@ class _Builder:
             ended=ended,
         )
 
-    def _outside(self, shape: _Alike, steps: Int) -> Float:
+    def _outside(self, shape: Alike, steps: Int) -> Float:
         """When what other steps supply had ended, [O, S] ms from each step's reference."""
         found = np.empty((len(shape.outside), len(steps)))
         issued = {
@@ -338,7 +216,7 @@ class _Builder:
         for row, (what, index, by) in enumerate(shape.outside):
             for column, (step, targets) in enumerate(zip(shape.steps, shape.targets, strict=True)):
                 target = int(targets[index])
-                when = int(self.tasks.end[target]) if what == "end" else issued[target, by]
+                when = int(self.tasks.end[target]) if what == END else issued[target, by]
                 found[row, column] = (when - self.reference[step]) / 1e6
         return found
 
@@ -359,14 +237,14 @@ class _Builder:
             for row, (what, local, by) in enumerate(shape.outside):
                 for column, (step, targets) in enumerate(zip(shape.steps, shape.targets, strict=True)):
                     target = int(targets[local])
-                    if what == "issue":
+                    if what == ISSUED:
                         source_step, operation = at_issue.get((target, by), (-1, -1))
                     else:
                         source_step, operation = int(self.tasks.home[target]), -1
                     if source_step < 0 or self.stretch[source_step] != self.stretch[step]:
                         continue  # it stands as it was measured
                     from_shape, from_column = self.place[source_step]
-                    if what == "end":
+                    if what == END:
                         source = self.shapes[from_shape]
                         there = np.flatnonzero(source.targets[from_column] == target)
                         number = numbers[from_shape].get((int(there[0]), by)) if len(there) else None

@@ -20,6 +20,10 @@ from .queues import Queue
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int64]
 
+EVERYONE, OWN = 0, 1
+"""Whose arrival the end of a task depends on, as a rank sees it: on that of all; OWN + i: on that of rank i itself and,
+where a root sends, on the root's."""
+
 
 @dataclass(frozen=True)
 class Communications:
@@ -41,6 +45,20 @@ class Communications:
     home: Int
     owner: Int
     part: npt.NDArray[np.object_]
+
+    def take(self, chosen: Int) -> Communications:
+        return Communications(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+    def view(self, row: int, rank: int) -> int:
+        """Which end of a communication a rank waits for: EVERYONE, or OWN + rank."""
+        if self.needs[row] == "all" or (self.root[row] >= 0 and rank == self.root[row]):
+            return EVERYONE
+        return OWN + rank
+
+    def views_of(self, row: int, rank: int, ranks: int) -> tuple[int, ...]:
+        """The ends that depend on the arrival of `rank`."""
+        sends = self.needs[row] == "root" and rank == self.root[row]
+        return (EVERYONE, *(OWN + i for i in (range(ranks) if sends else (rank,))))
 
 
 def find_communications(
