@@ -328,4 +328,15 @@ def test_a_wait_without_a_number_is_for_what_was_issued_before_it() -> None:
         row("copy", "read", 20.5, 21.5, "io.nvme.read", issue_ns=int(20.2 * MS)),
         row("wait", "read", 5, 6),
     )
-    assert time.waits["queued"].tolist() == [-1, 0]
+    assert time.waits["lane_task"].tolist() == [-1, 0]
+
+
+def test_a_wait_for_a_copy_that_was_not_captured_is_for_no_collective() -> None:
+    _, time = time_of(
+        STEP,
+        row("phase", "optimizer", 0, 100),
+        comm(0, 30, 51), comm(0, 31, 51, rank=1),
+        row("wait", "read", 50, 50.5, corr=777),
+    )  # fmt: skip
+    assert time.waits["collective"].tolist() == [-1]
+    assert time.unbound.start.tolist() == [50 * MS]

@@ -187,8 +187,8 @@ def test_what_is_issued_to_a_lane_of_its_own_is_a_task() -> None:
     """The reads run one after the other, whatever the thread computes meanwhile."""
     graph = graph_of_rows(read_from_disk())
     (steps,) = graph.shapes
-    assert [(task.lane, task.kind, task.owner, task.part) for task in steps.structure.tasks] == [
-        ("io.nvme.read of rank 0", "read", 0, "offload")
+    assert [(task.lane, task.kind, task.owner) for task in steps.structure.tasks] == [
+        ("io.nvme.read of rank 0", "read", 0)
     ] * 2
     assert replay(graph).durations.tolist() == [24] * 4
     assert (check(graph).error, check(graph).contradicted) == (0, 0)
@@ -233,3 +233,101 @@ def test_a_slow_disk_of_one_rank() -> None:
         change = Change({"offload": removed}, where_beyond_peers=beyond)
         mended = less(graph, change, [np.ones(2, bool)])(graph)
         assert replay(mended).durations == pytest.approx([26] * 4, abs=0.01)
+
+
+def copy(rank: int, step: int, name: str, issue: float, start: float, end: float, corr: int) -> Row:
+    lane = f"io.nvme.{name}"
+    return row(rank, step, "copy", name, start, end, lane=lane, issue_ns=int(issue * MS), bytes=4096, corr=corr)
+
+
+def test_what_the_step_before_left_in_a_lane_is_not_counted_twice() -> None:
+    """A write of 25 ms, issued 10 ms into the step and waited for, after one of 50 ms that the step before has issued
+    5 ms before its end."""
+    rows: list[Row] = []
+    begin = free = 0.0
+    for step in range(6):
+        written = max(begin + 10, free) + 25
+        on = max(begin + 50, written)
+        rows += [row(0, step, "step", "step", begin, on + 10), row(0, step, "phase", "optimizer", begin, on + 10)]
+        rows.append(copy(0, step, "write", begin + 10, written - 25, written, 2 * step))
+        rows.append(row(0, step, "wait", "write", begin + 50, on, corr=2 * step))
+        free = max(on + 5, written) + 50
+        rows.append(copy(0, step, "write", on + 5, free - 50, free, 2 * step + 1))
+        begin = on + 10
+    graph = graph_of_rows(rows)
+    assert graph.measured.tolist() == [60, 80, 80, 80, 80, 80]
+    assert check(graph).error < 1e-9
+    # Half as fast, the writes of 75 ms a step take 37.5: only the second one is still under way at the next step's 10.
+    assert replay(scale({"offload": 0.5})(graph)).durations == pytest.approx([60] * 6)
+
+
+def test_a_slow_disk_is_where_a_rank_takes_longer_than_its_peers() -> None:
+    """Both work for 1 ms, issue a read, work for 14, need it, and work for 1: it takes 3 ms on rank 0, 36 on rank 1.
+
+    What makes rank 1 late, 22 ms, is taken off in proportion to what its work consists of, but goes from the disk.
+    """
+    rows: list[Row] = []
+    for rank, read_ms in ((0, 3.0), (1, 36.0)):
+        for step in range(4):
+            begin = 40.0 * step
+            here = begin + max(15, 1 + read_ms) + 1
+            rows += [row(rank, step, "step", "step", begin, begin + 40)]
+            rows += [row(rank, step, "phase", "optimizer", begin, here)]
+            rows.append(copy(rank, step, "read", begin + 1, begin + 1, begin + 1 + read_ms, step))
+            rows.append(row(rank, step, "wait", "read", begin + 15, here - 1, corr=step))
+            rows.append(comm(rank, step, "all_reduce", here, begin + 39.9, step))
+            rows.append(wait(rank, step, "all_reduce", here, begin + 39.95, step))
+    graph = graph_of_rows(rows)
+    late = np.array([[0.0], [22.0]]) * np.ones(4)
+    change = Change({"optimizer": late * 16 / 38, "offload": late * 22 / 38}, where_beyond_peers=True)
+    assert replay(less(graph, change, [np.ones(2, bool)])(graph)).durations == pytest.approx([18] * 4, abs=0.2)
+
+
+@pytest.mark.parametrize("beyond", [False, True])
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_wait_for_what_the_step_before_has_issued(beyond: bool, lag: float) -> None:
+    """A read of 30 ms, issued 10 ms before the end of a step and needed 5 ms into the next; the thread is woken `lag`
+    after it."""
+    rows: list[Row] = []
+    begin, read = 0.0, 0.0
+    for step in range(6):
+        on = begin + 5 if step == 0 else read + lag
+        if step:
+            rows.append(row(0, step, "wait", "read", begin + 5, on, corr=step - 1))
+        read = on + 40 + 30
+        rows.append(copy(0, step, "read", on + 40, on + 40, read, step))
+        rows += [row(0, step, "step", "step", begin, on + 50), row(0, step, "phase", "optimizer", begin, on + 50)]
+        begin = on + 50
+    graph = graph_of_rows(rows)
+    assert graph.measured.tolist() == [55, *[70 + lag] * 5]
+    assert check(graph).error < 1e-9
+    for ms in (15 + lag, -5):
+        removed = np.full((1, 6), float(ms))
+        removed[0, 0] = 0
+        changed = less(graph, Change({"offload": removed}, where_beyond_peers=beyond), [np.ones(1, bool)])(graph)
+        assert replay(changed).durations == pytest.approx([55, *[70 + lag - ms] * 5])
+
+
+def test_a_copy_that_began_before_it_was_issued_is_no_task() -> None:
+    rows = [row(0, 0, "step", "step", 0, 30), row(0, 0, "phase", "optimizer", 0, 30)]
+    rows += [copy(0, 0, "read", 25, 10, 20, 1), row(0, 0, "wait", "read", 10, 20, corr=1)]
+    graph = graph_of_rows(rows)
+    assert check(graph).contradicted == 0
+    assert replay(graph).durations.tolist() == [30]
+
+
+def test_copies_in_another_order_each_step_are_no_tasks() -> None:
+    """No two steps would be alike, and no wait could be compared."""
+    rows: list[Row] = []
+    for step in range(4):
+        begin = 40.0 * step
+        rows += [row(0, step, "step", "step", begin, begin + 40), row(0, step, "phase", "optimizer", begin, begin + 40)]
+        at = begin + 1
+        for i in range(step):  # as many written without being waited for as there are buffers free
+            rows.append(copy(0, step, "write", at, at, at + 1, 10 * step + i))
+            at += 1
+        rows.append(copy(0, step, "read", begin + 10, begin + 10, begin + 20, 10 * step + 9))
+        rows.append(row(0, step, "wait", "read", begin + 12, begin + 20, corr=10 * step + 9))
+    graph = graph_of_rows(rows)
+    assert [(len(steps.numbers), steps.structure.tasks) for steps in graph.shapes] == [(4, ())]
+    assert replay(graph).durations.tolist() == [40] * 4

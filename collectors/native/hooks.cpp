@@ -229,10 +229,11 @@ PyObject* py_leave_blocking(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// Reads `count` integers, passing over the one at `skipped`; false: one was wrong, or there are more or fewer.
+// Reads N integers, passing over the one at `skipped`; false: one was wrong, or there are fewer, or over `optional` more.
 template <size_t N>
-bool integers(PyObject* const* args, Py_ssize_t count, std::array<int64_t, N>& numbers, size_t skipped = N) {
-  if (count < static_cast<Py_ssize_t>(N)) {
+bool integers(PyObject* const* args, Py_ssize_t count, std::array<int64_t, N>& numbers, size_t skipped = N,
+              size_t optional = 0) {
+  if (count < static_cast<Py_ssize_t>(N) || count > static_cast<Py_ssize_t>(N + optional)) {
     errors++;
     return false;
   }
@@ -270,7 +271,7 @@ PyObject* py_comm(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // -> handle
 PyObject* py_span(PyObject*, PyObject* const* args, Py_ssize_t count) {
   std::array<int64_t, 13> numbers;
-  if (!integers(args, count, numbers, 5)) return PyLong_FromLong(0);
+  if (!integers(args, count, numbers, 5, 1)) return PyLong_FromLong(0);
   const double number = value_of(args, count, 5);
   const int64_t corr = integer(args, count, 13, -1);
   if (misread()) return PyLong_FromLong(0);

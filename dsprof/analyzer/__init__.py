@@ -12,7 +12,7 @@ From rows to time:
     match        the same collective or message on all ranks; `numbering` of those that came without a number
     summary      a rank by itself: all that is kept of its rows
     kinds        what the run's wall time went into
-    lanes        what each lane of a rank did, and what its waits were for; `queues`, what was issued to it
+    lanes        what each lane of a rank did, and what its waits were for; `lane_tasks`: what was issued to it
     budget       where each rank's step went; `intervals` is its arithmetic
     parts        what the parts of a budget are: own work, waiting
     irregular    ordinary steps, and those that are not
@@ -21,8 +21,8 @@ From rows to time:
 
 From time to gains:
     points       what each rank issues and waits for, and its own work in between
-    communications   collectives, messages and what is queued, as arrays
-    build        from points and communications to the step graph; `shape`: one step of it, `durations`: arithmetic
+    tasks        collectives, messages and copies as arrays
+    build        from points and tasks to the step graph; `shape`: one step of it, `durations`: arithmetic
     graph        the step graph: operations in arrays, edges that say what waited for what
     backends     what a communication backend does
     order        in which order operations are evaluated

@@ -25,9 +25,9 @@ from dsprof.run import RunInfo
 from dsprof.schema import BUDGET_PARTS, SHARDING
 
 from .intervals import Int, Intervals
+from .lane_tasks import LaneTasks
 from .lanes import MAIN, NOTHING, OWN_LANES, PHASE_PART, Lanes, Parts, add, bind_waits, innermost, painted, spans_of
 from .match import Matches
-from .queues import Queue
 
 Float = npt.NDArray[np.float64]
 
@@ -42,7 +42,7 @@ THREAD_WORK: Final = ("phase", "pipe", "module", "copy", "launch", "pause")
 
 COPY: Final = "copy"
 BEHIND: Final = ("offload", "data", "optimizer", "compute")
-"""What another lane that is waited for may be doing, of a rank's own work."""
+"""What a wait for another lane is painted with; a pause within it, or a checkpoint, is painted over that."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RankTime:
     layers: tuple[Intervals, ...]
     waits: pd.DataFrame
     """Of the training thread: start_ns, end_ns, arrival_ns (of the last peer, within the wait), collective (row of the
-    matched table, NOTHING: none or unknown), derived, bubble; lane, part and queued, of a wait for what another lane
+    matched table, NOTHING: none or unknown), derived, bubble; lane, part and lane_task, of a wait for what another lane
     does (see `lanes.Lanes.name`)."""
     apart: Mapping[str, Intervals] = field(default_factory=dict)
     """Kind of schema.TIME_KINDS -> when it was under way."""
@@ -61,7 +61,7 @@ class RankTime:
     """The steps that a device's stream ends."""
     sharding: Intervals = field(default_factory=Intervals.empty)
     """The part of compute in which parameters are gathered or sharded anew."""
-    queue: Queue = field(default_factory=Queue.empty)
+    lane_tasks: LaneTasks = field(default_factory=LaneTasks.none)
     """What was issued to lanes of this rank alone."""
 
     @cached_property
@@ -72,9 +72,9 @@ class RankTime:
         return self._spans(waits)
 
     @cached_property
-    def queued(self) -> Intervals:
-        """The waits for what is in the queue."""
-        return self._spans(self.waits[self.waits["queued"] != NOTHING])
+    def for_lane_tasks(self) -> Intervals:
+        """The waits for those."""
+        return self._spans(self.waits[self.waits["lane_task"] != NOTHING])
 
     def _spans(self, waits: pd.DataFrame) -> Intervals:
         every = Intervals.union(waits["start_ns"].to_numpy(np.int64), waits["end_ns"].to_numpy(np.int64))
@@ -111,7 +111,7 @@ def paint(
     layers = _layers(own)
     sharding = spans_of(main[(main["kind"] == "module") & (main["name"] == SHARDING)])
     compute = layers[-1] - layers[-2]
-    return RankTime(rank, layers, waits, dict(apart or {}), device, sharding & compute, lanes.queue)
+    return RankTime(rank, layers, waits, dict(apart or {}), device, sharding & compute, lanes.tasks)
 
 
 def _of_thread(main: pd.DataFrame, waits: pd.DataFrame, phases: Parts, lanes: Lanes) -> Parts:

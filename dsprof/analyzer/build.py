@@ -18,15 +18,18 @@ import pandas as pd
 from dsprof.run import RunInfo
 
 from .budget import RankTime
-from .communications import Communications, find_communications
 from .durations import lags, no_later_than_seen, transfers
 from .graph import LAG, Crossings, StepGraph, Steps
-from .points import ISSUE, WAIT, Points, Program, Segments, find_points, find_segments
+from .lane_tasks import LaneTasks
+from .points import ISSUE, OWN, WAIT, Points, Program, Segments, find_points, find_segments
 from .shape import END, ISSUED, Alike, find_shape
+from .tasks import Tasks, find_tasks
 
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int64]
 
+LEAST_ALIKE: Final = 0.5
+"""Of the judged steps, those of one shape, with the ranks' own copies among the tasks."""
 MOST_BRIDGED: Final = 8
 """So many steps that are not judged, between two that are, are in the graph too: a delay reaches through them."""
 
@@ -40,9 +43,32 @@ def build_graph(
 ) -> StepGraph | None:
     """The steps that are judged, and the few between them, of the ranks that have steps. None where no step is judged.
 
+    Where ranks issue their own copies in another order each step, as when they read ahead into whichever buffer is
+    free, no two steps are alike, and nothing is known of what a copy would delay in another: then copies are no tasks.
+
     programs: of the ranks in `times` (`points.find_program`)
     steps:    rank, step, start_ns, dur_ns, ordinary
     """
+    graph = _build(times, programs, collectives, steps, run)
+    if graph is None or _alike(graph) >= LEAST_ALIKE or not any(len(time.lane_tasks) for time in times.values()):
+        return graph
+    times = {rank: replace(time, lane_tasks=LaneTasks.none()) for rank, time in times.items()}
+    shared = {rank: tuple(column[program[OWN] == 0] for column in program) for rank, program in programs.items()}
+    return _build(times, shared, collectives, steps, run)
+
+
+def _alike(graph: StepGraph) -> float:
+    """Share of the judged steps that have the shape that most of them have."""
+    return float(np.bincount(graph.shape[graph.judged]).max()) / max(int(graph.judged.sum()), 1)
+
+
+def _build(
+    times: Mapping[int, RankTime],
+    programs: Mapping[int, Program],
+    collectives: pd.DataFrame,
+    steps: pd.DataFrame,
+    run: RunInfo | None,
+) -> StepGraph | None:
     ranks = tuple(sorted(set(times) & set(steps["rank"].tolist())))
     numbers, judged = _chosen(steps, len(ranks))
     if not len(numbers):
@@ -51,10 +77,10 @@ def build_graph(
     begin: Int = inside.pivot(index="rank", columns="step", values="start_ns").to_numpy(np.int64)
     end: Int = begin + inside.pivot(index="rank", columns="step", values="dur_ns").to_numpy(np.int64)
     follows = np.append(False, np.diff(numbers) == 1)
-    queues = [times[rank].queue for rank in ranks]
-    first_queued = len(collectives) + np.cumsum([0, *map(len, queues)])[:-1]
-    points = find_points(programs, ranks, begin, end, first_queued)
-    tasks = find_communications(collectives, queues, points, ranks, run)
+    own = [times[rank].lane_tasks for rank in ranks]
+    first_own = len(collectives) + np.cumsum([0, *map(len, own)])[:-1]
+    points = find_points(programs, ranks, begin, end, first_own)
+    tasks = find_tasks(collectives, own, points, ranks, run)
     segments = find_segments(times, ranks, points, begin, end)
     return _Builder(ranks, numbers, judged, follows, begin, end, points, segments, tasks).build()
 
@@ -86,7 +112,7 @@ class _Builder:
         end: Int,
         points: Points,
         segments: Segments,
-        tasks: Communications,
+        tasks: Tasks,
     ) -> None:
         self.ranks, self.numbers, self.judged, self.follows = ranks, numbers, judged, follows
         self.begin, self.end, self.segments = begin, end, segments
@@ -104,6 +130,15 @@ class _Builder:
         for index in np.flatnonzero((points.what == WAIT) & (home >= 0)).tolist():
             target = int(points.target[index])
             self.wanted[int(home[index])].add((target, self.tasks.view(target, int(points.rank[index]))))
+        # Tasks that keep a worker of their lane beyond their own step: step -> lane -> until when, ns.
+        self.overhanging: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        after = np.append(self.reference, np.iinfo(np.int64).max)[tasks.home + 1]
+        keeps = (tasks.home >= 0) & (tasks.end > after) & (tasks.workers > 0) & (tasks.needs == "all")
+        for index in np.flatnonzero(keeps).tolist():
+            later, until = int(tasks.home[index]) + 1, int(tasks.end[index])
+            while later < len(numbers) and follows[later] and until > self.reference[later]:
+                self.overhanging[later][str(tasks.lane[index])].append(until)
+                later += 1
         self.all_points = points
         first = int(np.searchsorted(points.step, 0))
         self.points = points.take(np.arange(first, len(points.step)))
@@ -191,7 +226,7 @@ class _Builder:
         outside = self._outside(shape, steps)
         over = began + work.sum(axis=-1)
         ended = no_later_than_seen(structure, began, ended)
-        transfer, ended = transfers(structure, over, outside, ended)
+        transfer, ended = transfers(structure, over, outside, ended, self._busy(steps))
         work[..., LAG] = lags(structure, began, over, outside, ended)
         return Steps(
             structure=structure,
@@ -204,6 +239,15 @@ class _Builder:
             began=began,
             ended=ended,
         )
+
+    def _busy(self, steps: Int) -> dict[str, Float]:
+        """Lane -> [2, S] until when tasks of the steps before keep its workers, ascending, ms from each reference."""
+        found: dict[str, Float] = {}
+        for column, step in enumerate(steps.tolist()):
+            for lane, ends in self.overhanging.get(step, {}).items():
+                last = sorted([-np.inf, -np.inf, *((end - self.reference[step]) / 1e6 for end in ends)])[-2:]
+                found.setdefault(lane, np.full((2, len(steps)), -np.inf))[:, column] = last
+        return found
 
     def _outside(self, shape: Alike, steps: Int) -> Float:
         """When what other steps supply had ended, [O, S] ms from each step's reference."""

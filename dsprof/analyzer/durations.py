@@ -5,6 +5,8 @@ Arrays are of like-shaped steps, S of them; moments are ms from the earliest ran
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,9 +24,11 @@ def no_later_than_seen(structure: Structure, began: Float, ended: Float) -> Floa
     return ended
 
 
-def transfers(structure: Structure, over: Float, outside: Float, ended: Float) -> tuple[Float, Float]:
+def transfers(
+    structure: Structure, over: Float, outside: Float, ended: Float, busy: Mapping[str, Float]
+) -> tuple[Float, Float]:
     """What each task took once all it needed was there and a worker of its lane free, [C, S]; and when it ended, no
-    earlier than that."""
+    earlier than that. `busy`: lane -> [2, S] until when tasks of earlier steps keep its workers, ascending."""
     segments, tasks = structure.segments, len(structure.tasks)
     steps = over.shape[1]
     arrived = np.full((tasks, steps), -np.inf)
@@ -37,7 +41,8 @@ def transfers(structure: Structure, over: Float, outside: Float, ended: Float) -
     ended = ended.copy()
     for lane in structure.lanes:
         mine = [c for c, task in enumerate(structure.tasks) if task.lane == lane and task.workers is not None]
-        free = [np.full(steps, -np.inf)] * min(structure.tasks[mine[0]].workers or 1, 2)
+        workers = min(structure.tasks[mine[0]].workers or 1, 2)
+        free = list(busy[lane][-workers:]) if lane in busy else [np.full(steps, -np.inf)] * workers
         for c in mine:
             begins[c] = np.maximum(arrived[c], free[0])
             ended[c] = np.maximum(ended[c], begins[c])

@@ -44,7 +44,7 @@ class Task:
     gradient: whether it carries gradients
     workers:  how many tasks its lane runs at once, 1 or 2; None: it needs no worker
     linked:   whether, at its end, it has the link of its lane to itself
-    owner:    index of the thread whose own lane it is, -1: ranks share it; `part`: of WORK, what a wait for it then is
+    owner:    index of the thread whose own lane it is, -1: ranks share it. It copies: a wait for it is `offload`
     """
 
     lane: str
@@ -53,7 +53,6 @@ class Task:
     workers: int | None = BACKENDS[DEFAULT].workers
     linked: bool = False
     owner: int = -1
-    part: str = ""
 
 
 @dataclass(frozen=True)

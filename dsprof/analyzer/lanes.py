@@ -19,8 +19,8 @@ import pandas as pd
 from dsprof.run import RunInfo
 
 from .intervals import Int, Intervals, nest
+from .lane_tasks import LANE_TASK_COLUMNS, LaneTasks, find_lane_tasks
 from .match import PAIRED, Matches, arrivals, codes_of
-from .queues import QUEUED, Queue, find_queue
 from .topology import PIPELINE
 
 Parts = dict[str, Intervals]
@@ -56,7 +56,7 @@ STREAM_SLACK_NS: Final = 100_000
 MOST_UNDER_WAY: Final = 64
 """Collectives that are looked at, of those that ended last, for what an unnamed wait waited for."""
 WAITING: Final = (*PAIRED, "purpose", "source", "corr", "start_ns", "dur_ns")
-WORKING: Final = tuple(dict.fromkeys((*PAIRED, *QUEUED, "kind", "lane", "step", "corr", "start_ns", "dur_ns")))
+WORKING: Final = tuple(dict.fromkeys((*PAIRED, *LANE_TASK_COLUMNS, "lane", "step", "corr", "start_ns", "dur_ns")))
 NOTHING: Final = -1
 """Row of the matched table, of a wait for something unknown; of a row, that it is not told."""
 
@@ -123,7 +123,7 @@ class Lanes:
     """The lanes beside the training thread of one rank, as far as they do more than to communicate for it.
 
     launched: `innermost` phases of the training thread, and `apart`, when it was not training
-    queue:    what was issued to those of them that are queues
+    tasks:    what was issued to those of them that take it in order
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Lanes:
             rows = rows[:0]
             chosen = chosen[:0]
         self._work = work = rows[list(WORKING)][chosen & ~rows["lane"].isin(OWN_LANES)]
-        self.queue = Queue.empty()
+        self.tasks = LaneTasks.none()
         if not len(work):
             return
         self._lane, names = codes_of(work["lane"])
@@ -159,8 +159,11 @@ class Lanes:
         self._launch = self._launches()
         self._label = self._tell(launched)
         # A device's streams wait for one another, which is no order of issue.
-        own = np.where(self._comm | self._stream, "", np.array(DOES, object)[self._label])
-        self.queue, self._place = find_queue(work, names[self._lane], own, self._start, self._end)
+        threads = ~self._stream
+        self._task = np.full(len(work), NOTHING)
+        self.tasks, self._task[threads] = find_lane_tasks(
+            work[threads], names[self._lane[threads]], self._start[threads], self._end[threads]
+        )
 
     def __bool__(self) -> bool:
         return bool(len(self._work))
@@ -247,14 +250,15 @@ class Lanes:
 
     def name(self, waits: pd.DataFrame) -> tuple[pd.DataFrame, Int, Int, Int]:
         """What `waits` (WAITING) were for: as they are, but those for a communication of a lane with its number; the
-        lane that ran it, NOTHING: none of these; which part that is, place in DOES; and its place in the queue.
+        lane that ran it, NOTHING: none of these; which part that is, place in DOES; and which of the lanes'
+        tasks.
 
         A wait is for the row with its `corr`; without one, and without a number, for what has its name: of several,
         issued before it, the one that ended last by the end of the wait.
         """
-        lane, part, queued = (np.full(len(waits), NOTHING) for _ in range(3))
+        lane, part, task = (np.full(len(waits), NOTHING) for _ in range(3))
         if not self or not len(waits):
-            return waits, lane, part, queued
+            return waits, lane, part, task
         every = np.arange(len(self._corr))[self._corr != NOTHING]
         row = _look_up(self._corr[every], every, waits["corr"].to_numpy(np.int64, na_value=NOTHING))
         unnamed = (waits["corr"].isna() & waits["seq"].isna()).to_numpy(bool)
@@ -272,7 +276,7 @@ class Lanes:
             row[mine] = np.where(at >= 0, there[at], NOTHING)
         numbered = np.append(self._comm & self._work["seq"].notna().to_numpy(bool), False)[row]
         known = (row != NOTHING) & ~numbered
-        lane[known], part[known], queued[known] = (of[row[known]] for of in (self._lane, self._label, self._place))
+        lane[known], part[known], task[known] = (of[row[known]] for of in (self._lane, self._label, self._task))
         if numbered.any():
             waits = waits.copy()
             columns = [name for name in PAIRED if name != "rank"]
@@ -280,7 +284,7 @@ class Lanes:
                 values = waits[column].astype(object)
                 values[numbered] = self._work[column].astype(object).to_numpy()[row[numbered]]
                 waits[column] = values.astype(self._work[column].dtype)
-        return waits, lane, part, queued
+        return waits, lane, part, task
 
     def behind(self, waits: pd.DataFrame, *, deep: bool = True) -> Parts:
         """What was done in the waits for a lane: what that lane did then, else what it was that they were for. `deep`:
@@ -349,7 +353,7 @@ def bind_waits(
     taken to have waited for that collective, of those this rank had issued, that ended last by the end of the wait.
     """
     chosen = (rows["kind"] == "wait") & (rows["lane"] == lane) & rows["dur_ns"].notna()
-    waits, for_lane, part, queued = lanes.name(rows[list(WAITING)][chosen].sort_values("start_ns"))
+    waits, for_lane, part, task = lanes.name(rows[list(WAITING)][chosen].sort_values("start_ns"))
     start = waits["start_ns"].to_numpy(np.int64)
     end = start + waits["dur_ns"].to_numpy(np.int64)
     bubble = waits["purpose"].eq(PIPELINE).fillna(False).to_numpy(bool)
@@ -360,7 +364,8 @@ def bind_waits(
         if matches.unique:  # else a rank was captured twice, and none can be told from the other
             bound[named] = matches.find(waits[named], run)
         if lane == MAIN:
-            guessed = ~named & ~bubble & (for_lane == NOTHING)
+            # One for a copy whose record is missing is no wait for a collective.
+            guessed = ~named & ~bubble & (for_lane == NOTHING) & waits["corr"].isna().to_numpy(bool)
             bound[guessed] = _guess(start[guessed], end[guessed], rows, matches)
     arrival = start.copy()
     known = bound != NOTHING
@@ -378,7 +383,7 @@ def bind_waits(
             "bubble": bubble,
             "lane": for_lane,
             "part": part,
-            "queued": queued,
+            "lane_task": task,
         }
     )
 

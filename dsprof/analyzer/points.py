@@ -15,8 +15,8 @@ from dsprof.run import RunInfo
 
 from .budget import BEHIND, RankTime
 from .graph import PARTS
+from .lane_tasks import LaneTasks
 from .match import Matches
-from .queues import Queue
 
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int64]
@@ -39,7 +39,7 @@ class Points:
     """Points by step, rank and time.
 
     step:   index of the step, -1: in none of the graph's; rank: index; what: ISSUE, ...
-    target: row of the matched table, or beyond its end the place in the ranks' queues, one after the other; -1: none
+    target: row of `tasks.Tasks`, -1: none
     when, ended: ns, the latter when the rank saw its task end (-1: unknown)
     action: of a point at either end of one, index into ACTIONS
     """
@@ -57,10 +57,9 @@ class Points:
 
 
 Program = tuple[Int, ...]
-"""One rank's points in any order, as columns of `Points`: what, target, when, ended, action. Of what is in the rank's
-own queue the target is QUEUED less its place there."""
-TARGET, WHEN = 1, 2
-QUEUED: Final = -2
+"""One rank's points in any order: what, target, when, ended, action, own. The target is a row of the matched table, or
+of the rank's own `LaneTasks` where `own` is 1; the others are as in `Points`."""
+WHAT, TARGET, WHEN, ENDED, ACTION, OWN = range(6)
 
 
 @dataclass(frozen=True)
@@ -78,20 +77,20 @@ def find_points(
     ranks: tuple[int, ...],
     begin: Int,
     end: Int,
-    first_queued: Int,
+    first_own: Int,
 ) -> Points:
-    """The points of these ranks. begin, end: [R, N] of the graph's steps, ns; `first_queued`: [R] target that the first
-    operation of each rank's queue gets."""
+    """The points of these ranks. begin, end: [R, N] of the graph's steps, ns; `first_own`: [R] the row of `tasks.Tasks`
+    that the first of each rank's own tasks is."""
     parts: list[Program] = []
     steps: list[Int] = []
     for i, rank in enumerate(ranks):
         columns = programs[rank]
-        target, when = columns[TARGET], columns[WHEN]
-        target = np.where(target <= QUEUED, first_queued[i] + QUEUED - target, target)
+        when = columns[WHEN]
+        target = columns[TARGET] + np.where(columns[OWN] == 1, first_own[i], 0)
         at = np.searchsorted(begin[i], when, "right") - 1
         within = (at >= 0) & (when < end[i][np.maximum(at, 0)])
         steps.append(np.where(within, at, -1))
-        parts.append((np.full(len(when), i), columns[0], target, *columns[WHEN:]))
+        parts.append((np.full(len(when), i), columns[WHAT], target, when, columns[ENDED], columns[ACTION]))
     rank_of, what, target, when, ended, action = (np.concatenate([part[k] for part in parts]) for k in range(6))
     step = np.concatenate(steps)
     order = np.lexsort((_turn(rank_of, what, target, when), when, rank_of, step))
@@ -99,19 +98,19 @@ def find_points(
 
 
 def find_program(time: RankTime, rows: pd.DataFrame, matches: Matches, run: RunInfo | None = None) -> Program:
-    """One rank's points: of its `rows`, the communications, phases and actions; of its `time`, the waits and queue."""
+    """One rank's points: of its `rows` the communications, phases and actions, of its `time` the waits and tasks."""
     kind, main = rows["kind"], rows["lane"] == "main"
     backward_at = rows.loc[(kind == "phase") & (rows["name"] == "backward") & main, "start_ns"].to_numpy(np.int64)
     comm = rows.loc[(kind == "comm") & rows["issue_ns"].notna() & rows["seq"].notna(), COMM]
     acted = rows.loc[(kind == "pipe") & main & rows["dur_ns"].notna() & rows["name"].isin(COMPUTE), ACTED]
     parts = [
         _issues(comm, matches, run),
-        _queued(time.queue),
+        _own_issues(time.lane_tasks),
         _instants(BACKWARD, backward_at),
         *_actions(acted),
         _waits(time.waits, np.sort(backward_at)),
     ]
-    return tuple(np.concatenate([part[k] for part in parts]) for k in range(5))
+    return tuple(np.concatenate([part[k] for part in parts]) for k in range(OWN + 1))
 
 
 COMM: Final = ["rank", "name", "group", "seq", "peer", "tag", "start_ns", "dur_ns", "issue_ns"]
@@ -119,21 +118,22 @@ ACTED: Final = ["name", "start_ns", "dur_ns"]
 
 
 def _instants(what: int, when: Int, action: Int | None = None) -> Program:
-    nothing = np.full(len(when), -1)
-    return np.full(len(when), what), nothing, when, when, np.zeros_like(when) if action is None else action
+    nothing, zero = np.full(len(when), -1), np.zeros(len(when), np.int64)
+    return np.full(len(when), what), nothing, when, when, zero if action is None else action, zero
 
 
 def _issues(comm: pd.DataFrame, matches: Matches, run: RunInfo | None) -> Program:
     target = matches.find(comm, run) if matches.unique else np.full(len(comm), -1)
     comm, target = comm[target >= 0], target[target >= 0]
     ended = (comm["start_ns"] + comm["dur_ns"]).fillna(-1).to_numpy(np.int64)
-    when = comm["issue_ns"].to_numpy(np.int64)
-    return np.full(len(comm), ISSUE), target, when, ended, np.zeros_like(when)
+    when, zero = comm["issue_ns"].to_numpy(np.int64), np.zeros(len(comm), np.int64)
+    return np.full(len(comm), ISSUE), target, when, ended, zero, zero
 
 
-def _queued(queue: Queue) -> Program:
-    place = np.arange(len(queue))
-    return np.full(len(queue), ISSUE), QUEUED - place, queue.issue, queue.end, np.zeros_like(place)
+def _own_issues(tasks: LaneTasks) -> Program:
+    count = len(tasks)
+    zero = np.zeros(count, np.int64)
+    return np.full(count, ISSUE), np.arange(count), tasks.issue, tasks.end, zero, zero + 1
 
 
 def _actions(acted: pd.DataFrame) -> tuple[Program, Program]:
@@ -145,18 +145,18 @@ def _actions(acted: pd.DataFrame) -> tuple[Program, Program]:
 
 
 def _waits(waits: pd.DataFrame, backward_at: Int) -> Program:
-    waits = waits[(waits["collective"] >= 0) | waits["derived"] | (waits["queued"] >= 0)]
+    waits = waits[(waits["collective"] >= 0) | waits["derived"] | (waits["lane_task"] >= 0)]
     when = waits["end_ns"].to_numpy(np.int64)
     # DDP waits for its buckets one after the other, for as many as are still under way: that is one wait for all.
     derived = waits["derived"].to_numpy(bool)
     number = np.searchsorted(backward_at, when)
     last = np.ones(len(waits), bool)
     last[:-1] = ~(derived[:-1] & derived[1:] & (number[:-1] == number[1:]))
-    queued = waits["queued"].to_numpy(np.int64)
-    target = np.where(queued >= 0, QUEUED - queued, waits["collective"].to_numpy(np.int64))
-    target = np.where(derived, -1, target)[last]
+    task = waits["lane_task"].to_numpy(np.int64)
+    own = (task >= 0) & ~derived
+    target = np.where(own, task, np.where(derived, -1, waits["collective"].to_numpy(np.int64)))[last]
     what, when = np.where(derived, WAIT_GRADIENTS, WAIT)[last], when[last]
-    return what, target, when, when, np.zeros_like(when)
+    return what, target, when, when, np.zeros_like(when), own[last].astype(np.int64)
 
 
 def _turn(rank: Int, what: Int, target: Int, when: Int) -> Int:
@@ -202,17 +202,18 @@ def find_segments(
 
 def _work_between(time: RankTime, when: Int) -> Float:
     """Own work between consecutive moments, [len(when) - 1, PARTS] in ms. Waits for something unknown keep their
-    length: they count as `other`. Those for what is in the queue are no work, whatever was painted there."""
+    length: they count as `other`. Those for the rank's own tasks are no work, whatever was painted there."""
     spent = {part: np.diff(value) / 1e6 for part, value in time.before(when).items()}
     explained = sum(spent.values(), np.zeros(len(when) - 1))
     unknown = np.diff(time.unbound.before(when)) / 1e6
     spent["other"] = np.diff(when) / 1e6 - explained + spent["apart"] + unknown
-    if len(time.queue):
-        behind = {part: np.diff(value) / 1e6 for part, value in time.before(when, time.queued).items()}
-        spent["other"] -= np.diff(time.queued.before(when)) / 1e6 - sum(behind.values(), np.zeros(len(when) - 1))
+    if len(time.lane_tasks):
+        waited = time.for_lane_tasks
+        behind = {part: np.diff(value) / 1e6 for part, value in time.before(when, waited).items()}
+        spent["other"] -= np.diff(waited.before(when)) / 1e6 - sum(behind.values(), np.zeros(len(when) - 1))
         for part in BEHIND:
             spent[part] -= behind[part]
-    spent["sharding"] = np.diff((time.sharding - time.queued).before(when)) / 1e6
+    spent["sharding"] = np.diff((time.sharding - time.for_lane_tasks).before(when)) / 1e6
     spent["compute"] -= spent["sharding"]
     spent["lag"] = np.zeros(len(when) - 1)
     return np.stack([spent[part] for part in PARTS], axis=-1)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from .communications import EVERYONE, Communications
 from .graph import Edges, Structure, Task
 from .points import BACKWARD, ISSUE, WAIT, WAIT_GRADIENTS, Points, actions_of
+from .tasks import EVERYONE, Tasks
 
 Int = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
@@ -22,11 +22,11 @@ END, ISSUED = "end", "issue"
 
 @dataclass
 class Alike:
-    """A structure, and which communications its local targets are in each of its steps.
+    """A structure, and which rows of `tasks.Tasks` its local targets are in each of its steps.
 
     tasks:   (local target, view) of each task
     outside: (END, local target, view) or (ISSUED, local target, rank) of what other steps supply
-    steps:   indices of the steps; `targets`: of each, the communications
+    steps:   indices of the steps; `targets`: of each, the rows
     """
 
     structure: Structure
@@ -38,15 +38,15 @@ class Alike:
 
 def find_shape(
     points: Points,
-    table: Communications,
+    table: Tasks,
     here: Bool,
     wanted: set[tuple[int, int]],
     astray: Sequence[tuple[int, int]],
     threads: int,
 ) -> Alike:
-    """The structure of the step with these points, whose targets are rows of `table`, the step's own communications.
+    """The structure of the step with these points, whose targets are rows of `table`, the step's own tasks.
 
-    here:   [rows] whether a communication belongs to this step
+    here:   [rows] whether a task belongs to this step
     wanted: (row, view) of what other steps wait for
     astray: (row, rank) of what that rank issued in another step
     """
@@ -81,9 +81,7 @@ def find_shape(
 class _Wiring:
     """The edges of a step, as they are found. Operations are numbered as in `graph.Edges`."""
 
-    def __init__(
-        self, table: Communications, here: Bool, tasks: list[tuple[int, int]], segments: int, threads: int
-    ) -> None:
+    def __init__(self, table: Tasks, here: Bool, tasks: list[tuple[int, int]], segments: int, threads: int) -> None:
         self.tasks, self.segments = tasks, segments
         self.outside: dict[tuple[str, int, int], int] = {}
         self.source: list[int] = []
@@ -92,7 +90,7 @@ class _Wiring:
         self._number = {task: segments + i for i, task in enumerate(tasks)}
 
     def issue(self, index: int, rank: int, segment: int | None) -> None:
-        """`rank` has issued a communication at the end of `segment`; None: in another step. One that belongs to another
+        """`rank` has issued a task at the end of `segment`; None: in another step. One that belongs to another
         step is an edge there."""
         if segment is not None and not self._here[index]:
             return
@@ -102,7 +100,7 @@ class _Wiring:
                 self._add(source, self._number[index, view])
 
     def wait(self, index: int, rank: int, segment: int) -> None:
-        """`segment` begins when the communication has ended, as `rank` sees it."""
+        """`segment` begins when the task has ended, as `rank` sees it."""
         view = self._table.view(index, rank)
         self._add(self._number[index, view] if self._here[index] else self._supplied(END, index, view), segment)
 
@@ -116,16 +114,15 @@ class _Wiring:
         self.target.append(target)
 
 
-def _task(table: Communications, index: int, view: int) -> Task:
+def _task(table: Tasks, index: int, view: int) -> Task:
     workers = int(table.workers[index])
-    queued = view == EVERYONE and table.needs[index] == "all" and workers > 0
+    takes_worker = view == EVERYONE and table.needs[index] == "all" and workers > 0
     return Task(
         lane=str(table.lane[index]),
         kind=str(table.kind[index]),
         gradient=bool(table.gradient[index]),
-        workers=workers if queued else None,
+        workers=workers if takes_worker else None,
         owner=int(table.owner[index]),
-        part=str(table.part[index]),
     )
 
 

@@ -76,10 +76,14 @@ class Pool:
         """A buffer of at least `nbytes`, what is in it undefined; None if there is none now, or with `wait` none to
         wait for. Raises what a write from it raised.
         """
-        if self._leaving and (self._leaving[0][1].done or (wait and not self._free and self._made == self._count)):
+        needed = wait and not self._free and self._made == self._count
+        if self._leaving and (needed or self._leaving[0][1].done):
             buffer, ticket = self._leaving.popleft()
             self._free.append(buffer)
-            ticket.wait()
+            if needed:
+                ticket.wait()
+            else:
+                ticket.check()
         if not self._free:
             if self._made == self._count:
                 return None

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 Direction = Literal["read", "write"]
 
 
-_numbers: Final = itertools.count(1 << 40)
-"""Above what a device numbers its kernels with."""
+FIRST_NUMBER: Final = 1 << 40
+"""Of a copy. A profiler of a device numbers what runs there from 1."""
+_numbers: Final = itertools.count(FIRST_NUMBER)
 
 
 class OffloadError(RuntimeError):
@@ -71,8 +72,13 @@ class Ticket:
         """Whether it is over, well or not."""
         return self._over.is_set()
 
+    def check(self) -> None:
+        """Raises OffloadError if it failed, of one that is done."""
+        if self.error is not None:
+            raise self.error
+
     def wait(self) -> None:
-        """Return when it is over. Raises OffloadError if it failed."""
+        """Return when it is over, which the caller cannot go on without. Raises OffloadError if it failed."""
         # That its end was needed here is told even if nobody had to stand still for it: another time they may have to.
         if not self.done or (not self._told and self._hooks.listening):
             self._told = True
@@ -81,8 +87,7 @@ class Ticket:
                 "wait", self._direction, module=about.module, purpose=about.purpose, corr=self.number
             ):
                 self._over.wait()
-        if self.error is not None:
-            raise self.error
+        self.check()
 
 
 @dataclass(slots=True)

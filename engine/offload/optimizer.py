@@ -235,9 +235,12 @@ class OnDisk:
         """Whether the tile is in a buffer, or on its way to one."""
         if tile.buffer is None:
             if tile.writing is not None:
-                if not wait and not tile.writing.done:
+                if wait:
+                    tile.writing.wait()
+                elif tile.writing.done:
+                    tile.writing.check()
+                else:
                     return False
-                tile.writing.wait()
                 tile.writing = None
             tile.buffer = self._pool.take(round_up(tile.room), wait)
             if tile.buffer is not None and tile.written:

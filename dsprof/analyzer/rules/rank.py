@@ -94,9 +94,13 @@ def straggler(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
     value, expected = _mine_and_others(context.gauges.spent("core_wait_seconds").mean(axis=1), slow)
     waited = value - expected
     crowded = waited > 0.5 * float(late.mean())
+    value, expected = _mine_and_others(context.work("offload").mean(axis=1), slow)
+    offloads = value - expected > 0.5 * float(late.mean())
+    if offloads:
+        evidence.append(Evidence("waiting for offloaded data a step", round(value, 3), "ms", round(expected, 3)))
     if crowded:
         evidence.append(Evidence("ready to run without a core, more than peers", round(waited, 3), "ms", 0.0))
-    fixes = _fixes(context, ranks, where_slow, crowded)
+    fixes = _fixes(context, ranks, where_slow, crowded, offloads)
     return Finding("rank.straggler", title, "info", where, tuple(evidence), gain, fixes)
 
 
@@ -136,9 +140,10 @@ def _mine_and_others(by_rank: Float, slow: Bool) -> tuple[float, float]:
 
 
 def _phase_excess(context: Context, slow: Bool) -> dict[str, tuple[float, float]]:
-    """Phase -> mean ms of own work a step on the slow ranks, and on the others: waits and pauses left out."""
+    """Phase -> mean ms of own work a step on the slow ranks, and on the others, without waits for other ranks and pauses."""
     rows, waits, columns = context.rows, context.waits, ["rank", "start_ns", "dur_ns"]
     pauses = rows[columns][(rows["kind"] == "pause") & (rows["lane"] == "main") & rows["dur_ns"].notna()]
+    waits = waits[waits["arrival_ns"].notna()]  # the others are for what the rank itself does in another lane
     idle = pd.concat([waits.assign(dur_ns=waits["end_ns"] - waits["start_ns"])[columns], pauses.astype("int64")])
     phases = context.training_phases[[*columns, "name"]][context.training_phases["step"].isin(context.step_numbers)]
     within = (phases["start_ns"].min(), (phases["start_ns"] + phases["dur_ns"]).max())
@@ -166,7 +171,7 @@ def _phase_excess(context: Context, slow: Bool) -> dict[str, tuple[float, float]
     return {**found, OUTSIDE: _mine_and_others(context.work("other").mean(axis=1), slow)}
 
 
-def _fixes(context: Context, ranks: tuple[int, ...], phase: str, crowded: bool) -> tuple[Fix, ...]:
+def _fixes(context: Context, ranks: tuple[int, ...], phase: str, crowded: bool, offloads: bool) -> tuple[Fix, ...]:
     host_of = {item.rank: item.host for item in context.run.ranks}
     hosts = {host_of.get(rank) for rank in ranks}
     everyone = {host_of.get(rank) for rank in context.ranks}
@@ -183,6 +188,10 @@ def _fixes(context: Context, ranks: tuple[int, ...], phase: str, crowded: bool) 
                 "give each rank cores of its own",
             )
         )
+        return tuple(fixes)
+    if offloads:
+        look = f"what {who} offloads comes and goes more slowly: look at the disk or the memory that it offloads to"
+        fixes.append(Fix("code", f"{look} (offload_optimizer, offload_param), and who else uses it"))
         return tuple(fixes)
     where = "between the phases of the loop" if phase == OUTSIDE else f"in {phase}"
     look = f"look for what only {who} does {where}: a branch on the rank, a slower device, "

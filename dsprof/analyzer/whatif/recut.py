@@ -176,7 +176,8 @@ def _stretch(steps: Steps, thread: int, old: list[int]) -> tuple[int, int]:
         )
     others = issues[~of_gradients, 0]
     if since < first or ((others >= since) & (others < last)).any():
-        raise NotRecut("other collectives are issued among those of the gradients")
+        what = "copies" if any(steps.structure.tasks[c].owner >= 0 for c in issues[~of_gradients, 1]) else "collectives"
+        raise NotRecut(f"other {what} are issued among those of the gradients")
     return first, last
 
 

@@ -1,5 +1,5 @@
-"""Collectives, messages and what is in the ranks' queues as arrays: which step each belongs to, what runs it, whom its
-end depends on."""
+"""Collectives, messages and the tasks of the ranks' own lanes as arrays: which step each belongs to, what runs it, whom
+its end depends on."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pandas as pd
 from dsprof.run import RunInfo
 
 from .backends import backend_of
+from .lane_tasks import LaneTasks
 from .match import SEND_RECV
 from .points import ISSUE, Points
-from .queues import Queue
 
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int64]
@@ -26,12 +26,12 @@ where a root sends, on the root's."""
 
 
 @dataclass(frozen=True)
-class Communications:
-    """The matched table as arrays, a row a task: see `match.COLLECTIVE_COLUMNS`; and after it, the queues.
+class Tasks:
+    """The matched table as arrays, a row a task: see `match.COLLECTIVE_COLUMNS`; and after it, each rank's own tasks.
 
     home: index of the step it belongs to; -1: none of the graph's
     end:  ns, when the first rank saw it end
-    owner: index of the rank whose queue it is in, -1: ranks share it; `part`: of the budget, that a wait for it is
+    owner: index of the rank whose own it is, -1: ranks share it
     """
 
     lane: npt.NDArray[np.object_]
@@ -44,10 +44,9 @@ class Communications:
     end: Int
     home: Int
     owner: Int
-    part: npt.NDArray[np.object_]
 
-    def take(self, chosen: Int) -> Communications:
-        return Communications(*(getattr(self, field.name)[chosen] for field in fields(self)))
+    def take(self, chosen: Int) -> Tasks:
+        return Tasks(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
     def view(self, row: int, rank: int) -> int:
         """Which end of a communication a rank waits for: EVERYONE, or OWN + rank."""
@@ -61,13 +60,13 @@ class Communications:
         return (EVERYONE, *(OWN + i for i in (range(ranks) if sends else (rank,))))
 
 
-def find_communications(
-    collectives: pd.DataFrame, queues: Sequence[Queue], points: Points, ranks: tuple[int, ...], run: RunInfo | None
-) -> Communications:
-    """Those of the matched table, and of each rank's queue. `ranks`: the threads of the graph."""
-    shared, queued = len(collectives), sum(map(len, queues))
+def find_tasks(
+    collectives: pd.DataFrame, own: Sequence[LaneTasks], points: Points, ranks: tuple[int, ...], run: RunInfo | None
+) -> Tasks:
+    """Those of the matched table, and each rank's own. `ranks`: the threads of the graph."""
+    shared, alone = len(collectives), sum(map(len, own))
     issues = points.what == ISSUE
-    home = _homes(points, shared + queued)
+    home = _homes(points, shared + alone)
     target, ended = points.target[issues], points.ended[issues]
     message = (collectives["name"] == SEND_RECV).to_numpy(bool)
     end = collectives["end_ns"].to_numpy(np.int64).copy()
@@ -85,7 +84,7 @@ def find_communications(
         0 if sent and not backends[name].messages_queue else backends[name].workers or 0
         for name, sent in zip(lane.tolist(), message.tolist(), strict=True)
     ]
-    found = Communications(
+    found = Tasks(
         lane=lane,
         kind=(collectives["name"].astype(str) + " " + collectives["purpose"].astype(str)).to_numpy(object),
         gradient=(collectives["purpose"] == "gradient").to_numpy(bool),
@@ -96,16 +95,15 @@ def find_communications(
         end=end,
         home=home[:shared],
         owner=np.full(shared, -1),
-        part=np.full(shared, "", object),
     )
-    if not queued:
+    if not alone:
         return found
     first = shared
     parts = [found]
-    for i, queue in enumerate(queues):
-        parts.append(_of_queue(queue, i, ranks[i], home[first : first + len(queue)]))
-        first += len(queue)
-    return Communications(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(found)))
+    for i, tasks in enumerate(own):
+        parts.append(_of_rank(tasks, i, ranks[i], home[first : first + len(tasks)]))
+        first += len(tasks)
+    return Tasks(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(found)))
 
 
 def _homes(points: Points, count: int) -> Int:
@@ -122,18 +120,17 @@ def _homes(points: Points, count: int) -> Int:
     return home
 
 
-def _of_queue(queue: Queue, owner: int, rank: int, home: Int) -> Communications:
-    count = len(queue)
-    return Communications(
-        lane=np.array([f"{lane} of rank {rank}" for lane in queue.lane.tolist()], object),
-        kind=queue.kind,
+def _of_rank(own: LaneTasks, owner: int, rank: int, home: Int) -> Tasks:
+    count = len(own)
+    return Tasks(
+        lane=np.array([f"{lane} of rank {rank}" for lane in own.lane.tolist()], object),
+        kind=own.kind,
         gradient=np.zeros(count, bool),
         workers=np.ones(count, np.int64),
         needs=np.full(count, "all", object),
         root=np.full(count, -1),
-        size=queue.size.astype(np.float64),
-        end=queue.end,
+        size=own.size.astype(np.float64),
+        end=own.end,
         home=home,
         owner=np.full(count, owner),
-        part=queue.part,
     )
