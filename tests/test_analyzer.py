@@ -212,6 +212,29 @@ def test_a_dead_rank_comes_first() -> None:
     assert "SIGKILL" in analysis.findings[0].title
 
 
+def test_a_rank_that_nobody_watched_was_gone_before_the_one_that_waited_for_it() -> None:
+    """Lightning starts the second rank itself; the first fails in a collective with it."""
+    job = Job()
+    job.exits = [RankExit(rank=0, host="host", pid=100, code=1, signal=None, ended_ns=9_000_000_000)]
+    trace = job.trace()
+    rows = trace.rows
+    waiting = rows[(rows["kind"] == "comm") & (rows["rank"] == 0)].index[-1]
+    rows.loc[waiting, "ended"] = False
+    for info, closed_ns in zip(trace.run.ranks, (8_500_000_000, 8_000_000_000), strict=True):
+        info.closed_ns = closed_ns
+    first = analyze(Trace.of(trace.run, rows)).findings[0]
+    assert first.code == "run.rank-died"
+    assert first.title.startswith("rank 1 was gone first, 0.5 s before rank 0 ended by exit status 1 after step ")
+    assert first.where.ranks == (1,)
+    assert "something else than dsprof started it" in first.fixes[0].title
+    rows.loc[waiting, "ended"] = True
+    assert analyze(Trace.of(trace.run, rows)).findings[0].where.ranks == (0,)
+    rows.loc[waiting, "ended"] = False
+    trace.run.ranks[1].closed_ns, trace.run.ranks[1].closed = None, False
+    killed = analyze(Trace.of(trace.run, rows)).findings[0]
+    assert killed.title.startswith("rank 1 was gone first, before rank 0 ended by exit status 1 after step ")
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
 def test_a_run_of_hardly_any_steps_has_no_verdict_and_no_error(steps: int) -> None:
     analysis = analyze(Job(steps=steps).trace())
