@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pandas as pd
@@ -13,6 +15,9 @@ from synthetic import Job, constant
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.context import Context
+from dsprof.analyzer.rules.base import NotJudged
+from dsprof.analyzer.rules.comm import _need_gradients_to_matter
 from dsprof.run import RankExit
 from dsprof.schema import BUDGET_PARTS
 from dsprof.trace import Trace
@@ -198,6 +203,26 @@ def test_one_huge_bucket_that_overlaps_nothing() -> None:
     assert first.code == "comm.exposed"
     assert first.gain.ms == pytest.approx(47, rel=0.1)
     assert first.fixes[0].patch[0]["value"] < 60
+
+
+@pytest.mark.parametrize(("tensor_parallel_ms", "judged"), [(9, True), (11, False)])
+def test_waiting_for_tensor_parallelism_is_not_explained_by_buckets(tensor_parallel_ms: int, judged: bool) -> None:
+    """Nor is waiting for a late rank, which is not the collective's."""
+    waits = pd.DataFrame(
+        [("0", 0, 0, 10, None), ("0", 1, 20, 110, 110), ("1", 0, 200, 200 + tensor_parallel_ms, None)],
+        columns=["group", "seq", "start_ns", "end_ns", "arrival_ns"],
+    )
+    waits["arrival_ns"] = waits["arrival_ns"].astype("Int64")
+    collectives = pd.DataFrame({
+        "group": ["0", "0", "1"], "seq": [0, 1, 0], "step": 5,
+        "purpose": ["gradient", "gradient", "tensor-parallel"],
+    })  # fmt: skip
+    context = cast(Context, SimpleNamespace(waits=waits, collectives=collectives, step_numbers=[5]))
+    if judged:
+        _need_gradients_to_matter(context)
+    else:
+        with pytest.raises(NotJudged, match="waiting for collectives is mostly for tensor-parallel ones, and no other"):
+            _need_gradients_to_matter(context)
 
 
 def test_a_dead_rank_comes_first() -> None:

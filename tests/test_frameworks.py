@@ -135,7 +135,12 @@ def test_deepspeeds_pipelines(tmp_path_factory: pytest.TempPathFactory, schedule
             assert set(counts(sent, "stage", "microbatch")) == {(str(rank), str(number)) for number in range(4)}
             waits = of_step(rows, "wait")
             assert waits.loc[waits["peer"].notna(), "stage"].eq(rank).all()
-    fact = next(fact for fact in finished.folder.read_info().facts if fact["fact"] == "pipeline")
+    facts = [fact for fact in finished.folder.read_info().facts if fact["fact"] == "pipeline" and fact["rank"] == 0]
+    evaluated = [("InferenceSchedule", False)] if schedule == "1F1B" else []
+    trained = "TrainSchedule" if schedule == "1F1B" else "DualPipeVSchedule"
+    assert [(fact["schedule"], fact["trains"]) for fact in facts] == [*evaluated, (trained, True)]
+    assert "several schedules" not in finished.findings["not_judged"].get("pipeline.bubble", "")
+    fact = facts[-1]
     assert (fact["microbatches"], fact["stages"]) == (4, 2 * len(stages[0]))
     assert (fact["stage_indices"], fact["framework"]) == (list(stages[0]), "deepspeed")
 
@@ -217,6 +222,22 @@ def test_the_second_fsdp_with_recomputation(tmp_path_factory: pytest.TempPathFac
     assert len(again) == 6
     for start in again["start_ns"]:
         assert ((backwards["start_ns"] <= start) & (start <= backwards["start_ns"] + backwards["dur_ns"])).any()
+
+
+@pytest.mark.slow
+def test_the_second_fsdp_in_a_pipeline(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Its schedule gathers before the actions and reduces after them, outside of forward and backward."""
+    rows = rows_of(run_job(("fsdp2_pipeline.py",), tmp_path_factory))
+    assert int((rows["kind"] == "step").sum()) == STEPS
+    comm, phases = of_step(rows, "comm"), of_step(rows, "phase")
+    block = 4 * (64 * 256 + 256 + 256 * 64 + 64)
+    assert counts(comm, "name", "purpose", "bytes") == {
+        ("all_gather", "parameter", str(block)): 2,
+        ("reduce_scatter", "gradient", str(block)): 2,
+    }
+    computing = phases[phases["name"].isin(["forward", "backward"]) & (phases["source"] == "measured")]
+    assert not any(inside(one, computing) for one in (comm.iloc[[at]] for at in range(len(comm))))
+    assert counts(of_step(rows, "pipe"), "name", "stage") == {(name, s): 4 for name in "FBW" for s in "01"}
 
 
 def test_transformers_trainer(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -347,6 +368,7 @@ INNER = {
     ("tensor_parallel.py",): "1.down",
     ("fsdp1.py",): "1.down",
     ("fsdp2.py",): "1.down",
+    ("fsdp2_pipeline.py",): "down",
     ("torch_pipelines.py",): "down",
     ("unusual.py", "optimizers_in_backward"): "1.down",
     ("unusual.py", "threads"): "1.down",

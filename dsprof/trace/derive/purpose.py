@@ -65,7 +65,9 @@ def _issued_in_backward(rows: pd.DataFrame) -> npt.NDArray[np.bool_]:
     phases = rows[(rows["kind"] == "phase") & (rows["name"] == "backward")]
     during = _issued_during(rows, phases)
     elsewhere = rows.loc[(rows["kind"] == "comm").to_numpy(bool) & ~during, "thread"]
-    return _issued_in(rows, "backward") | (during & ~rows["thread"].isin(elsewhere).to_numpy(bool))
+    engines = during & ~rows["thread"].isin(elsewhere).to_numpy(bool)
+    inside: npt.NDArray[np.bool_] = _issued_in(rows, "backward") | engines
+    return inside
 
 
 def _issued_during(rows: pd.DataFrame, phases: pd.DataFrame) -> npt.NDArray[np.bool_]:
