@@ -379,7 +379,7 @@ INNER = {
     ("deepspeed_zero.py", "3"): "1.down",
     ("deepspeed_autotp.py",): "model.layers.1.mlp.down_proj",
     ("deepspeed_pipeline.py", "1F1B"): "1.down",
-    ("deepspeed_pipeline.py", "DualPipeV"): "1.down",
+    ("deepspeed_pipeline.py", "DualPipeV"): "3.down",
 }
 """Job -> a module two levels or more below the outermost, which level full must show."""
 

@@ -96,9 +96,9 @@ def captured_part(steps: pd.DataFrame, taken: int) -> str:
 
 
 def without_training(rows: pd.DataFrame) -> str:
-    """That nothing in the rows of all ranks is a training step, in words; empty where something may be."""
-    trains = (rows["kind"] == "phase") & rows["name"].isin(["backward", "optimizer"])
-    if trains.any():
+    """That what was seen on all ranks is no training, in words; empty where it may be, or nothing was seen."""
+    phases = rows["kind"] == "phase"
+    if (phases & rows["name"].isin(["backward", "optimizer"])).any() or not (phases | (rows["kind"] == "comm")).any():
         return ""
     return "neither a backward pass nor an optimizer's step was seen, so there is no training step to judge"
 
