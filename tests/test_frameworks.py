@@ -2,81 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import subprocess
-import sys
-from collections import Counter
 from pathlib import Path
 
-import pandas as pd
 import pytest
-from jobs import ABORTED, Finished, environment, profile
-
-from dsprof.trace import load
-
-JOBS = Path(__file__).parent / "framework_jobs"
-STEPS = 10
-NEEDS = {
-    "accelerate": ["accelerate"], "deepspeed": ["deepspeed"], "lightning": ["lightning"],
-    "transformers": ["transformers", "accelerate"], "deepspeed_autotp.py": ["deepspeed", "transformers"],
-}  # fmt: skip
-"""Packages, of a job or of all whose names begin so."""
-RUNS: dict[tuple[str, ...], Finished] = {}
-
-
-def skip_without_packages(job: tuple[str, ...]) -> None:
-    for name in NEEDS.get(job[0], NEEDS.get(job[0].split("_")[0], [])):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed")
-
-
-def run_job(job: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """The job under `dsprof run` on two ranks, once for all tests."""
-    skip_without_packages(job)
-    if job not in RUNS:
-        RUNS[job] = profile(tmp_path_factory.mktemp(job[0][:-3]), JOBS / job[0], *job[1:], flags=("--no-report",))
-    finished = RUNS[job]
-    assert finished.status == 0, finished.stderr
-    return finished
-
-
-def rows_of(finished: Finished, rank: int = 0) -> pd.DataFrame:
-    return load(finished.folder).read(rank)
-
-
-def counts(rows: pd.DataFrame, *columns: str) -> dict[tuple[str, ...], int]:
-    """How many rows have which values there."""
-    return dict(Counter(tuple(map(str, values)) for values in rows[list(columns)].to_numpy(object)))
-
-
-def of_step(rows: pd.DataFrame, kind: str, step: int = 5) -> pd.DataFrame:
-    return rows[(rows["kind"] == kind) & (rows["step"] == step)]
-
-
-def inside(inner: pd.DataFrame, outer: pd.DataFrame) -> bool:
-    """Whether each of `inner` was issued while one of `outer` was under way."""
-    when = inner["issue_ns"]
-    return all(((outer["start_ns"] <= at) & (at <= outer["start_ns"] + outer["dur_ns"])).any() for at in when)
-
-
-def check_common(finished: Finished, backwards: int = 1) -> pd.DataFrame:
-    """What every job has: its steps, counted once, and waits that name numbered communications. Rows of rank 0."""
-    rows = rows_of(finished)
-    assert int((rows["kind"] == "step").sum()) == STEPS
-    phases = of_step(rows, "phase")
-    assert int((phases["name"] == "backward").sum()) == backwards
-    assert int((phases["name"] == "optimizer").sum()) == 1
-    assert int((phases["name"] == "forward").sum()) >= backwards
-    comm, waits = rows[rows["kind"] == "comm"], rows[rows["kind"] == "wait"]
-    assert comm["seq"].notna().all()
-    assert (comm["bytes"] >= 0).all()
-    known = set(counts(comm, "name", "group", "seq", "peer"))
-    assert len(waits)
-    assert set(counts(waits, "name", "group", "seq", "peer")) <= known
-    info = finished.folder.read_info()
-    assert [item.errors for item in info.ranks] == [0] * len(info.ranks)
-    return rows
+from framework_runs import (
+    JOBS,
+    STEPS,
+    check_common,
+    counts,
+    inside,
+    of_step,
+    rows_of,
+    run_job,
+    skip_without_packages,
+)
+from jobs import Finished, profile
 
 
 def test_tensor_parallelism(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -117,97 +57,6 @@ def test_deepspeeds_zero(tmp_path_factory: pytest.TempPathFactory, stage: str) -
     assert (fact["zero_stage"], fact["accumulation"], fact["clipping"]) == (int(stage), 2, 1.0)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
-def test_deepspeeds_pipelines(tmp_path_factory: pytest.TempPathFactory, schedule: str) -> None:
-    """Each instruction with its stage and micro-batch: DualPipeV has a stage of each rank on the way back as well."""
-    finished = run_job(("deepspeed_pipeline.py", schedule), tmp_path_factory)
-    stages = {0: (0,), 1: (1,)} if schedule == "1F1B" else {0: (0, 3), 1: (1, 2)}
-    for rank in (0, 1):
-        rows = check_common(finished, backwards=4 * len(stages[rank])) if rank == 0 else rows_of(finished, rank)
-        assert counts(of_step(rows, "pipe"), "name", "stage", "microbatch") == {
-            (name, str(stage), str(microbatch)): 1
-            for name in "FB" for stage in stages[rank] for microbatch in range(4)
-        }  # fmt: skip
-        comm = of_step(rows, "comm")
-        sent = comm[comm["peer"].notna()]
-        assert set(sent["purpose"]) == {"pipeline"}
-        if schedule == "1F1B":  # the other one posts several in one go
-            assert set(counts(sent, "stage", "microbatch")) == {(str(rank), str(number)) for number in range(4)}
-            waits = of_step(rows, "wait")
-            assert waits.loc[waits["peer"].notna(), "stage"].eq(rank).all()
-    facts = [fact for fact in finished.folder.read_info().facts if fact["fact"] == "pipeline" and fact["rank"] == 0]
-    evaluated = [("InferenceSchedule", False)] if schedule == "1F1B" else []
-    trained = "TrainSchedule" if schedule == "1F1B" else "DualPipeVSchedule"
-    assert [(fact["schedule"], fact["trains"]) for fact in facts] == [*evaluated, (trained, True)]
-    assert "several schedules" not in finished.findings["not_judged"].get("pipeline.bubble", "")
-    fact = facts[-1]
-    assert (fact["microbatches"], fact["stages"]) == (4, 2 * len(stages[0]))
-    assert (fact["stage_indices"], fact["framework"]) == (list(stages[0]), "deepspeed")
-
-
-SCHEDULES = {
-    # Each rank's stages; neighbouring stages of which one rank has one and the other the other.
-    "ScheduleGPipe": ([[0], [1]], 1),
-    "Schedule1F1B": ([[0], [1]], 1),
-    "ScheduleLoopedBFS": ([[0, 2], [1, 3]], 3),
-    "ScheduleInterleaved1F1B": ([[0, 2], [1, 3]], 3),
-    "ScheduleInterleavedZeroBubble": ([[0, 2], [1, 3]], 3),
-    "ScheduleZBVZeroBubble": ([[0, 3], [1, 2]], 2),
-    "ScheduleDualPipeV": ([[0, 3], [1, 2]], 2),
-}
-
-
-def orders(finished: Finished, rank: int) -> dict[str, list[str]]:
-    """What each of torch's schedules says that the rank does in a step, in the order in which they ran."""
-    found: dict[str, list[str]] = json.loads((finished.folder.path.parent / f"order.{rank}.json").read_text())
-    # The table of 2.13 counts the last stage's forwards from 1; what it runs is this.
-    found["Schedule1F1B"] = {
-        0: ["0F0", *(f"0{action}" for i in range(7) for action in (f"F{i + 1}", f"B{i}")), "0B7"],
-        1: [f"1{action}{i}" for i in range(8) for action in "FB"],
-    }[rank]
-    return found
-
-
-def actions(pipe: pd.DataFrame) -> list[str]:
-    """As torch writes them: the backward of the input, I, is a B to us, and known by the W that there is besides."""
-    pipe = pipe.sort_values("start_ns")
-    places = list(zip(pipe["stage"], pipe["name"].astype(str), pipe["microbatch"], strict=True))
-    split = {(stage, number) for stage, name, number in places if name == "W"}
-    return [f"{s}{'I' if name == 'B' and (s, number) in split else name}{number}" for s, name, number in places]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_torchs_pipelines(tmp_path_factory: pytest.TempPathFactory, schedule: str) -> None:
-    """Every action of each of its schedules, in its order, and what is sent between them."""
-    finished = run_job(("torch_pipelines.py",), tmp_path_factory)
-    if schedule not in orders(finished, 0):
-        pytest.skip(f"this torch has no {schedule}")
-    stages, borders = SCHEDULES[schedule]
-    for rank in (0, 1):
-        rows = rows_of(finished, rank)
-        planned = orders(finished, rank)
-        first = 2 * list(planned).index(schedule)
-        for step in (first, first + 1):
-            assert actions(of_step(rows, "pipe", step)) == planned[schedule]
-        # In the first one stages tell each other of shapes too.
-        comm, waits = of_step(rows, "comm", first + 1), of_step(rows, "wait", first + 1)
-        assert counts(comm, "name", "purpose", "group", "peer", "bytes") == {
-            (name, "pipeline", "0", str(1 - rank), str(4 * 64 * 4)): 8 * borders for name in ("send", "recv")
-        }
-        assert counts(waits, "name", "seq", "peer") == counts(comm, "name", "seq", "peer")
-        described = [fact for fact in finished.folder.read_info().facts if fact["fact"] == "pipeline"]
-        (fact,) = [fact for fact in described if fact["schedule"] == schedule and fact["rank"] == rank]
-        assert (fact["microbatches"], fact["stage_indices"], fact["trains"]) == (8, stages[rank], True)
-
-
-def test_no_schedule_of_torchs_is_forgotten(tmp_path_factory: pytest.TempPathFactory) -> None:
-    finished = run_job(("torch_pipelines.py",), tmp_path_factory)
-    assert set(orders(finished, 0)) <= set(SCHEDULES)
-    assert [item.errors for item in finished.folder.read_info().ranks] == [0, 0]
-    assert int((rows_of(finished)["kind"] == "step").sum()) == 2 * len(orders(finished, 0))
-    assert "the job has several schedules" in finished.findings["not_judged"]["pipeline.bubble"]
-
-
 def test_the_second_fsdp_with_recomputation(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Parameters are gathered for forward, ahead of it for one block, and for backward, of each micro-batch."""
     rows = check_common(run_job(("fsdp2.py",), tmp_path_factory), backwards=2)
@@ -222,22 +71,6 @@ def test_the_second_fsdp_with_recomputation(tmp_path_factory: pytest.TempPathFac
     assert len(again) == 6
     for start in again["start_ns"]:
         assert ((backwards["start_ns"] <= start) & (start <= backwards["start_ns"] + backwards["dur_ns"])).any()
-
-
-@pytest.mark.slow
-def test_the_second_fsdp_in_a_pipeline(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Its schedule gathers before the actions and reduces after them, outside of forward and backward."""
-    rows = rows_of(run_job(("fsdp2_pipeline.py",), tmp_path_factory))
-    assert int((rows["kind"] == "step").sum()) == STEPS
-    comm, phases = of_step(rows, "comm"), of_step(rows, "phase")
-    block = 4 * (64 * 256 + 256 + 256 * 64 + 64)
-    assert counts(comm, "name", "purpose", "bytes") == {
-        ("all_gather", "parameter", str(block)): 2,
-        ("reduce_scatter", "gradient", str(block)): 2,
-    }
-    computing = phases[phases["name"].isin(["forward", "backward"]) & (phases["source"] == "measured")]
-    assert not any(inside(one, computing) for one in (comm.iloc[[at]] for at in range(len(comm))))
-    assert counts(of_step(rows, "pipe"), "name", "stage") == {(name, s): 4 for name in "FBW" for s in "01"}
 
 
 def test_transformers_trainer(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -362,51 +195,3 @@ def test_a_job_that_never_trains_is_told_so(tmp_path_factory: pytest.TempPathFac
     rows = rows_of(finished)
     assert counts(rows[rows["kind"] == "comm"], "name", "purpose", "bytes") == {("all_reduce", "other", "4"): STEPS}
     assert counts(rows[rows["kind"] == "phase"], "name", "grad") == {("forward", "False"): STEPS}
-
-
-INNER = {
-    ("tensor_parallel.py",): "1.down",
-    ("fsdp1.py",): "1.down",
-    ("fsdp2.py",): "1.down",
-    ("fsdp2_pipeline.py",): "down",
-    ("torch_pipelines.py",): "down",
-    ("unusual.py", "optimizers_in_backward"): "1.down",
-    ("unusual.py", "threads"): "1.down",
-    ("accelerate_loop.py",): "1.down",
-    ("transformers_trainer.py",): "transformer.h.1.mlp.c_fc",
-    ("lightning_trainer.py",): "net.1.down",
-    ("deepspeed_zero.py", "1"): "1.down",
-    ("deepspeed_zero.py", "3"): "1.down",
-    ("deepspeed_autotp.py",): "model.layers.1.mlp.down_proj",
-    ("deepspeed_pipeline.py", "1F1B"): "1.down",
-    ("deepspeed_pipeline.py", "DualPipeV"): "3.down",
-}
-"""Job -> a module two levels or more below the outermost, which level full must show."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["light", "full"])
-@pytest.mark.parametrize("job", INNER, ids=" ".join)
-def test_losses_are_those_without_the_profiler(job: tuple[str, ...], level: str, tmp_path: Path) -> None:
-    skip_without_packages(job)
-    (tmp_path / "watched").mkdir()
-    (tmp_path / "plain").mkdir()
-    watched = profile(tmp_path / "watched", JOBS / job[0], *job[1:], flags=("--no-report", "--level", level))
-    assert watched.status == 0, watched.stderr
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for _ in range(3):
-        done = subprocess.run(
-            [*torchrun, str(JOBS / job[0]), *job[1:]], cwd=tmp_path / "plain", env=environment(),
-            capture_output=True, text=True,
-        )  # fmt: skip
-        if ABORTED not in done.stderr:
-            break
-    assert done.returncode == 0, done.stderr
-    for rank in (0, 1):
-        losses = [(tmp_path / which / f"losses.{rank}").read_text() for which in ("watched", "plain")]
-        assert losses[0] == losses[1]
-        assert len(losses[0].split()) >= STEPS
-    if level == "full":
-        modules = rows_of(watched)
-        modules = modules[modules["kind"] == "module"]
-        assert INNER[job] in set(modules["name"])
