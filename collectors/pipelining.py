@@ -87,6 +87,7 @@ def _watch_schedules(module: ModuleType) -> Uninstall:
             "microbatches": schedule._n_microbatches,
             "stages": schedule._num_stages,
             "stage_indices": [stage.stage_index for stage in stages],
+            "trains": bool(getattr(schedule, "_has_backward", True)),
         }
 
     for name in SCHEDULES:

@@ -18,6 +18,7 @@ from dsprof.schema import SHARDING, Kind
 from . import dynamo, facts
 from .errors import count_error
 from .imports import when_imported
+from .purposes import for_purpose
 from .uninstall import Uninstall, in_reverse, replace_attribute
 from .wrap import stands_for
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 FSDP: Final = "torch.distributed.fsdp"
 AROUND_UNIT: Final = ("pre_forward", "post_forward", "pre_backward", "post_backward")
 """Methods of FSDP2's FSDPParamGroup."""
+PURPOSES: Final = {"foreach_all_gather": "parameter", "foreach_reduce": "gradient"}
+"""Functions that communicate for its units -> what for. A pipeline's schedule gathers and reduces between its actions,
+and a script may gather ahead: the place does not tell."""
 
 
 @dataclass
@@ -86,7 +90,12 @@ def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> U
 
     group, name = module.FSDPParamGroup, recorder.intern(SHARDING)
     around = [_record(group, method, recorder, name) for method in AROUND_UNIT if hasattr(group, method)]
-    return in_reverse([_before_init(group, count), *around])
+    told = [
+        replace_attribute(module, function, for_purpose(recorder, purpose, getattr(module, function)))
+        for function, purpose in PURPOSES.items()
+        if hasattr(module, function)
+    ]
+    return in_reverse([_before_init(group, count), *around, *told])
 
 
 def _record(cls: Any, method: str, recorder: Recorder, name: int) -> Uninstall:

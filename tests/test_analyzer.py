@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pandas as pd
@@ -13,6 +15,9 @@ from synthetic import Job, constant
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.context import Context
+from dsprof.analyzer.rules.base import NotJudged
+from dsprof.analyzer.rules.comm import _need_gradients_to_matter
 from dsprof.run import RankExit
 from dsprof.schema import BUDGET_PARTS
 from dsprof.trace import Trace
@@ -200,6 +205,26 @@ def test_one_huge_bucket_that_overlaps_nothing() -> None:
     assert first.fixes[0].patch[0]["value"] < 60
 
 
+@pytest.mark.parametrize(("tensor_parallel_ms", "judged"), [(9, True), (11, False)])
+def test_waiting_for_tensor_parallelism_is_not_explained_by_buckets(tensor_parallel_ms: int, judged: bool) -> None:
+    """Nor is waiting for a late rank, which is not the collective's."""
+    waits = pd.DataFrame(
+        [("0", 0, 0, 10, None), ("0", 1, 20, 110, 110), ("1", 0, 200, 200 + tensor_parallel_ms, None)],
+        columns=["group", "seq", "start_ns", "end_ns", "arrival_ns"],
+    )
+    waits["arrival_ns"] = waits["arrival_ns"].astype("Int64")
+    collectives = pd.DataFrame({
+        "group": ["0", "0", "1"], "seq": [0, 1, 0], "step": 5,
+        "purpose": ["gradient", "gradient", "tensor-parallel"],
+    })  # fmt: skip
+    context = cast(Context, SimpleNamespace(waits=waits, collectives=collectives, step_numbers=[5]))
+    if judged:
+        _need_gradients_to_matter(context)
+    else:
+        with pytest.raises(NotJudged, match="waiting for collectives is mostly for tensor-parallel ones, and no other"):
+            _need_gradients_to_matter(context)
+
+
 def test_a_dead_rank_comes_first() -> None:
     job = Job(forward=lambda rank, step: 90 if rank == 1 else 40)
     job.exits = [
@@ -210,6 +235,29 @@ def test_a_dead_rank_comes_first() -> None:
     assert [finding.code for finding in analysis.findings[:2]] == ["run.rank-died", "rank.straggler"]
     assert analysis.findings[0].where.ranks == (1,)
     assert "SIGKILL" in analysis.findings[0].title
+
+
+def test_a_rank_that_nobody_watched_was_gone_before_the_one_that_waited_for_it() -> None:
+    """Lightning starts the second rank itself; the first fails in a collective with it."""
+    job = Job()
+    job.exits = [RankExit(rank=0, host="host", pid=100, code=1, signal=None, ended_ns=9_000_000_000)]
+    trace = job.trace()
+    rows = trace.rows
+    waiting = rows[(rows["kind"] == "comm") & (rows["rank"] == 0)].index[-1]
+    rows.loc[waiting, "ended"] = False
+    for info, closed_ns in zip(trace.run.ranks, (8_500_000_000, 8_000_000_000), strict=True):
+        info.closed_ns = closed_ns
+    first = analyze(Trace.of(trace.run, rows)).findings[0]
+    assert first.code == "run.rank-died"
+    assert first.title.startswith("rank 1 was gone first, 0.5 s before rank 0 ended by exit status 1 after step ")
+    assert first.where.ranks == (1,)
+    assert "something else than dsprof started it" in first.fixes[0].title
+    rows.loc[waiting, "ended"] = True
+    assert analyze(Trace.of(trace.run, rows)).findings[0].where.ranks == (0,)
+    rows.loc[waiting, "ended"] = False
+    trace.run.ranks[1].closed_ns, trace.run.ranks[1].closed = None, False
+    killed = analyze(Trace.of(trace.run, rows)).findings[0]
+    assert killed.title.startswith("rank 1 was gone first, before rank 0 ended by exit status 1 after step ")
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])

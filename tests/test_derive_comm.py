@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from records import Record, capture_of, derive, of, phase
 from synthetic import MS
 
-from dsprof.schema import BACKWARD_DONE, COLUMNS, FAMILIES, Family, Flag, Kind, State
+from dsprof.schema import BACKWARD_DONE, COLUMNS, DTYPES, FAMILIES, Family, Flag, Kind, State
 from dsprof.trace.derive import step_pattern, trace_rows
 from dsprof.trace.derive.lanes import depths
 from dsprof.trace.records import empty
@@ -153,6 +153,26 @@ def test_what_a_collective_is_for(name: str, issue: float, fact: str | None, pur
     facts = [] if fact is None else [{"fact": fact}]
     rows = derive(phase("forward", 0, 9), BACKWARD, comm(name, issue, issue + 1, 0), facts=facts)
     assert of(rows[rows["kind"] == "comm"], "purpose") == [(purpose,)]
+
+
+def test_whole_numbers_are_no_gradients() -> None:
+    """DDP reduces which parameters were unused."""
+    numbers, gradients = (DTYPES.index(name) for name in ("int32", "float32"))
+    rows = derive(
+        BACKWARD, comm("all_reduce", 20, 21, 0, dtype=numbers), comm("all_reduce", 22, 23, 1, dtype=gradients)
+    )
+    assert of(rows[rows["kind"] == "comm"], "purpose") == [("other",), ("gradient",)]
+
+
+def test_a_thread_of_the_scripts_communicates_for_nothing_that_trains() -> None:
+    """Unlike one of the autograd engine's, which does in backward only."""
+    rows = derive(
+        phase("forward", 0, 9), BACKWARD, phase("optimizer", 70, 80),
+        *(comm("all_reduce", at, at + 1, at, thread=9, bytes=4) for at in (5, 20, 75)),
+        comm("all_reduce", 25, 26, 90, thread=8),
+    )  # fmt: skip
+    found = rows[rows["kind"] == "comm"]
+    assert of(found, "thread", "purpose") == [(9, "other"), (9, "other"), (8, "gradient"), (9, "other")]
 
 
 def test_a_send_is_for_what_the_analyzer_finds_out() -> None:

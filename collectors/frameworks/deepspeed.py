@@ -20,6 +20,7 @@ from dsprof.schema import LARGEST_PLACE, Kind
 from .. import dynamo, facts, optimizers, phases
 from ..errors import count_error
 from ..imports import when_imported
+from ..purposes import for_purpose
 from ..uninstall import Uninstall, in_reverse, replace_attribute
 from ..wrap import stands_for
 
@@ -44,6 +45,7 @@ PURPOSES: Final = {
     "ReduceTiedGrads": "gradient",
 }
 """Instruction -> what it communicates for."""
+FORWARD_ONLY: Final = "InferenceSchedule"
 OF_MICRO_BATCHES: Final = ("LoadMicroBatch", *ACTIONS, "SendActivation", "RecvActivation", "SendGrad", "RecvGrad")
 """Instructions that a schedule has once for each micro-batch, in their order."""
 
@@ -70,7 +72,7 @@ def _watch_engine(recorder: Recorder, on_step: Callable[[], None], module: Modul
     wraps: dict[str, Wrap] = {
         "backward": _backward,
         "_take_model_step": functools.partial(_step, recorder, on_step),
-        "allreduce_gradients": functools.partial(_for_purpose, recorder, recorder.intern("gradient")),
+        "allreduce_gradients": functools.partial(for_purpose, recorder, "gradient"),
     }
     return in_reverse(
         replace_attribute(engine, name, wrap(getattr(engine, name)))
@@ -152,19 +154,6 @@ def _tensor_parallel_group(engine: Any) -> str | None:
         return None
 
 
-def _for_purpose(recorder: Recorder, purpose: int, original: Any) -> Any:
-    @stands_for(original)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        before = recorder.context(-1, -1, 0, purpose)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            recorder.context(*before)
-
-    dynamo.skip_frame(called)
-    return called
-
-
 # --- pipelines
 
 
@@ -198,14 +187,15 @@ def _watch_pipeline(recorder: Recorder, positions: _Positions, name: str, module
 
 
 def _schedule(positions: _Positions, original: Any) -> Any:
-    described: set[int] = set()
+    described: set[tuple[int, type]] = set()
 
     @stands_for(original)
     def exec_schedule(self: Any, pipe_schedule: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             positions.begin(self)
-            if id(self) not in described:
-                described.add(id(self))
+            described_as = id(self), type(pipe_schedule)  # it evaluates with another one
+            if described_as not in described:
+                described.add(described_as)
                 facts.state(_describe_schedule(self, pipe_schedule))
         except Exception as error:
             count_error("DeepSpeed's schedule", error)
@@ -224,6 +214,7 @@ def _describe_schedule(engine: Any, schedule: Any) -> facts.Fact:
         "microbatches": int(engine.micro_batches),
         "stages": int(engine.num_stages) * len(stages),
         "stage_indices": stages,
+        "trains": type(schedule).__name__ != FORWARD_ONLY,
         "site": None,
         "framework": "deepspeed",
     }

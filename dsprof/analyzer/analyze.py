@@ -25,7 +25,15 @@ from .match import Matches, match_collectives
 from .modules import module_times
 from .numbering import mismatches
 from .overhead import estimate_overhead
-from .steps import captured_part, completed_steps, describe_steps, early_ends, lasting_change, step_time
+from .steps import (
+    captured_part,
+    completed_steps,
+    describe_steps,
+    early_ends,
+    lasting_change,
+    step_time,
+    without_training,
+)
 from .summary import summarize_ranks
 from .text import ms
 from .trust import check
@@ -117,7 +125,8 @@ def analyze(trace: Trace) -> Analysis:
             replay=checked,
         ),
     )
-    return replace(analysis, verdict=answer(analysis, on_gpu=context.on_gpu, slowdown=slowdown, part=part))
+    missing = part or ("" if run.status else without_training(rows))
+    return replace(analysis, verdict=answer(analysis, on_gpu=context.on_gpu, slowdown=slowdown, missing=missing))
 
 
 def _facts_by_kind(run: RunInfo) -> Mapping[str, list[dict[str, Any]]]:

@@ -95,6 +95,14 @@ def captured_part(steps: pd.DataFrame, taken: int) -> str:
     return f"no whole step was captured: --steps, --delay, --duration or `dsprof capture` left none of {taken}"
 
 
+def without_training(rows: pd.DataFrame) -> str:
+    """That what was seen on all ranks is no training, in words; empty where it may be, or nothing was seen."""
+    phases = rows["kind"] == "phase"
+    if (phases & rows["name"].isin(["backward", "optimizer"])).any() or not (phases | (rows["kind"] == "comm")).any():
+        return ""
+    return "neither a backward pass nor an optimizer's step was seen, so there is no training step to judge"
+
+
 MOST_OPTIMIZERS: Final = 6
 """Of more, such as one a parameter, it is only said how many there are."""
 FEW_BEHIND: Final = 2

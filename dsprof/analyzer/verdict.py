@@ -57,10 +57,11 @@ COSTS: Final = {"compilation": "compilation", "data": "starting loaders"}
 """Kinds of irregular steps that come again. Of a stop that came by chance its finding says what is sure."""
 
 
-def answer(analysis: Analysis, *, on_gpu: bool = False, slowdown: str = "", part: str = "") -> Verdict:
+def answer(analysis: Analysis, *, on_gpu: bool = False, slowdown: str = "", missing: str = "") -> Verdict:
     """The verdict on `analysis`, whose own `verdict` is not looked at.
 
-    slowdown: what to say of a lasting one; part: which part of the run was captured, where somebody asked for one
+    slowdown: what to say of a lasting one; missing: why there may well be no step: which part of the run was captured,
+    where somebody asked for one, or that nothing was trained
     """
     run, step = analysis.run, analysis.step_ms
     if run.hints and run.status:
@@ -70,8 +71,8 @@ def answer(analysis: Analysis, *, on_gpu: bool = False, slowdown: str = "", part
         return _of_finding(analysis, worst)
     if step is None and len(analysis.steps):
         return Verdict("inconclusive", "no step was completed on all captured ranks, so nothing can be compared")
-    if step is None and part:
-        return Verdict("inconclusive", part)
+    if step is None and missing:
+        return Verdict("inconclusive", missing)
     if step is None:
         return Verdict("failed", "no complete step was captured, so nothing can be said about its speed")
     if not analysis.passed and not analysis.findings:

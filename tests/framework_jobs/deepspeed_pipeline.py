@@ -25,6 +25,8 @@ data = [(torch.randn(WIDTH), torch.randn(WIDTH)) for _ in range(4 * BATCH * STEP
 engine, *_ = deepspeed.initialize(
     model=model, model_parameters=model.parameters(), training_data=data, config=config
 )  # fmt: skip
+if sys.argv[1] == "1F1B":  # an evaluation comes first, with a schedule of its own
+    engine.eval_batch(iter([(torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)) for _ in range(4)]))
 losses = [float(engine.train_batch()) for _ in range(STEPS)]
 write_losses(losses)
 dist.destroy_process_group()

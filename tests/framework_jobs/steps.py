@@ -31,7 +31,7 @@ def make_batches(count: int, rank: int = 0) -> list[Tensor]:
     return [torch.randn(BATCH, WIDTH, generator=generator) for _ in range(count)]
 
 
-def write_losses(losses: list[float]) -> None:
-    """To losses.<rank>, every bit of them."""
-    rank = os.environ.get("RANK", "0")
+def write_losses(losses: list[float], rank: int | None = None) -> None:
+    """To losses.<rank>, every bit of them; by default under the rank that the launcher gave."""
+    rank = int(os.environ["RANK"]) if rank is None else rank
     Path(f"losses.{rank}").write_text("\n".join(loss.hex() for loss in losses) + "\n")

@@ -30,6 +30,8 @@ from .shards import UNJUDGED, sharded, small_shards
 Float = npt.NDArray[np.float64]
 
 CAPS_MB: Final = (1, 2, 5, 10, 25, 50, 100)
+TENSOR_PARALLEL: Final = "tensor-parallel"
+"""Purpose of what the ranks that share a layer communicate."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ def bucket_size(context: Context) -> list[Finding]:
     if sharded(context):
         raise PartlyJudged(small_shards(context), ("comm.exposed",), UNJUDGED)
     if context.facts.get("deepspeed"):
+        _need_gradients_to_matter(context)
         raise NotJudged(
             "no other reduce_bucket_size was tried: what DeepSpeed does while a bucket is under way is not known here"
         )
@@ -61,17 +64,36 @@ def bucket_size(context: Context) -> list[Finding]:
     cut = _gradients(context)
     if cut is None:
         if context.collectives["step"].isin(context.step_numbers).any():
+            _need_gradients_to_matter(context)
             raise NotJudged("no collective was seen to carry gradients: none reduces inside backward")
         raise NotConcerned
     recuts = _recuts(context, cut)
     best = max(recuts, key=lambda recut: recut.gain.ms, default=None)
     if best is not None and best.gain.ms < LEAST_SHARE * context.step_ms:
         best = None
+    if best is None:
+        _need_gradients_to_matter(context)
     if best is not None and best.buckets < cut.count:
         return [_small(context, cut, best)]
     if best is None and waited < LEAST_SHARE * context.step_ms:
         return []
     return [_exposed(context, cut, best, waited)]
+
+
+def _need_gradients_to_matter(context: Context) -> None:
+    """Raises NotJudged where waiting for collectives is mostly for those of tensor parallelism."""
+    waits, named = context.waits, ["group", "seq"]
+    start, arrival, end = (waits[name].astype("Float64") for name in ("start_ns", "arrival_ns", "end_ns"))
+    exposed = (end - np.maximum(start, arrival.fillna(start))).clip(lower=0)
+    issued = context.collectives[context.collectives["step"].isin(context.step_numbers)]
+    purposes = (
+        waits[named].astype(object).merge(issued[[*named, "purpose"]].astype(object), "left", on=named)["purpose"]
+    )
+    of = exposed.astype(float).groupby(purposes.to_numpy(object)).sum()
+    if len(of) and of.get(TENSOR_PARALLEL, 0.0) > of.sum() / 2:
+        raise NotJudged(
+            "waiting for collectives is mostly for tensor-parallel ones, and no other division of the layers was tried"
+        )
 
 
 def _small(context: Context, cut: _Cut, best: Recut) -> Finding:

@@ -80,8 +80,13 @@ def _names(stages: tuple[int, ...]) -> str:
     return ", ".join(map(str, stages))
 
 
+def _schedule_facts(context: Context) -> list[dict[str, Any]]:
+    """Of the schedules that train."""
+    return [fact for fact in context.facts.get("pipeline", []) if fact.get("trains", True)]
+
+
 def _schedule_fact(context: Context) -> dict[str, Any]:
-    return next(iter(context.facts.get("pipeline", [])), {})
+    return next(iter(_schedule_facts(context)), {})
 
 
 @dataclass(frozen=True)
@@ -190,6 +195,9 @@ def _other_schedules(context: Context, shape: _Shape, now: Float, waited: float,
 
 def _shape(context: Context) -> _Shape:
     """The pipeline's schedule, from what its ranks did in a step. Raises NotJudged where it is none that is known."""
+    names = sorted({str(fact.get("schedule")) for fact in _schedule_facts(context)})
+    if len(names) > 1:
+        raise NotJudged(f"the job has several schedules ({', '.join(names)}), and which one runs a step is not known")
     actions = _actions(context)
     per_step = actions.groupby(["stage", "step", "name"])["ms"].agg(["size", "mean"])
     count = per_step.xs("F", level="name")["size"]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
+from typing import Final
 
 import pandas as pd
 
-from dsprof.run import BY_HAND, RankExit, failures
+from dsprof.run import BY_HAND, RankExit, failures, last_processes
 
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from .base import NotJudged, listed
+
+COLUMNS: Final = ("kind", "name", "step", "start_ns", "dur_ns", "ended", "group", "seq")
 
 
 def rank_died(context: Context) -> list[Finding]:
@@ -22,8 +26,7 @@ def rank_died(context: Context) -> list[Finding]:
     if not failed or context.run.status == BY_HAND:
         return []
     first = failed[0]
-    columns = ("kind", "name", "step", "start_ns", "ended", "group", "seq")
-    mine = context.trace.read(first.rank, columns)
+    mine = context.trace.read(first.rank, COLUMNS)
     steps = mine.loc[mine["kind"] == "step", "step"]
     last_step = int(steps.max()) if len(steps) else -1
     evidence = [
@@ -38,13 +41,55 @@ def rank_died(context: Context) -> list[Finding]:
         f"rank {first.rank} ended by {first.how} before it completed a step")  # fmt: skip
     where = Where(ranks=(first.rank,), steps=(last_step, last_step) if last_step >= 0 else None)
     fixes = (Fix("code", _advice(first)),)
+    gone = _gone_before(context, first, mine)
+    if gone is not None:
+        before, seconds = gone
+        earlier = "" if seconds is None else f"{seconds:.1f} s "
+        title = f"rank {before} was gone first, {earlier}before {title}"
+        where = Where(ranks=(before,), steps=where.steps)
+        evidence = [replace(item, metric=f"rank {first.rank}: {item.metric}") for item in evidence]
+        if seconds is not None:
+            evidence.append(Evidence(f"capture of rank {before} ended earlier by", round(seconds, 3), "s"))
+        why = "something else than dsprof started it, so how it ended is not known here"
+        fixes = (Fix("code", f"see the output of rank {before}: {why}"),)
     gain = Gain(0.0, 0.0, 0.0, 0.0, method="none")
     return [Finding("run.rank-died", title, "high", where, tuple(evidence), gain, fixes)]
 
 
+def _gone_before(context: Context, failed: RankExit, rows: pd.DataFrame) -> tuple[int, float | None] | None:
+    """The rank whose absence ended `failed`, and how many seconds earlier it was gone, if that is known: one that the
+    launcher did not start, as where Lightning starts ranks itself, so that nobody knows how it ended. `rows`: of the
+    rank that failed."""
+    captures = {capture.rank: capture for capture in last_processes(context.run.ranks)}
+    mine, known = captures.get(failed.rank), {item.rank for item in context.run.exits}
+    if mine is None or not _communicates(rows):
+        return None
+    # Another host's clock has nothing to do with this one's.
+    unknown = [capture for rank, capture in captures.items() if rank not in known and capture.host == mine.host]
+    ended = {capture.rank: capture.closed_ns for capture in unknown if capture.closed_ns is not None}
+    end_ns = mine.closed_ns or failed.ended_ns
+    first = min(ended, key=lambda rank: ended[rank], default=None)
+    if first is not None and end_ns is not None and ended[first] < end_ns:
+        return first, (end_ns - ended[first]) / 1e9
+    # One that was killed, and did not wait for others that were gone.
+    killed = [item.rank for item in unknown if not item.closed]
+    alone = [rank for rank in killed if not _communicates(context.trace.read(rank, COLUMNS))]
+    return (alone[0], None) if len(alone) == 1 else None
+
+
+def _unended(rows: pd.DataFrame) -> pd.DataFrame:
+    """What had begun when the rank was gone."""
+    return rows[~rows["ended"].fillna(True).astype(bool) & rows["kind"].isin(["comm", "wait", "phase", "mark"])]
+
+
+def _communicates(rows: pd.DataFrame) -> bool:
+    """Whether it was communicating then."""
+    return bool(_unended(rows)["kind"].isin(["comm", "wait"]).any())
+
+
 def _doing(rows: pd.DataFrame) -> str:
     """The innermost thing begun and not ended, or the last one seen."""
-    unended = rows[~rows["ended"].fillna(True).astype(bool) & rows["kind"].isin(["comm", "wait", "phase", "mark"])]
+    unended = _unended(rows)
     if len(unended):
         row = unended.sort_values("start_ns").iloc[-1]
         where = f" in group {row['group']}, number {row['seq']}" if row["kind"] == "comm" else ""

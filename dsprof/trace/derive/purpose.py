@@ -13,6 +13,8 @@ from .rows import ends
 
 REDUCTIONS: Final = ("all_reduce", "reduce_scatter", "reduce")
 GATHERS: Final = ("all_gather", "broadcast")
+INTEGERS: Final = ("int16", "int32", "int64", "bool")
+"""In backward DDP also reduces which parameters were used; gradients are not counted, though they may be quantized."""
 OF_A_NORM: Final = 4096
 """Bytes that the norms of gradients, or whether they overflowed, take at most: some numbers a parameter."""
 
@@ -22,21 +24,22 @@ def purposes(rows: pd.DataFrame, facts: Collection[str], tensor_parallel: Collec
 
     facts: kinds of facts that the rank stated. tensor_parallel: groups that are said to be for that.
 
-    Reductions issued inside backward carry gradients, small ones around the optimizer norms. With FSDP and DeepSpeed,
-    what is gathered is parameters; with DDP, what is broadcast in forward is buffers.
+    Reductions issued inside backward carry gradients, small ones around the optimizer norms. What another thread
+    issues meanwhile is none of that. With FSDP and DeepSpeed, what is gathered is parameters; with DDP, what is
+    broadcast in forward is buffers.
     """
     comm = rows["kind"] == "comm"
     purpose = pd.Series(None, index=rows.index, dtype=object)
     purpose[comm] = "other"
     reduces, gathers = comm & rows["name"].isin(REDUCTIONS), comm & rows["name"].isin(GATHERS)
-    forward, backward = _issued_in(rows, "forward"), _issued_in(rows, "backward")
+    forward, backward = _issued_in(rows, "forward"), _issued_in_backward(rows)
     updating = _issued_in(rows, "optimizer") | _issued_in(rows, "clip")
     if "ddp" in facts:
         purpose[forward & gathers & (rows["name"] == "broadcast")] = "buffer"
     if not {"fsdp", "deepspeed"}.isdisjoint(facts):
         purpose[(forward | backward) & gathers & (rows["name"] == "all_gather")] = "parameter"
     purpose[updating & gathers] = "parameter"
-    purpose[backward & reduces] = "gradient"
+    purpose[backward & reduces & ~rows["dtype"].isin(INTEGERS)] = "gradient"
     purpose[updating & reduces & (rows["bytes"] <= OF_A_NORM).fillna(False).to_numpy(bool)] = "norm"
     if tensor_parallel:
         purpose[(forward | backward) & comm & rows["group"].isin(tensor_parallel)] = "tensor-parallel"
@@ -47,10 +50,31 @@ def purposes(rows: pd.DataFrame, facts: Collection[str], tensor_parallel: Collec
 
 
 def _issued_in(rows: pd.DataFrame, phase: str) -> npt.NDArray[np.bool_]:
-    """Which rows were issued in a phase of this name, of any thread. One that never ended lasts for good."""
-    phases = rows[(rows["kind"] == "phase") & (rows["name"] == phase)].sort_values("start_ns")
+    """Which rows were issued in a phase of this name by the thread that was in it."""
+    phases = rows[(rows["kind"] == "phase") & (rows["name"] == phase)]
+    inside = np.zeros(len(rows), bool)
+    threads = rows["thread"].to_numpy()
+    for thread in phases["thread"].unique():
+        inside |= (threads == thread) & _issued_during(rows, phases[phases["thread"] == thread])
+    return inside
+
+
+def _issued_in_backward(rows: pd.DataFrame) -> npt.NDArray[np.bool_]:
+    """Which rows were issued in a backward by the thread that was in it, or by one of the autograd engine's own: they
+    communicate then only. One that also does at other times is a thread of the script's with business of its own."""
+    phases = rows[(rows["kind"] == "phase") & (rows["name"] == "backward")]
+    during = _issued_during(rows, phases)
+    elsewhere = rows.loc[(rows["kind"] == "comm").to_numpy(bool) & ~during, "thread"]
+    engines = during & ~rows["thread"].isin(elsewhere).to_numpy(bool)
+    inside: npt.NDArray[np.bool_] = _issued_in(rows, "backward") | engines
+    return inside
+
+
+def _issued_during(rows: pd.DataFrame, phases: pd.DataFrame) -> npt.NDArray[np.bool_]:
+    """Which rows were issued while one of these was under way. One that never ended lasts for good."""
     if phases.empty:
         return np.zeros(len(rows), bool)
+    phases = phases.sort_values("start_ns")
     end = np.where(phases["dur_ns"].isna(), np.iinfo(np.int64).max, ends(phases))
     when = rows["issue_ns"].fillna(0).to_numpy(np.int64)
     at = np.searchsorted(phases["start_ns"].to_numpy(np.int64), when, side="right") - 1
