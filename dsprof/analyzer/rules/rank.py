@@ -140,7 +140,7 @@ def _mine_and_others(by_rank: Float, slow: Bool) -> tuple[float, float]:
 
 
 def _phase_excess(context: Context, slow: Bool) -> dict[str, tuple[float, float]]:
-    """Phase -> mean ms of own work a step on the slow ranks, and on the others, without waits for other ranks and pauses."""
+    """Phase -> mean ms of own work a step on the slow ranks and on the others, without pauses and waits for others."""
     rows, waits, columns = context.rows, context.waits, ["rank", "start_ns", "dur_ns"]
     pauses = rows[columns][(rows["kind"] == "pause") & (rows["lane"] == "main") & rows["dur_ns"].notna()]
     waits = waits[waits["arrival_ns"].notna()]  # the others are for what the rank itself does in another lane
