@@ -1,0 +1,81 @@
+"""The floating-point operations of one step (level full), counted by `native/flops.hpp` from the shapes that operators
+are given: nothing is run differently. One step only, since being told of every operator costs a microsecond each.
+
+Rows are gauges named `schema.FLOPS` + dtype, with the module, and in `purpose` what they are for; operators whose
+operations are not known are gauges named `schema.UNCOUNTED` + operator, whose value is the number of calls. They span
+what was counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from dsprof.schema import DTYPES, FLOPS, FLOPS_FOR, UNCOUNTED, Kind
+
+from . import facts
+from .native import NativeRecorder
+from .record import Recorder
+from .uninstall import Uninstall
+
+FIRST: Final = 2
+"""Steps that are captured before the one that is counted: the first ones compile, and set up what the others use."""
+
+
+class StepCounter:
+    """Counts one step of a capture. `capturing`: whether anything is recorded now."""
+
+    def __init__(self, recorder: NativeRecorder, capturing: Callable[[], bool]) -> None:
+        self._recorder, self._capturing = recorder, capturing
+        self._steps = 0
+        """Taken one after the other while capturing."""
+        self._began_ns: int | None = None
+        self._done = False
+
+    def after_step(self) -> None:
+        """An optimizer step ended."""
+        if self._done:
+            return
+        if not self._capturing():
+            self.stop()
+            self._steps = 0
+            return
+        if self._began_ns is not None:
+            self._write(self._began_ns)
+            return
+        self._steps += 1
+        if self._steps >= FIRST:
+            self._began_ns = time.perf_counter_ns()
+            self._recorder.start_counting()
+
+    def stop(self) -> None:
+        """What was counted so far is of no whole step."""
+        if self._began_ns is not None:
+            self._began_ns = None
+            self._recorder.stop_counting()
+
+    def _write(self, began_ns: int) -> None:
+        ended_ns = time.perf_counter_ns()
+        counted, missed = self._recorder.stop_counting()
+        self._began_ns, self._done = None, True
+        for module, part, dtype, operations in counted:
+            name = self._recorder.intern(FLOPS + DTYPES[dtype])
+            self._put(name, began_ns, ended_ns, operations, module, self._recorder.intern(FLOPS_FOR[part]))
+        for operator, calls in missed:
+            self._put(self._recorder.intern(UNCOUNTED + operator), began_ns, ended_ns, float(calls), 0, 0)
+        facts.state({"fact": "flops", "dtypes": sorted({DTYPES[dtype] for _, _, dtype, _ in counted})})
+
+    def _put(self, name: int, start_ns: int, end_ns: int, value: float, module: int, purpose: int) -> None:
+        self._recorder.span(Kind.GAUGE, name, start_ns, end_ns, 0, value, -1, 0, 0, -1, -1, module, purpose)
+
+
+def install(
+    recorder: Recorder, capturing: Callable[[], bool], after_step: Callable[[Callable[[], None]], None]
+) -> list[Uninstall]:
+    """Count a step from now on; what is given to `after_step` is to be called after each. The Python recorder cannot."""
+    if not isinstance(recorder, NativeRecorder):
+        return []
+    counter = StepCounter(recorder, capturing)
+    after_step(counter.after_step)
+    return [counter.stop]
