@@ -205,14 +205,19 @@ inline const std::unordered_map<std::string_view, Formula>& formulas() {
   return *table;
 }
 
-// Operators of others may compute anything: those that call nothing that is counted are named. These move or watch.
-inline bool computes_nothing(std::string_view name) {
-  static constexpr std::string_view spaces[] = {"aten::", "prim::", "prims::", "c10d::", "_c10d_functional::",
-                                                "_c10d_functional_autograd::", "fsdp::", "profiler::", "symm_mem::",
-                                                "record_function", "dtensor::", "_dtensor::", "inductor::"};
-  if (name.find("::") == std::string_view::npos || name.find(' ') != std::string_view::npos) return true;
-  return std::any_of(std::begin(spaces), std::end(spaces),
-                     [name](std::string_view space) { return name.substr(0, space.size()) == space; });
+// Operators of others may compute anything: those that call nothing that is counted are named. torch's own that have no
+// formula compute little.
+inline bool is_foreign(const at::RecordFunction& op, std::string_view name) {
+  static constexpr std::string_view ours[] = {"aten::", "prim::", "prims::", "c10d::", "_c10d_functional::",
+                                              "_c10d_functional_autograd::", "fsdp::", "profiler::", "symm_mem::",
+                                              "_dtensor::", "inductor::"};
+  const auto begins = [name](std::string_view space) { return name.substr(0, space.size()) == space; };
+  return std::none_of(std::begin(ours), std::end(ours), begins) && op.operator_name();  // else a scope with a name
+}
+
+inline bool has_tensor(Inputs inputs) {
+  return std::any_of(inputs.begin(), inputs.end(),
+                     [](const c10::IValue& value) { return value.isTensor() || value.isTensorList(); });
 }
 
 // A tensor that stands for others, or for none: a DTensor, or what a compiler traces with. What it stands for is seen
@@ -258,7 +263,7 @@ inline std::unique_ptr<at::ObserverContext> operator_begins(const at::RecordFunc
   const std::string_view name = op.name();
   const auto found = formulas().find(name);
   if (found == formulas().end()) {
-    if (computes_nothing(name) || stands_in(op.inputs())) return nullptr;
+    if (!is_foreign(op, name) || !has_tensor(op.inputs()) || stands_in(op.inputs())) return nullptr;
     auto context = std::make_unique<Counted>();
     context->foreign = name;
     context->before = counted_here;
