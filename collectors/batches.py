@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 FIRST: Final = "input_ids"
 """Given by name, this is looked at before all others, whichever comes first: so Hugging Face's models call it."""
+DTENSOR: Final = "DTensor"
 
 
 class Batches:
@@ -41,6 +42,8 @@ class Batches:
         if found is None or not name:
             return
         which, tensor = found
+        if tensor.is_nested or type(tensor).__name__ == DTENSOR:  # of no one size; of the size on all ranks
+            return
         shape = [int(size) for size in tensor.shape]
         if not shape:
             return

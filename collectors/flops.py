@@ -14,40 +14,45 @@ from typing import Final
 
 from dsprof.schema import DTYPES, FLOPS, FLOPS_FOR, UNCOUNTED, Kind
 
-from . import facts
+from . import facts, optimizers
 from .native import NativeRecorder
 from .record import Recorder
 from .uninstall import Uninstall
 
 FIRST: Final = 2
 """Steps that are captured before the one that is counted: the first ones compile, and set up what the others use."""
+MOST_OPTIMIZERS: Final = 8
+"""That are taken to be stepped in turn, once each. Where there are more, as with one for each parameter, or they take
+turns otherwise, what was counted may be no whole step, which the analyzer sees by the optimizers' rows."""
 
 
 class StepCounter:
-    """Counts one step of a capture. `capturing`: whether anything is recorded now."""
+    """Counts one step of a capture. `capturing`: whether anything is recorded now. `optimizers`: how many there are."""
 
-    def __init__(self, recorder: NativeRecorder, capturing: Callable[[], bool]) -> None:
-        self._recorder, self._capturing = recorder, capturing
+    def __init__(
+        self, recorder: NativeRecorder, capturing: Callable[[], bool], optimizers: Callable[[], int] = lambda: 1
+    ) -> None:
+        self._recorder, self._capturing, self._optimizers = recorder, capturing, optimizers
         self._steps = 0
-        """Taken one after the other while capturing."""
+        """Of optimizers, one after the other, while capturing and before counting; then those that are counted."""
         self._began_ns: int | None = None
         self._done = False
 
     def after_step(self) -> None:
-        """An optimizer step ended."""
+        """An optimizer's step ended."""
         if self._done:
             return
         if not self._capturing():
             self.stop()
             self._steps = 0
             return
-        if self._began_ns is not None:
-            self._write(self._began_ns)
-            return
         self._steps += 1
-        if self._steps >= FIRST:
-            self._began_ns = time.perf_counter_ns()
+        turns = max(1, min(self._optimizers(), MOST_OPTIMIZERS))
+        if self._began_ns is None and self._steps >= FIRST * turns:
+            self._steps, self._began_ns = 0, time.perf_counter_ns()
             self._recorder.start_counting()
+        elif self._began_ns is not None and self._steps >= turns:
+            self._write(self._began_ns)
 
     def stop(self) -> None:
         """What was counted so far is of no whole step."""
@@ -76,6 +81,6 @@ def install(
     """Count a step from now on; what is given to `after_step` is to be called after each. The Python recorder cannot."""
     if not isinstance(recorder, NativeRecorder):
         return []
-    counter = StepCounter(recorder, capturing)
+    counter = StepCounter(recorder, capturing, optimizers.stepped)
     after_step(counter.after_step)
     return [counter.stop]

@@ -50,8 +50,8 @@ def _operations(found: Efficiency, analysis: Analysis) -> str:
     if not found.flops:
         return ""
     forward, backward = found.flops["forward"], found.flops["backward"]
-    mean = ", mean" if len(found.counted) > 1 else ""
-    words = f"{operations(forward + backward)} a step and rank{mean}: forward {operations(forward)}, backward "
+    whose = " on each rank, mean" if len(found.counted) > 1 else ""
+    words = f"{operations(forward + backward)} a step{whose}: forward {operations(forward)}, backward "
     words += operations(backward)
     if found.flops["recompute"]:
         words += f"; beside it {operations(found.flops['recompute'])} computed again"

@@ -60,12 +60,17 @@ class Nodes {
   std::vector<Made> made_;
 };
 
-// Of the threads that called modules last: nn.DataParallel makes new ones each time.
+// Of every thread that calls modules. Those that are gone are forgotten in the end: nn.DataParallel makes new ones each
+// time.
 class NodesOfThreads {
  public:
   std::shared_ptr<Nodes> add(uint64_t thread) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (threads_.size() >= kMost) threads_.pop_front();
+    if (threads_.size() >= kMost) {
+      const auto is_gone = [](const std::shared_ptr<Nodes>& nodes) { return nodes.use_count() == 1; };
+      const auto gone = std::find_if(threads_.begin(), threads_.end(), is_gone);
+      if (gone != threads_.end()) threads_.erase(gone);
+    }
     return threads_.emplace_back(std::make_shared<Nodes>(thread));
   }
 
@@ -119,8 +124,12 @@ inline std::unique_ptr<at::ObserverContext> node_begins(const at::RecordFunction
     Computing& here = computing[computing_depth - 1];
     computing[computing_depth].row = nullptr;
     Recorder* recorder = active.load(std::memory_order_acquire);
+    if (!recorder) {  // closed, or a forked child, in which a lock may be held by a thread that it lacks
+      here.row = nullptr;
+      return nullptr;
+    }
     const int task = torch::autograd::get_current_graph_task_id();
-    const bool same = here.task == task && recorder && here.generation == recorder->generation;
+    const bool same = here.task == task && here.generation == recorder->generation;
     const Call call = node.seqNr() >= 0 ? made_in(node.forwardThreadId(), static_cast<uint64_t>(node.seqNr()))
                       : same            ? here.call
                                         : Call();
@@ -129,7 +138,7 @@ inline std::unique_ptr<at::ObserverContext> node_begins(const at::RecordFunction
     here.calls_inside = calls_inside;
     here.task = task;
     here.call = call;
-    if (!recorder || !call.number || here.row) return nullptr;
+    if (!call.number || here.row) return nullptr;
     here.generation = recorder->generation;
     if ((here.row = recorder->claim())) {
       static thread_local std::pair<uint64_t, uint16_t> backward{0, 0};  // its id, of a recorder
@@ -184,11 +193,12 @@ class ModuleCall {
 
   void end() try {
     if (!record_) return;
-    const uint64_t last = at::sequence_number::peek();
-    if (active.load(std::memory_order_acquire)) record_->span.value = static_cast<double>(last - first_);
-    complete(record_, now_ns());
     current_call = before_;
     calls_inside--;
+    if (!active.load(std::memory_order_acquire)) return;
+    const uint64_t last = at::sequence_number::peek();
+    record_->span.value = static_cast<double>(last - first_);
+    complete(record_, now_ns());
     nodes_of_this_thread().begin(last, before_);
   } catch (...) {
     errors++;

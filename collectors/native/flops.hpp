@@ -259,7 +259,7 @@ struct Counted : at::ObserverContext {
 inline thread_local uint64_t counted_here = 0;
 
 inline std::unique_ptr<at::ObserverContext> operator_begins(const at::RecordFunction& op) try {
-  if (counted_depth) return nullptr;
+  if (counted_depth || !active.load(std::memory_order_acquire)) return nullptr;
   const std::string_view name = op.name();
   const auto found = formulas().find(name);
   if (found == formulas().end()) {

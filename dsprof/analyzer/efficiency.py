@@ -301,9 +301,9 @@ def _taken_from(run: RunInfo, rank: int, module: str, what: str) -> str:
     facts = (fact for fact in run.facts if fact.get("fact") == "batch" and fact.get("rank") == rank)
     fact = next((fact for fact in facts if fact.get("module") == module.split("#")[0].rstrip(".")), {})
     which = clean(str(fact.get("input", "the first input")))
-    shape = f", {fact['shape']} in its first call" if "shape" in fact else ""
-    measure = "its size, padding included" if what == TOKENS else "its first dimension"
-    return f"{measure}, of {which} of {clean(module)}{shape}"
+    shape = f", which is {fact['shape']} in its first call" if "shape" in fact else ""
+    measure = "the size (padding included)" if what == TOKENS else "the first dimension"
+    return f"{measure} of {which} of {clean(module)}{shape}"
 
 
 def _replicas(

@@ -46,8 +46,11 @@ def sum_modules(rows: pd.DataFrame) -> pd.DataFrame:
         ["step", "kind", "name", "thread", "start_ns", "dur_ns", "purpose", "corr", "value"],
     ]
     table = table[table["step"] > table["step"].min()]
-    if table.empty:
+    in_forward = _in_forward(table, rows)
+    steps = table["step"][in_forward].nunique()
+    if not steps:
         return empty
+    table = table[table["step"].isin(table["step"][in_forward].unique())]
     calls = _Calls(table, _in_forward(table, rows))
     names = calls.names
     found = pd.DataFrame(index=pd.Index(names, name="module", dtype=object))
@@ -57,7 +60,7 @@ def sum_modules(rows: pd.DataFrame) -> pd.DataFrame:
     found["backward_own_ns"] = calls.by_name(calls.backward, calls.own)
     found["backward_ns"] = calls.with_what_it_called(calls.backward)
     found["recompute_ns"] = calls.by_name(calls.again, calls.own)
-    found = found / table["step"].nunique()
+    found = found / steps
     prepared = calls.by_name(calls.forward, calls.nodes)
     found.loc[(found["backward_ns"] == 0) & (prepared != 0), ["backward_ns", "backward_own_ns"]] = np.nan
     counted = _operations(rows)
