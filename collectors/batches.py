@@ -1,5 +1,5 @@
-"""How large a batch is: the first dimension of the first tensor that the outermost module is given, in forwards that are
-trained. One of two dimensions and whole numbers holds tokens. Rows of `schema.SAMPLES` and `schema.TOKENS`; level full
+"""How large a batch is: the first dimension of the first tensor that the outermost module is given, in forwards for
+training. One of two dimensions and whole numbers holds tokens. Rows of `schema.SAMPLES` and `schema.TOKENS`; level full
 only.
 """
 
@@ -30,12 +30,12 @@ class Batches:
         self._recorder, self._name_of = recorder, name_of
         self._samples, self._tokens = recorder.intern(SAMPLES), recorder.intern(TOKENS)
         self._told: set[int] = set()
-        self._tracing = torch.jit.is_tracing
+        self._tracing_state: Callable[[], object] = torch._C._get_tracing_state
         dynamo.skip(self.note.__func__)  # type: ignore[attr-defined]
 
     def note(self, module: Any, /, *args: Any, **kwargs: Any) -> None:
         """A forward of the outermost `module` begins, with these arguments."""
-        if self._tracing():  # it would record that its shape was asked for
+        if self._tracing_state() is not None:  # it would record that its shape was asked for
             return
         found = next(_tensors(args, kwargs), None)
         name = self._name_of(id(module))

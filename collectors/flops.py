@@ -78,7 +78,7 @@ class StepCounter:
 def install(
     recorder: Recorder, capturing: Callable[[], bool], after_step: Callable[[Callable[[], None]], None]
 ) -> list[Uninstall]:
-    """Count a step from now on; what is given to `after_step` is to be called after each. The Python recorder cannot."""
+    """Count a step; what is given to `after_step` is called after each optimizer's. The Python recorder cannot."""
     if not isinstance(recorder, NativeRecorder):
         return []
     counter = StepCounter(recorder, capturing, optimizers.stepped)

@@ -39,9 +39,9 @@ def step(at: float, size: float = 64.0, optimizers: int = 1) -> list[Record]:
 
 def counted(start: float, end: float, dtype: str = "float32") -> list[Record]:
     of: dict[str, float] = {"forward": 3 * GFLOP, "backward": 6 * GFLOP, "recompute": 1 * GFLOP}
-    return [
-        gauge(f"flops.{dtype}", start, end, value, module="GPT", purpose=what) for what, value in of.items()
-    ] + [gauge("uncounted.flash_attn::forward", start, end, 12)]
+    return [gauge(f"flops.{dtype}", start, end, value, module="GPT", purpose=what) for what, value in of.items()] + [
+        gauge("uncounted.flash_attn::forward", start, end, 12)
+    ]
 
 
 def work_of(*records: Record, native: bool = True) -> RankWork:

@@ -1,8 +1,8 @@
 """How well the devices are used (level full): floating-point operations of a step, as a share of what the devices could
 do in that time (MFU), and samples and tokens a second. What cannot be told is left out, with the reason.
 
-MFU: model FLOPs utilization, of forward and backward as the model needs them; HFU: hardware FLOPs utilization, with what
-is computed again. (Chowdhery et al., PaLM, 2022, appendix B; attention is counted whole, a causal mask saves nothing.)
+MFU: model FLOPs utilization, of forward and backward as the model needs them; HFU: hardware FLOPs utilization, with
+what is computed again. (Chowdhery et al., PaLM, 2022, appendix B.) Attention is counted whole: a causal mask saves nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Throughput:
 class Efficiency:
     """flops: what for -> operations of a step, mean over the ranks that counted; empty: none did. counted: these.
     mfu, hfu: shares, 0 to 1, over these ranks; None where no peak is known, and `why_no_mfu` says why.
-    peak: what it was compared with, in words. throughput: samples, then tokens. notes: what was not counted, and why."""
+    peak: what it was compared with, in words. throughput: samples, then tokens. notes: what was not counted, and why.
+    """
 
     flops: dict[str, float]
     counted: tuple[int, ...]

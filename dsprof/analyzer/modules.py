@@ -8,6 +8,7 @@ call of a module it was prepared (`corr`), so what a module has called is found 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -150,7 +151,7 @@ def _nest_by_thread(table: pd.DataFrame) -> tuple[Int, Int]:
     end = start + table["dur_ns"].to_numpy(np.int64)
     parent = np.full(len(start), -1)
     edges = np.flatnonzero(np.diff(thread, prepend=np.nan, append=np.nan))
-    for first, behind in zip(edges[:-1], edges[1:], strict=True):
+    for first, behind in pairwise(edges.tolist()):
         end[first:behind], inside = nest(start[first:behind], end[first:behind])
         parent[first:behind] = np.where(inside >= 0, inside + first, -1)
     return end - start, parent

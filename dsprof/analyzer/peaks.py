@@ -1,5 +1,5 @@
-"""What devices can compute at most, by their makers' data sheets: dense matrix products (without sparsity), in the number
-format of the inputs, accumulated in float32.
+"""What devices can compute at most, by their makers' data sheets: dense matrix products (without sparsity), in the
+number format of the inputs, accumulated in float32.
 
 TFLOP/s. A device that is not listed, a slice of one (MIG), or a format that it lacks has no peak here.
 """
@@ -15,7 +15,7 @@ from typing import Final
 @dataclass(frozen=True)
 class Device:
     """name: as people say it. pattern: what its driver calls it, whole. tflops: format -> peak; `tf32` is float32 on
-    tensor cores, which torch uses where `torch.set_float32_matmul_precision` allows it. source: where that is written."""
+    tensor cores, which torch uses where `torch.set_float32_matmul_precision` allows it. source: where it is written."""
 
     name: str
     pattern: str
