@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from dsprof.collectors import modules
-from dsprof.collectors.flops import StepCounter
+from dsprof.collectors.flops import FIRST, TURNS, StepCounter
 from dsprof.collectors.native import NativeRecorder
 from dsprof.schema import DTYPES, FLOPS_FOR
 
@@ -269,13 +269,14 @@ class FakeRecorder:
 
     def __init__(self) -> None:
         self.did: list[str] = []
+        self.idle = False
 
     def start_counting(self) -> None:
         self.did.append("start")
 
     def stop_counting(self) -> tuple[list[Any], list[Any]]:
         self.did.append("stop")
-        return [(0, 0, 7, 8.0)], [("odd", 2)]
+        return [] if self.idle else [(0, 0, 7, 8.0)], [("odd", 2)]
 
     def intern(self, name: str) -> int:
         return len(name)
@@ -285,35 +286,44 @@ class FakeRecorder:
         return 1
 
 
+ROWS = ["stop", "row", "row"]
+
+
 def test_one_step_is_counted_after_those_that_warm_up() -> None:
     recorder: Any = FakeRecorder()
     counter = StepCounter(recorder, lambda: True)
-    for _ in range(6):
+    for _ in range(FIRST):
+        assert recorder.did == []
         counter.after_step()
-    assert recorder.did == ["start", "stop", "row", "row"]
+    for _ in range(4):
+        counter.after_step()
+    assert recorder.did == ["start", *ROWS]
 
 
-def test_of_two_optimizers_a_step_of_each_is_counted() -> None:
-    """As many in the warm-up, and in what is counted."""
+def test_with_several_optimizers_some_steps_are_counted_one_by_one() -> None:
+    """The second optimizer is stepped for the first time in what is counted."""
     recorder: Any = FakeRecorder()
-    counter = StepCounter(recorder, lambda: True, lambda: 2)
-    for _ in range(5):
+    optimizers = 1
+    counter = StepCounter(recorder, lambda: True, lambda: optimizers)
+    for _ in range(FIRST):
         counter.after_step()
-    assert recorder.did == ["start"]
-    counter.after_step()
-    assert recorder.did == ["start", "stop", "row", "row"]
+    optimizers = 2
+    for turn in range(2 * TURNS):
+        recorder.idle = turn % 2 == 1  # nothing between the two of them: that is told, too
+        counter.after_step()
+    assert recorder.did == ["start", *ROWS] * TURNS
 
 
 def test_a_step_in_which_the_capture_is_turned_off_does_not_count() -> None:
     recorder: Any = FakeRecorder()
     on = True
     counter = StepCounter(recorder, lambda: on)
-    counter.after_step()
-    counter.after_step()
+    for _ in range(FIRST):
+        counter.after_step()
     on = False
     counter.after_step()
     assert recorder.did == ["start", "stop"]
     on = True
-    for _ in range(3):
+    for _ in range(FIRST + 1):
         counter.after_step()
-    assert recorder.did == ["start", "stop", "start", "stop", "row", "row"]
+    assert recorder.did == ["start", "stop", "start", *ROWS]

@@ -2,7 +2,8 @@
 do in that time (MFU), and samples and tokens a second. What cannot be told is left out, with the reason.
 
 MFU: model FLOPs utilization, of forward and backward as the model needs them; HFU: hardware FLOPs utilization, with
-what is computed again. (Chowdhery et al., PaLM, 2022, appendix B.) Attention is counted whole: a causal mask saves nothing.
+what is computed again (Chowdhery et al., PaLM, 2022, appendix B). Attention is counted whole: a causal mask saves
+nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pandas as pd
 from dsprof.run import RunInfo
 from dsprof.schema import FLOPS, FLOPS_FOR, SAMPLES, TOKENS, UNCOUNTED
 
+from .modules import counted_step
 from .peaks import find_device
 from .text import clean, count, ranks
 from .topology import Topology
@@ -94,37 +96,27 @@ def sum_work(rows: pd.DataFrame, native: bool) -> RankWork | None:
     if counted.empty:
         why = "no whole step was counted" if native else "the native helper counts them, and it was not there"
         return RankWork(why=why, module=module, samples=samples, tokens=tokens)
-    began = int(counted["start_ns"].iloc[0])
-    ended = began + int(counted["dur_ns"].iloc[0])
-    share, why = _steps_in(rows, began, ended)
+    found = counted_step(rows)
+    if isinstance(found, str):
+        return RankWork(why=found, module=module, samples=samples, tokens=tokens)
+    began, ended = found
+    counted = counted[counted["start_ns"].between(began, ended)]
     flops = {
-        (str(what), name.removeprefix(FLOPS)): float(value) / share
+        (str(what), name.removeprefix(FLOPS)): float(value)
         for (what, name), value in counted.groupby(["purpose", "name"], observed=True)["value"].sum().items()
+        if value
     }
-    missed = gauges[gauges["name"].str.startswith(UNCOUNTED)]
+    missed = gauges[gauges["name"].str.startswith(UNCOUNTED) & gauges["start_ns"].between(began, ended)]
     return RankWork(
-        flops=None if why else flops,
-        why=why,
+        flops=flops,
         uncounted={
             name.removeprefix(UNCOUNTED): int(calls) for name, calls in missed.groupby("name")["value"].sum().items()
         },
-        sizes=_sizes(rows, began, ended, share),
+        sizes=_sizes(rows, began, ended),
         module=module,
         samples=samples,
         tokens=tokens,
     )
-
-
-def _steps_in(rows: pd.DataFrame, began: int, ended: int) -> tuple[float, str]:
-    """How many steps were counted, by the optimizers' steps; and why these are none."""
-    stepped = (rows["kind"] == "phase") & (rows["name"] == "optimizer") & rows["start_ns"].between(began, ended)
-    steps = rows.loc[rows["kind"] == "step", "value"].dropna()
-    each = int(steps.median()) if len(steps) else 0
-    found = int(stepped.sum())
-    if each and found and found % each == 0:
-        return found / each, ""
-    several = f"a step is {count(each, 'optimizer step')}, and {found} were counted"
-    return 1.0, several if each > 1 else "the step that was counted is not whole"
 
 
 def _forwards(rows: pd.DataFrame) -> pd.DataFrame:
@@ -132,12 +124,12 @@ def _forwards(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.loc[chosen & rows["grad"].fillna(True) & (rows["step"] >= 0), ["step", "start_ns", "value"]]
 
 
-def _sizes(rows: pd.DataFrame, began: int, ended: int, steps: float) -> tuple[float, float] | None:
+def _sizes(rows: pd.DataFrame, began: int, ended: int) -> tuple[float, float] | None:
     forwards = _forwards(rows)
     numbers = rows.loc[(rows["kind"] == "step") & (rows["step"] > 0), "step"]
     every = forwards[forwards["step"].isin(numbers)]
     mean = float(every["value"].sum()) / max(numbers.nunique(), 1)
-    here = float(forwards.loc[forwards["start_ns"].between(began, ended), "value"].sum()) / steps
+    here = float(forwards.loc[forwards["start_ns"].between(began, ended), "value"].sum())
     return (here, mean) if mean > 0 else None
 
 

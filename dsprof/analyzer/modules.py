@@ -172,12 +172,41 @@ def _in_forward(table: pd.DataFrame, rows: pd.DataFrame) -> Bool:
     return found
 
 
+def counted_step(rows: pd.DataFrame) -> tuple[int, int] | str:
+    """When the floating-point operations of one whole step of a rank were counted; or why none were.
+
+    They were counted from one optimizer's step to the next. A step may be several of these: from wherever it begins, a
+    turn of all of them is as good as any.
+    """
+    counted = _counted(rows)
+    steps = rows.loc[rows["kind"] == "step", "value"].dropna()
+    each = int(steps.median()) if len(steps) else 0
+    optimizers = (rows["kind"] == "phase") & (rows["name"] == "optimizer")
+    stepped = np.sort(rows.loc[optimizers, "start_ns"].to_numpy(np.int64))
+    found = 0
+    spans = counted[["start_ns", "dur_ns"]].drop_duplicates().sort_values("start_ns").astype("int64")
+    starts, ends = spans["start_ns"].to_numpy(), (spans["start_ns"] + spans["dur_ns"]).to_numpy()
+    for began, ended in zip(starts, ends, strict=True):
+        found += int(np.searchsorted(stepped, ended, "right") - np.searchsorted(stepped, began))
+        if found and found == each:
+            return int(starts[0]), int(ended)
+    if not len(spans) or each <= 1:
+        return "no whole step was counted"
+    return f"a step is {each} steps of optimizers, of which {found} were counted"
+
+
+def _counted(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows[(rows["kind"] == "gauge") & rows["name"].astype(str).str.startswith(FLOPS)]
+
+
 def _operations(rows: pd.DataFrame) -> pd.Series[float] | None:
     """Floating-point operations of forward and backward by module, of the step that was counted; None without one."""
-    counted = rows[(rows["kind"] == "gauge") & rows["name"].astype(str).str.startswith(FLOPS)]
-    if counted.empty:
+    counted = _counted(rows)
+    span = counted_step(rows) if len(counted) else ""
+    if isinstance(span, str):
         return None
     counted = counted[counted["purpose"].isin(["forward", BACKWARD]) & counted["module"].notna()]
+    counted = counted[counted["start_ns"].between(*span)]
     found: pd.Series[float] = counted.groupby(counted["module"].astype(str))["value"].sum()
     return found
 
