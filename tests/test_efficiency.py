@@ -160,7 +160,7 @@ def test_steps_of_unequal_size_have_no_mfu() -> None:
 
 def test_what_has_no_formula_is_a_note() -> None:
     found = judge(run_of(), {0: RankWork(flops=WORK.flops, uncounted={"flash_attn::forward": 12})})
-    assert found.notes == ("not counted, as their operations are not known: flash_attn::forward (12 calls)",)
+    assert found.notes == ("what flash_attn::forward (12 calls) computes is not known",)
 
 
 def throughput(found: Efficiency) -> list[tuple[str, float | None, tuple[int, ...]]]:

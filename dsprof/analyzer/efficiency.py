@@ -190,7 +190,7 @@ def _not_counted(work: Mapping[int, RankWork]) -> list[str]:
     for rank, item in sorted(work.items()):
         if item.flops is None:
             reasons.setdefault(item.why, []).append(rank)
-    notes += [f"operations of {ranks(tuple(named))}: {why}" for why, named in reasons.items()]
+    notes += [f"{ranks(tuple(named))}: {why}" for why, named in reasons.items()]
     missed: dict[str, int] = {}
     for item in work.values():
         for name, calls in (item.uncounted or {}).items():
@@ -199,7 +199,7 @@ def _not_counted(work: Mapping[int, RankWork]) -> list[str]:
         most = sorted(missed, key=lambda name: (-missed[name], name))
         words = [f"{clean(name)} ({count(missed[name], 'call')})" for name in most[:MOST_NAMED]]
         more = f" and {len(most) - MOST_NAMED} more" if len(most) > MOST_NAMED else ""
-        notes.append(f"not counted, as their operations are not known: {', '.join(words)}{more}")
+        notes.append(f"what {', '.join(words)}{more} computes is not known")
     return notes
 
 
