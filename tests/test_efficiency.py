@@ -181,6 +181,12 @@ def test_tensor_parallel_ranks_are_not() -> None:
     assert throughput(found) == [("samples", 80, (0, 2)), ("tokens", 1280, (0, 2))]
 
 
+def test_ranks_that_hold_parts_of_one_replica_share_its_batch() -> None:
+    facts = [{"fact": "tensor_parallel", "group": "0", "rank": 0}]
+    found = judge(run_of(facts=facts, groups={"0": {"ranks": [0, 1]}}), {0: WORK, 1: WORK})
+    assert throughput(found) == [("samples", 40, (0,)), ("tokens", 640, (0,))]
+
+
 def test_of_a_pipeline_the_first_stage_tells() -> None:
     run = run_of(ranks=4, groups={"5": {"ranks": [0, 1]}, "6": {"ranks": [2, 3]}})
     work = {rank: WORK if rank >= 2 else RankWork(samples=8, module="Stage") for rank in range(4)}

@@ -316,7 +316,15 @@ def _replicas(
         components = [item for item in components if not item & members] + [members.union(*joined)]
     if topology.stage_of:
         components = [item for item in components if all(0 in topology.stage_of.get(rank, ()) for rank in item)]
+    if not components and _one_replica(run, world):
+        return (0,), "of rank 0, whose batch the others share (tensor parallelism)"
     if not components:
         return (), "which ranks have batches of their own is not known, so of each rank"
     first = tuple(sorted(min(components, key=min)))
     return first, f"over {ranks(first)}, which average their gradients"
+
+
+def _one_replica(run: RunInfo, world: int) -> bool:
+    """Whether all ranks hold parts of the same layers."""
+    groups = (str(fact.get("group")) for fact in run.facts if fact.get("fact") == "tensor_parallel")
+    return any(len(run.group(group).get("ranks", ())) == world for group in groups)
