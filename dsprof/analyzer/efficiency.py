@@ -190,7 +190,7 @@ def _not_counted(work: Mapping[int, RankWork]) -> list[str]:
     for rank, item in sorted(work.items()):
         if item.flops is None:
             reasons.setdefault(item.why, []).append(rank)
-    notes += [f"{ranks(tuple(named))}: {why}" for why, named in reasons.items()]
+    notes += [f"the operations of {ranks(tuple(named))}: {why}" for why, named in reasons.items()]
     missed: dict[str, int] = {}
     for item in work.values():
         for name, calls in (item.uncounted or {}).items():
