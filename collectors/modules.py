@@ -2,7 +2,8 @@
 says whether gradients were on. Inside a backward pass it is `recompute`. At level full each call of a module that has
 a name is a `module` row besides.
 
-The native helper hooks the call itself (`native/modules.hpp`); here is its twin, a wrapper in Python.
+The native helper hooks the call itself (`native/modules.hpp`); here is its twin, a wrapper in Python. The helper also
+records, at level full, what a module takes in backward (`native/calls.hpp`), which Python is not told.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Final
 
 from dsprof.schema import Flag, Kind
 
+from .batches import Batches
 from .native import NativeRecorder
 from .record import PyRecorder, Recorder
 from .uninstall import Uninstall, replace_attribute
@@ -30,8 +32,10 @@ WRAPPERS: Final = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_w
 def install(recorder: Recorder, *, every: bool = False) -> Uninstall:
     """Record forwards from now on, until the returned function is called; `every`: and each module that has a name."""
     if isinstance(recorder, NativeRecorder):
-        names = Names(recorder.intern, recorder.name_module)
-        recorder.install_modules(names.name_all if every else None)
+        if every:
+            _install_every(recorder)
+        else:
+            recorder.install_modules(None)
         uninstall_native: Uninstall = recorder.uninstall_modules
         return uninstall_native
     if not isinstance(recorder, PyRecorder):
@@ -40,6 +44,20 @@ def install(recorder: Recorder, *, every: bool = False) -> Uninstall:
     import torch
 
     return replace_attribute(torch.nn.Module, "__call__", _wrapper(torch.nn.Module.__call__, recorder, every))
+
+
+def _install_every(recorder: NativeRecorder) -> None:
+    ids: dict[int, int] = {}
+
+    def name_module(address: int, name: int) -> None:
+        recorder.name_module(address, name)
+        if name:
+            ids[address] = name
+        else:
+            ids.pop(address, None)
+
+    names = Names(recorder.intern, name_module)
+    recorder.install_modules(names.name_all, Batches(recorder, lambda address: ids.get(address, 0)).note)
 
 
 class Names:
@@ -104,6 +122,7 @@ def _wrapper(original: Callable[..., Any], recorder: PyRecorder, every: bool) ->
             ids.pop(address, None)
 
     names = Names(recorder.intern, name_module)
+    note_input = Batches(recorder, lambda address: ids.get(address, 0)).note if every else None
 
     def begin(size: tuple[int, int]) -> int:
         flags = gradients_on if grad_enabled() else 0
@@ -131,7 +150,10 @@ def _wrapper(original: Callable[..., Any], recorder: PyRecorder, every: bool) ->
                 handle = begin(size)
             if every and (size is not None or not outermost):
                 # A block that is computed again may be called by itself, and have no name but in its model.
-                module = begin_module(self, outermost and graph_task() == -1)
+                forward = outermost and graph_task() == -1
+                module = begin_module(self, forward)
+                if note_input is not None and forward and grad_enabled():
+                    note_input(self, *args, **kwargs)
         except Exception:
             recorder.count_error()
         thread.inside = True

@@ -160,6 +160,11 @@ def in_engine_step() -> bool:
     return _steps.local.engine
 
 
+def stepped() -> int:
+    """How many optimizers have been stepped, of those that are still there."""
+    return len(_steps.numbers)
+
+
 def number_of(optimizer: Any) -> int | None:
     """The number that its records bear, from 1; None if it cannot be told again."""
     return _steps.number_of(optimizer)

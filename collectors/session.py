@@ -51,6 +51,7 @@ class Session:
         self.opened_ns = time.monotonic_ns()
         self._uninstall: list[Callable[[], None]] = []
         self._each_step: list[Callable[[], None]] = []
+        self._after_step: list[Callable[[], None]] = []
         self._groups_seen = 0
         self._stepped = False
         self._facts_written: set[str] = set()
@@ -80,6 +81,7 @@ class Session:
         hooks: tuple[tuple[str, Callable[[], list[Callable[[], None]]]], ...] = (
             ("collectives", lambda: [collectives.install(self.recorder)]),
             ("modules", lambda: [modules.install(self.recorder, every=self.level == FULL)]),
+            ("operations", self._count_operations),
             ("phases", lambda: phases.install(self.recorder)),
             ("optimizers", lambda: [optimizers.install(self.recorder, self.on_step)]),
             ("pipelining", lambda: pipelining.install(self.recorder)),
@@ -114,6 +116,8 @@ class Session:
             host.sample(self.recorder)
             if self.switch is not None and self.switch.after_step():
                 host.sample(self.recorder)
+            for count in self._after_step:
+                count()
             if not self._stepped:
                 self._stepped = True
                 self._note_device()
@@ -130,6 +134,13 @@ class Session:
         except Exception as error:
             count_error("after a step", error)
 
+    def _count_operations(self) -> list[Callable[[], None]]:
+        from . import flops
+
+        if self.level != FULL:
+            return []
+        return flops.install(self.recorder, lambda: self.switch is None or self.switch.on, self._after_step.append)
+
     def _look(self) -> None:
         for look in self._each_step:
             try:
@@ -142,7 +153,14 @@ class Session:
         import torch
 
         if torch.cuda.is_initialized():
-            self.write_fact({"fact": "device", "type": "cuda"})
+            self.write_fact({"fact": "device", "type": "cuda", **(self._describe_gpu() if self.level == FULL else {})})
+
+    def _describe_gpu(self) -> dict[str, object]:
+        """What its peak depends on."""
+        import torch
+
+        tf32 = torch.get_float32_matmul_precision() != "highest"
+        return {"name": torch.cuda.get_device_name(), "tf32": tf32}
 
     # --- what the user's spans need
 

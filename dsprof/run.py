@@ -150,6 +150,9 @@ class RunInfo:
     """Just before the job was started, by the monotonic clock of `host`; None without a launcher of ours."""
     ended_ns: int | None = None
     """Just after it had ended."""
+    cpu_peaks: list[dict[str, Any]] = field(default_factory=list)
+    """Measured when a job on CPUs had ended, at level full: {"host": str, "ranks": [global ranks], "threads": int,
+    "flops": {dtype: operations a second}}."""
     hints: list[str] = field(default_factory=list)
     """Of a job that failed or was interrupted, and wanted to be started in another way: what to type instead."""
     schema: int = RUN_SCHEMA

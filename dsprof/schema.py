@@ -342,6 +342,16 @@ BACKWARD_DONE: Final = "backward_done"
 
 CPU_SECONDS: Final = "cpu_seconds"
 """Name of the `gauge` row of a process's CPU time so far, written at each step that it counts."""
+FLOPS: Final = "flops."
+"""Beginning of the name of the `gauge` rows of a step's floating-point operations; then comes their dtype. `purpose` is
+one of FLOPS_FOR, `module` in whose call, and the row spans the step that was counted."""
+FLOPS_FOR: Final = ("forward", "backward", "recompute", "other")
+"""What they are for: a forward that is trained, its backward, what that computes for a second time, and all else."""
+UNCOUNTED: Final = "uncounted."
+"""The same of an operator whose operations are not known; then comes its name. `value`: how many calls."""
+SAMPLES: Final = "samples"
+TOKENS: Final = "tokens"
+"""Names of the `gauge` rows of a batch, at the beginning of the forward of `module`."""
 CAPTURE_ON: Final = "capture_on"
 CAPTURE_OFF: Final = "capture_off"
 """Names of the `mark` rows where a rank begins and ceases to record; `value`: its optimizer steps so far."""

@@ -63,7 +63,7 @@ class Settings:
     """What a run can be told. Field names are the keys of [tool.dsprof]."""
 
     level: str = "light"
-    """How much is captured: light (always on), full (also the time of every module)."""
+    """How much is captured: light (always on), full (also every module, and the operations of a step)."""
     dir: str = DEFAULT_PARENT
     """Parent of run folders."""
     ranks: str = ""

@@ -15,7 +15,7 @@ from dsprof.analyzer import text
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
 
-from . import palette, wording
+from . import efficiency, palette, wording
 
 DEFAULT_WIDTH = 100
 MAX_WIDTH = 110
@@ -68,6 +68,7 @@ def _verdict(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
     _run_line(console, glyphs, analysis)
     if analysis.step_ms is not None:
         _step_tree(console, glyphs, analysis)
+    _efficiency(console, analysis)
     problems = wording.problems(analysis)
     for index, finding in enumerate(problems[:SHOWN_FINDINGS], 1):
         console.print()
@@ -175,6 +176,17 @@ def _step_tree(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
                     Text(f"{line.ms:,.{digits}f} ms", style=style), "",
                     Text(f"own work {line.own_ms:,.{digits}f} ms" if part in palette.WAITING else "", style=style),
                 )  # fmt: skip
+    console.print(grid)
+
+
+def _efficiency(console: Console, analysis: Analysis) -> None:
+    lines = efficiency.lines(analysis)
+    if not lines:
+        return
+    grid = _labelled()
+    for label, words in lines:
+        grid.add_row(Text(label, style="bold"), _prose(words, "dim" if label == "not counted" else ""))
+    console.print()
     console.print(grid)
 
 

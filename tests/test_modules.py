@@ -240,6 +240,11 @@ def names(rows: list[Row]) -> list[str]:
     return [row.name for row in rows]
 
 
+def called(rows: list[Row]) -> list[Row]:
+    """Without what the native helper sees of backward."""
+    return [row for row in rows if row.purpose != "backward"]
+
+
 ALL = ["forward", "Tower", "blocks.0", "blocks.1", "blocks.1.0", "blocks.1.1", "head"]
 
 
@@ -290,7 +295,7 @@ def test_what_backward_calls_is_recomputation(every: Callable[[], list[Row]]) ->
     model(torch.ones(1, 4))
     x = torch.ones(1, 4, requires_grad=True)
     checkpoint(model, x, use_reentrant=False).sum().backward()
-    assert names(every())[7:] == [*ALL, "recompute", *ALL[1:]]
+    assert names(called(every()))[7:] == [*ALL, "recompute", *ALL[1:]]
 
 
 def test_a_block_that_is_first_seen_in_a_recomputation_is_named_in_its_model(every: Callable[[], list[Row]]) -> None:
@@ -360,3 +365,146 @@ def test_a_failing_module_ends_its_row(every: Callable[[], list[Row]]) -> None:
     rows = every()
     assert names(rows) == ["forward", "Sequential", "0", "1"] * 2
     assert {row.state for row in rows} == {State.DONE}
+
+
+# --- level full, backward: native only ------------------------------------------------------------
+
+
+@pytest.fixture
+def backward(tmp_path: Path) -> Iterator[Callable[[], list[tuple[str, str]]]]:
+    """Names of the calls of modules and phases so far, each with `backward` where it is one."""
+    build_helper()
+    recorder = open_recorder("native", tmp_path / "capture")
+    uninstall = modules.install(recorder, every=True)
+    yield lambda: [
+        (row.name, row.purpose) for row in read_rows(tmp_path / "capture") if row.kind in (Kind.MODULE, Kind.PHASE)
+    ]
+    uninstall()
+    assert recorder.errors == 0
+    recorder.close()
+
+
+def gradients(rows: list[tuple[str, str]]) -> list[str]:
+    return [name for name, purpose in rows if purpose == "backward"]
+
+
+def test_backward_goes_through_the_modules_in_reverse(backward: Callable[[], list[tuple[str, str]]]) -> None:
+    model = Tower()
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+    assert gradients(backward()) == ["head", "blocks.1.1", "blocks.1.0", "blocks.0"] * 2
+
+
+def test_a_module_computes_before_and_after_those_that_it_calls(backward: Callable[[], list[tuple[str, str]]]) -> None:
+    doubled = nn.Sequential(Doubled())
+    doubled(torch.ones(2, 4)).sum().backward()
+    assert gradients(backward()) == (["0", "0.inner"] if "0" in dict(backward()) else ["Sequential", "0.inner"])
+
+
+def test_outputs_may_be_changed_in_place_and_be_anything(backward: Callable[[], list[tuple[str, str]]]) -> None:
+    class Loose(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.tail = nn.Linear(4, 4), nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            x = self.layer(x)
+            x.mul_(2).add_(1)
+            return {"out": [self.tail(x), None], "count": 3}
+
+    model, same = Loose(), Loose()
+    same.load_state_dict(model.state_dict())
+    model(torch.ones(2, 4))["out"][0].sum().backward()
+    assert gradients(backward()) == ["Loose", "layer"]
+    assert model.layer.weight.grad is not None
+    assert torch.equal(model.layer.weight.grad, torch.full((4, 4), 4.0))
+
+
+def test_a_module_called_twice_computes_twice(backward: Callable[[], list[tuple[str, str]]]) -> None:
+    layer = nn.Linear(4, 4)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.between = layer, nn.Tanh()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.layer(self.between(self.layer(x)))
+            return result
+
+    Twice()(torch.ones(2, 4)).sum().backward()
+    assert gradients(backward()) == ["layer", "between", "layer"]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_backward_inside_of_backward(use_reentrant: bool, backward: Callable[[], list[tuple[str, str]]]) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.head(checkpoint(self.body, x, use_reentrant=use_reentrant))
+            return result
+
+    Checkpointed()(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    again = [("recompute", ""), ("body", ""), ("body.0", ""), ("body.1", "")]
+    forward = [("forward", ""), ("Checkpointed", ""), *again[1:], ("head", "")]
+    head, body = ("head", "backward"), [("body.1", "backward"), ("body.0", "backward")]
+    if use_reentrant:
+        assert backward() == [*forward, head, ("Checkpointed", "backward"), *again, *body]
+    else:
+        assert backward() == [*forward, head, body[0], *again, body[1]]
+
+
+def test_a_failing_backward_leaves_the_next_one_alone(backward: Callable[[], list[tuple[str, str]]]) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            raise KeyError("the model's own")
+
+    class Sick(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = Fails.apply(x)  # type: ignore[no-untyped-call]
+            return result
+
+    model = nn.Sequential(nn.Linear(4, 4), Sick())
+    with pytest.raises(KeyError, match="the model's own"):
+        model(torch.ones(2, 4)).sum().backward()
+    model[0](torch.ones(2, 4)).sum().backward()
+    assert gradients(backward()) == ["1", "0"]
+
+
+def test_a_backward_on_another_thread(backward: Callable[[], list[tuple[str, str]]]) -> None:
+    loss = nn.Sequential(nn.Linear(4, 4), nn.Tanh())(torch.ones(2, 4)).sum()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert gradients(backward()) == ["1", "0"]
+
+
+def test_many_threads_of_short_lives_leave_the_lasting_one_known(
+    backward: Callable[[], list[tuple[str, str]]],
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    for _ in range(200):
+        thread = threading.Thread(target=model, args=(torch.ones(2, 4),))
+        thread.start()
+        thread.join()
+    model(torch.ones(2, 4)).sum().backward()
+    assert gradients(backward()) == ["0", "0"]
+
+
+def test_a_compiled_model_is_one_module_in_backward(backward: Callable[[], list[tuple[str, str]]]) -> None:
+    model = Tower()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(torch.ones(1, 4)).sum().backward()
+    before = len(backward())
+    compiled(torch.ones(1, 4)).sum().backward()
+    found = backward()[before:]
+    assert found == [("forward", ""), ("OptimizedModule", ""), ("Tower", ""), ("Tower", "backward")]

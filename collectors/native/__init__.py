@@ -59,6 +59,8 @@ class NativeRecorder(BackwardDepth):
         self.uninstall_collectives = module.uninstall_collectives
         self.name_module = module.name_module
         self.uninstall_modules = module.uninstall_modules
+        self.start_counting = module.start_counting
+        self.stop_counting = module.stop_counting
         self._install_collectives = module.install_collectives
         self._install_modules = module.install_modules
 
@@ -80,12 +82,15 @@ class NativeRecorder(BackwardDepth):
 
         self._install_collectives(dict(names), Work)
 
-    def install_modules(self, name_all: Callable[[Any], None] | None) -> None:
+    def install_modules(
+        self, name_all: Callable[[Any], None] | None, note_input: Callable[..., None] | None = None
+    ) -> None:
         """Record the outermost call of a module in each thread; with `name_all`, which is called with an outermost
-        module that is unknown, every call of one that `name_module` named."""
+        module that is unknown, every call of one that `name_module` named, and its time in backward. `note_input` is
+        called with each outermost module and its arguments where it is trained."""
         import torch
 
-        self._install_modules(torch.nn.Module.__call__, torch.Tensor, name_all)
+        self._install_modules(torch.nn.Module.__call__, torch.Tensor, name_all, note_input)
 
 
 def load(explain: Callable[[str], None] = lambda reason: None) -> Native | None:

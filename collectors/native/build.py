@@ -28,7 +28,7 @@ from . import layout
 MODULE: Final = "dsprof_native"
 SOURCES: Final = tuple(
     Path(__file__).parent / name
-    for name in ("hooks.cpp", "collectives.hpp", "modules.hpp", "recorder.hpp", "waits.hpp")
+    for name in ("hooks.cpp", "calls.hpp", "collectives.hpp", "flops.hpp", "modules.hpp", "recorder.hpp", "waits.hpp")
 )
 COMPILE_SECONDS: Final = 300
 
@@ -172,6 +172,7 @@ def _command(target: BuildTarget, compiler: list[str], output: Path) -> list[str
 def _definitions(target: BuildTarget) -> list[str]:
     return [
         "USE_DISTRIBUTED",
+        "NDEBUG",  # as torch's wheels: their headers would else look at members that only a debug build sets
         "_GLIBCXX_USE_CXX11_ABI=1",  # as every torch since 2.7
         f'DSPROF_TORCH_VERSION="{target.torch_version}"',
         f'DSPROF_TORCH_GIT="{target.torch_git}"',

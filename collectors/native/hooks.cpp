@@ -7,6 +7,7 @@
 #include <pybind11/detail/common.h>
 
 #include "collectives.hpp"
+#include "flops.hpp"
 #include "modules.hpp"
 #include "recorder.hpp"
 #include "waits.hpp"
@@ -365,12 +366,17 @@ PyObject* py_uninstall_collectives(PyObject*, PyObject*) {
   });
 }
 
-// install_modules(torch.nn.Module.__call__, torch.Tensor, what names an unknown module or None)
+// install_modules(torch.nn.Module.__call__, torch.Tensor, what names an unknown module and what is told of the input of
+// a forward, or None and None)
 PyObject* py_install_modules(PyObject*, PyObject* args) {
-  PyObject *function, *tensor, *namer;
-  if (!PyArg_ParseTuple(args, "O!O!O", &PyFunction_Type, &function, &PyType_Type, &tensor, &namer)) return nullptr;
-  install_modules(function, tensor, namer == Py_None ? nullptr : namer);
-  Py_RETURN_NONE;
+  PyObject *function, *tensor, *namer, *noter;
+  if (!PyArg_ParseTuple(args, "O!O!OO", &PyFunction_Type, &function, &PyType_Type, &tensor, &namer, &noter))
+    return nullptr;
+  return guarded([&] {
+    const bool every = namer != Py_None;
+    install_modules(function, tensor, every ? namer : nullptr, every ? noter : nullptr);
+    Py_RETURN_NONE;
+  });
 }
 
 // name_module(id(module), name's id; 0: forget it)
@@ -386,8 +392,39 @@ PyObject* py_name_module(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 PyObject* py_uninstall_modules(PyObject*, PyObject*) {
-  uninstall_modules();
-  Py_RETURN_NONE;
+  return guarded([] {
+    uninstall_modules();
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* py_start_counting(PyObject*, PyObject*) {
+  return guarded([] {
+    start_counting();
+    Py_RETURN_NONE;
+  });
+}
+
+// stop_counting() -> ([(name of the module, part, dtype, operations)], [(operator without a formula, calls)])
+PyObject* py_stop_counting(PyObject*, PyObject*) {
+  std::map<Counter::Key, double> flops;
+  std::map<std::string, uint64_t> missed;
+  try {
+    stop_counting();
+    counter().take(flops, missed);
+  } catch (...) {
+    errors++;
+  }
+  PyObject *counted = PyList_New(0), *others = PyList_New(0);
+  const auto append = [](PyObject* list, PyObject* item) {
+    if (!list || !item || PyList_Append(list, item) < 0) misread();
+    Py_XDECREF(item);
+  };
+  for (const auto& [key, number] : flops)
+    append(counted, Py_BuildValue("IIId", key.module, key.part, key.dtype, number));
+  for (const auto& [name, calls] : missed)
+    append(others, Py_BuildValue("sK", name.c_str(), static_cast<unsigned long long>(calls)));
+  return Py_BuildValue("NN", counted, others);
 }
 
 #define FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), METH_FASTCALL
@@ -418,7 +455,9 @@ PyMethodDef methods[] = {
     {"renew_groups", py_renew_groups, METH_NOARGS, "The default group was destroyed: group names begin anew"},
     {"count_error", py_count_error, METH_NOARGS, "Count an error caught by a hook in Python"},
     {"uninstall_collectives", py_uninstall_collectives, METH_NOARGS, ""},
-    {"install_modules", py_install_modules, METH_VARARGS, "install_modules(Module.__call__, Tensor, namer or None)"},
+    {"install_modules", py_install_modules, METH_VARARGS, "install_modules(Module.__call__, Tensor, namer, noter)"},
+    {"start_counting", py_start_counting, METH_NOARGS, "Count floating-point operations from now on"},
+    {"stop_counting", py_stop_counting, METH_NOARGS, "() -> ([(module, part, dtype, flops)], [(operator, calls)])"},
     {"name_module", FAST(py_name_module), "name_module(id(module), name's id; 0: forget it)"},
     {"uninstall_modules", py_uninstall_modules, METH_NOARGS, ""},
     {nullptr, nullptr, 0, nullptr},

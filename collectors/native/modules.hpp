@@ -1,5 +1,5 @@
 // Forward: a call hook on torch.nn.Module.__call__ that times the outermost module call of each thread, and at level
-// full every module that has a name. Its twin in Python is collectors/modules.py.
+// full every module that has a name (`calls.hpp`: in backward, too). Its twin in Python is collectors/modules.py.
 
 #pragma once
 
@@ -8,6 +8,8 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "calls.hpp"
+#include "flops.hpp"
 #include "recorder.hpp"
 
 namespace dsprof {
@@ -23,6 +25,7 @@ inline thread_local bool inside_module = false;
 // At level full: the names of modules by address, which Python takes out when a module dies, and what gives names to an
 // unknown module and all that it has. Both are used with the GIL held.
 inline PyObject* module_namer = nullptr;
+inline PyObject* input_noter = nullptr;  // is called with what a forward is given
 inline std::unordered_map<const void*, uint16_t>& module_names() {
   static auto* instance = new std::unordered_map<const void*, uint16_t>;
   return *instance;
@@ -80,15 +83,14 @@ inline uint16_t name_of_module(PyObject* module, bool outermost) {
   return named == module_names().end() ? 0 : named->second;
 }
 
-// Records that a module's call begins; null where level full is off, or it has no name.
-inline Record* begin_module(Recorder& recorder, PyObject* module, bool outermost) {
-  if (!module_namer) return nullptr;
-  const uint16_t name = name_of_module(module, outermost);
-  Record* r = name ? recorder.claim() : nullptr;
-  if (!r) return nullptr;
-  fill(r, kModule, name, now_ns(), 0, kNoValue, -1);
-  publish(r, kBegun);
-  return r;
+// Tells Python of the arguments of a forward that is trained.
+inline void note_input(PyObject* const* args, size_t nargsf, PyObject* keywords) {
+  PyObject* done = PyObject_Vectorcall(input_noter, args, PyVectorcall_NARGS(nargsf), keywords);
+  if (!done && PyErr_ExceptionMatches(PyExc_Exception)) {
+    PyErr_Clear();
+    errors++;
+  }
+  Py_XDECREF(done);
 }
 
 inline PyObject* module_call(PyObject* function, PyObject* const* args, size_t nargsf, PyObject* keywords) {
@@ -96,9 +98,10 @@ inline PyObject* module_call(PyObject* function, PyObject* const* args, size_t n
   if (!recorder || (inside_module && !module_namer) || !PyVectorcall_NARGS(nargsf))
     return original_call(function, args, nargsf, keywords);
   if (inside_module) {
-    Record* module = begin_module(*recorder, args[0], false);
+    ModuleCall module;
+    module.begin(*recorder, name_of_module(args[0], false));
     PyObject* result = original_call(function, args, nargsf, keywords);
-    if (module) complete(module, now_ns());
+    module.end();
     return result;
   }
   const Py_ssize_t count = PyVectorcall_NARGS(nargsf) + (keywords ? PyTuple_GET_SIZE(keywords) : 0);
@@ -107,15 +110,22 @@ inline PyObject* module_call(PyObject* function, PyObject* const* args, size_t n
   for (Py_ssize_t i = 1; i < count && real; i++) real = count_input(args[i], elements, bytes);
   // What the backward pass calls is a recomputation, not a forward.
   const bool again = torch::autograd::get_current_graph_task_id() != -1;
+  const bool grad = c10::GradMode::is_enabled();
   Record* r = real ? recorder->claim() : nullptr;
   if (r) {
     const uint16_t name = recorder->intern(again ? "recompute" : "forward");
     fill(r, kPhase, name, now_ns(), 0, static_cast<double>(elements), bytes);
-    if (c10::GradMode::is_enabled()) r->head.flags = kGrad;
+    if (grad) r->head.flags = kGrad;
     publish(r, kBegun);
   }
-  // A block that is computed again may be called by itself, and have no name but in its model.
-  Record* module = real ? begin_module(*recorder, args[0], !again) : nullptr;
+  ModuleCall module;
+  if (module_namer && real) {
+    // A block that is computed again may be called by itself, and have no name but in its model.
+    const uint16_t name = name_of_module(args[0], !again);
+    if (name && grad && !again && !PyErr_Occurred()) note_input(args, nargsf, keywords);
+    if (!PyErr_Occurred()) module.begin(*recorder, name);
+    trained = grad;
+  }
   if (PyErr_Occurred()) {
     if (r) complete(r, now_ns());
     return nullptr;
@@ -123,7 +133,7 @@ inline PyObject* module_call(PyObject* function, PyObject* const* args, size_t n
   inside_module = true;
   PyObject* result = original_call(function, args, nargsf, keywords);
   inside_module = false;
-  if (module) complete(module, now_ns());
+  module.end();
   if (r) complete(r, now_ns());
   return result;
 }
@@ -134,13 +144,17 @@ inline void uninstall_modules() {
   Py_CLEAR(module_function);
   Py_CLEAR(tensor_type);
   Py_CLEAR(module_namer);
+  Py_CLEAR(input_noter);
   module_names().clear();
+  leave_nodes();
 }
 
-// `namer` null: only outermost calls.
-inline void install_modules(PyObject* function, PyObject* tensor, PyObject* namer) {
+// `namer` and `noter` null: only outermost calls.
+inline void install_modules(PyObject* function, PyObject* tensor, PyObject* namer, PyObject* noter) {
   uninstall_modules();
   module_namer = Py_XNewRef(namer);
+  input_noter = Py_XNewRef(noter);
+  if (module_namer) watch_nodes();
   module_function = reinterpret_cast<PyFunctionObject*>(Py_NewRef(function));
   tensor_type = Py_NewRef(tensor);
   original_call = module_function->vectorcall;

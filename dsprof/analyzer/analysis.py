@@ -11,6 +11,7 @@ import pandas as pd
 from dsprof.run import RunInfo
 from dsprof.trace import Trace
 
+from .efficiency import Efficiency
 from .finding import Finding
 from .layers import LayerCost
 from .modules import COLUMNS as MODULE_COLUMNS
@@ -80,7 +81,8 @@ class Analysis:
     trace:       all rows, on the common clock, to be read a rank at a time; `rows` are those of all ranks in one table
                  (dsprof.schema.COLUMNS), read anew each time.
     layer_costs: what each layer of the engine's pipelines takes; empty without one.
-    modules:     what each module takes in forward (`modules.COLUMNS`); empty unless every module was timed.
+    modules:     what each module takes (`modules.COLUMNS`); empty unless every module was timed.
+    efficiency:  operations, MFU, samples and tokens a second; None below level full, or without a step.
     findings:    worst first.
     passed:      codes of the rules that ran and found nothing above `info`.
     not_judged:  code -> why a rule could not be judged on this capture.
@@ -112,6 +114,7 @@ class Analysis:
     capture: CaptureQuality
     layer_costs: tuple[LayerCost, ...] = ()
     modules: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(MODULE_COLUMNS)))
+    efficiency: Efficiency | None = None
 
     @property
     def rows(self) -> pd.DataFrame:
@@ -144,6 +147,8 @@ class Analysis:
             "not_judged": self.not_judged,
             "noise_ms": self.noise_ms if math.isfinite(self.noise_ms) else None,
             "notes": list(self.notes),
+            **({"efficiency": self.efficiency.to_dict()} if self.efficiency is not None else {}),
+            **({"modules": self.modules.to_dict("records")} if len(self.modules) else {}),
             "capture": {
                 "overhead_percent": self.capture.overhead_percent,
                 "dropped": self.capture.dropped,

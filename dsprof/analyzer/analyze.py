@@ -16,6 +16,7 @@ from .analysis import Analysis, CaptureQuality, Verdict
 from .budget import step_budget
 from .build import build_graph
 from .context import Context
+from .efficiency import judge_efficiency
 from .irregular import find_irregular, mark_ordinary
 from .judge import judge
 from .kinds import divide_time, run_span
@@ -110,7 +111,14 @@ def analyze(trace: Trace) -> Analysis:
         waits=waits,
         trace=aligned.trace,
         layer_costs=tuple(layer_costs(concat_rows([summary.staged for summary in ranks.values()]))),
-        modules=module_times(summary.modules for summary in ranks.values()),
+        modules=module_times({rank: summary.modules for rank, summary in ranks.items()}),
+        efficiency=judge_efficiency(
+            run,
+            {rank: summary.work for rank, summary in ranks.items() if summary.work is not None},
+            step_ms.mean if step_ms else 0.0,
+            rows,
+            topology,
+        ),
         findings=tuple(findings),
         passed=tuple(passed),
         not_judged=not_judged,

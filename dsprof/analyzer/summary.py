@@ -10,6 +10,7 @@ from dsprof.run import RunInfo
 from dsprof.trace import Trace
 
 from .budget import RankTime, paint
+from .efficiency import RankWork, sum_work
 from .kinds import apart_spans
 from .layers import staged_rows
 from .match import Matches
@@ -27,6 +28,7 @@ class RankSummary:
     recorded: how much was recorded in each step (`overhead.count_records`)
     staged:   of a pipeline, its layers and actions (`layers.staged_rows`)
     modules:  what each module takes a step (`modules.sum_modules`)
+    work:     floating-point operations and the batch of a step (`efficiency.sum_work`); None below level full
     taken:    how many steps it took, where somebody asked for a part of them only (`steps.steps_taken`)
     """
 
@@ -36,6 +38,7 @@ class RankSummary:
     recorded: pd.DataFrame
     staged: pd.DataFrame
     modules: pd.DataFrame
+    work: RankWork | None
     taken: int | None
 
 
@@ -58,5 +61,6 @@ def _summarize(rows: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, 
         recorded=count_records(rows),
         staged=staged_rows(rows),
         modules=sum_modules(rows),
+        work=sum_work(rows, all(item.native for item in run.ranks if item.rank == rank)),
         taken=steps_taken(rows),
     )

@@ -47,7 +47,7 @@ def _command(
         typer.Option(
             "--level",
             show_default=False,
-            help="How much is captured; full: also the time of every module. Default: light",
+            help="How much is captured; full: also every module, MFU, tokens a second. Default: light",
         ),
     ] = None,
     ranks: Annotated[

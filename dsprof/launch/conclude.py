@@ -16,6 +16,7 @@ from dsprof.run import RankExit, RunError, RunFolder, RunInfo, failures, write_a
 from dsprof.schema import host_name
 
 from .claim import ERROR_LOG
+from .peak import note_peak
 from .supervise import Ending
 from .talk import Talk, shown
 
@@ -44,6 +45,7 @@ class Conclusion:
     def draw(self, info: RunInfo, ending: Ending) -> None:
         """Write the job's end into run.json, analyze, and say what came of it and what to do next."""
         self._attempt("recording how the job ended", lambda: self._record_end(info, ending))
+        self._attempt("measuring what the CPU can compute", lambda: note_peak(self.folder, info))
         analysis = self._attempt("the analysis", self._analyze)
         if analysis is not None:
             self._attempt("the verdict", lambda: self._show(analysis))

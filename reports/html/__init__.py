@@ -23,7 +23,7 @@ from dsprof.analyzer.finding import Finding
 from dsprof.run import last_processes
 from dsprof.trace import concat_rows
 
-from .. import palette, plots, tables, wording
+from .. import efficiency, palette, plots, tables, wording
 from ..timeline import timeline
 
 HERE: Final = Path(__file__).parent
@@ -52,7 +52,11 @@ def render(analysis: Analysis) -> str:
         rank_parts=[part for part in analysis.budget_by_rank if (analysis.budget_by_rank[part] > 0.005).any()],
         rank_rows=_rank_rows(analysis),
         blamed=_blamed(analysis),
-        module_rows=analysis.modules.head(MOST_MODULES).to_dict("records"),
+        efficiency_tiles=efficiency.tiles(analysis),
+        efficiency_lines=efficiency.lines(analysis),
+        module_rows=efficiency.module_rows(analysis, MOST_MODULES),
+        modules_unseen=efficiency.unseen(analysis),
+        counted=bool(len(analysis.modules) and analysis.modules["gflop"].notna().any()),
         modules_left=max(len(analysis.modules) - MOST_MODULES, 0),
         marks=len(analysis.irregular),
         not_judged=wording.by_reason(analysis.not_judged),

@@ -1,0 +1,118 @@
+"""What devices can compute at most, by their makers' data sheets: dense matrix products (without sparsity), in the
+number format of the inputs, accumulated in float32.
+
+TFLOP/s. A device that is not listed, a slice of one (MIG), or a format that it lacks has no peak here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Device:
+    """name: as people say it. pattern: what its driver calls it, whole. tflops: format -> peak; `tf32` is float32 on
+    tensor cores, which torch uses where `torch.set_float32_matmul_precision` allows it. source: where it is written."""
+
+    name: str
+    pattern: str
+    tflops: Mapping[str, float]
+    source: str
+
+    def flops(self, dtype: str, tf32: bool) -> float | None:
+        """Operations a second in torch's `dtype`; None where the sheet does not say."""
+        key = "tf32" if dtype == "float32" and tf32 and "tf32" in self.tflops else dtype
+        peak = self.tflops.get(key)
+        return None if peak is None else peak * 1e12
+
+
+def _formats(half: float, tf32: float | None, single: float, double: float | None = None) -> dict[str, float]:
+    found = {"bfloat16": half, "float16": half, "float32": single}
+    return found | ({"tf32": tf32} if tf32 else {}) | ({"float64": double} if double else {})
+
+
+DEVICES: Final = (
+    Device(
+        "B200",
+        r"NVIDIA B200",
+        _formats(2250, 1125, 75),
+        "https://www.nvidia.com/en-us/data-center/hgx/ (HGX B200, an eighth; half of what is given with sparsity)",
+    ),
+    Device(
+        "H200 SXM",
+        r"NVIDIA H200",
+        _formats(989.5, 494.5, 67, 67),
+        "https://www.nvidia.com/en-us/data-center/h200/ (half of what is given with sparsity)",
+    ),
+    Device(
+        "H200 NVL",
+        r"NVIDIA H200 NVL",
+        _formats(835.5, 417.5, 60, 60),
+        "https://www.nvidia.com/en-us/data-center/h200/ (half of what is given with sparsity)",
+    ),
+    Device(
+        "H100 SXM",
+        r"NVIDIA H100 80GB HBM3",
+        _formats(989.5, 494.5, 67, 67),
+        "https://www.nvidia.com/en-us/data-center/h100/ (half of what is given with sparsity)",
+    ),
+    Device(
+        "H100 NVL",
+        r"NVIDIA H100 NVL",
+        _formats(835.5, 417.5, 60, 60),
+        "https://www.nvidia.com/en-us/data-center/h100/ (half of what is given with sparsity)",
+    ),
+    Device(
+        "H100 PCIe",
+        r"NVIDIA H100 PCIe",
+        _formats(756, 378, 51, 51),
+        "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper (table of H100 PCIe, dense)",
+    ),
+    Device(
+        "A100",
+        r"(NVIDIA )?A100-(SXM4|PCIE|PG509)-(40|80)GB|NVIDIA A100 80GB PCIe|NVIDIA A100-SXM-64GB",
+        _formats(312, 156, 19.5, 19.5),
+        "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-"
+        "1758950-r4-web.pdf",
+    ),
+    Device(
+        "L40S",
+        r"NVIDIA L40S",
+        _formats(362.05, 183, 91.6),
+        "https://www.nvidia.com/en-us/data-center/l40s/",
+    ),
+    Device(
+        "V100 SXM2",
+        r"(NVIDIA )?(Tesla )?V100-SXM2-(16|32)GB",
+        {"float16": 125, "float32": 15.7, "float64": 7.8},
+        "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf",
+    ),
+    Device(
+        "V100 PCIe",
+        r"(NVIDIA )?(Tesla )?V100-PCIE-(16|32)GB",
+        {"float16": 112, "float32": 14, "float64": 7},
+        "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf",
+    ),
+    Device(
+        "RTX 4090",
+        r"NVIDIA GeForce RTX 4090",
+        _formats(165.2, 82.6, 82.6),
+        "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf (appendix A, with "
+        "FP32 accumulate)",
+    ),
+    Device(
+        "RTX 3090",
+        r"NVIDIA GeForce RTX 3090",
+        _formats(71, 35.6, 35.6),
+        "https://images.nvidia.com/aem-dam/en-zz/Solutions/geforce/ampere/pdf/NVIDIA-ampere-GA102-GPU-Architecture-"
+        "Whitepaper-V1.pdf (with FP32 accumulate)",
+    ),
+)
+
+
+def find_device(name: str) -> Device | None:
+    """The device that torch calls `name`; None: not listed."""
+    return next((device for device in DEVICES if re.fullmatch(device.pattern, name)), None)
