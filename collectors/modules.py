@@ -16,8 +16,10 @@ from typing import Any, Final
 
 from dsprof.schema import Flag, Kind
 
+from .interrupts import by_handler
 from .native import NativeRecorder
-from .record import PyRecorder, Recorder
+from .python_recorder import PyRecorder
+from .record import Recorder
 from .uninstall import Uninstall, replace_attribute
 from .wrap import stands_for
 
@@ -31,7 +33,14 @@ def install(recorder: Recorder, *, every: bool = False) -> Uninstall:
     """Record forwards from now on, until the returned function is called; `every`: and each module that has a name."""
     if isinstance(recorder, NativeRecorder):
         names = Names(recorder.intern, recorder.name_module)
-        recorder.install_modules(names.name_all if every else None)
+
+        def name_all(root: Any) -> None:
+            try:
+                names.name_all(root)
+            except Exception as error:
+                recorder.count_error("names of modules", error)
+
+        recorder.install_modules(name_all if every else None)
         uninstall_native: Uninstall = recorder.uninstall_modules
         return uninstall_native
     if not isinstance(recorder, PyRecorder):
@@ -132,8 +141,8 @@ def _wrapper(original: Callable[..., Any], recorder: PyRecorder, every: bool) ->
             if every and (size is not None or not outermost):
                 # A block that is computed again may be called by itself, and have no name but in its model.
                 module = begin_module(self, outermost and graph_task() == -1)
-        except Exception:
-            recorder.count_error()
+        except Exception as error:
+            recorder.count_error("forward", error)
         thread.inside = True
         try:
             return original(self, *args, **kwargs)
@@ -159,7 +168,9 @@ def count_inputs(inputs: tuple[Any, ...]) -> tuple[int, int] | None:
                 return None
             try:
                 size = tensor.nbytes
-            except Exception:  # a tensor without a plain size, such as a nested one
+            except Exception as error:  # a tensor without a plain size, such as a nested one
+                if by_handler(error):
+                    raise
                 continue
             nbytes += size
             elements += size // tensor.itemsize  # numel() would be recorded by torch.jit.trace

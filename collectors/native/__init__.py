@@ -12,7 +12,8 @@ from typing import Any
 
 from dsprof import schema
 
-from ..record import LIMIT_BYTES, BackwardDepth
+from ..interrupts import by_handler
+from ..record import LIMIT_BYTES, SharedParts
 from . import build
 
 
@@ -28,7 +29,7 @@ class Native:
         return NativeRecorder(self.module)
 
 
-class NativeRecorder(BackwardDepth):
+class NativeRecorder(SharedParts):
     """A `Recorder` whose methods are C functions, and the switch of the native hooks."""
 
     def __init__(self, module: Any) -> None:
@@ -51,7 +52,9 @@ class NativeRecorder(BackwardDepth):
         self.context = module.context
         self.span_end = module.span_end
         self.pass_over = module.pass_over
-        self.count_error = module.count_error
+        self.note_error = module.note_error
+        self.failures = module.failures
+        self.count_step = module.count_step
         self.mute = module.mute
         self.disarm_after_fork = module.disarm_after_fork
         self.close = module.close
@@ -82,10 +85,10 @@ class NativeRecorder(BackwardDepth):
 
     def install_modules(self, name_all: Callable[[Any], None] | None) -> None:
         """Record the outermost call of a module in each thread; with `name_all`, which is called with an outermost
-        module that is unknown, every call of one that `name_module` named."""
+        module that is unknown and raises what is the job's only, every call of one that `name_module` named."""
         import torch
 
-        self._install_modules(torch.nn.Module.__call__, torch.Tensor, name_all)
+        self._install_modules(torch.nn.Module.__call__, torch.Tensor, name_all, by_handler)
 
 
 def load(explain: Callable[[str], None] = lambda reason: None) -> Native | None:
