@@ -21,7 +21,7 @@ from .counters import Counters
 from .interrupts import by_handler
 
 CHUNK_BYTES: Final = schema.CHUNK_HEADER_BYTES + schema.CHUNK_RECORDS * schema.RECORD_BYTES
-PATIENCE_S: Final = 0.5
+PATIENCE_S: Final = 2.0
 """How long a hook waits for a chunk that is not ready. If that is not enough, the records of all are dropped until it
 is."""
 
@@ -195,13 +195,12 @@ class Chunks:
         oldest = max(index - self._ring + 1, self._kept)
         try:
             chunk = _make_chunk(self._folder, index, self._kept, oldest - self._kept)
-            newest = max(index - 2, oldest if index >= self._kept else 0)
-            self._chunks = {**{i: c for i, c in self._chunks.items() if i >= newest}, index: chunk}
+            given_up = range(self._oldest, oldest)
+            mapped = {i: c for i, c in self._chunks.items() if i >= index - 2 and i not in given_up}
+            self._chunks = {**mapped, index: chunk}
             self._made = index + 1
-            while self._oldest < oldest:
-                gone, self._oldest = self._oldest, self._oldest + 1
-                if _remove(self._folder, gone):
-                    self._counters.add("given_up")
+            self._oldest = oldest
+            self._counters.add("given_up", sum(_remove(self._folder, gone) for gone in given_up))
             self._counters.add("prepared")
             self._counters.add("prepare_ns", time.perf_counter_ns() - began)
             return chunk

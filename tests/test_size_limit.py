@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from dsprof.run import RunFolder
 from dsprof.schema import CAPTURE_GAP, CHUNK_RECORDS, Kind, State
 from dsprof.trace import load, merge
 from dsprof.trace.capture import Capture, Gap, read_capture
+from dsprof.trace.counters import read_counters
 from dsprof.trace.derive import trace_rows
 
 
@@ -37,6 +39,17 @@ def chunks(folder: Path) -> list[int]:
     return sorted(int(path.stem.removeprefix("chunk-")) for path in folder.glob("chunk-*.bin"))
 
 
+def wait_until_prepared(folder: Path, number: int) -> None:
+    """So many chunks have been made. A loop that only records may be faster than a busy disk."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        counters = read_counters(folder, [])
+        if counters is not None and counters.counts["prepared"] >= number:
+            return
+        time.sleep(0.001)
+    raise AssertionError(f"chunk {number} was not made")
+
+
 def test_the_first_quarter_and_the_newest_stay(opened: Callable[[int], Recorder], tmp_path: Path) -> None:
     recorder, folder = opened(8), tmp_path / "capture"
     tick = recorder.intern("tick")
@@ -47,6 +60,8 @@ def test_the_first_quarter_and_the_newest_stay(opened: Callable[[int], Recorder]
         if number % CHUNK_RECORDS == 5:
             inner.append(recorder.begin(Kind.MARK, recorder.intern(f"of chunk {number // CHUNK_RECORDS}")))
             recorder.count_step()
+        if number % CHUNK_RECORDS == CHUNK_RECORDS * 3 // 4:
+            wait_until_prepared(folder, number // CHUNK_RECORDS + 2)
         if number == 20 * CHUNK_RECORDS:
             late = recorder.intern("a late name")
     for handle in [*inner, first]:  # most of them were given up
@@ -79,6 +94,8 @@ def test_what_never_stops_stays_within_the_limit(opened: Callable[[int], Recorde
         recorder.put(Kind.MARK, tick, number + 1, number + 1)
         if number % 2048 == 0:
             most = max(most, len(chunks(tmp_path / "capture")))
+        if number % CHUNK_RECORDS == CHUNK_RECORDS * 3 // 4:
+            wait_until_prepared(tmp_path / "capture", number // CHUNK_RECORDS + 2)
     recorder.close()
     assert most <= 3 + 1  # the next one is made before the oldest goes
     records = read_capture(tmp_path / "capture").records
@@ -175,7 +192,8 @@ def test_steps_are_judged_where_every_rank_has_them(tmp_path: Path) -> None:
     ]  # fmt: skip
     ordinary = analysis.steps[analysis.steps["ordinary"]]["step"]
     assert not ordinary.between(30, 75).any()
-    assert analysis.step_ms is not None and expected.step_ms is not None
+    assert analysis.step_ms is not None
+    assert expected.step_ms is not None
     assert analysis.step_ms.mean == pytest.approx(expected.step_ms.mean, rel=0.02)
     both = analysis.collectives[~analysis.collectives["step"].between(30, 75)]
     assert (both["ranks"] == 2).all()
@@ -205,8 +223,8 @@ def test_the_files_of_a_capture_with_a_gap_are_merged_and_it_is_said(tmp_path: P
     trace = load(RunFolder(tmp_path))
     last, after = CHUNK_RECORDS // each, counted[2]
     assert [warning for warning in trace.run.warnings if "missing" in warning] == [
-        f"rank 0: steps {last} to {after} are missing: at its size limit (--limit) the capture gave up the oldest of its "
-        "middle, 1 MiB"
+        f"rank 0: steps {last} to {after} are missing: at its size limit (--limit) the capture gave up the oldest of "
+        "its middle, 1 MiB"
     ]
     steps = completed_steps(trace.rows)["step"].tolist()
     assert steps == [*range(last), *range(after + 1, 7 * CHUNK_RECORDS // 2 // each)]

@@ -97,7 +97,7 @@ class Chunks {
   static constexpr uint64_t kChunkBytes = kChunkHeaderBytes + kChunkRecords * sizeof(Record);
   // How long a hook waits for a chunk that is not ready. If that is not enough, the records of all are dropped until
   // it is.
-  static constexpr auto kPatience = std::chrono::milliseconds(500);
+  static constexpr auto kPatience = std::chrono::seconds(2);
 
   static Place* place_of(Record* chunk) {
     return reinterpret_cast<Place*>(reinterpret_cast<char*>(chunk) - kChunkHeaderBytes + kChunkPlaceAt);
