@@ -113,13 +113,14 @@ class Chunks:
         index, slot = divmod(handle - 1, _RECORDS)
         at = schema.CHUNK_HEADER_BYTES + slot * schema.RECORD_BYTES + offset
         try:
+            packed = fields.pack(*values)
             chunk = self._chunks.get(index)
             if chunk is not None:
-                fields.pack_into(chunk, at, *values)
+                chunk[at : at + len(packed)] = packed  # `pack_into` writes zeros first: a kill would leave them
                 return
             file = os.open(schema.chunk_name(index), os.O_WRONLY, dir_fd=self._folder)
             try:
-                os.pwrite(file, fields.pack(*values), at)
+                os.pwrite(file, packed, at)
             finally:
                 os.close(file)
         except (OSError, struct.error) as error:

@@ -35,11 +35,11 @@ class Counters:
 
     def store(self, name: str, total: int) -> None:
         """Without a lock."""
-        _COUNT.pack_into(self._page, _AT[name], total)
+        self._put(_AT[name], _COUNT, total)
 
     def add(self, name: str, amount: int = 1) -> None:
         with self._lock:
-            _COUNT.pack_into(self._page, _AT[name], self[name] + amount)
+            self._put(_AT[name], _COUNT, self[name] + amount)
 
     @property
     def errors(self) -> int:
@@ -56,15 +56,19 @@ class Counters:
         with self._lock:
             at = self._entries.get(hook)
             if at is not None:
-                _COUNT.pack_into(self._page, at, _COUNT.unpack_from(self._page, at)[0] + 1)
+                self._put(at, _COUNT, _COUNT.unpack_from(self._page, at)[0] + 1)
             elif len(self._entries) < schema.MOST_ERRORS:
                 at = schema.ERROR_TABLE + len(self._entries) * schema.ERROR_ENTRY.size
                 texts = (text.encode(errors="backslashreplace") for text in (hook, said))
                 schema.ERROR_ENTRY.pack_into(self._page, at, 0, *texts)
-                _COUNT.pack_into(self._page, at, 1)  # last: a reader never sees half an entry
+                self._put(at, _COUNT, 1)  # last: a reader never sees half an entry
                 self._entries[hook] = at
             else:
-                _UNLISTED.pack_into(self._page, _UNLISTED_AT, _UNLISTED.unpack_from(self._page, _UNLISTED_AT)[0] + 1)
+                self._put(_UNLISTED_AT, _UNLISTED, _UNLISTED.unpack_from(self._page, _UNLISTED_AT)[0] + 1)
+
+    def _put(self, at: int, field: struct.Struct, value: int) -> None:
+        packed = field.pack(value)
+        self._page[at : at + len(packed)] = packed  # `pack_into` writes zeros first: a kill would leave them
 
     def abandon(self) -> None:
         """In a forked child: the file is the parent's."""

@@ -118,9 +118,10 @@ def _read_chunks(folder: Path, names: dict[int, str], problems: list[str]) -> tu
     written: dict[int, tuple[int, int]] = {}
     """Of each chunk that was read: how many records come before it, and how many steps."""
     given_up = range(0)
+    before = len(problems)
     chunks = {int(match[1]): path for path in folder.iterdir() if (match := CHUNK_NAME.fullmatch(path.name))}
     for number, path in sorted(chunks.items()):
-        content = _read_chunk(path, problems)
+        content = _read_chunk(path, problems, newest=number == max(chunks))
         if content is None:
             continue
         _, version, _, _, index, _ = CHUNK_HEADER.unpack_from(content)
@@ -138,22 +139,24 @@ def _read_chunks(folder: Path, names: dict[int, str], problems: list[str]) -> tu
         damaged += bad
     lost = [number for number in range(max(chunks, default=0)) if number not in chunks and number not in given_up]
     problems += [f"{chunk_name(number)}: missing; records are lost" for number in lost[:MOST_PROBLEMS]]
-    if not chunks:
+    if not written and not problems[before:]:
         problems.append("no records were written")
     gaps = [
-        Gap(*written[after], after - before - 1, all(number in given_up for number in range(before + 1, after)))
-        for before, after in pairwise(written)
-        if after > before + 1
+        Gap(*written[after], after - number - 1, all(gone in given_up for gone in range(number + 1, after)))
+        for number, after in pairwise(written)
+        if after > number + 1
     ]
     return np.concatenate(parts) if parts else empty(0), damaged, oldest, [gap for gap in gaps if gap.before]
 
 
-def _read_chunk(path: Path, problems: list[str]) -> bytes | None:
-    """The bytes of a chunk with a good header."""
+def _read_chunk(path: Path, problems: list[str], newest: bool) -> bytes | None:
+    """The bytes of a chunk with a good header. The newest may have none: the process ended while it made it."""
     try:
         content = path.read_bytes()
     except OSError as error:
         problems.append(f"{path.name}: {error.strerror}")
+        return None
+    if newest and not any(content[: len(CHUNK_MAGIC)]):
         return None
     if len(content) < CHUNK_HEADER_BYTES:
         problems.append(f"{path.name}: cut short inside its header")
