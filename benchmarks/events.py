@@ -4,7 +4,8 @@
 
 An event is recorded in a tight loop, in processes of its own, the recorders taking turns: CPU time of the whole process
 (the thread that prepares the next chunk included) less that of the empty loop, divided by the events; the median over
-the rounds, and the quartiles beside it. Memory is what is resident after as many events as fill several chunks, less
+the rounds, and the quartiles beside it. Of hooks (a module's call; an all-reduce and its wait, which are two records)
+it is the same loop with and without them. Memory is what is resident after as many events as fill several chunks, less
 what was before the recorder was opened. Arming is timed as the CPU time, children included, of whole interpreters that
 run `pass` or `import torch`, armed and not in turns: the difference of the medians, with its 95 % interval by the
 bootstrap; where that holds 0, nothing was found.
@@ -78,6 +79,28 @@ for loop in (empty, one_put, begin_and_end, collective, known_name):
 nothing = cpu_ns(empty)
 taken = {loop.__name__: (cpu_ns(loop) - nothing) / events for loop in (one_put, begin_and_end, collective, known_name)}
 after = resident()
+
+import torch.distributed as dist
+from dsprof.collectors import collectives, modules
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+layer, value = torch.nn.Identity(), torch.ones(2)
+
+def calls():
+    for number in range(events // 4):
+        layer(value)
+def reductions():
+    for number in range(events // 30):
+        dist.all_reduce(value, async_op=True).wait()
+
+for what, loop, count, install in (("hook_of_a_module", calls, events // 4, modules.install),
+                                   ("hooks_of_an_all_reduce", reductions, events // 30, collectives.install)):
+    loop()
+    plain = cpu_ns(loop)
+    uninstall = install(recorder)
+    loop()
+    taken[what] = (cpu_ns(loop) - plain) / count
+    uninstall()
+dist.destroy_process_group()
 written = recorder.records
 size = sum(path.stat().st_size for path in folder.glob("chunk-*.bin"))
 print(json.dumps({"ns": taken, "resident_kib": after - before, "bytes_an_event": size / written,
@@ -169,6 +192,9 @@ def main() -> int:
             for kind, found in rounds.items()
         },
         "arming": arming,
+        "of_these": "bytes_an_event is the size of the chunk files by the events in them: a record is 64 bytes, the "
+        "rest is header pages and what is reserved for the next records. An import of torch varies by more than dsprof "
+        "takes: results/arming.json has the entry point by itself",
         "events": EVENTS,
         "rounds": args.rounds,
         "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "load_before": round(load, 1)},

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch  # noqa: F401  (the native helper is for the torch of this process)
 from captures import RECORDERS, build_helper, open_recorder, read_names
+from jobs import profile
 from records import Record, capture_of, derive, derived, of, phase
 from synthetic import MS, Job, write_capture
 
@@ -229,3 +230,43 @@ def test_the_files_of_a_capture_with_a_gap_are_merged_and_it_is_said(tmp_path: P
     steps = completed_steps(trace.rows)["step"].tolist()
     assert steps == [*range(last), *range(after + 1, 7 * CHUNK_RECORDS // 2 // each)]
     assert merge(RunFolder(tmp_path)).warnings == trace.run.warnings
+
+
+LONG = """
+import torch, torch.distributed as dist, dsprof
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(80):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    for _ in range(1000 + 500 * dist.get_rank()):
+        dsprof.mark("tick")
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("native", ["on", pytest.param("off", marks=pytest.mark.slow)])
+def test_a_job_beyond_its_limit(native: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LONG)
+    done = profile(tmp_path, script, flags=("--native", native, "--limit", "4MiB", "--no-report"))
+    assert done.status == 0, done.stderr
+    analysis = done.analysis()
+    for rank, of_rank in analysis.steps.groupby("rank"):
+        numbers = of_rank["step"].tolist()
+        assert numbers[0] == 0
+        assert numbers[-1] == 79
+        assert len(numbers) < 60
+        assert numbers == sorted(set(numbers))
+        (said,) = (text for text in analysis.capture.warnings if text.startswith(f"rank {rank}: steps "))
+        assert "are missing: at its size limit" in said
+        (missing,) = np.flatnonzero(np.diff(numbers) > 1)
+        assert f"steps {numbers[missing] + 1} to {numbers[missing + 1] - 1} are" in said
+    # One all-reduce a step, with the one number that the step has on both ranks.
+    gradients = analysis.collectives[analysis.collectives["purpose"] == "gradient"]
+    both = gradients[(gradients["ranks"] == 2) & (gradients["step"] > 0)]  # DDP agrees on its buckets after the first
+    assert len(both) > 10
+    assert np.ptp(both["seq"] - both["step"]) == 0
+    assert "captured were steps 0 to " in done.stderr

@@ -24,7 +24,7 @@ from dsprof.schema import (
     unescape_name,
 )
 
-from .counters import Counters, read_counters
+from .counters import CaptureCounters, read_counters
 from .records import Array, decode, empty, plausible
 
 CHUNK_NAME = re.compile(r"chunk-(\d{5,10})\.bin")
@@ -68,7 +68,7 @@ class Capture:
     """Of the records (`schema.READABLE_FORMATS`); the oldest, should the chunks differ."""
     gaps: list[Gap] = field(default_factory=list)
     """In order."""
-    counters: Counters | None = None
+    counters: CaptureCounters | None = None
     """None where there are none: then `meta` says, if the capture was closed."""
 
     @property
@@ -90,10 +90,11 @@ def read_capture(path: Path) -> Capture:
     """Everything that can still be read of the capture folder `path`. Never raises for damaged content."""
     problems: list[str] = []
     names = _read_names(path / "names.txt", problems)
-    records, damaged, version, gaps = _read_chunks(path, names, problems)
+    counters = read_counters(path, problems)
+    counted = counters.counts["given_up"] if counters else 0
+    records, damaged, version, gaps = _read_chunks(path, names, counted, problems)
     meta = _read_json(path / "meta.json", problems)
     facts = _read_facts(path / "facts.jsonl", problems)
-    counters = read_counters(path, problems)
     return Capture(path, records, names, meta, facts, damaged, problems, version, gaps, counters)
 
 
@@ -111,8 +112,13 @@ def _read_names(path: Path, problems: list[str]) -> dict[int, str]:
     return names
 
 
-def _read_chunks(folder: Path, names: dict[int, str], problems: list[str]) -> tuple[Array, int, int, list[Gap]]:
-    """The records of all chunks, in the order of their numbers, how many were left out, their format, and gaps."""
+def _read_chunks(
+    folder: Path, names: dict[int, str], counted: int, problems: list[str]
+) -> tuple[Array, int, int, list[Gap]]:
+    """The records of all chunks, in the order of their numbers, how many were left out, their format, and gaps.
+
+    counted: chunks that were given up; one more, maybe, than the headers say, for one that was prepared in vain.
+    """
     parts: list[Array] = []
     damaged, oldest = 0, FORMAT_VERSION
     written: dict[int, tuple[int, int]] = {}
@@ -131,7 +137,8 @@ def _read_chunks(folder: Path, names: dict[int, str], problems: list[str]) -> tu
             if index in chunks:
                 continue  # a copy: these records are there already
         kept, gone, steps = CHUNK_PLACE.unpack_from(content, CHUNK_HEADER.size)
-        if len(given_up) < gone <= MOST_CHUNKS and kept <= MOST_CHUNKS:
+        gone = max(gone, counted)
+        if kept and len(given_up) < gone <= MOST_CHUNKS and kept <= MOST_CHUNKS:
             given_up = range(kept, kept + gone)
         written[number] = sum(len(part) for part in parts), steps
         records, bad = _read_records(content, names, path.name, problems)

@@ -22,14 +22,14 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Counters:
+class CaptureCounters:
     """counts: by name; `failures`: a line for each hook that failed."""
 
     counts: dict[str, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
 
-def read_counters(folder: Path, problems: list[str]) -> Counters | None:
+def read_counters(folder: Path, problems: list[str]) -> CaptureCounters | None:
     """Of a capture's folder; None where there are none, as of older captures, or they are damaged."""
     try:
         content = (folder / COUNTERS_NAME).read_bytes()
@@ -51,4 +51,4 @@ def read_counters(folder: Path, problems: list[str]) -> Counters | None:
     failures = [describe_failure(counter_text(hook), count, counter_text(said)) for count, hook, said in table if count]
     if unlisted:
         failures.append(f"{unlisted} errors of further hooks")
-    return Counters(counts, failures)
+    return CaptureCounters(counts, failures)
