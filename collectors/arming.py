@@ -83,6 +83,10 @@ def _start_training() -> None:
 
 
 def _report(doing: str, error: Exception) -> None:
+    from .interrupts import by_handler
+
+    if by_handler(error):
+        raise error
     with contextlib.suppress(Exception):
         from .errors import report_failure
 

@@ -16,7 +16,7 @@ from dsprof.schema import BACKWARD_DONE, Kind
 from . import dynamo
 
 if TYPE_CHECKING:
-    from .record import PyRecorder
+    from .python_recorder import PyRecorder
 
 LATEST: Final = 64
 """Graph tasks of the autograd engine that are remembered: a re-entrant backward comes back to the outer one's."""
@@ -63,8 +63,8 @@ class BackwardDone:
             return
         try:
             self._recorder.mark(Kind.MARK, self._recorder.intern(BACKWARD_DONE))
-        except Exception:
-            self._recorder.count_error()
+        except Exception as error:
+            self._recorder.count_error("the end of backward", error)
 
 
 def _in_node() -> bool:

@@ -20,7 +20,7 @@ from dsprof.schema import Kind
 from . import dynamo, facts
 from .errors import count_error
 from .imports import when_imported
-from .uninstall import Uninstall, in_reverse
+from .uninstall import Uninstall, in_reverse, replace_attribute
 from .wrap import stands_for
 
 if TYPE_CHECKING:
@@ -112,16 +112,9 @@ def _watch(recorder: Recorder, places: tuple[ModuleType, ...], name: str, known:
                 recorder.put(Kind.PHASE, phase, start_ns, time.monotonic_ns())
                 _state(known)
 
-    for place in places:
-        if getattr(place, name, None) is original:
-            setattr(place, name, save)
-
-    def uninstall() -> None:
-        for place in places:
-            if getattr(place, name, None) is save:
-                setattr(place, name, original)
-
-    return uninstall
+    return in_reverse(
+        [replace_attribute(place, name, save) for place in places if getattr(place, name, None) is original]
+    )
 
 
 def _called_by_dcp() -> bool:

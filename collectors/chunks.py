@@ -1,48 +1,73 @@
-"""The chunk files of one capture as `PyRecorder` writes them. The native helper's are in `native/recorder.hpp`."""
+"""The chunk files of one capture as `PyRecorder` writes them. The native helper's are in `native/chunks.hpp`.
+
+The next chunk is prepared while the one before it is half full, on a thread of its own that lives for no longer than
+that. At the size limit each new chunk takes the place of the oldest but those at the beginning, which are kept.
+"""
 
 from __future__ import annotations
 
+import _thread
 import itertools
 import mmap
 import os
 import struct
 import threading
+import time
 from typing import Final
 
 from dsprof import schema
 
-CHUNK_BYTES: Final = schema.CHUNK_HEADER_BYTES + schema.CHUNK_RECORDS * schema.RECORD_BYTES
+from .counters import Counters
+from .interrupts import by_handler
 
+CHUNK_BYTES: Final = schema.CHUNK_HEADER_BYTES + schema.CHUNK_RECORDS * schema.RECORD_BYTES
+PATIENCE_S: Final = 2.0
+"""How long a hook waits for a chunk that is not ready. If that is not enough, the records of all are dropped until it
+is."""
 
 _STATE: Final = schema.offset(schema.Family.SPAN, "state")
 _EMPTY: Final = int(schema.State.EMPTY)
+_RECORDS: Final = schema.CHUNK_RECORDS
+_HALF: Final = _RECORDS // 2
+_STEPS: Final = struct.Struct("<Q")
+_STEPS_AT: Final = schema.CHUNK_HEADER.size + schema.CHUNK_PLACE.size - _STEPS.size
 
 
 class Chunks:
-    """Slots for records in files that are reserved and mapped as they are needed. Thread-safe; never raises."""
+    """Slots for records in files that are reserved and mapped ahead. Thread-safe; never raises."""
 
-    def __init__(self, folder: int, limit_bytes: int) -> None:
+    def __init__(self, folder: int, limit_bytes: int, counters: Counters) -> None:
         """In the directory `folder` (a descriptor), which may be renamed later; the descriptor is closed by `close`."""
         self.full = False
-        """The size limit was reached, or the disk is full: nothing is written any more."""
+        """The size limit was reached and nothing can be given up, or the disk is full: nothing is written any more."""
         self.muted = False
         """Nothing is to be written for now."""
         self.closed = False
-        self.errors = 0
-        """Records and fields that could not be written."""
         self._folder = folder
-        self._max_chunks = limit_bytes // CHUNK_BYTES
+        self._counters = counters
+        limit = limit_bytes // CHUNK_BYTES
+        self._kept = schema.kept_chunks(limit)
+        self._ring = limit - self._kept
+        """How many of the newest chunks there are at the limit."""
         self._chunks: dict[int, mmap.mmap] = {}
-        """The last three, mapped; older ones are written with `pwrite`, as each mapping holds a file descriptor."""
-        self._made: set[int] = set()
+        """The newest, mapped; older ones are written with `pwrite`, as each mapping holds a file descriptor."""
+        self._made = 0
+        """The number behind the last chunk that was made."""
+        self._oldest = self._kept
+        """The first chunk that was not given up, behind those that are kept."""
         self._slots = itertools.count()
+        self._unplaced = itertools.count()
+        """Slots taken for which there was no chunk."""
         self._drops = itertools.count()
-        self._lock = threading.RLock()
-        self._mapping = False
+        self._making = threading.RLock()
+        self._inside = False
+        """A thread is making a chunk; asked under the lock, it is the asking one."""
+        self._late = False
+        """A hook has waited for a chunk in vain."""
 
     @property
     def records(self) -> int:
-        return min(_taken(self._slots), len(self._made) * schema.CHUNK_RECORDS)
+        return _taken(self._slots) - _taken(self._unplaced)
 
     @property
     def dropped(self) -> int:
@@ -58,41 +83,52 @@ class Chunks:
             return 0
         if self.full:
             if not self.closed:
-                next(self._drops)
+                self._drop()
             return 0
         slot = next(self._slots)
-        chunk = self._chunks.get(slot // schema.CHUNK_RECORDS) or self._map(slot // schema.CHUNK_RECORDS)
+        index, at = divmod(slot, _RECORDS)
+        chunk = self._chunks.get(index) or self._obtain(index)
         if chunk is None:
-            next(self._drops)
+            next(self._unplaced)
+            self._drop()
             return 0
-        at = schema.CHUNK_HEADER_BYTES + slot % schema.CHUNK_RECORDS * schema.RECORD_BYTES
+        if not at:
+            _STEPS.pack_into(chunk, _STEPS_AT, self._counters["steps"])
+        elif at == _HALF:
+            self._prepare(index + 1)
+        place = schema.CHUNK_HEADER_BYTES + at * schema.RECORD_BYTES
         thread = threading.get_native_id()
         try:
-            layout.pack_into(chunk, at, start_ns, end_ns, thread, name, kind, _EMPTY, flags, family, *fields)
-        except struct.error:  # a number out of range: the slot stays empty
-            self.errors += 1
+            layout.pack_into(chunk, place, start_ns, end_ns, thread, name, kind, _EMPTY, flags, family, *fields)
+        except struct.error as error:  # a number out of range: the slot stays empty
+            self._counters.count_error("a record", f"{type(error).__name__}: {error}")
             return 0
-        chunk[at + _STATE] = state
+        chunk[place + _STATE] = state
         return slot + 1
 
     def store(self, handle: int, offset: int, fields: struct.Struct, *values: float) -> None:
-        """Overwrite fields of a record. Handle 0: nothing to do."""
+        """Overwrite fields of a record. Handle 0, or of a record that was given up: nothing to do."""
         if handle == 0 or self.closed:
             return
-        index, slot = divmod(handle - 1, schema.CHUNK_RECORDS)
+        index, slot = divmod(handle - 1, _RECORDS)
         at = schema.CHUNK_HEADER_BYTES + slot * schema.RECORD_BYTES + offset
         try:
+            packed = fields.pack(*values)
             chunk = self._chunks.get(index)
             if chunk is not None:
-                fields.pack_into(chunk, at, *values)
+                chunk[at : at + len(packed)] = packed  # `pack_into` writes zeros first: a kill would leave them
                 return
             file = os.open(schema.chunk_name(index), os.O_WRONLY, dir_fd=self._folder)
             try:
-                os.pwrite(file, fields.pack(*values), at)
+                os.pwrite(file, packed, at)
             finally:
                 os.close(file)
-        except (OSError, struct.error):
-            self.errors += 1
+        except (OSError, struct.error) as error:
+            if by_handler(error):
+                raise
+            if isinstance(error, FileNotFoundError):
+                return  # given up
+            self._counters.count_error("the end of a record", f"{type(error).__name__}: {error}")
 
     def abandon(self) -> None:
         """In a forked child: never write again."""
@@ -100,38 +136,84 @@ class Chunks:
         self._chunks = {}
 
     def close(self) -> None:
-        with self._lock:
-            if self.closed:
-                return
-            self.full = self.closed = True
+        if self.closed:
+            return
+        self.full = self.closed = True
+        if not self._making.acquire(timeout=1):
+            return  # a disk that does not answer: its thread may go on using the folder
+        try:
+            for index in range(-(-_taken(self._slots) // _RECORDS), self._made):  # prepared in vain
+                _remove(self._folder, index)
             self._chunks = {}  # not closed: another thread may be writing
             os.close(self._folder)
+        finally:
+            self._making.release()
 
-    def _map(self, index: int) -> mmap.mmap | None:
-        with self._lock:
-            if index in self._chunks:
-                return self._chunks[index]
-            if self._mapping:  # by this thread, in which a signal's handler came in between: its record is dropped
+    def _drop(self) -> None:
+        self._counters.store("dropped", next(self._drops) + 1)
+
+    def _prepare(self, index: int) -> None:
+        """Have a chunk made on a thread of its own."""
+        try:
+            _thread.start_new_thread(self._make_ahead, (index,))
+        except RuntimeError:  # no thread can be had: it is made when it is needed
+            return
+
+    def _make_ahead(self, index: int) -> None:
+        with self._making:
+            self._make(index)
+            self._late = False
+
+    def _obtain(self, index: int) -> mmap.mmap | None:
+        """A chunk that is not mapped: made now, unless that takes long."""
+        if self._late:
+            return None
+        began = time.perf_counter_ns()
+        if not self._making.acquire(timeout=PATIENCE_S):
+            self._late = True
+            return None
+        try:
+            self._counters.add("waits")
+            self._counters.add("wait_ns", time.perf_counter_ns() - began)
+            if self._inside:  # this thread, in which a signal's handler came in between: its record is dropped
                 return None
-            if index >= self._max_chunks or self.full:
+            chunk = self._make(index)
+            if chunk is None and index >= self._made:
                 self.full = True
-                return None
-            self._mapping = True
-            try:
-                if index in self._made:  # this thread slept through two chunks
-                    return _reopen_chunk(self._folder, index)
-                chunk = _make_chunk(self._folder, index)
-            except (OSError, ValueError):
-                self.full = True
-                return None
-            finally:
-                self._mapping = False
-            self._made.add(index)
-            self._chunks = {**{i: c for i, c in self._chunks.items() if i > index - 3}, index: chunk}
             return chunk
+        finally:
+            self._late = False
+            self._making.release()
+
+    def _make(self, index: int) -> mmap.mmap | None:
+        """Make a chunk if there is none yet; None where it was given up or cannot be made. Under the lock."""
+        if index < self._made:
+            return self._chunks.get(index)  # this thread may have slept through several chunks
+        if self.full or (index >= self._kept and not self._ring):
+            return None
+        self._inside = True
+        began = time.perf_counter_ns()
+        oldest = max(index - self._ring + 1, self._kept)
+        try:
+            chunk = _make_chunk(self._folder, index, self._kept, oldest - self._kept)
+            given_up = range(self._oldest, oldest)
+            mapped = {i: c for i, c in self._chunks.items() if i >= index - 2 and i not in given_up}
+            self._chunks = {**mapped, index: chunk}
+            self._made = index + 1
+            self._oldest = oldest
+            self._counters.add("given_up", sum(_remove(self._folder, gone) for gone in given_up))
+            self._counters.add("prepared")
+            self._counters.add("prepare_ns", time.perf_counter_ns() - began)
+            return chunk
+        except (OSError, ValueError) as error:
+            if by_handler(error):
+                raise
+            return None
+        finally:
+            self._inside = False
 
 
-def _make_chunk(folder: int, index: int) -> mmap.mmap:
+def _make_chunk(folder: int, index: int, kept: int, given_up: int) -> mmap.mmap:
     """Make, reserve and map the chunk file `index` in the directory `folder` (a descriptor).
 
     Space is reserved first: on a full disk a sparse mapping would end the job with SIGBUS. Raises OSError.
@@ -141,11 +223,12 @@ def _make_chunk(folder: int, index: int) -> mmap.mmap:
     try:
         os.posix_fallocate(file, 0, CHUNK_BYTES)
         chunk = mmap.mmap(file, CHUNK_BYTES, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    except (OSError, ValueError):
+    except BaseException:
         os.unlink(name, dir_fd=folder)
         raise
     finally:
         os.close(file)
+    schema.CHUNK_PLACE.pack_into(chunk, schema.CHUNK_HEADER.size, kept, given_up, 0)
     header = schema.CHUNK_HEADER.pack(
         schema.CHUNK_MAGIC, schema.FORMAT_VERSION, schema.RECORD_BYTES, schema.CHUNK_RECORDS, index, os.getpid()
     )
@@ -153,12 +236,13 @@ def _make_chunk(folder: int, index: int) -> mmap.mmap:
     return chunk
 
 
-def _reopen_chunk(folder: int, index: int) -> mmap.mmap:
-    file = os.open(schema.chunk_name(index), os.O_RDWR, dir_fd=folder)
+def _remove(folder: int, index: int) -> bool:
+    """Whether the chunk file was there."""
     try:
-        return mmap.mmap(file, CHUNK_BYTES)
-    finally:
-        os.close(file)
+        os.unlink(schema.chunk_name(index), dir_fd=folder)
+    except OSError:
+        return False
+    return True
 
 
 def _taken(counter: itertools.count[int]) -> int:

@@ -20,7 +20,9 @@ from dsprof.schema import COLLECTIVE_NAMES, DTYPES, Flag
 from . import dynamo
 from .backward import BackwardDone
 from .groups import Group
-from .record import CALLS, NOTHING, PyRecorder
+from .interrupts import by_handler
+from .python_recorder import PyRecorder
+from .record import CALLS, NOTHING
 from .targets import Target
 
 SEND, RECV_ANY, UNKNOWN = 12, 14, 100
@@ -82,8 +84,8 @@ class PythonHooks:
             found = self._pending.pop(id(work), None)
             if found is not None:
                 self._recorder.comm_end(found[1].handle, time.perf_counter_ns())
-        except Exception:
-            self._recorder.count_error()
+        except Exception as error:
+            self._recorder.count_error("the end of a collective", error)
 
     def waited_for(self, target: Target) -> None:
         """Somebody's wait for what it made has returned: it is over."""
@@ -91,15 +93,15 @@ class PythonHooks:
             for work, issued in list(self._pending.values()):
                 if issued.target is target:
                     self.waited(work)
-        except Exception:
-            self._recorder.count_error()
+        except Exception as error:
+            self._recorder.count_error("the end of a collective", error)
 
     def returned(self) -> None:
         """The call has returned that waited in C++ for what this thread issued in it: that is over."""
         try:
             inside, self._targets.here.inside = self._targets.here.inside, []
-        except Exception:
-            self._recorder.count_error()
+        except Exception as error:
+            self._recorder.count_error("the end of a collective", error)
             return
         for work in inside:
             self.waited(work)
@@ -118,8 +120,8 @@ class PythonHooks:
             if not keys.has(meta) and passed_over.what == NOTHING:  # meta: a compiler tracing
                 try:
                     issued = self._begin(call, args)
-                except Exception:
-                    self._recorder.count_error()
+                except Exception as error:
+                    self._recorder.count_error("a collective", error)
             if issued is None:
                 result = redispatch(keys & after, *args)
                 if passed_over.what == CALLS:
@@ -131,8 +133,8 @@ class PythonHooks:
                 if not issued.target.p2p:
                     self._recorder.comm_issued(issued.handle, time.perf_counter_ns() - began)
                 self._watch(issued, result)
-            except Exception:
-                self._recorder.count_error()
+            except Exception as error:
+                self._recorder.count_error("the end of backward", error)
             return result
 
         dynamo.skip(kernel, self._begin, self._watch, self._remember, self._remember_told)
@@ -146,22 +148,21 @@ class PythonHooks:
             nbytes, dtype = 0, 0
         try:
             self._backward.watch(cpu)
-        except Exception:
-            self._recorder.count_error()
+        except Exception as error:
+            self._recorder.count_error("the work of a collective", error)
         pg = ProcessGroup.unbox(args[call.group])
         peer, tag = call.argument(args, call.peer, -1), call.argument(args, call.tag, -1)
         flags = int(Flag.ASYNC) if call.argument(args, call.async_op, False) else 0
-        with self._groups.lock:
-            group = self._groups.named(pg.group_name)
-            if group.gloo is None:
-                group.gloo = _on_gloo(pg)
-            if call.p2p:
-                seq = next(self._p2p.setdefault((group.id, peer, tag, call.send), itertools.count()))
-            else:
-                seq = next(group.numbers)
-            name = self._names.get(call.name)
-            if name is None:
-                name = self._names[call.name] = self._recorder.intern(call.name)
+        group = self._groups.named(pg.group_name)
+        if group.gloo is None:
+            group.gloo = _on_gloo(pg)
+        if call.p2p:
+            seq = next(self._p2p.setdefault((group.id, peer, tag, call.send), itertools.count()))
+        else:
+            seq = next(group.numbers)
+        name = self._names.get(call.name)
+        if name is None:
+            name = self._names[call.name] = self._recorder.intern(call.name)
         handle = self._recorder.comm_begin(name, group.id, seq, peer, tag, nbytes, dtype, flags, call.p2p)
         target = self._targets.here.issued
         if not handle or target is None:
@@ -188,8 +189,8 @@ class PythonHooks:
             told = self._targets.here.told
             if told is not None:
                 self._remember(result, told)
-        except Exception:
-            self._recorder.count_error()
+        except Exception as error:
+            self._recorder.count_error("the work of a collective", error)
 
     def _watch(self, issued: _Issued, result: Any) -> None:
         if not issued.cpu:  # device streams end where the host does not see it
@@ -220,8 +221,8 @@ class PythonHooks:
             try:
                 target = self._targets.of_tensor(tensor)
                 return recorder.wait_begin(name, target, time.perf_counter_ns()), target
-            except Exception:
-                recorder.count_error()
+            except Exception as error:
+                recorder.count_error("wait_tensor", error)
                 return 0, None
 
         def kernel(keys: Any, tensor: Any) -> Any:
@@ -320,7 +321,9 @@ def _on_gloo(pg: Any) -> bool:
 
     try:
         return bool(pg._get_backend(torch.device("cpu")).name() == "gloo")
-    except RuntimeError:
+    except RuntimeError as error:
+        if by_handler(error):
+            raise
         return False  # no CPU backend in this group
 
 

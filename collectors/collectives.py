@@ -15,8 +15,9 @@ from dsprof.schema import COLLECTIVE_NAMES
 from . import waits
 from .collective_kernels import PythonHooks
 from .native import NativeRecorder
-from .record import PyRecorder, Recorder
-from .uninstall import Uninstall, in_reverse
+from .python_recorder import PyRecorder
+from .record import Recorder
+from .uninstall import Uninstall, in_reverse, replace_attribute
 from .wrap import stands_for
 
 
@@ -72,13 +73,5 @@ def _watch_destroy(renew_groups: Callable[[], None]) -> Uninstall:
             renew_groups()
         return result
 
-    modules: list[Any] = [distributed, distributed_c10d]
-    for module in modules:
-        module.destroy_process_group = destroy_process_group
-
-    def uninstall() -> None:
-        for module in modules:
-            if module.destroy_process_group is destroy_process_group:
-                module.destroy_process_group = original
-
-    return uninstall
+    modules = (distributed, distributed_c10d)
+    return in_reverse([replace_attribute(module, original.__name__, destroy_process_group) for module in modules])

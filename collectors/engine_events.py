@@ -48,14 +48,14 @@ class EngineEvents:
     def begin(self, span: Span) -> None:
         try:
             self._begin(span)
-        except Exception:
-            self._recorder.count_error()
+        except Exception as error:
+            self._recorder.count_error("engine events", error)
 
     def end(self, span: Span) -> None:
         try:
             self._end(span)
-        except Exception:
-            self._recorder.count_error()
+        except Exception as error:
+            self._recorder.count_error("engine events", error)
 
     def _begin(self, span: Span) -> None:
         if span.kind == "comm":

@@ -3,31 +3,57 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from . import identity
+from .interrupts import by_handler
 
 LONGEST_LIST: Final = 20
 
-noted: list[str] = []
-"""Where it happened and what, for meta.json."""
+Sink = Callable[[str, str], None]
+
+noted: list[tuple[str, str]] = []
+"""Before there is a capture: where, and what."""
+_sink: Sink | None = None
 
 
 def count_error(where: str, error: BaseException) -> None:
-    """Note an error, in words, for the capture under way or to come."""
-    if len(noted) < LONGEST_LIST:
-        noted.append(f"{where}: {type(error).__name__}: {error}")
+    """Count an error that a hook has caught, in the capture under way or to come. Raises it again if it is not ours but
+    a signal handler's of the job."""
+    if by_handler(error):
+        raise error
+    if _sink is not None:
+        _sink(where, describe(error))
+    elif len(noted) < LONGEST_LIST:
+        noted.append((where, describe(error)))
+
+
+def send_to(sink: Sink | None) -> None:
+    """Count errors with `sink` from now on, those noted so far first; None notes again."""
+    global _sink
+    _sink = sink
+    if sink is not None:
+        for where, said in noted:
+            sink(where, said)
+        noted.clear()
+
+
+def describe(error: BaseException) -> str:
+    """In a line."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def report_failure(doing: str, error: BaseException) -> None:
-    """A failure after which there may be no capture to note it in: leave a word in the run folder, never on stderr."""
+    """A failure after which there may be no capture to note it in: leave a word in the run folder, never on stderr.
+    Raises what is a signal handler's again."""
     count_error(doing, error)
     folder = identity.setting("DSPROF_RUN")
     if not folder:
         return
     try:
         with open(Path(folder) / f"error.{os.getpid()}.txt", "a") as file:
-            file.write(f"{doing}: {type(error).__name__}: {error}\n")
+            file.write(f"{doing}: {describe(error)}\n")
     except OSError:
         pass  # the folder is gone or the disk full: the launcher reports the missing rank

@@ -19,10 +19,10 @@ class Group:
 
 
 class Groups:
-    """Groups by name, as a new one may have a destroyed one's address. Use them, and what they return, under `lock`."""
+    """Groups by name, as a new one may have a destroyed one's address. Thread-safe; without a lock for a known one."""
 
     def __init__(self, intern: Callable[[str], int]) -> None:
-        self.lock = threading.RLock()  # a signal's handler may call a collective while its thread holds it
+        self._lock = threading.RLock()  # a signal's handler may call a collective while its thread holds it
         self._intern = intern
         self._groups: dict[str, Group] = {}
         self._generation = 1
@@ -30,13 +30,14 @@ class Groups:
     def named(self, name: str) -> Group:
         """The group that has this name now."""
         group = self._groups.get(name)
-        if group is None:
+        if group is not None:
+            return group
+        with self._lock:
             known_as = name if self._generation == 1 else f"{name}#{self._generation}"
-            group = self._groups.setdefault(name, Group(self._intern(known_as)))
-        return group
+            return self._groups.setdefault(name, Group(self._intern(known_as)))
 
     def renew(self) -> None:
         """The default group was destroyed: torch numbers its groups from 0 again; keep the next ones apart (`0#2`)."""
-        with self.lock:
+        with self._lock:
             self._generation += 1
             self._groups = {}

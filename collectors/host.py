@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dsprof.schema import CPU_SECONDS, Kind
 
+from .interrupts import by_handler
+
 if TYPE_CHECKING:
     from .record import Recorder
 
@@ -99,7 +101,9 @@ def process_start_ns() -> int | None:
 def _open(path: str) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except OSError as error:
+        if by_handler(error):
+            raise
         return -1
 
 
@@ -115,7 +119,9 @@ def worker_seconds() -> float | None:
         try:
             with open(f"/proc/{process.pid}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
-        except OSError:  # it has ended meanwhile, and counts as such in the next step
+        except OSError as error:  # it has ended meanwhile, and counts as such in the next step
+            if by_handler(error):
+                raise
             continue
         total += (int(fields[USER_TICKS]) + int(fields[SYSTEM_TICKS])) / TICKS_A_SECOND
     return total

@@ -18,8 +18,10 @@ from typing import Any, Final
 from dsprof.schema import Flag, Kind
 
 from .batches import Batches
+from .interrupts import by_handler
 from .native import NativeRecorder
-from .record import PyRecorder, Recorder
+from .python_recorder import PyRecorder
+from .record import Recorder
 from .uninstall import Uninstall, replace_attribute
 from .wrap import stands_for
 
@@ -57,7 +59,21 @@ def _install_every(recorder: NativeRecorder) -> None:
             ids.pop(address, None)
 
     names = Names(recorder.intern, name_module)
-    recorder.install_modules(names.name_all, Batches(recorder, lambda address: ids.get(address, 0)).note)
+    batches = Batches(recorder, lambda address: ids.get(address, 0))
+
+    def name_all(root: Any) -> None:
+        try:
+            names.name_all(root)
+        except Exception as error:
+            recorder.count_error("names of modules", error)
+
+    def note(module: Any, /, *args: Any, **kwargs: Any) -> None:
+        try:
+            batches.note(module, *args, **kwargs)
+        except Exception as error:
+            recorder.count_error("size of a batch", error)
+
+    recorder.install_modules(name_all, note)
 
 
 class Names:
@@ -154,8 +170,8 @@ def _wrapper(original: Callable[..., Any], recorder: PyRecorder, every: bool) ->
                 module = begin_module(self, forward)
                 if note_input is not None and forward and grad_enabled():
                     note_input(self, *args, **kwargs)
-        except Exception:
-            recorder.count_error()
+        except Exception as error:
+            recorder.count_error("forward", error)
         thread.inside = True
         try:
             return original(self, *args, **kwargs)
@@ -181,7 +197,9 @@ def count_inputs(inputs: tuple[Any, ...]) -> tuple[int, int] | None:
                 return None
             try:
                 size = tensor.nbytes
-            except Exception:  # a tensor without a plain size, such as a nested one
+            except Exception as error:  # a tensor without a plain size, such as a nested one
+                if by_handler(error):
+                    raise
                 continue
             nbytes += size
             elements += size // tensor.itemsize  # numel() would be recorded by torch.jit.trace

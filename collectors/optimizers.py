@@ -99,9 +99,9 @@ class _Steps:
                 if number <= MOST_DESCRIBED:
                     facts.state(_describe(optimizer, number))
             return number
-        except Exception:  # a class of the user's that is not hashable, or lacks param_groups
+        except Exception as error:  # a class of the user's that is not hashable, or lacks param_groups
             if self.recorder is not None:
-                self.recorder.count_error()
+                self.recorder.count_error("an optimizer's number", error)
             return None
 
 

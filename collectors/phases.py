@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dsprof.schema import Kind
 
 from . import dynamo, facts, optimizers
-from .uninstall import Uninstall
+from .uninstall import Uninstall, in_reverse, replace_attribute
 from .wrap import stands_for
 
 if TYPE_CHECKING:
@@ -54,16 +54,8 @@ def _data(recorder: Recorder) -> Uninstall:
         finally:
             recorder.end(handle)
 
-    _BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign]
-    DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
-
-    def uninstall() -> None:  # somebody may have wrapped ours since: then it stays, and records nothing
-        if _BaseDataLoaderIter.__next__ is __next__:
-            _BaseDataLoaderIter.__next__ = load  # type: ignore[method-assign]
-        if DataLoader.__iter__ is __iter__:
-            DataLoader.__iter__ = start  # type: ignore[method-assign]
-
-    return uninstall
+    places = ((_BaseDataLoaderIter, __next__), (DataLoader, __iter__))
+    return in_reverse([replace_attribute(place, hook.__name__, hook) for place, hook in places])
 
 
 class _Backwards:
@@ -154,12 +146,6 @@ def _hook_backward() -> Uninstall:
     dynamo.skip_frame(engine_run_backward)
     dynamo.skip(_Backwards.enter, _Backwards.leave)
 
-    def unhook() -> None:
-        for place in places:
-            if place._engine_run_backward is engine_run_backward:
-                place._engine_run_backward = run
-
+    unhook = in_reverse([replace_attribute(place, "_engine_run_backward", engine_run_backward) for place in places])
     engine_run_backward._dsprof = unhook  # type: ignore[attr-defined]
-    for place in places:
-        place._engine_run_backward = engine_run_backward
     return unhook

@@ -65,8 +65,8 @@ def _watch_chunks(recorder: Recorder, stage: Any, method: str, name: int, parame
         start_ns = clock()
         try:
             handle = begin(int(self.stage_index), int(args[0] if args else kwargs[parameter]), start_ns)
-        except Exception:
-            recorder.count_error()
+        except Exception as error:
+            recorder.count_error("a pipeline's action", error)
             handle = 0
         try:
             return original(self, *args, **kwargs)

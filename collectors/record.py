@@ -1,57 +1,20 @@
-"""Writing records: what a recorder is, and the one in Python (the native one is `native/recorder.hpp`).
+"""What a recorder is. The native one is `native/recorder.hpp`, the one in Python `python_recorder.py`.
 
-A recorder never raises into the training job and never slows down for long: when a name or a record
-cannot be written (the disk is full, the capture reached its size limit) it stops and counts what it drops.
+A recorder never raises into the training job and never slows it down for long: when a name or a record cannot be
+written (the disk is full, the capture reached its size limit) it stops and counts what it drops.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-import os
-import struct
 import threading
-import time
+from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
-from dsprof import schema
-from dsprof.schema import Family
-
-from .chunks import Chunks
-from .groups import Groups
-from .targets import Target, Targets
+from .errors import describe
+from .interrupts import by_handler
 
 LIMIT_BYTES: Final = 2 << 30
 """Default size limit of one rank's capture."""
-
-TOO_MANY_NAMES: Final = "(too many names)"
-"""Every further name is recorded as this one, which takes the last id."""
-
-MAX_HOST_NS: Final = 2**32 - 1
-
-_BEGUN, _DONE = int(schema.State.BEGUN), int(schema.State.DONE)
-_COMM, _WAIT = int(schema.Kind.COMM), int(schema.Kind.WAIT)
-_SPAN, _COLLECTIVE, _P2P, _KERNEL, _SAMPLE = map(int, Family)
-_LAYOUT: Final = {int(family): schema.layout(family) for family in Family}
-_FAMILY: Final = {int(kind): int(schema.USUAL_FAMILY.get(kind, Family.SPAN)) for kind in schema.Kind}
-"""Of each kind; a wait may have another."""
-
-_INT64, _DOUBLE, _UINT32, _UINT16, _UINT8 = (struct.Struct("<" + code) for code in "qdIHB")
-_START_NS, _END_NS, _NAME, _STATE, _FAMILY_AT, _BYTES = map(
-    functools.partial(schema.offset, Family.SPAN), ("start_ns", "end_ns", "name", "state", "family", "bytes")
-)
-_OWN: Final = schema.offset(Family.SPAN, "lane")
-"""Where the fields begin that differ by family."""
-_OWN_FIELDS: Final = {
-    int(family): struct.Struct("<" + "".join(code for _, code in schema.FAMILY_FIELDS[family])) for family in Family
-}
-_VALUE: Final = schema.offset(Family.SPAN, "value")
-assert all(schema.offset(family, "bytes") == _BYTES for family in Family)
-_SEQ, _HOST_NS = (schema.offset(Family.COLLECTIVE, field) for field in ("seq", "host_ns"))
-assert schema.offset(Family.P2P, "seq") == _SEQ
-
-NAN: Final = float("nan")
-"""A value that is none."""
 
 NOTHING, CALLS, CALLS_AND_WAITS = 0, 1, 2
 """What of c10d is passed over on a thread, because the engine tells of it."""
@@ -79,7 +42,8 @@ class Recorder(Protocol):
 
     @property
     def dropped(self) -> int:
-        """Records not written since the capture became full."""
+        """Records that could not be written: the disk was full, or too slow. What was written and given up for the
+        size limit is not among them."""
 
     @property
     def errors(self) -> int:
@@ -162,8 +126,18 @@ class Recorder(Protocol):
     def pass_over(self, what: int, /) -> None:
         """On this thread, from now on: NOTHING, CALLS of c10d, or CALLS_AND_WAITS are not recorded, nor numbered."""
 
-    def count_error(self) -> None:
-        """Count an error that a hook caught."""
+    def count_error(self, hook: str, error: BaseException, /) -> None:
+        """Count an error that this hook has caught. Raises it again if it is not ours but a signal handler's of the
+        job."""
+
+    def note_error(self, hook: str, said: str, /) -> None:
+        """The same of what is known to be ours, in words."""
+
+    def failures(self) -> list[tuple[str, int, str]]:
+        """Each hook that failed, how often, and what its first error said."""
+
+    def count_step(self) -> None:
+        """The training thread has taken a step: how many there were is written into each chunk as it is begun."""
 
     def enter_backward(self) -> int:
         """This thread enters a backward pass: how many it is in now (more than 1: re-entrant checkpointing)."""
@@ -182,11 +156,18 @@ class Recorder(Protocol):
         """Stop recording; the counters stay readable."""
 
 
-class BackwardDepth:
-    """How many backward passes each thread is in: the part of a `Recorder` that both kinds share."""
+class SharedParts:
+    """What both kinds of `Recorder` have in common."""
+
+    note_error: Callable[[str, str], None]
 
     def __init__(self) -> None:
         self._local = threading.local()
+
+    def count_error(self, hook: str, error: BaseException, /) -> None:
+        if by_handler(error):
+            raise error
+        self.note_error(hook, describe(error))
 
     def enter_backward(self) -> int:
         depth = self._local.depth = getattr(self._local, "depth", 0) + 1
@@ -194,245 +175,3 @@ class BackwardDepth:
 
     def leave_backward(self) -> None:
         self._local.depth -= 1
-
-
-class PassedOver(threading.local):
-    """What of c10d is passed over on this thread."""
-
-    what: int = NOTHING
-
-
-class Purposes(threading.local):
-    """What this thread communicates for."""
-
-    context: CallContext = CallContext()
-
-
-class PyRecorder(BackwardDepth):
-    """A `Recorder` in Python: 1 to 2 us a record."""
-
-    def __init__(self, folder: str | os.PathLike[str], limit_bytes: int = LIMIT_BYTES) -> None:
-        """Write into `folder`, which may be renamed later. Raises OSError when it cannot be opened."""
-        super().__init__()
-        directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            self._names = os.open("names.txt", flags, 0o644, dir_fd=directory)
-        except OSError:
-            os.close(directory)
-            raise
-        self._chunks = Chunks(directory, limit_bytes)
-        self._write, self._store = self._chunks.write, self._chunks.store
-        self._errors = 0
-        self._lock = threading.RLock()  # a signal's handler may come in between
-        self._ids: dict[str, int] = {}
-        self._numbers = itertools.count(1)
-        self.groups = Groups(self.intern)
-        self.passed_over = PassedOver()
-        self.purposes = Purposes()
-        self.targets = Targets()
-
-    @property
-    def records(self) -> int:
-        return self._chunks.records
-
-    @property
-    def dropped(self) -> int:
-        return self._chunks.dropped
-
-    @property
-    def errors(self) -> int:
-        return self._errors + self._chunks.errors
-
-    def count_error(self) -> None:
-        self._errors += 1
-
-    def intern(self, name: str, /) -> int:
-        known = self._ids.get(name)
-        if known is not None:
-            return known
-        if self._chunks.closed:
-            return 0
-        with self._lock:
-            if len(self._ids) >= schema.MAX_NAMES - 1:
-                name = TOO_MANY_NAMES
-            if name in self._ids:
-                return self._ids[name]
-            number = next(self._numbers)
-            line = f"{number}\t{schema.escape_name(name)}\n".encode(errors="backslashreplace")
-            try:
-                if not self._chunks.full and os.write(self._names, line) != len(line):
-                    self._chunks.full = True
-            except OSError:
-                self._chunks.full = True
-            self._ids[name] = number
-            return number
-
-    def begin(self, kind: int, name: int, bytes: int = -1, value: float | None = None, /) -> int:
-        if kind == _WAIT and self.passed_over.what == CALLS_AND_WAITS:
-            return 0
-        return self._write_span(kind, _BEGUN, 0, name, time.perf_counter_ns(), 0, value, bytes)
-
-    def end(self, handle: int, value: float | None = None, bytes: int = -1, /) -> None:
-        now = time.perf_counter_ns()
-        if value is not None:
-            self._store(handle, _VALUE, _DOUBLE, value)
-        if bytes != -1:
-            self._store(handle, _BYTES, _INT64, bytes)
-        self.comm_end(handle, now)
-
-    def put(
-        self, kind: int, name: int, start_ns: int, end_ns: int, value: float | None = None, bytes: int = -1, /
-    ) -> None:
-        self._write_span(kind, _DONE, 0, name, start_ns, end_ns, value, bytes)
-
-    def _write_span(
-        self, kind: int, state: int, flags: int, name: int, start_ns: int, end_ns: int, value: float | None,
-        bytes: int, issue_ns: int = 0, lane: int = 0, stage: int = -1, microbatch: int = -1, module: int = 0,
-        purpose: int = 0, corr: int = -1,
-    ) -> int:  # fmt: skip
-        """A record of any family but those of communications."""
-        family = _FAMILY[kind]
-        number = NAN if value is None else value
-        if family == _KERNEL:
-            fields: tuple[float, ...] = (issue_ns, bytes, corr, module, purpose, number)
-        elif family == _SAMPLE:
-            fields = (number, bytes, module, purpose)
-        else:
-            fields = (number, bytes, corr, module, purpose)
-        head = (_LAYOUT[family], family, kind, state, flags, name, start_ns, end_ns)
-        return self._write(*head, lane, stage, microbatch, *fields)
-
-    def mark(self, kind: int, name: int, value: float | None = None, bytes: int = -1, /) -> None:
-        now = time.perf_counter_ns()
-        self.put(kind, name, now, now, value, bytes)
-
-    def begin_wait(self, name: int, waited: object, /) -> int:
-        target = waited if isinstance(waited, Target) else self.targets.of_work(waited)
-        return self.wait_begin(name, target, time.perf_counter_ns())
-
-    def wait_begin(self, name: int, target: Target | None, now: int, /) -> int:
-        """This thread waits for `target` from now on; `name` is for a wait whose target is unknown."""
-        if self.passed_over.what == CALLS_AND_WAITS:
-            return 0
-        context = self.purposes.context
-        if target is None:
-            return self._write_span(_WAIT, _BEGUN, 0, name, now, 0, None, -1, 0, 0, *context)
-        family, fields = _comm_fields(target, 0, -1, 0, context)
-        return self._write(_LAYOUT[family], family, _WAIT, _BEGUN, 0, target.name, now, 0, *fields)
-
-    def target(self, work: object, /) -> Target | None:
-        return self.targets.here.issued if work is None else self.targets.of_work(work)
-
-    def stands_for_issued(self, work: object, /) -> None:
-        issued = self.targets.here.issued
-        if issued is not None:
-            self.targets.remember_work(work, issued)
-
-    def enter_blocking(self) -> None:
-        self.targets.here.blocking += 1
-
-    def leave_blocking(self) -> None:
-        here = self.targets.here
-        here.blocking -= 1
-        if not here.blocking:
-            self.end(here.wait)
-            here.wait, here.inside = 0, []
-
-    def comm_begin(
-        self, name: int, group: int, seq: int, peer: int, tag: int, bytes: int, dtype: int, flags: int, p2p: bool, /
-    ) -> int:
-        """A communication is issued now. `peer` is the root of a collective that has one."""
-        now = time.perf_counter_ns()
-        here = self.targets.here
-        target = here.issued = Target(name, group, seq, peer if p2p else -1, tag if p2p else -1, p2p)
-        family, fields = _comm_fields(target, now, bytes, dtype, self.purposes.context, root=peer)
-        handle = self._write(_LAYOUT[family], family, _COMM, _BEGUN, flags, name, now, 0, *fields)
-        if here.wait:
-            self._waits_for(here.wait, target)
-        elif here.blocking:
-            here.wait = self.wait_begin(0, target, now)
-        return handle
-
-    def _waits_for(self, handle: int, target: Target) -> None:
-        """Have the record of a wait under way name another communication."""
-        family, fields = _comm_fields(target, 0, -1, 0, self.purposes.context)
-        self._store(handle, _NAME, _UINT16, target.name)
-        self._store(handle, _FAMILY_AT, _UINT8, family)
-        self._store(handle, _OWN, _OWN_FIELDS[family], *fields)
-
-    def comm_issued(self, handle: int, host_ns: int, /) -> None:
-        """The call that issued this collective, which is no send or receive, took `host_ns`."""
-        self._store(handle, _HOST_NS, _UINT32, min(host_ns, MAX_HOST_NS))
-
-    def comm_end(self, handle: int, end_ns: int, /) -> None:
-        """It ended; `end_ns` 0: nobody will tell when."""
-        self._store(handle, _END_NS, _INT64, end_ns)
-        self._store(handle, _STATE, _UINT8, _DONE)
-
-    def group(self, name: str, /) -> int:
-        with self.groups.lock:
-            return self.groups.named(name).id
-
-    def number(self, group: str, /) -> int:
-        with self.groups.lock:
-            return next(self.groups.named(group).numbers)
-
-    def comm(
-        self, kind: int, name: int, start_ns: int, end_ns: int, issue_ns: int, bytes: int, group: int, seq: int,
-        peer: int, dtype: int, flags: int, stage: int, microbatch: int, module: int, purpose: int, /,
-    ) -> int:  # fmt: skip
-        target = Target(name, group, seq & schema.NO_SEQ, peer, -1, peer != -1)
-        if kind == _COMM:
-            self.targets.here.told = target
-        context = CallContext(stage, microbatch, module, purpose)
-        family, fields = _comm_fields(target, issue_ns, bytes, dtype, context)
-        state = _DONE if end_ns else _BEGUN
-        return self._write(_LAYOUT[family], family, kind, state, flags, name, start_ns, end_ns, *fields)
-
-    def span(
-        self, kind: int, name: int, start_ns: int, end_ns: int, issue_ns: int, value: float | None, bytes: int,
-        flags: int, lane: int, stage: int, microbatch: int, module: int, purpose: int, corr: int = -1, /,
-    ) -> int:  # fmt: skip
-        state = _DONE if end_ns else _BEGUN
-        place = (issue_ns, lane, stage, microbatch, module, purpose, corr)
-        return self._write_span(kind, state, flags, name, start_ns, end_ns, value, bytes, *place)
-
-    def span_end(self, handle: int, start_ns: int, end_ns: int, seq: int, /) -> None:
-        self._store(handle, _START_NS, _INT64, start_ns)
-        if seq != -1:
-            self._store(handle, _SEQ, _UINT32, seq)
-        self.comm_end(handle, end_ns)
-
-    def context(self, stage: int, microbatch: int, module: int, purpose: int, /) -> CallContext:
-        before = self.purposes.context
-        self.purposes.context = CallContext(stage, microbatch, module, purpose)
-        return before
-
-    def pass_over(self, what: int, /) -> None:
-        self.passed_over.what = what
-        self.targets.here.told = None
-
-    def mute(self, muted: bool, /) -> None:
-        self._chunks.muted = muted
-
-    def disarm_after_fork(self) -> None:
-        self._chunks.abandon()
-
-    def close(self) -> None:
-        with self._lock:
-            if not self._chunks.closed:
-                self._chunks.close()
-                os.close(self._names)
-
-
-def _comm_fields(
-    target: Target, issue_ns: int, bytes: int, dtype: int, context: CallContext, root: int = -1
-) -> tuple[int, tuple[int, ...]]:
-    """Family of the record of a communication, or of a wait for one, and that family's fields."""
-    stage, microbatch, module, purpose = context
-    if target.p2p:
-        place = (target.seq, target.group, target.peer, target.tag, stage, microbatch)
-        return _P2P, (dtype, module, purpose, issue_ns, bytes, *place)
-    of = (stage, microbatch, module, purpose)
-    return _COLLECTIVE, (dtype, 0, issue_ns, bytes, target.seq, target.group, root, *of)

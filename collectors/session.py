@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from dsprof.schema import FORMAT_VERSION, Kind, parse_size
+from dsprof.schema import FORMAT_VERSION, Kind, describe_failure, parse_size
 
 from . import errors, facts, host, identity
 from .errors import count_error
@@ -75,6 +75,7 @@ class Session:
         )
         from .frameworks import deepspeed, tensor_parallel
 
+        errors.send_to(self.recorder.note_error)
         facts.watch_ddp()
         facts.send_to(self.write_fact)
         self.write_fact(facts.process())
@@ -111,6 +112,7 @@ class Session:
 
     def on_step(self) -> None:
         """After an optimizer step: the use of the host so far, and what was set up since the last one."""
+        self.recorder.count_step()
         self._look()
         try:
             host.sample(self.recorder)
@@ -219,7 +221,7 @@ class Session:
             "closed_ns": time.monotonic_ns() if closed else None,
             "records": self.recorder.records,
             "dropped": self.recorder.dropped,
-            "errors": [*errors.noted, *(["hooks"] * self.recorder.errors)][: errors.LONGEST_LIST],
+            "errors": [describe_failure(*failure) for failure in self.recorder.failures()],
             "closed": closed,
         }
         temporary = self.folder / ".meta.json.tmp"
@@ -266,6 +268,7 @@ def stop() -> None:
     if session.switch is not None:
         session.switch.close()
     session.write_meta(closed=True)
+    errors.send_to(None)
     session.recorder.close()
     session._facts.close()
     atexit.unregister(stop)
@@ -276,12 +279,14 @@ def _in_child() -> None:
     global _current
     if _current is not None:
         _current.recorder.disarm_after_fork()
+        errors.send_to(None)
         _current = None
 
 
 def _recorder(folder: Path) -> tuple[Recorder, bool]:
     from . import native
-    from .record import LIMIT_BYTES, PyRecorder
+    from .python_recorder import PyRecorder
+    from .record import LIMIT_BYTES
 
     given = identity.setting("DSPROF_LIMIT")
     limit = parse_size(given) if given else LIMIT_BYTES

@@ -6,10 +6,11 @@ hand out tensors in place of works. A wait asks by the one or the other.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
+
+from .interrupts import by_handler
 
 MOST_TENSORS: Final = 256
 """Of one collective that are remembered."""
@@ -59,8 +60,11 @@ class Targets:
         self._lock = threading.RLock()  # freeing a storage may collect garbage, and so run anything
 
     def remember_work(self, work: Any, target: Target) -> None:
-        with contextlib.suppress(TypeError):  # None
+        try:
             self._works[work] = target
+        except TypeError as error:  # None
+            if by_handler(error):
+                raise
 
     def remember_tensors(self, value: Any, target: Target) -> None:
         """Of a tensor, a list of them, or a list of lists."""
@@ -82,7 +86,9 @@ class Targets:
     def of_work(self, work: Any) -> Target | None:
         try:
             return self._works.get(work)
-        except TypeError:  # no work, or one of a class that cannot be hashed
+        except TypeError as error:  # no work, or one of a class that cannot be hashed
+            if by_handler(error):
+                raise
             return None
 
     def of_tensor(self, tensor: Any) -> Target | None:
@@ -111,5 +117,7 @@ def _storages(value: Any) -> list[Any]:
         return [storage for item in value for storage in _storages(item)]
     try:
         return [value.untyped_storage()]
-    except (AttributeError, NotImplementedError, RuntimeError):  # no tensor, or one without a storage (sparse)
+    except (AttributeError, RuntimeError) as error:  # no tensor, or one without a storage (sparse)
+        if by_handler(error):
+            raise
         return []

@@ -5,12 +5,12 @@ kernels. Waits of DDP's reducer inside C++ are derived on merge.)
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
 from . import dynamo
+from .interrupts import by_handler
 from .uninstall import Uninstall
 from .wrap import stands_for
 
@@ -78,8 +78,8 @@ def _works(recorder: Recorder, hooks: Hooks) -> Uninstall:
         def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 handle = begin(names.get(self._get_op_type(), other), self)
-            except Exception:
-                recorder.count_error()
+            except Exception as error:
+                recorder.count_error("a wait", error)
                 handle = 0
             try:
                 result = original(self, *args, **kwargs)
@@ -105,14 +105,19 @@ def _futures(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:
 
     def carry(future: Any, target: object | None) -> Any:
         if target is not None:
-            with contextlib.suppress(TypeError):  # of a class that cannot be hashed
+            try:
                 targets[future] = target
+            except TypeError as error:  # of a class that cannot be hashed
+                if by_handler(error):
+                    raise
         return future
 
     def target_of(future: Any) -> object | None:
         try:
             return targets.get(future)
-        except TypeError:
+        except TypeError as error:
+            if by_handler(error):
+                raise
             return None
 
     def given(original: Function) -> Function:
@@ -131,8 +136,8 @@ def _futures(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:
                 return original(self)
             try:
                 handle = recorder.begin_wait(name, target)
-            except Exception:
-                recorder.count_error()
+            except Exception as error:
+                recorder.count_error("a wait", error)
                 handle = 0
             try:
                 result = original(self)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from dsprof.schema import CAPTURE_OFF, CAPTURE_ON, CONTROL_FILE, Kind, parse_steps
 
 from .errors import count_error
+from .interrupts import by_handler
 
 if TYPE_CHECKING:
     from .record import Recorder
@@ -91,7 +92,9 @@ class Switch:
     def _look(self) -> None:
         try:
             found = os.stat(self._control)
-        except OSError:
+        except OSError as error:
+            if by_handler(error):
+                raise
             return
         identity = (found.st_ino, found.st_mtime_ns)
         if identity == self._seen:

@@ -7,6 +7,7 @@ A capture is a folder `capture/rank00003.<restart>.<host>.<pid>/` holding
     meta.json          who wrote it (see `dsprof.collectors.session`)
     names.txt          one line a name: its id, a tab, the escaped name
     chunk-00000.bin    a header page, then fixed-size records; chunk-00001.bin follows, and so on
+    counters.bin       what was dropped, and which hooks failed, as it stands
     facts.jsonl        one-off facts: how DDP, the DataLoader, ... were configured, and where
 
 Records are written at their begin and completed at their end, so a record whose `end_ns` is 0 is
@@ -197,6 +198,8 @@ NO_SEQ: Final = 2**32 - 1
 """`seq` of a communication without a number."""
 MAX_NAMES: Final = 2**16 - 1
 """Ids are from 1 to this."""
+TOO_MANY_NAMES: Final = "(too many names)"
+"""Every further name is recorded as this one, which takes the last id."""
 
 DTYPES: Final = (
     "", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64",
@@ -216,6 +219,50 @@ CHUNK_RECORDS: Final = 16384
 
 CHUNK_HEADER: Final = struct.Struct("<8sIIIIQ")
 """magic, FORMAT_VERSION, RECORD_BYTES, CHUNK_RECORDS, index of this chunk, pid."""
+CHUNK_PLACE: Final = struct.Struct("<QQQ")
+"""Behind CHUNK_HEADER: how many chunks at the beginning are kept for good, how many behind those had been given up for
+the size limit when this one was made, and how many steps the process had counted when this one's first record was
+written. All 0 in older captures."""
+
+KEPT_SHARE: Final = 4
+"""At the size limit the first 1 / KEPT_SHARE of it stays, and of the rest the oldest chunk makes room for the next."""
+
+
+def kept_chunks(limit_chunks: int) -> int:
+    """How many chunks at the beginning stay, of as many as the size limit has room for. Of fewer than three all stay,
+    and then nothing more is written: giving one up takes one that is being written and one that is prepared."""
+    return limit_chunks if limit_chunks < 3 else max(1, limit_chunks // KEPT_SHARE)
+
+
+# --- the counters -----------------------------------------------------------------------------
+
+COUNTERS_NAME: Final = "counters.bin"
+COUNTERS_MAGIC: Final = b"dsprofct"
+COUNTERS_BYTES: Final = 4096
+COUNTERS_HEADER: Final = struct.Struct("<8sII")
+"""magic, version 1, errors that found no room in the table."""
+COUNTERS: Final = ("dropped", "given_up", "waits", "wait_ns", "prepared", "prepare_ns", "steps")
+"""Counted from 0, 8 bytes each, behind COUNTERS_HEADER: records that could not be written; chunks given up for the size
+limit; hooks that found the next chunk not ready, and how long they waited for it; chunks that were made, and how long
+that took; steps that the process counted."""
+ERROR_TABLE: Final = 128
+"""Where the table of hooks that failed begins."""
+ERROR_HOOK_BYTES: Final = 48
+ERROR_SAID_BYTES: Final = 184
+ERROR_ENTRY: Final = struct.Struct(f"<Q{ERROR_HOOK_BYTES}s{ERROR_SAID_BYTES}s")
+"""How often (written last, 0: none), which hook, and what its first error said; UTF-8, filled up with zeros."""
+MOST_ERRORS: Final = (COUNTERS_BYTES - ERROR_TABLE) // ERROR_ENTRY.size
+"""Hooks that the table has room for."""
+
+
+def counter_text(field: bytes) -> str:
+    """A text of ERROR_ENTRY."""
+    return field.rstrip(b"\0").decode(errors="replace")
+
+
+def describe_failure(hook: str, count: int, said: str) -> str:
+    """A hook that failed, in a line."""
+    return f"{hook}: {said}" + (f" ({count} times)" if count > 1 else "")
 
 
 def chunk_name(index: int) -> str:
@@ -355,6 +402,9 @@ TOKENS: Final = "tokens"
 CAPTURE_ON: Final = "capture_on"
 CAPTURE_OFF: Final = "capture_off"
 """Names of the `mark` rows where a rank begins and ceases to record; `value`: its optimizer steps so far."""
+CAPTURE_GAP: Final = "capture_gap"
+"""Name of the `mark` row for the time whose records were given up, from the last one before to the first one after it;
+`value`: how many steps the rank had counted by its end; 0 where it counts none."""
 CONTROL_FILE: Final = "control.json"
 """In the run folder: {"capture": "on" or "off"}, for the ranks of a job that runs."""
 

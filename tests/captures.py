@@ -15,7 +15,8 @@ import pytest
 from dsprof import schema
 from dsprof.collectors import native
 from dsprof.collectors.native import build
-from dsprof.collectors.record import LIMIT_BYTES, PyRecorder, Recorder
+from dsprof.collectors.python_recorder import PyRecorder
+from dsprof.collectors.record import LIMIT_BYTES, Recorder
 from dsprof.schema import NO_SEQ, Family, Flag, Kind, State
 from dsprof.trace.records import decode
 
@@ -131,6 +132,8 @@ def open_recorder(kind: str, folder: Path, limit_bytes: int = LIMIT_BYTES, creat
         folder.mkdir(parents=True, exist_ok=True)
     if kind == "python":
         return PyRecorder(folder, limit_bytes)
+    import torch  # noqa: F401  (the helper is for the torch of this process)
+
     said: list[str] = []
     helper = native.load(said.append)
     assert helper is not None, said

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from captures import RECORDERS, build_helper, open_recorder, read_names, read_rows
+from clocks import Clock
 from jobs import ROOT, environment, profile
 from records import Record, capture_of
 from synthetic import MS, write_capture
@@ -26,24 +27,13 @@ from dsprof.trace.capture import Capture, read_capture
 from dsprof.trace.derive import trace_rows
 
 
-class Clock:
-    """A microsecond later at each look."""
-
-    def __init__(self) -> None:
-        self.now = 0
-
-    def __call__(self) -> int:
-        self.now += 1000
-        return self.now
-
-
 class Told:
     """A capture of what one engine tells."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.folder = folder
         self.recorder: Recorder = open_recorder(kind, folder)
-        self.hooks = Hooks(stage=2, clock=Clock())
+        self.hooks = Hooks(stage=2, clock=Clock(tick=1000))
         self.steps = 0
         optimizers.install(self.recorder, lambda: None)
         self._unsubscribe = engine_events.install(self.recorder, self.count_step)

@@ -117,5 +117,5 @@ def test_a_hook_that_fails_is_counted_and_the_import_succeeds(name: str, monkeyp
 
     uninstall = when_imported(name, broken)  # type: ignore[arg-type]
     assert importlib.import_module(name).value == 1
-    assert errors.noted == [f"a hook in {name}: AttributeError: gone"]
+    assert errors.noted == [(f"a hook in {name}", "AttributeError: gone")]
     uninstall()

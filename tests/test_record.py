@@ -19,7 +19,8 @@ from captures import RECORDERS, build_helper, open_recorder, read_names, read_ro
 from dsprof import schema
 from dsprof.collectors import record
 from dsprof.collectors.chunks import CHUNK_BYTES
-from dsprof.collectors.record import PyRecorder, Recorder
+from dsprof.collectors.python_recorder import PyRecorder
+from dsprof.collectors.record import Recorder
 from dsprof.schema import CHUNK_RECORDS, Kind, State
 
 Open = Callable[..., Recorder]
@@ -324,10 +325,13 @@ def test_backward_depth_is_counted_for_each_thread(opened: Open) -> None:
     assert depths == [1, 2, 1, 2]
 
 
-def test_errors_are_counted(opened: Open) -> None:
+def test_errors_are_counted_by_hook(opened: Open) -> None:
     recorder = opened()
-    recorder.count_error()
-    assert recorder.errors == 1
+    recorder.count_error("a wait", ValueError("odd\nand more"))
+    recorder.count_error("forward", KeyError("x"))
+    recorder.count_error("a wait", ValueError("another"))
+    assert recorder.errors == 3
+    assert recorder.failures() == [("a wait", 2, "ValueError: odd"), ("forward", 1, "KeyError: 'x'")]
 
 
 def test_number_out_of_range_is_counted_not_raised(opened: Open, tmp_path: Path) -> None:

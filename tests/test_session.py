@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from armed import both, captured, train
 
+from dsprof.collectors.python_recorder import PyRecorder
 from dsprof.schema import Kind
 from dsprof.trace.capture import read_capture
 from dsprof.trace.derive import trace_rows
@@ -69,9 +70,9 @@ def test_an_optimizer_that_raised_does_not_hide_the_steps_of_another(native: str
 
 
 def test_a_collection_inside_the_recorder_does_not_deadlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsprof.collectors import chunks, host, record
+    from dsprof.collectors import chunks, host
 
-    recorder = record.PyRecorder(tmp_path)
+    recorder = PyRecorder(tmp_path)
     make = chunks._make_chunk
 
     def make_and_collect(*args: object) -> object:
@@ -94,9 +95,9 @@ def test_a_collection_inside_the_recorder_does_not_deadlock(tmp_path: Path, monk
 def test_sampling_from_one_thread_after_another_leaks_no_file(tmp_path: Path) -> None:
     import threading
 
-    from dsprof.collectors import host, record
+    from dsprof.collectors import host
 
-    recorder = record.PyRecorder(tmp_path)
+    recorder = PyRecorder(tmp_path)
     host.sample(recorder)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
@@ -108,10 +109,10 @@ def test_sampling_from_one_thread_after_another_leaks_no_file(tmp_path: Path) ->
 
 
 def test_many_facts_of_a_kind_leave_room_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsprof.collectors import identity, record, session
+    from dsprof.collectors import identity, session
 
     monkeypatch.setattr(session, "MOST_FACTS", 3)
-    recorder = record.PyRecorder(tmp_path)
+    recorder = PyRecorder(tmp_path)
     written = session.Session(tmp_path, identity.identify(), recorder, native=False)
     for number in range(5):
         written.write_fact({"fact": "dataloader", "number": number})
@@ -133,7 +134,7 @@ def test_an_error_in_a_hook_around_a_wait_does_not_reach_the_job(
 ) -> None:
     from torch import distributed
 
-    from dsprof.collectors import collective_kernels, record, waits
+    from dsprof.collectors import collective_kernels, waits
 
     class Work:
         def _get_op_type(self) -> int:
@@ -148,7 +149,7 @@ def test_an_error_in_a_hook_around_a_wait_does_not_reach_the_job(
             raise RuntimeError("a mistake of ours")
 
     monkeypatch.setattr(distributed, "Work", Work)
-    recorder = record.PyRecorder(tmp_path)
+    recorder = PyRecorder(tmp_path)
     hooks = collective_kernels.PythonHooks(recorder)
     hooks._targets = Broken()  # type: ignore[assignment]
     uninstall = waits._works(recorder, hooks)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from captures import RECORDERS, build_helper, open_recorder, read_rows
+from clocks import Clock
 from jobs import profile
 from records import Record, derive, derived, of, phase
 
@@ -54,14 +55,6 @@ def test_a_window_of_settings() -> None:
     assert Window.of_settings(lambda name: "") == Window()
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture(params=RECORDERS)
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Recorder]:
     if request.param == "native":
@@ -86,7 +79,7 @@ def take_steps(recorder: Recorder, switch: Switch, clock: Clock, count: int, fir
 
 
 def test_only_the_steps_of_the_window_are_written(opened: Recorder, tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(now=100)
     switch = Switch(opened, Window(first=2, last=4), tmp_path, clock)
     assert take_steps(opened, switch, clock, 6, 0) == [False, True, False, False, False, False]
     assert marks(tmp_path) == [
@@ -96,7 +89,7 @@ def test_only_the_steps_of_the_window_are_written(opened: Recorder, tmp_path: Pa
 
 
 def test_the_control_file_outdoes_the_window(opened: Recorder, tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(now=100)
     switch = Switch(opened, Window(), tmp_path, clock)
     take_steps(opened, switch, clock, 1, 0)
     (tmp_path / CONTROL_FILE).write_text('{"capture": "off"}')
@@ -110,7 +103,7 @@ def test_the_control_file_outdoes_the_window(opened: Recorder, tmp_path: Path) -
 
 
 def test_a_control_file_that_cannot_be_read_changes_nothing(opened: Recorder, tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(now=100)
     switch = Switch(opened, Window(), tmp_path, clock)
     for content in ("", "[]", '{"capture": "maybe"}'):
         (tmp_path / CONTROL_FILE).write_text(content)

@@ -110,8 +110,8 @@ def _step(recorder: Recorder, on_step: Callable[[], None], original: Any) -> Any
                     facts.state({"fact": "tensor_parallel", "group": group})
             number = optimizers.number_of(engine.optimizer)
             return recorder.begin(Kind.PHASE, name, -1, number)
-        except Exception:
-            recorder.count_error()
+        except Exception as error:
+            recorder.count_error("DeepSpeed", error)
             return 0
 
     @stands_for(original)
@@ -236,8 +236,8 @@ def _watch_instruction(recorder: Recorder, positions: _Positions, table: dict[An
             now = time.monotonic_ns()
             handle = recorder.span(int(Kind.PIPE), action, now, 0, 0, None, -1, 0, 0, *place, 0, 0) if action else 0
             return recorder.context(*place, 0, purpose), handle
-        except Exception:
-            recorder.count_error()
+        except Exception as error:
+            recorder.count_error("DeepSpeed", error)
             return None
 
     @stands_for(original)

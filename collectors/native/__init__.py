@@ -12,7 +12,8 @@ from typing import Any
 
 from dsprof import schema
 
-from ..record import LIMIT_BYTES, BackwardDepth
+from ..interrupts import by_handler
+from ..record import LIMIT_BYTES, SharedParts
 from . import build
 
 
@@ -28,7 +29,7 @@ class Native:
         return NativeRecorder(self.module)
 
 
-class NativeRecorder(BackwardDepth):
+class NativeRecorder(SharedParts):
     """A `Recorder` whose methods are C functions, and the switch of the native hooks."""
 
     def __init__(self, module: Any) -> None:
@@ -51,7 +52,9 @@ class NativeRecorder(BackwardDepth):
         self.context = module.context
         self.span_end = module.span_end
         self.pass_over = module.pass_over
-        self.count_error = module.count_error
+        self.note_error = module.note_error
+        self.failures = module.failures
+        self.count_step = module.count_step
         self.mute = module.mute
         self.disarm_after_fork = module.disarm_after_fork
         self.close = module.close
@@ -87,10 +90,10 @@ class NativeRecorder(BackwardDepth):
     ) -> None:
         """Record the outermost call of a module in each thread; with `name_all`, which is called with an outermost
         module that is unknown, every call of one that `name_module` named, and its time in backward. `note_input` is
-        called with each outermost module and its arguments where it is trained."""
+        called with each outermost module and its arguments where it is trained. Both raise what is the job's only."""
         import torch
 
-        self._install_modules(torch.nn.Module.__call__, torch.Tensor, name_all, note_input)
+        self._install_modules(torch.nn.Module.__call__, torch.Tensor, name_all, note_input, by_handler)
 
 
 def load(explain: Callable[[str], None] = lambda reason: None) -> Native | None:

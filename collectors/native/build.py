@@ -26,10 +26,7 @@ from typing import Final
 from . import layout
 
 MODULE: Final = "dsprof_native"
-SOURCES: Final = tuple(
-    Path(__file__).parent / name
-    for name in ("hooks.cpp", "calls.hpp", "collectives.hpp", "flops.hpp", "modules.hpp", "recorder.hpp", "waits.hpp")
-)
+SOURCES: Final = (Path(__file__).parent / "hooks.cpp", *sorted(Path(__file__).parent.glob("*.hpp")))
 COMPILE_SECONDS: Final = 300
 
 _PROBE: Final = """

@@ -148,7 +148,7 @@ inline std::unique_ptr<at::ObserverContext> node_begins(const at::RecordFunction
       publish(here.row, kBegun);
     }
   } catch (...) {
-    errors++;
+    count_error("modules in backward");
   }
   return nullptr;
 }
@@ -188,7 +188,7 @@ class ModuleCall {
     record_->span.corr = static_cast<int64_t>(current_call.number);
     publish(record_, kBegun);
   } catch (...) {
-    errors++;
+    count_error("modules in backward");
   }
 
   void end() try {
@@ -201,7 +201,7 @@ class ModuleCall {
     complete(record_, now_ns());
     nodes_of_this_thread().begin(last, before_);
   } catch (...) {
-    errors++;
+    count_error("modules in backward");
   }
 
  private:

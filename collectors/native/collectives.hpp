@@ -40,13 +40,12 @@ class Groups {
     return group;
   }
 
-  Group& named(const std::string& name, Recorder& recorder) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = current_.find(name);
-    if (found != current_.end()) return *found->second;
-    Group& group = all_.emplace_back();
-    group.id = recorder.intern(name + suffix_);
-    current_.emplace(name, &group);
+  Group& named(std::string_view name, Recorder& recorder) {
+    static thread_local Known<Group*> known;
+    const uint64_t epoch = epoch_.load(std::memory_order_acquire);
+    if (Group* const* group = known.find(epoch, name)) return **group;
+    Group& group = enter(name, recorder);
+    known.remember(name, &group);
     return group;
   }
 
@@ -57,12 +56,14 @@ class Groups {
 
   void renew() {
     std::lock_guard<std::mutex> lock(mutex_);
+    epoch_++;
     current_.clear();
     suffix_ = "#" + std::to_string(++generation_);
   }
 
   void clear() {
     std::lock_guard<std::mutex> lock(mutex_);
+    epoch_++;
     current_.clear();
     p2p_.clear();
     suffix_.clear();
@@ -70,6 +71,16 @@ class Groups {
   }
 
  private:
+  Group& enter(std::string_view name, Recorder& recorder) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = current_.find(name);
+    if (found != current_.end()) return *found->second;
+    Group& group = all_.emplace_back();
+    group.id = recorder.intern(std::string(name) + suffix_);
+    current_.emplace(name, &group);
+    return group;
+  }
+
   static bool on_gloo(c10d::ProcessGroup& pg) try {
     return pg.getBackend(c10::DeviceType::CPU)->getBackendName() == "gloo";
   } catch (...) {
@@ -77,7 +88,8 @@ class Groups {
   }
 
   std::mutex mutex_;
-  std::unordered_map<std::string, Group*> current_;
+  std::atomic<uint64_t> epoch_{1};  // another one where a name may mean another group
+  std::unordered_map<std::string, Group*, TextHash, std::equal_to<>> current_;
   std::deque<Group> all_;  // never shrinks: a call under way may be using any of them
   std::string suffix_;
   int generation_ = 1;
@@ -196,7 +208,7 @@ inline void watch_backward(const Payload& payload) try {
       if (Recorder* recorder = active.load(std::memory_order_acquire))
         put(kMark, recorder->intern(kBackwardDone), now, now, kNoValue, -1);
     } catch (...) {
-      errors++;
+      count_error("the end of backward");
     }
   };
   if (torch::autograd::get_current_node()) {
@@ -205,7 +217,7 @@ inline void watch_backward(const Payload& payload) try {
     mark();
   }
 } catch (...) {
-  errors++;
+  count_error("the end of backward");
 }
 
 // The kernel in front of one c10d operator (dispatch key BackendSelect, which every call passes).
@@ -252,7 +264,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
       set_host_time(record);
       watch(*stack, issued, *group, target);
     } catch (...) {
-      errors++;
+      count_error("the end of a collective");
     }
   }
 
@@ -293,7 +305,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
     remember_tensors(arguments[0], this_thread.issued, room);
     return r;
   } catch (...) {
-    errors++;
+    count_error("a collective");
     return nullptr;
   }
 
@@ -309,7 +321,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
     if (work) remember_work(*work, target);
     return work;
   } catch (...) {
-    errors++;
+    count_error("the work of a collective");
     return {};
   }
 
@@ -377,7 +389,7 @@ class WaitKernel final : public c10::OperatorKernel {
     const Target target = target_of_tensor(stack.back().toTensor());
     return begin_wait(r, now, target, target.name ? 0 : recorder->intern("wait_tensor"));
   } catch (...) {
-    errors++;
+    count_error("wait_tensor");
     return nullptr;
   }
 };

@@ -29,7 +29,7 @@ struct Flops {
 using Inputs = c10::ArrayRef<const c10::IValue>;
 using Shape = c10::IntArrayRef;
 
-class Counter {
+class FlopCounter {
  public:
   struct Key {
     uint16_t module;
@@ -63,8 +63,8 @@ class Counter {
   std::map<std::string, uint64_t> missed_;
 };
 
-inline Counter& counter() {
-  static auto* instance = new Counter;
+inline FlopCounter& flop_counter() {
+  static auto* instance = new FlopCounter;
   return *instance;
 }
 
@@ -279,10 +279,10 @@ inline std::unique_ptr<at::ObserverContext> operator_begins(const at::RecordFunc
     const auto dtype = static_cast<uint8_t>(type < kDtypes ? type : 0);
     const Part part = part_of_now();
     const uint16_t module = module_of_now(part);
-    counter().add({module, part, dtype}, flops->all - flops->again);
-    if (flops->again) counter().add({module, part == kBackwardPart ? kAgainPart : part, dtype}, flops->again);
+    flop_counter().add({module, part, dtype}, flops->all - flops->again);
+    if (flops->again) flop_counter().add({module, part == kBackwardPart ? kAgainPart : part, dtype}, flops->again);
   } else {
-    counter().miss(std::string(name));
+    flop_counter().miss(std::string(name));
   }
   counted_here++;
   counted_depth++;
@@ -290,7 +290,7 @@ inline std::unique_ptr<at::ObserverContext> operator_begins(const at::RecordFunc
   context->whole = true;
   return context;
 } catch (...) {
-  errors++;
+  count_error("operations of a step");
   return nullptr;
 }
 
@@ -301,9 +301,9 @@ inline void operator_ends(const at::RecordFunction&, at::ObserverContext* contex
     counted_depth--;
   } else if (counted_here == op.before) {
     try {
-      counter().miss(op.foreign);
+      flop_counter().miss(op.foreign);
     } catch (...) {
-      errors++;
+      count_error("operations of a step");
     }
   }
 }
@@ -318,9 +318,9 @@ inline void stop_counting() {
 
 inline void start_counting() {
   stop_counting();
-  std::map<Counter::Key, double> flops;
+  std::map<FlopCounter::Key, double> flops;
   std::map<std::string, uint64_t> missed;
-  counter().take(flops, missed);
+  flop_counter().take(flops, missed);
   at::RecordFunctionCallback callback(&operator_begins, &operator_ends);
   operators_handle = at::addGlobalCallback(callback.needsInputs(true).scopes({at::RecordScope::FUNCTION}));
 }

@@ -34,6 +34,7 @@ def header() -> str:
             "#include <cstdint>",
             "namespace dsprof {",
             *_constants(),
+            f"enum Counter : size_t {{ {', '.join(f'k{_camel(name)}' for name in schema.COUNTERS)} }};",
             _enumeration("Kind", schema.Kind, "k{}"),
             _enumeration("State", schema.State, "k{}"),
             _enumeration("Flag", schema.Flag, "k{}"),
@@ -58,11 +59,25 @@ def _constants() -> list[str]:
         "uint32_t kRecordBytes": schema.RECORD_BYTES,
         "uint64_t kChunkRecords": schema.CHUNK_RECORDS,
         "uint64_t kChunkHeaderBytes": schema.CHUNK_HEADER_BYTES,
+        "uint64_t kChunkPlaceAt": schema.CHUNK_HEADER.size,
+        "uint64_t kKeptShare": schema.KEPT_SHARE,
+        "size_t kCountersBytes": schema.COUNTERS_BYTES,
+        "size_t kCountersHeaderBytes": schema.COUNTERS_HEADER.size,
+        "size_t kErrorTable": schema.ERROR_TABLE,
+        "size_t kErrorHookBytes": schema.ERROR_HOOK_BYTES,
+        "size_t kErrorSaidBytes": schema.ERROR_SAID_BYTES,
+        "size_t kMostErrors": schema.MOST_ERRORS,
         "uint32_t kNoSeq": f"{schema.NO_SEQ}u",
         "size_t kMaxNames": schema.MAX_NAMES,
         "int kDtypes": len(schema.DTYPES),
     }
-    texts = {"kChunkMagic": schema.CHUNK_MAGIC.decode(), "kBackwardDone": schema.BACKWARD_DONE}
+    texts = {
+        "kChunkMagic": schema.CHUNK_MAGIC.decode(),
+        "kCountersMagic": schema.COUNTERS_MAGIC.decode(),
+        "kCountersName": schema.COUNTERS_NAME,
+        "kTooManyNames": schema.TOO_MANY_NAMES,
+        "kBackwardDone": schema.BACKWARD_DONE,
+    }
     return [
         *(f"constexpr {declared} = {value};" for declared, value in numbers.items()),
         *(f'constexpr char {name}[] = "{value}";' for name, value in texts.items()),

@@ -31,7 +31,33 @@ inline std::unordered_map<const void*, uint16_t>& module_names() {
   return *instance;
 }
 
-// Adds a tensor's elements and bytes; false: a fake one, so this is a compiler tracing and not a forward.
+// interrupts.by_handler: whether a signal's handler of the job raised an exception.
+inline PyObject* handler_check = nullptr;
+
+// After an error: whether what is raised is the job's (Ctrl-C, what a signal's handler raised), and stays raised; what is
+// ours is taken away.
+inline bool is_the_jobs() {
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) return true;
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  if (trace) PyException_SetTraceback(value, trace);
+  PyObject* answer = PyObject_CallOneArg(handler_check, value);
+  if (!answer) {  // another handler came in between
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return true;
+  }
+  const bool theirs = answer == Py_True;
+  Py_DECREF(answer);
+  PyErr_Restore(type, value, trace);
+  if (!theirs) PyErr_Clear();
+  return theirs;
+}
+
+// Adds a tensor's elements and bytes; false: a fake one, so this is a compiler tracing and not a forward; or something
+// of the job's was raised.
 inline bool count_tensor(PyObject* object, int64_t& elements, int64_t& bytes) {
   if (!PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(tensor_type))) return true;
   const char* type = Py_TYPE(object)->tp_name;
@@ -41,10 +67,7 @@ inline bool count_tensor(PyObject* object, int64_t& elements, int64_t& bytes) {
   const int64_t size = nbytes ? PyLong_AsLongLong(nbytes) : 0, each = itemsize ? PyLong_AsLongLong(itemsize) : 1;
   Py_XDECREF(nbytes);
   Py_XDECREF(itemsize);
-  if (PyErr_Occurred()) {  // a tensor without a plain size, such as a nested one
-    PyErr_Clear();
-    return true;
-  }
+  if (PyErr_Occurred()) return !is_the_jobs();  // a tensor without a plain size, such as a nested one
   bytes += size;
   elements += size / std::max<int64_t>(each, 1);  // numel() would be recorded by torch.jit.trace
   return true;
@@ -72,25 +95,16 @@ inline uint16_t name_of_module(PyObject* module, bool outermost) {
   const auto found = module_names().find(module);
   if (found != module_names().end()) return found->second;
   if (!outermost) return 0;
-  PyObject* done = PyObject_CallOneArg(module_namer, module);
-  if (!done) {
-    if (!PyErr_ExceptionMatches(PyExc_Exception)) return 0;  // Ctrl-C, which came in between, is the job's
-    PyErr_Clear();
-    errors++;
-  }
-  Py_XDECREF(done);
+  PyObject* done = PyObject_CallOneArg(module_namer, module);  // what is ours it counts itself
+  if (!done) return 0;
+  Py_DECREF(done);
   const auto named = module_names().find(module);
   return named == module_names().end() ? 0 : named->second;
 }
 
-// Tells Python of the arguments of a forward that is trained.
+// Tells Python of the arguments of a forward that is trained. What is raised and is not ours stays raised.
 inline void note_input(PyObject* const* args, size_t nargsf, PyObject* keywords) {
-  PyObject* done = PyObject_Vectorcall(input_noter, args, PyVectorcall_NARGS(nargsf), keywords);
-  if (!done && PyErr_ExceptionMatches(PyExc_Exception)) {
-    PyErr_Clear();
-    errors++;
-  }
-  Py_XDECREF(done);
+  Py_XDECREF(PyObject_Vectorcall(input_noter, args, PyVectorcall_NARGS(nargsf), keywords));
 }
 
 inline PyObject* module_call(PyObject* function, PyObject* const* args, size_t nargsf, PyObject* keywords) {
@@ -108,6 +122,7 @@ inline PyObject* module_call(PyObject* function, PyObject* const* args, size_t n
   int64_t elements = 0, bytes = 0;
   bool real = true;
   for (Py_ssize_t i = 1; i < count && real; i++) real = count_input(args[i], elements, bytes);
+  if (!real && PyErr_Occurred()) return nullptr;
   // What the backward pass calls is a recomputation, not a forward.
   const bool again = torch::autograd::get_current_graph_task_id() != -1;
   const bool grad = c10::GradMode::is_enabled();
@@ -145,13 +160,15 @@ inline void uninstall_modules() {
   Py_CLEAR(tensor_type);
   Py_CLEAR(module_namer);
   Py_CLEAR(input_noter);
+  Py_CLEAR(handler_check);
   module_names().clear();
   leave_nodes();
 }
 
 // `namer` and `noter` null: only outermost calls.
-inline void install_modules(PyObject* function, PyObject* tensor, PyObject* namer, PyObject* noter) {
+inline void install_modules(PyObject* function, PyObject* tensor, PyObject* namer, PyObject* noter, PyObject* check) {
   uninstall_modules();
+  handler_check = Py_NewRef(check);
   module_namer = Py_XNewRef(namer);
   input_noter = Py_XNewRef(noter);
   if (module_namer) watch_nodes();

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RunInfo
-from dsprof.schema import CAPTURE_OFF, CAPTURE_ON
+from dsprof.schema import CAPTURE_GAP, CAPTURE_OFF, CAPTURE_ON
 from dsprof.trace.derive.steps import step_pattern
 
 from .analysis import StepTime
@@ -79,8 +79,8 @@ def early_ends(steps: pd.DataFrame) -> list[str]:
 
 def steps_taken(rows: pd.DataFrame) -> int | None:
     """How many optimizer steps a rank took, as the marks say, where its capture was turned on or off while it ran
-    (`schema.CAPTURE_ON`); else None."""
-    turned = (rows["kind"] == "mark") & rows["name"].isin([CAPTURE_ON, CAPTURE_OFF])
+    (`schema.CAPTURE_ON`), or a part of it was given up; else None."""
+    turned = (rows["kind"] == "mark") & rows["name"].isin([CAPTURE_ON, CAPTURE_OFF, CAPTURE_GAP])
     return int(rows.loc[turned, "value"].fillna(0).max()) if turned.any() else None
 
 

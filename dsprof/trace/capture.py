@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,40 @@ from dsprof.schema import (
     CHUNK_HEADER,
     CHUNK_HEADER_BYTES,
     CHUNK_MAGIC,
+    CHUNK_PLACE,
     FORMAT_VERSION,
+    MAX_NAMES,
     READABLE_FORMATS,
     RECORD_BYTES,
     chunk_name,
     unescape_name,
 )
 
+from .counters import CaptureCounters, read_counters
 from .records import Array, decode, empty, plausible
 
-CHUNK_NAME = re.compile(r"chunk-(\d{5})\.bin")
+CHUNK_NAME = re.compile(r"chunk-(\d{5,10})\.bin")
+MOST_CHUNKS = 2**32
+"""A header that says more is damaged."""
+DIGITS = 10
+"""An id of a name has fewer."""
 MOST_PROBLEMS = 8
 """Lost chunks that are named."""
 
 FOLDER_NAME = r"rank(?P<rank>\d{5,})\.(?P<restart>\d+)\.(?P<host>.+)\.(?P<pid>\d+)"
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Chunks in the middle of a capture that are not there."""
+
+    before: int
+    """How many of the capture's records were written before it."""
+    steps: int
+    """How many steps the process had counted at its end; 0: none, or it counts none."""
+    chunks: int
+    given_up: bool
+    """The recorder gave them up for the size limit; else they were lost."""
 
 
 @dataclass
@@ -45,16 +66,36 @@ class Capture:
     """What could not be read, in words."""
     format_version: int = FORMAT_VERSION
     """Of the records (`schema.READABLE_FORMATS`); the oldest, should the chunks differ."""
+    gaps: list[Gap] = field(default_factory=list)
+    """In order."""
+    counters: CaptureCounters | None = None
+    """None where there are none: then `meta` says, if the capture was closed."""
+
+    @property
+    def dropped(self) -> int:
+        """Records that could not be written."""
+        counted = self.counters.counts.get("dropped") if self.counters else self.meta.get("dropped")
+        return counted if isinstance(counted, int) else 0
+
+    @property
+    def errors(self) -> list[str]:
+        """What failed inside the collectors."""
+        if self.counters is not None:
+            return self.counters.failures
+        noted = self.meta.get("errors")
+        return [str(line) for line in noted] if isinstance(noted, list) else []
 
 
 def read_capture(path: Path) -> Capture:
     """Everything that can still be read of the capture folder `path`. Never raises for damaged content."""
     problems: list[str] = []
     names = _read_names(path / "names.txt", problems)
-    records, damaged, version = _read_chunks(path, names, problems)
+    counters = read_counters(path, problems)
+    counted = counters.counts["given_up"] if counters else 0
+    records, damaged, version, gaps = _read_chunks(path, names, counted, problems)
     meta = _read_json(path / "meta.json", problems)
     facts = _read_facts(path / "facts.jsonl", problems)
-    return Capture(path, records, names, meta, facts, damaged, problems, version)
+    return Capture(path, records, names, meta, facts, damaged, problems, version, gaps, counters)
 
 
 def _read_names(path: Path, problems: list[str]) -> dict[int, str]:
@@ -66,17 +107,27 @@ def _read_names(path: Path, problems: list[str]) -> dict[int, str]:
         return names
     for line in lines[:-1]:  # a line that was cut short has no newline
         number, tab, text = line.partition(b"\t")
-        if tab and number.isdigit():
+        if tab and len(number) < DIGITS and number.isdigit() and int(number) <= MAX_NAMES:
             names[int(number)] = unescape_name(text.decode("utf-8", "replace"))
     return names
 
 
-def _read_chunks(folder: Path, names: dict[int, str], problems: list[str]) -> tuple[Array, int, int]:
-    """The records of all chunks, in the order of their numbers, how many were left out, and their format."""
-    parts, damaged, oldest = [], 0, FORMAT_VERSION
+def _read_chunks(
+    folder: Path, names: dict[int, str], counted: int, problems: list[str]
+) -> tuple[Array, int, int, list[Gap]]:
+    """The records of all chunks, in the order of their numbers, how many were left out, their format, and gaps.
+
+    counted: chunks that were given up; one more, maybe, than the headers say, for one that was prepared in vain.
+    """
+    parts: list[Array] = []
+    damaged, oldest = 0, FORMAT_VERSION
+    written: dict[int, tuple[int, int]] = {}
+    """Of each chunk that was read: how many records come before it, and how many steps."""
+    given_up = range(0)
+    before = len(problems)
     chunks = {int(match[1]): path for path in folder.iterdir() if (match := CHUNK_NAME.fullmatch(path.name))}
     for number, path in sorted(chunks.items()):
-        content = _read_chunk(path, problems)
+        content = _read_chunk(path, problems, newest=number == max(chunks))
         if content is None:
             continue
         _, version, _, _, index, _ = CHUNK_HEADER.unpack_from(content)
@@ -85,22 +136,34 @@ def _read_chunks(folder: Path, names: dict[int, str], problems: list[str]) -> tu
             problems.append(f"{path.name}: its header says that it is {chunk_name(index)}")
             if index in chunks:
                 continue  # a copy: these records are there already
+        kept, gone, steps = CHUNK_PLACE.unpack_from(content, CHUNK_HEADER.size)
+        gone = max(gone, counted)
+        if kept and len(given_up) < gone <= MOST_CHUNKS and kept <= MOST_CHUNKS:
+            given_up = range(kept, kept + gone)
+        written[number] = sum(len(part) for part in parts), steps
         records, bad = _read_records(content, names, path.name, problems)
         parts.append(records)
         damaged += bad
-    lost = [chunk_name(number) for number in range(max(chunks, default=0)) if number not in chunks]
-    problems += [f"{name}: missing; records are lost" for name in lost[:MOST_PROBLEMS]]
-    if not chunks:
+    lost = [number for number in range(max(chunks, default=0)) if number not in chunks and number not in given_up]
+    problems += [f"{chunk_name(number)}: missing; records are lost" for number in lost[:MOST_PROBLEMS]]
+    if not written and not problems[before:]:
         problems.append("no records were written")
-    return np.concatenate(parts) if parts else empty(0), damaged, oldest
+    gaps = [
+        Gap(*written[after], after - number - 1, all(gone in given_up for gone in range(number + 1, after)))
+        for number, after in pairwise(written)
+        if after > number + 1
+    ]
+    return np.concatenate(parts) if parts else empty(0), damaged, oldest, [gap for gap in gaps if gap.before]
 
 
-def _read_chunk(path: Path, problems: list[str]) -> bytes | None:
-    """The bytes of a chunk with a good header."""
+def _read_chunk(path: Path, problems: list[str], newest: bool) -> bytes | None:
+    """The bytes of a chunk with a good header. The newest may have none: the process ended while it made it."""
     try:
         content = path.read_bytes()
     except OSError as error:
         problems.append(f"{path.name}: {error.strerror}")
+        return None
+    if newest and not any(content[: len(CHUNK_MAGIC)]):
         return None
     if len(content) < CHUNK_HEADER_BYTES:
         problems.append(f"{path.name}: cut short inside its header")

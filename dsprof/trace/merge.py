@@ -21,9 +21,9 @@ import pyarrow.parquet as pq
 from dsprof.run import RankInfo, RunError, RunFolder, RunInfo, from_known
 
 from .capture import FOLDER_NAME, Capture, read_capture
-from .derive import trace_rows
+from .derive import missing_steps, trace_rows
 
-MERGE_VERSION = 6
+MERGE_VERSION = 7
 """Part of the signature that tells whether a Parquet file is up to date: raise it when merging changes."""
 SIGNATURE = b"dsprof.signature"
 RANK_INFO = b"dsprof.rank"
@@ -137,8 +137,12 @@ def _derive(rank: int, folders: list[tuple[int, Path]]) -> tuple[pd.DataFrame, d
         "facts": [fact for capture in captures for fact in capture.facts],
         "versions": next((capture.meta["versions"] for capture in captures if "versions" in capture.meta), {}),
         "world_size": next((capture.meta["world_size"] for capture in captures if "world_size" in capture.meta), None),
-        "problems": [*(problem for capture in captures for problem in capture.problems), *problems],
-        "errors": [error for capture in captures for error in capture.meta.get("errors", [])],
+        "problems": [
+            *(problem for capture in captures for problem in capture.problems),
+            *(problem for restart, capture in chosen.items() for problem in missing_steps(capture, tables[restart])),
+            *problems,
+        ],
+        "errors": [error for capture in captures for error in capture.errors],
         "cuda": any(fact["fact"] == "device" for capture in captures for fact in capture.facts),
     }
     return pd.concat(tables.values(), ignore_index=True), summary
@@ -168,9 +172,9 @@ def _describe(rank: int, restart: int, capture: Capture, rows: pd.DataFrame) -> 
         native=bool(capture.meta.get("native", False)),
         last_step=int(steps.max()) if len(steps) else -1,
         records=len(capture.records),
-        dropped=int(capture.meta.get("dropped", 0)),
+        dropped=capture.dropped,
         damaged=capture.damaged,
-        errors=len(capture.meta.get("errors", [])),
+        errors=len(capture.errors),
         closed=bool(capture.meta.get("closed", False)),
         started_ns=_instant(clock, "process_start_ns"),
         opened_ns=_instant(capture.meta, "opened_ns"),
@@ -208,7 +212,7 @@ def _add_rank(rank: int, summary: dict[str, Any], info: RunInfo) -> None:
         if item.damaged:
             warn(info, f"rank {rank}: {item.damaged} damaged records were left out")
         if item.dropped:
-            warn(info, f"rank {rank}: {item.dropped} records could not be written (disk full or size limit)")
+            warn(info, f"rank {rank}: {item.dropped} records could not be written (disk full, or slower than the job)")
     for error in dict.fromkeys(summary["errors"]):
         warn(info, f"rank {rank}: error inside dsprof, without effect on the job: {error}")
     if summary["cuda"]:

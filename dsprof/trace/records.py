@@ -77,8 +77,13 @@ STATE_AT: Final = offset(Family.SPAN, "state")
 
 def decode(content: npt.NDArray[np.uint8], version: int) -> Array:
     """The records that were begun, of RECORD_BYTES each, as `[:, RECORD_BYTES]` bytes of a file of that format."""
-    if version < FORMAT_VERSION:
-        return _decode_before_families(content, version)
+    records = _decode_before_families(content, version) if version < FORMAT_VERSION else _decode(content)
+    # The state is stored last: an end without it may be half written.
+    records["end_ns"][records["state"] == State.BEGUN] = 0
+    return records
+
+
+def _decode(content: npt.NDArray[np.uint8]) -> Array:
     content = content[content[:, STATE_AT] != State.EMPTY]
     records = empty(len(content))
     head = content.view(_numpy(COMMON_FIELDS)).reshape(-1)

@@ -26,10 +26,10 @@ from .phases import main_phases, phases_between
 from .purpose import purposes
 from .records import measured_rows
 from .rows import completed
-from .steps import step_of, step_pattern, step_rows
+from .steps import missing_steps, step_of, step_pattern, step_rows
 from .waits import backward_waits, name_inner_waits
 
-__all__ = ["derive", "step_pattern", "trace_rows"]
+__all__ = ["derive", "missing_steps", "step_pattern", "trace_rows"]
 
 OUTER_FIRST = {"step": 0, "phase": 1}
 """Of rows that begin and end together, those that contain the others."""

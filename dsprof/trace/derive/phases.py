@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dsprof.schema import LOADING
+from dsprof.schema import CAPTURE_GAP, LOADING
 
 from .rows import Int, derived_rows, ends
 
@@ -89,6 +89,9 @@ def phases_between(rows: pd.DataFrame, phases: Phases, main: int, on_gpu: bool) 
     order = np.argsort(phases.parent, kind="stable")
     before, after = order[:-1], order[1:]
     gap = (phases.parent[before] == phases.parent[after]) & (phases.start[after] > phases.end[before])
+    lost = rows[(rows["kind"] == "mark") & (rows["name"] == CAPTURE_GAP)]
+    for begin, stop in zip(lost["start_ns"].tolist(), ends(lost).tolist(), strict=True):  # nobody knows what was there
+        gap &= (phases.start[after] <= begin) | (phases.end[before] >= stop)
     before, after = before[gap], after[gap]
     start, end = phases.end[before], phases.start[after]
     first, second = phases.name[before], phases.name[after]

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dsprof.schema import DTYPES, SHARDING, Flag, Kind, State
+from dsprof.schema import CAPTURE_GAP, DTYPES, SHARDING, Flag, Kind, State
 
 from ..capture import Capture
 
@@ -19,7 +19,27 @@ NAMED_APART: Final = 4
 
 
 def measured_rows(capture: Capture) -> pd.DataFrame:
-    """A row a record, with the columns of `rows.GIVEN`."""
+    """A row a record, with the columns of `rows.GIVEN`, and one for each gap between them."""
+    gaps = _gap_rows(capture)
+    rows = _rows(capture)
+    return pd.concat([rows, gaps], ignore_index=True) if len(gaps) else rows
+
+
+def _gap_rows(capture: Capture) -> pd.DataFrame:
+    start = capture.records["start_ns"]
+    found = []
+    for gap in capture.gaps:
+        if not 0 < gap.before < len(start):
+            continue
+        end = int(start[gap.before])
+        begin = min(int(start[gap.before - 1]), end)
+        found.append((begin, end - begin, float(gap.steps)))
+    rows = pd.DataFrame(found, columns=["start_ns", "dur_ns", "value"])
+    marks = {"kind": "mark", "name": CAPTURE_GAP, "lane": CAPTURE_GAP, "thread": 0, "source": "derived", "ended": True}
+    return rows.astype({"start_ns": "int64", "dur_ns": "Int64", "value": "float64"}).assign(engine=False, **marks)
+
+
+def _rows(capture: Capture) -> pd.DataFrame:
     records = capture.records
     names = np.array([None] * (max(capture.names, default=0) + 1), dtype=object)
     for number, text in capture.names.items():

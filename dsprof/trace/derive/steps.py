@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dsprof.schema import CAPTURE_ON, CPU_SECONDS
+from dsprof.schema import CAPTURE_GAP, CAPTURE_ON, CPU_SECONDS
 
+from ..capture import Capture
 from .period import iteration_ends, rarest_regular
 from .phases import Phases
 from .rows import Int, derived_rows, ends
@@ -41,6 +42,8 @@ def step_rows(rows: pd.DataFrame, phases: Phases, main: int) -> pd.DataFrame:
     A step ends with the last of the optimizers that step without a backward in between; with the backward, if they are
     stepped inside it; with the optimizer's step, if that runs backward in a closure. Of several optimizers that take
     turns, a step spans the pattern that repeats. Without any optimizer each backward ends a step, of value 0.
+
+    A step of which records were given up is none; nor is what comes after them, where nobody counted steps meanwhile.
     """
     units = _units(rows, phases, main)
     last, first_start = _iterations(units), _first_start(phases)
@@ -53,7 +56,28 @@ def step_rows(rows: pd.DataFrame, phases: Phases, main: int) -> pd.DataFrame:
     on = _turned_on(rows)["start_ns"].to_numpy(np.int64)
     at = np.searchsorted(ended, on, "right")
     began[at[at < len(ended)]] = on[at < len(ended)]
-    return derived_rows("step", "step", began, ended, main, value=steps)
+    whole = np.ones(len(ended), bool)
+    for gap in _gaps(rows):
+        whole &= (ended <= gap.begin) | (began >= gap.end)
+        whole[np.searchsorted(ended, gap.end, "right") :][:1] = False  # even if all that is seen of it came later
+        if not gap.steps and (ended <= gap.begin).any():
+            whole &= ended <= gap.begin
+    return derived_rows("step", "step", began[whole], ended[whole], main, value=steps[whole])
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """A time whose records were given up, and how many steps the rank had counted at its end."""
+
+    begin: int
+    end: int
+    steps: int
+
+
+def _gaps(rows: pd.DataFrame) -> list[_Gap]:
+    marks = rows[(rows["kind"] == "mark") & (rows["name"] == CAPTURE_GAP)].sort_values("start_ns")
+    values = zip(marks["start_ns"].tolist(), ends(marks).tolist(), marks["value"].fillna(0).tolist(), strict=True)
+    return [_Gap(begin, end, int(value)) for begin, end, value in values]
 
 
 def _turned_on(rows: pd.DataFrame) -> pd.DataFrame:
@@ -62,19 +86,22 @@ def _turned_on(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _numbers(rows: pd.DataFrame, steps: pd.DataFrame) -> Int:
-    """The number of each step: from 0; after the capture was turned on, as many as had been taken until then."""
+    """The number of each step: from 0; after the capture was turned on, as many as had been taken until then, and after
+    a gap one more, as one had begun in it."""
     numbers = np.arange(len(steps))
-    marks = _turned_on(rows)
-    if marks.empty:
+    on = _turned_on(rows)
+    marks = [*zip(on["start_ns"].tolist(), on["value"].fillna(0).tolist(), np.zeros(len(on), int), strict=True)]
+    marks += [(gap.end, gap.steps, 1) for gap in _gaps(rows)]
+    if not marks:
         return numbers
     # Each time that the rank counted one it sampled its use of the host.
     counted = rows.loc[(rows["kind"] == "gauge") & (rows["name"] == CPU_SECONDS), "start_ns"].sort_values()
     at = np.searchsorted(counted.to_numpy(np.int64), ends(steps), "right")
     each = float(np.median(np.diff(at))) if len(at) > 1 and len(counted) else float(steps["value"].median())
     each = max(each, 1.0)
-    first = np.searchsorted(ends(steps), marks["start_ns"].to_numpy(np.int64), "right")
-    for begin, taken in zip(first.tolist(), marks["value"].fillna(0).tolist(), strict=True):
-        numbers[begin:] = int(taken / each) + np.arange(len(steps) - begin)
+    for when, taken, begun in sorted(marks):
+        begin = int(np.searchsorted(ends(steps), when, "right"))
+        numbers[begin:] = int(taken / each) + begun + np.arange(len(steps) - begin)
     return numbers
 
 
@@ -100,8 +127,11 @@ def _units(rows: pd.DataFrame, phases: Phases, main: int) -> _Units:
     end = np.maximum.accumulate(phases.end[top]) if len(top) else np.empty(0, np.int64)
     if not count.any():
         return _Units(end, count, np.empty((0, 2), np.int64))
-    # A group is a backward with the optimizers after it; groups without any only accumulate.
-    group = np.cumsum(has_backward) if has_backward.any() else np.arange(len(top))
+    # A group is a backward with the optimizers after it; groups without any only accumulate. None spans a gap.
+    begins = has_backward.copy()
+    after = np.searchsorted(phases.start[top], [gap.end for gap in _gaps(rows)])
+    begins[after[after < len(top)]] = True
+    group = np.cumsum(begins) if has_backward.any() else np.arange(len(top))
     of_group = np.bincount(group, count) > 0
     unit_of_group: Int = np.cumsum(of_group) - of_group
     ends_unit = of_group[group] & np.append(group[1:] != group[:-1], True)
@@ -150,11 +180,43 @@ def step_of(rows: pd.DataFrame, steps: pd.DataFrame) -> Int:
     numbers = _numbers(rows, steps)
     numbers = np.append(numbers, numbers[-1] + 1)
     when = rows["issue_ns"].fillna(rows["start_ns"]).to_numpy(np.int64)
-    number: Int = numbers[np.searchsorted(ends(steps), when, side="right")]
+    following = np.searchsorted(ends(steps), when, side="right")
+    number: Int = numbers[following]
+    # Between the last step before a gap and the first one after it lie the step that the gap begins in, and the one
+    # that it ends in.
+    starts = np.append(steps["start_ns"].to_numpy(np.int64), np.iinfo(np.int64).max)
+    for gap in _gaps(rows):
+        after = int(np.searchsorted(ends(steps), gap.end, "right"))
+        between = (following == after) & (when < starts[after])
+        before = between & (when < gap.end)
+        number[before] = numbers[after - 1] + 1 if after else -1
+        number[between & ~before & (after < len(steps))] = numbers[after] - 1
     number[when < int(steps["start_ns"].iloc[0])] = -1
     is_step = (rows["kind"] == "step").to_numpy()
     number[is_step] = numbers[:-1]
     return number
+
+
+def missing_steps(capture: Capture, rows: pd.DataFrame) -> list[str]:
+    """In words, for each gap of the capture, which steps of the trace (`rows` of one process) it took."""
+    whole = rows[(rows["kind"] == "step") & rows["dur_ns"].notna()]
+    marked = sorted(_gaps(rows), key=lambda gap: gap.begin)
+    found = []
+    for chunks, gap in zip((gap for gap in capture.gaps if gap.before < len(capture.records)), marked, strict=False):
+        before, after = whole["step"][ends(whole) <= gap.begin], whole["step"][whole["start_ns"] >= gap.end]
+        first, last = int(before.max()) + 1 if len(before) else 0, int(after.min()) - 1 if len(after) else None
+        which = f"what follows step {first - 1} is" if last is None else count_steps(first, last)
+        why = (
+            f"at its size limit (--limit) the capture gave up the oldest of its middle, {chunks.chunks} MiB"
+            if chunks.given_up
+            else "their records are lost"
+        )
+        found.append(f"{which} missing: {why}")
+    return found
+
+
+def count_steps(first: int, last: int) -> str:
+    return f"step {first} is" if first == last else f"steps {first} to {last} are"
 
 
 def step_pattern(rows: pd.DataFrame) -> list[tuple[int, int]]:

@@ -1,0 +1,120 @@
+// The capture as a whole: opening and closing it, its names, its counters.
+
+#pragma once
+
+#include <Python.h>
+#include <fcntl.h>
+
+#include <string>
+#include <string_view>
+
+#include "collectives.hpp"
+#include "python_arguments.hpp"
+#include "recorder.hpp"
+
+namespace dsprof {
+namespace {
+
+uint64_t generations = 0;
+
+PyObject* py_open(PyObject*, PyObject* args) {
+  const char* path;
+  unsigned long long limit;
+  if (!PyArg_ParseTuple(args, "sK", &path, &limit)) return nullptr;
+  if (active.load()) {
+    PyErr_SetString(PyExc_RuntimeError, "the native recorder is open already");
+    return nullptr;
+  }
+  const int folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (folder < 0) return PyErr_SetFromErrnoWithFilename(PyExc_OSError, path);
+  const int names = openat(folder, "names.txt", O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+  if (names < 0) {
+    PyErr_SetFromErrnoWithFilename(PyExc_OSError, path);
+    close(folder);
+    return nullptr;
+  }
+  return guarded([&] {
+    groups().clear();  // their ids are the last recorder's
+    active = new Recorder(folder, names, limit, ++generations);
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* py_close(PyObject*, PyObject*) {
+  if (Recorder* recorder = active.exchange(nullptr)) {
+    last = recorder;
+    recorder->close();
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* py_disarm_after_fork(PyObject*, PyObject*) {
+  active = nullptr;  // and nothing else: its locks may be held by a thread that the child lacks
+  Py_RETURN_NONE;
+}
+
+PyObject* py_intern(PyObject*, PyObject* name) {
+  Recorder* recorder = active.load();
+  if (!recorder) return PyLong_FromLong(0);
+  PyObject* encoded = PyUnicode_AsEncodedString(name, "utf-8", "backslashreplace");
+  if (!encoded) return nullptr;
+  const std::string_view text(PyBytes_AS_STRING(encoded), static_cast<size_t>(PyBytes_GET_SIZE(encoded)));
+  PyObject* result = guarded([&] { return PyLong_FromUnsignedLong(recorder->intern(text)); });
+  Py_DECREF(encoded);
+  return result;
+}
+
+PyObject* py_mute(PyObject*, PyObject* muted) {
+  const int value = PyObject_IsTrue(muted);
+  if (Recorder* recorder = active.load()) recorder->muted = value == 1;
+  misread();
+  Py_RETURN_NONE;
+}
+
+// note_error(hook, what it said): an error that a hook in Python has caught
+PyObject* py_note_error(PyObject*, PyObject* args) {
+  PyObject *hook, *said;
+  if (!PyArg_ParseTuple(args, "UU", &hook, &said)) return nullptr;
+  const auto text = [](PyObject* string) {
+    PyObject* encoded = PyUnicode_AsEncodedString(string, "utf-8", "backslashreplace");
+    std::string found = encoded ? PyBytes_AS_STRING(encoded) : "";
+    Py_XDECREF(encoded);
+    PyErr_Clear();
+    return found;
+  };
+  note_error(text(hook), text(said));
+  Py_RETURN_NONE;
+}
+
+PyObject* py_failures(PyObject*, PyObject*) {  // [(hook, how often, what the first error said)]
+  Recorder* recorder = active.load() ? active.load() : last.load();
+  PyObject* found = PyList_New(0);
+  for (size_t i = 0; found && recorder && i < kMostErrors; i++) {
+    const Counters::Entry& entry = recorder->counters.entries()[i];
+    if (!entry.count) break;
+    const auto text = [](const char* field, size_t size) {
+      return PyUnicode_DecodeUTF8(field, static_cast<Py_ssize_t>(strnlen(field, size)), "replace");
+    };
+    PyObject* one = Py_BuildValue("NKN", text(entry.hook, kErrorHookBytes),
+                                  static_cast<unsigned long long>(entry.count), text(entry.said, kErrorSaidBytes));
+    if (!one || PyList_Append(found, one)) Py_CLEAR(found);
+    Py_XDECREF(one);
+  }
+  return found;
+}
+
+PyObject* py_count_step(PyObject*, PyObject*) {
+  if (Recorder* recorder = active.load()) recorder->counters[kSteps]++;
+  Py_RETURN_NONE;
+}
+
+PyObject* py_counters(PyObject*, PyObject*) {  // (records, dropped, errors)
+  Recorder* recorder = active.load() ? active.load() : last.load();
+  if (!recorder) return Py_BuildValue("KKK", 0ull, 0ull, 0ull);
+  return Py_BuildValue("KKK", static_cast<unsigned long long>(recorder->records()),
+                       static_cast<unsigned long long>(recorder->counters.get(kDropped)),
+                       static_cast<unsigned long long>(recorder->counters.errors()));
+}
+
+}  // namespace
+}  // namespace dsprof
