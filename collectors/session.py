@@ -196,6 +196,7 @@ class Session:
                 "monotonic_ns": time.monotonic_ns(),
                 "epoch_ns": time.time_ns(),
                 "process_start_ns": host.process_start_ns(),
+                "id": host.clock_id(),
             },
             "opened_ns": self.opened_ns,
             "closed_ns": time.monotonic_ns() if closed else None,
@@ -219,12 +220,9 @@ def start() -> Session | None:
         if _current is not None:
             return _current
         who = identity.identify()
-        selected = identity.selected(who.rank, identity.setting("DSPROF_RANKS"))
-        if not selected and who.rank != 0:
+        if not identity.selected(who.rank, identity.setting("DSPROF_RANKS")):
             return None
-        run = identity.run_folder(who)  # rank 0 names it for the others even if it is not captured itself
-        if not selected:
-            return None
+        run = identity.run_folder(who)
         folder = run / "capture" / who.folder_name
         folder.mkdir(parents=True, exist_ok=True)
         recorder, native = _recorder(folder)

@@ -118,6 +118,13 @@ class RankInfo:
     """When capturing began."""
     closed_ns: int | None = None
     """When it ended; None where it was not closed in order."""
+    clock: str = ""
+    """Names the monotonic clock that its times are of; empty where that is not known, and its host stands for it."""
+
+    @property
+    def clock_name(self) -> str:
+        """Ranks of which it is the same read one clock."""
+        return self.clock or self.host
 
 
 @dataclass

@@ -175,6 +175,7 @@ def _describe(rank: int, restart: int, capture: Capture, rows: pd.DataFrame) -> 
         started_ns=_instant(clock, "process_start_ns"),
         opened_ns=_instant(capture.meta, "opened_ns"),
         closed_ns=_instant(capture.meta, "closed_ns"),
+        clock=str(clock.get("id") or "") if isinstance(clock, dict) else "",
     )
 
 
