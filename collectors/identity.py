@@ -36,6 +36,10 @@ _remembered: dict[str, str] = {}
 def remember_settings() -> None:
     """Keep DSPROF_* as they are when the process is armed: a script may clean its environment, or change directory."""
     _remembered.update({name: value for name, value in os.environ.items() if name.startswith("DSPROF")})
+    if os.environ.get("DSPROF_SCRATCH"):
+        from .scratch import absolute
+
+        _remembered["DSPROF_SCRATCH"] = absolute(os.environ["DSPROF_SCRATCH"])
     _remembered["DSPROF_DIR"] = os.path.abspath(os.environ.get("DSPROF_DIR") or "dsprof-out")
 
 

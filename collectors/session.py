@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -223,11 +224,14 @@ def start() -> Session | None:
         if not identity.selected(who.rank, identity.setting("DSPROF_RANKS")):
             return None
         run = identity.run_folder(who)
-        folder = run / "capture" / who.folder_name
+        place, notes = _place(run, who)
+        folder = place / "capture" / who.folder_name
         folder.mkdir(parents=True, exist_ok=True)
-        recorder, native = _recorder(folder)
-        switch = Switch(recorder, Window.of_settings(identity.setting), run)
+        recorder, native = _recorder(folder, notes)
+        switch = Switch(recorder, Window.of_settings(identity.setting), folder if place != run else run)
         session = Session(folder, who, recorder, native, switch)
+        for note in notes:
+            session.write_fact({"fact": "note", "text": note})
         session.install()
         _current = session
         atexit.register(stop)
@@ -259,7 +263,23 @@ def _in_child() -> None:
         _current = None
 
 
-def _recorder(folder: Path) -> tuple[Recorder, bool]:
+def _place(run: Path, who: identity.Identity) -> tuple[Path, list[str]]:
+    """The folder whose capture/ is written to, with a copier beside it if it is not the run folder, and notes."""
+    from . import scratch
+
+    try:
+        place = scratch.choose(run, identity.setting("DSPROF_SCRATCH"))
+        if place.folder is None:
+            return run, [place.note] if place.note else []
+        local = place.folder / "capture" / who.folder_name
+        local.mkdir(parents=True, exist_ok=True)
+        scratch.start_copier(local, run, who.host)
+        return place.folder, []
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return run, [f"captured into the run folder directly, as it cannot be copied from elsewhere: {error}"]
+
+
+def _recorder(folder: Path, notes: list[str]) -> tuple[Recorder, bool]:
     from . import native
     from .record import LIMIT_BYTES, PyRecorder
 

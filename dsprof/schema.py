@@ -347,6 +347,8 @@ CAPTURE_OFF: Final = "capture_off"
 """Names of the `mark` rows where a rank begins and ceases to record; `value`: its optimizer steps so far."""
 CONTROL_FILE: Final = "control.json"
 """In the run folder: {"capture": "on" or "off"}, for the ranks of a job that runs."""
+COPYING_FILE: Final = "copying.json"
+"""In a capture of which not all is in the run folder yet: where the rest lies, and why."""
 
 TIME_KINDS: Final = ("training", "evaluation", "checkpointing", "compilation", "startup", "rest")
 """What the run's wall time divides into."""

@@ -2,9 +2,10 @@
 
 The ranks of one host share CLOCK_MONOTONIC, unless containers give them clocks of their own; here each clock is a host.
 Between hosts, a synchronizing collective is the common event: no rank can leave it before the last has arrived, and
-all leave within a transfer's tail of one another, so the difference of its ends over many collectives gives the offset. Clocks drift, by some 50 us a second, so the offset is a line over
-time where one can be told from the scatter, and else its median; what is left of the differences is the error. A host
-that shares no collective with the first is joined through others, whose errors add up.
+all leave within a transfer's tail of one another, so the difference of its ends over many collectives gives the offset.
+Clocks drift, by some 50 us a second, so the offset is a line over time where one can be told from the scatter, and else
+its median; what is left of the differences is the error. A host that shares no collective with the first is joined
+through others, whose errors add up.
 """
 
 from __future__ import annotations

@@ -10,12 +10,14 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from dsprof.run import RankExit, RunError, RunFolder, RunInfo, failures, write_atomically
 from dsprof.schema import host_name
 
 from .claim import ERROR_LOG
+from .gather import Gathering
 from .supervise import Ending
 from .talk import Talk, shown
 
@@ -41,8 +43,12 @@ class Conclusion:
     advice: Callable[[], list[str]] = list
     """What to type instead, of a job that did not end well."""
 
+    place: Path | None = None
+    """What stands for the run folder on this host while the job runs."""
+
     def draw(self, info: RunInfo, ending: Ending) -> None:
         """Write the job's end into run.json, analyze, and say what came of it and what to do next."""
+        self._attempt("bringing the captures together", Gathering(self.folder, self.talk, self.place).finish)
         self._attempt("recording how the job ended", lambda: self._record_end(info, ending))
         analysis = self._attempt("the analysis", self._analyze)
         if analysis is not None:

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Final
 
 import dsprof
+from dsprof.collectors import scratch
 from dsprof.run import RunFolder, RunInfo
 from dsprof.schema import host_name, new_run_id
 from dsprof.settings import Settings
@@ -89,7 +90,8 @@ class Launch:
                 raise
             try:
                 advice = partial(launch_hints, folder, self.job, self.own_flags)
-                Conclusion(folder, talk, self.settings.report, self.as_json, advice).draw(info, ending)
+                place = scratch.choose(folder.path, self.settings.scratch).folder
+                Conclusion(folder, talk, self.settings.report, self.as_json, advice, place).draw(info, ending)
             except (KeyboardInterrupt, Stopped):
                 talk.warn(f"analysis stopped; the capture is kept, for dsprof report {shown(folder.path)}")
         return ending.status
@@ -105,6 +107,9 @@ class Launch:
         env = environment(os.environ, folder, self.settings, bootstrap=bootstrap)
         command = self.job.command(folder, installed=installed)
         talk.say(f"run folder: {shown(folder.path)}")
+        place = scratch.choose(folder.path, self.settings.scratch)
+        if place.folder is not None:
+            talk.say(f"captures are written to {place.folder} and copied into it")
         if self.settings.engine == "dsprof":
             talk.say("engine: dsprof, where the script imports deepspeed")
         before = None if self.job.is_command or self.job.has_ranks else partial(end_with, os.getpid())
@@ -168,7 +173,8 @@ def environment(base: Mapping[str, str], folder: RunFolder, settings: Settings, 
     env["DSPROF_RANKS"] = settings.ranks
     env |= {"DSPROF_STEPS": settings.steps, "DSPROF_DELAY": settings.delay, "DSPROF_DURATION": settings.duration}
     env["DSPROF_LIMIT"] = settings.limit
-    env["DSPROF_NATIVE"] = "0" if settings.native == "off" else "1"
+    env["DSPROF_SCRATCH"] = scratch.absolute(settings.scratch)
+    env["DSPROF_NATIVE"] = settings.native
     env.pop("DSPROF_ENGINE", None)
     if settings.engine == "dsprof":
         env["DSPROF_ENGINE"] = "dsprof"

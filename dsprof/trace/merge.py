@@ -64,6 +64,7 @@ def bring_up_to_date(folder: RunFolder) -> tuple[RunInfo, dict[int, pd.DataFrame
     _note_errors(folder, info)
     _note_import(info)
     _note_missing(info)
+    _note_notes(info)
     _note_groups(info)
     if info != before or not folder.run_json.exists():
         try:
@@ -235,8 +236,21 @@ def _note_missing(info: RunInfo) -> None:
     expected = info.world_size or 0
     missing = sorted(set(range(expected)) - {item.rank for item in info.ranks})
     if missing:
-        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        warn(info, f"no capture of rank {shown} ({len(info.ranks)} of {expected} captured)")
+        warn(info, f"no capture of rank {_some(missing)} ({len(info.ranks)} of {expected} captured)")
+
+
+def _some(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def _note_notes(info: RunInfo) -> None:
+    """What ranks said of how they were captured, each once."""
+    said: dict[str, list[int]] = defaultdict(list)
+    for fact in info.facts:
+        if fact["fact"] == "note" and isinstance(fact.get("rank"), int):
+            said[str(fact.get("text"))].append(fact["rank"])
+    for text, ranks in said.items():
+        warn(info, f"rank {_some(sorted(set(ranks)))}: {text}")
 
 
 def _note_groups(info: RunInfo) -> None:
