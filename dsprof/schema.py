@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import datetime
 import enum
+import os
 import re
 import secrets
 import socket
@@ -251,8 +252,8 @@ def new_run_id(name: str, now: datetime.datetime | None = None) -> str:
 
 
 def host_name() -> str:
-    """This host's whole name, as a file name: ranks of one name share a clock, and `node.a` is not `node.b`."""
-    return socket.gethostname().replace("/", "_") or "localhost"
+    """This host's whole name, as a file name: `node.a` is not `node.b`. DSPROF_HOST tells apart hosts of one name."""
+    return (os.environ.get("DSPROF_HOST") or socket.gethostname()).replace("/", "_") or "localhost"
 
 
 def parse_ranks(text: str) -> list[range]:

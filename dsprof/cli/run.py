@@ -134,6 +134,7 @@ def _command(
         arguments = tuple(torchrun_flags.to_arguments(flags))
         ranks_there_will_be = expected_ranks(flags, os.environ)
         what = replace(what, torchrun_flags=arguments, world_size=ranks_there_will_be, local_rank=local_rank)
+        what = replace(what, nnodes=several_hosts(flags, os.environ), elastic=is_elastic(flags, os.environ))
     return Launch(
         what,
         chosen,
@@ -239,6 +240,17 @@ def with_defaults(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[
     if not any(given(name) for name in RENDEZVOUS):
         filled["standalone"] = True
     return filled
+
+
+def several_hosts(flags: Mapping[str, Any], environ: Mapping[str, str]) -> str:
+    """The number of hosts, or its range, where there may be more than one; else empty."""
+    nnodes = str(flags.get("nnodes") or environ.get("PET_NNODES") or "1")
+    low, _, high = nnodes.partition(":")
+    return nnodes if (high or low).isdigit() and int(high or low) > 1 else ""
+
+
+def is_elastic(flags: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
+    return (flags.get("rdzv_backend") or environ.get("PET_RDZV_BACKEND") or "static") != "static"
 
 
 def expected_ranks(flags: Mapping[str, Any], environ: Mapping[str, str]) -> int | None:

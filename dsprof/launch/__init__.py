@@ -3,6 +3,7 @@
 job        what is to be started: a script, ranks under torchrun, any command
 launch     the whole of it: makes the run folder, starts the job armed, ends with a verdict
 claim      making the run folder, and making room for it
+hosts      one run of several hosts: joining it, agreeing on it, waiting for the others' ends
 supervise  one child process: its signals, its status
 torchrun   torchrun in a process of ours, which tells how each rank ended
 gather     captures that were written to a local disk first

@@ -48,7 +48,7 @@ class Conclusion:
 
     def draw(self, info: RunInfo, ending: Ending) -> None:
         """Write the job's end into run.json, analyze, and say what came of it and what to do next."""
-        self._attempt("bringing the captures together", Gathering(self.folder, self.talk, self.place).finish)
+        self.gather()
         self._attempt("recording how the job ended", lambda: self._record_end(info, ending))
         analysis = self._attempt("the analysis", self._analyze)
         if analysis is not None:
@@ -58,6 +58,10 @@ class Conclusion:
                 self.talk.warn(f"warning: the disk of {shown(self.folder.path)} is full; the capture may be incomplete")
         if not self.as_json:
             self._say_next()
+
+    def gather(self) -> None:
+        """Have all captures of this host in the run folder, or say which are not."""
+        self._attempt("bringing the captures together", Gathering(self.folder, self.talk, self.place).finish)
 
     def _attempt(self, what: str, act: Callable[[], Any]) -> Any:
         """What `act` returns; None and one line if it fails, with the traceback in the run folder."""

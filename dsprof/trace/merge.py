@@ -64,6 +64,7 @@ def bring_up_to_date(folder: RunFolder) -> tuple[RunInfo, dict[int, pd.DataFrame
     _note_errors(folder, info)
     _note_import(info)
     _note_missing(info)
+    _note_hosts(folder, info)
     _note_notes(info)
     _note_groups(info)
     if info != before or not folder.run_json.exists():
@@ -237,6 +238,22 @@ def _note_missing(info: RunInfo) -> None:
     missing = sorted(set(range(expected)) - {item.rank for item in info.ranks})
     if missing:
         warn(info, f"no capture of rank {_some(missing)} ({len(info.ranks)} of {expected} captured)")
+
+
+def _note_hosts(folder: RunFolder, info: RunInfo) -> None:
+    """Of a run of several hosts those that took no part, or whose end is not known."""
+    fewest = info.nnodes.partition(":")[0]
+    if not fewest.isdigit():
+        return
+    parts = folder.read_hosts()
+    met = [part for part in parts if part.node is not None]
+    if not met:
+        warn(info, f"the {info.nnodes} hosts of the job never met; came: {', '.join(part.host for part in parts)}")
+    elif len(met) < int(fewest):
+        warn(info, f"{len(met)} of {fewest} hosts took part: {', '.join(part.host for part in met)}")
+    for part in met:
+        if part.ended is None and info.ended is not None:
+            warn(info, f"host {part.host}: had not ended when the verdict was drawn; what is there of its ranks counts")
 
 
 def _some(ranks: list[int]) -> str:
