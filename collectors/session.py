@@ -285,10 +285,13 @@ def _recorder(folder: Path, notes: list[str]) -> tuple[Recorder, bool]:
 
     given = identity.setting("DSPROF_LIMIT")
     limit = parse_size(given) if given else LIMIT_BYTES
-    if identity.setting("DSPROF_NATIVE").lower() not in ("0", "off", "false", "no"):
-        helper = native.load()
+    choice = identity.setting("DSPROF_NATIVE").lower()
+    if choice not in ("0", "off", "false", "no"):
+        reasons: list[str] = []
+        helper = native.load_or_build(wait=choice in ("1", "on", "true", "yes"), explain=reasons.append)
         if helper is not None:
             return helper.open(folder, limit), True
+        notes.append(f"recorded in Python, which is slower, as there is no native helper: {'; '.join(reasons)}")
     return PyRecorder(folder, limit), False
 
 

@@ -159,7 +159,7 @@ def test_hosts_of_one_job_are_in_one_run(tmp_path: Path, on: As) -> None:
 def test_a_run_that_nobody_in_the_job_knows_is_left_alone(
     tmp_path: Path, on: As, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It was killed, so has no end, and its host is none of this job's: both hosts find it and take it for their own."""
+    """It was killed, so has no end, and its host is none of this job's: both find it and take it for their own."""
     on("dead")
     take(tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}

@@ -120,7 +120,7 @@ class Meeting:
         return self._agreed.known
 
     def meet(self, store: Any, node: int) -> None:
-        """Agree with the other hosts in a rendezvous, where this one has the number `node`. Raises OSError, RunError."""
+        """Agree with the other hosts in a rendezvous, where this one is number `node`. Raises OSError, RunError."""
         if not self._agreed.known and not self._is_known(store):
             self._move(store)
         mine = self._agreed
@@ -195,7 +195,7 @@ class Part:
         self.file.unlink(missing_ok=True)
 
     def end(self, status: int, ended: str) -> bool:
-        """This host's job has ended: tell it, and wait for the others' if the verdict is ours to draw. Whether it is."""
+        """This host's job has ended: tell it, and wait for the others' if the verdict is ours. Whether it is."""
         agreed, folder, host = self.agreed, self.folder, host_name()
         where = shown(folder.path)
         if not agreed.known:
