@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -251,7 +252,8 @@ def stop() -> None:
         session.switch.close()
     session.write_meta(closed=True)
     session.recorder.close()
-    session._facts.close()
+    with suppress(OSError):  # what could not be written was counted
+        session._facts.close()
     atexit.unregister(stop)
 
 
