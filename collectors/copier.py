@@ -1,9 +1,9 @@
-"""Copies one capture from a local disk into a run folder on a network file system: `copier.py LOCAL RUN PID`.
+"""Copies one capture from a local disk into a run folder on a network: `copier.py LOCAL RUN HOST PID`.
 
 A process of its own, which the rank PID starts and which outlives it, however that ends: where the network stalls, the
-rank does not. Full chunks are copied as they close, the rest when the rank has ended; the local folder goes when all of
-it is in RUN/capture. What cannot be copied stays, and `copying.json` in both folders says where and why.
-Standard library only, without dsprof: it is run as a script.
+rank does not. Full chunks are copied as they close, the rest when the capture is closed or the rank gone; the local
+folder goes when all of it is in RUN/capture. What cannot be copied stays, and `copying.json` in both folders says where
+and why. Standard library only, without dsprof: it is run as a script.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from typing import Final
 
 STATE_FILE: Final = "copying.json"
 CONTROL_FILE: Final = "control.json"
+CLOSED_FILE: Final = ".closed"
+"""Where the rank has closed its capture, and writes no more."""
 CHUNK: Final = re.compile(r"chunk-(\d+)\.bin")
 OPEN_CHUNKS: Final = 3
 """The last ones, which are still written: see `chunks.Chunks`. What comes later into others is copied at the end."""
@@ -182,13 +184,13 @@ def began(pid: int) -> int | None:
 
 def watch(
     copier: Copier,
-    rank_runs: Callable[[], bool],
+    rank_writes: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Copy until the rank has ended and all is there, or cannot be brought there. Whether it is."""
+    """Copy until the rank writes no more and all is there, or cannot be brought there. Whether it is."""
     due = clock()
-    while rank_runs():
+    while rank_writes():
         if clock() >= due:
             copier.step()
             due = clock() + COPY_EVERY_S
@@ -212,7 +214,11 @@ def main(words: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     os.chdir("/")
     os.nice(5)
-    watch(Copier(local, run, host), lambda: rank_began is not None and began(pid) == rank_began)
+
+    def rank_writes() -> bool:
+        return rank_began is not None and began(pid) == rank_began and not (local / CLOSED_FILE).exists()
+
+    watch(Copier(local, run, host), rank_writes)
     os._exit(0)
 
 

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ LOCAL_ALL_THE_SAME: Final = frozenset({"fuse.fuse-overlayfs"})
 """Under containers without root."""
 LEAST_FREE: Final = 256 << 20
 """Bytes that must be free for captures."""
+HOSTS_PROCESSES: Final = 0xEFFFFFFC
+"""Number of the first process namespace (PROC_PID_INIT_INO of Linux)."""
 OFF: Final = ("0", "off", "false", "no")
 START_S: Final = 10.0
 
@@ -127,6 +130,22 @@ def start_copier(local: Path, run: Path, host: str) -> None:
         timeout=START_S,
         check=True,
     )
+
+
+def close(local: Path) -> None:
+    """The capture is closed. In a container, whose processes all end with its first, wait until it is copied."""
+    try:
+        (local / copier.CLOSED_FILE).touch()
+        deadline = time.monotonic() + copier.PATIENCE_S
+        while _in_container() and local.exists() and time.monotonic() < deadline:
+            time.sleep(copier.LOOK_EVERY_S)
+    except OSError:
+        pass  # the copier sees the end of this process all the same
+
+
+def _in_container() -> bool:
+    """Whether this process has a process namespace that is not the host's."""
+    return os.readlink("/proc/self/ns/pid") != f"pid:[{HOSTS_PROCESSES}]"
 
 
 # --- for the launcher ---------------------------------------------------------------------------

@@ -48,6 +48,8 @@ class Session:
         self.who = who
         self.recorder = recorder
         self.native = native
+        self.is_copied = False
+        """`folder` is not in the run folder, and a copier brings it there."""
         self.level = identity.setting("DSPROF_LEVEL") or "light"
         self.pid = os.getpid()
         self.opened_ns = time.monotonic_ns()
@@ -231,6 +233,7 @@ def start() -> Session | None:
         recorder, native = _recorder(folder, notes)
         switch = Switch(recorder, Window.of_settings(identity.setting), folder if place != run else run)
         session = Session(folder, who, recorder, native, switch)
+        session.is_copied = place != run
         for note in notes:
             session.write_fact({"fact": "note", "text": note})
         session.install()
@@ -254,6 +257,10 @@ def stop() -> None:
     session.recorder.close()
     with suppress(OSError):  # what could not be written was counted
         session._facts.close()
+    if session.is_copied:
+        from . import scratch
+
+        scratch.close(session.folder)
     atexit.unregister(stop)
 
 

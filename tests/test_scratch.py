@@ -147,11 +147,11 @@ class Time:
         for moment in [moment for moment in self.at if moment <= self.now]:
             self.at.pop(moment)()
 
-    def rank_runs(self) -> bool:
+    def rank_writes(self) -> bool:
         return self.now < self._ends
 
     def watch(self, copying: Copier) -> bool:
-        return watch(copying, self.rank_runs, lambda: self.now, self.sleep)
+        return watch(copying, self.rank_writes, lambda: self.now, self.sleep)
 
 
 @pytest.fixture
@@ -295,6 +295,20 @@ def test_a_job_without_launcher_is_copied_after_its_kill_by_who_outlives_it(tmp_
     assert not place.exists()
     (rank,) = load(RunFolder(run)).run.ranks
     assert (rank.last_step, rank.closed) == (19, False)
+
+
+def test_in_a_container_the_copy_is_there_when_the_first_process_ends(tmp_path: Path, script: Path) -> None:
+    """With it, all that is in the container ends at once, the copier too."""
+    alone = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("a process namespace is not permitted here")
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    env = environment(DSPROF="1", DSPROF_RUN=str(run), DSPROF_NATIVE="off", DSPROF_SCRATCH=str(disk))
+    done = subprocess.run([*alone, sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
+    (rank,) = load(RunFolder(run)).run.ranks
+    assert (rank.last_step, rank.closed) == (19, True)
+    assert not scratch.stand_in(run, disk).exists()
 
 
 @pytest.fixture
