@@ -106,6 +106,7 @@ class Copier:
         self._mirror = Mirror(local, self._target)
         self._control = b""
         self._told: dict[Path, bytes] = {}
+        self._tell(local)  # before the network is asked for anything
 
     def step(self) -> None:
         """While the rank runs: closed chunks there, and here what somebody wrote into the run's control file."""
@@ -133,7 +134,7 @@ class Copier:
     def give_up(self) -> None:
         """Have it stay where it is."""
         self.state.given_up = True
-        self._tell()
+        self._tell(self._local, self._target)
 
     def _attempt(self, *, all_of_it: bool) -> bool:
         try:
@@ -145,12 +146,12 @@ class Copier:
         except OSError as error:
             self.state.left = max(self.state.left, 1)
             self.state.error = error.strerror or str(error)
-        self._tell()
+        self._tell(self._local, self._target)
         return self.state.error is None
 
-    def _tell(self) -> None:
+    def _tell(self, *folders: Path) -> None:
         content = json.dumps(asdict(self.state), indent=1).encode()
-        for folder in (self._local, self._target):
+        for folder in folders:
             if self._told.get(folder) == content:
                 continue
             try:

@@ -50,18 +50,28 @@ class Place:
 
 def file_system(path: Path, mounts: str = "/proc/self/mountinfo") -> str:
     """The type of the file system that `path` is on, or will be when it is made; empty where that is not known."""
-    real = os.path.realpath(path)
-    best, found = -1, ""
     try:
         with open(mounts, errors="surrogateescape") as file:
-            for line in file:
-                fields, _, rest = line.partition(" - ")
-                point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), fields.split()[4])
-                holds = point == "/" or real == point or real.startswith(point + "/")
-                if holds and len(point) >= best:  # of two mounted there, the later one hides the other
-                    best, found = len(point), rest.split()[0]
+            points = [_mount(line) for line in file]
+        # By its name first: to follow its links is to ask the file system, which may not answer.
+        named = _holding(os.path.abspath(path), points)
+        return named if on_network(named) else _holding(os.path.realpath(path), points)
     except (OSError, IndexError):
         return ""
+
+
+def _mount(line: str) -> tuple[str, str]:
+    """Where something is mounted, and its type (proc_pid_mountinfo(5))."""
+    fields, _, rest = line.partition(" - ")
+    return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), fields.split()[4]), rest.split()[0]
+
+
+def _holding(path: str, points: list[tuple[str, str]]) -> str:
+    best, found = -1, ""
+    for point, kind in points:
+        holds = point == "/" or path == point or path.startswith(point + "/")
+        if holds and len(point) >= best:  # of two mounted there, the later one hides the other
+            best, found = len(point), kind
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -309,6 +310,40 @@ def test_in_a_container_the_copy_is_there_when_the_first_process_ends(tmp_path: 
     (rank,) = load(RunFolder(run)).run.ranks
     assert (rank.last_step, rank.closed) == (19, True)
     assert not scratch.stand_in(run, disk).exists()
+
+
+@pytest.fixture
+def dead(tmp_path: Path) -> Iterator[Path]:
+    """A real FUSE file system whose server does not answer: whoever asks it for anything stands still until the end."""
+    folder = tmp_path / "dead"
+    folder.mkdir()
+    try:
+        server = os.open("/dev/fuse", os.O_RDWR)
+    except OSError as error:
+        pytest.skip(f"no FUSE here ({error.strerror})")
+    options = f"fd={server},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}".encode()
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.mount(b"dead", os.fsencode(folder), b"fuse", 6, options):  # MS_NOSUID, MS_NODEV
+        os.close(server)
+        pytest.skip(f"mounting is not permitted here ({os.strerror(ctypes.get_errno())})")
+    yield folder
+    library.umount2(os.fsencode(folder), 2)  # MNT_DETACH
+    os.close(server)
+
+
+def test_a_network_that_does_not_answer_does_not_hold_up_the_job(tmp_path: Path, script: Path, dead: Path) -> None:
+    assert scratch.file_system(dead / "runs" / "a") == "fuse"
+    (tmp_path / "tmp").mkdir()
+    env = environment(DSPROF="1", DSPROF_RUN=f"{dead}/runs/a", DSPROF_NATIVE="off", TMPDIR=str(tmp_path / "tmp"))
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
+    place = scratch.stand_in(dead / "runs" / "a", tmp_path / "tmp")
+    (item,) = scratch.waiting(place, None)
+    assert item.under_way(host_name())
+    os.kill(item.state.copier, signal.SIGKILL)
+    assert load(RunFolder(place)).run.ranks[0].last_step == 19
 
 
 @pytest.fixture
