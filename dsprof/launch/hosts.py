@@ -161,7 +161,7 @@ class Meeting:
         )
 
 
-class Part:
+class Participation:
     """The launcher's side: this host's part in the run."""
 
     def __init__(
@@ -173,10 +173,13 @@ class Part:
     ) -> None:
         self._talk, self._clock, self._sleep = talk, clock, sleep
         self.founded = agreed.known
-        descriptor, name = tempfile.mkstemp(prefix="dsprof-meeting-")
-        os.close(descriptor)
-        self.file = Path(name)
-        self.file.write_text(json.dumps(asdict(agreed)))
+        try:
+            descriptor, name = tempfile.mkstemp(prefix="dsprof-meeting-")
+            os.close(descriptor)
+            self.file = Path(name)
+            self.file.write_text(json.dumps(asdict(agreed)))
+        except OSError as error:
+            raise RunError(f"{tempfile.gettempdir()}: cannot be written ({error.strerror}); set TMPDIR") from error
 
     @property
     def agreed(self) -> Agreed:
@@ -199,7 +202,9 @@ class Part:
         agreed, folder, host = self.agreed, self.folder, host_name()
         where = shown(folder.path)
         if not agreed.known:
-            self._talk.warn(f"warning: the hosts of the job never met; this one took no part in the run in {where}")
+            self._talk.warn(
+                f"warning: this host took no part in the run in {where}: the hosts never met, or did not agree"
+            )
             return False
         self._write(HostPart(host, agreed.node, ended, status))
         others = [part for part in folder.read_hosts() if part.host != host]

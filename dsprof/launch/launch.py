@@ -29,7 +29,7 @@ from dsprof.settings import Settings
 from .claim import claim, remove_run
 from .conclude import Conclusion, now
 from .hints import launch_hints
-from .hosts import MEETING, Part, take_part
+from .hosts import MEETING, Participation, take_part
 from .job import Job, LaunchError, home
 from .supervise import Ending, Supervisor, end_with
 from .talk import Talk, shown
@@ -100,7 +100,7 @@ class Launch:
                 talk.warn(f"analysis stopped; the capture is kept, for dsprof report {shown(folder.path)}")
         return ending.status
 
-    def _take_part(self, path: Path, info: RunInfo, talk: Talk) -> Part | None:
+    def _take_part(self, path: Path, info: RunInfo, talk: Talk) -> Participation | None:
         """This host's part in a run of several; None where it has one of its own. Raises RunError."""
         if not self.job.nnodes:
             return None
@@ -111,9 +111,11 @@ class Launch:
             )
             return None
         info.nnodes = self.job.nnodes
-        return Part(take_part(path, info, force=self.force, elastic=self.job.elastic), talk)
+        return Participation(take_part(path, info, force=self.force, elastic=self.job.elastic), talk)
 
-    def _conclude(self, folder: RunFolder, info: RunInfo, ending: Ending, talk: Talk, part: Part | None) -> None:
+    def _conclude(
+        self, folder: RunFolder, info: RunInfo, ending: Ending, talk: Talk, part: Participation | None
+    ) -> None:
         place = scratch.choose(folder.path, self.settings.scratch).folder
         advice = partial(launch_hints, folder, self.job, self.own_flags)
         conclusion = Conclusion(folder, talk, self.settings.report, self.as_json, advice, place)
@@ -129,7 +131,7 @@ class Launch:
         elif ending.status:
             talk.say(f"the job ended with status {ending.status} on this host")
 
-    def _run_job(self, folder: RunFolder, info: RunInfo, talk: Talk, part: Part | None = None) -> Ending:
+    def _run_job(self, folder: RunFolder, info: RunInfo, talk: Talk, part: Participation | None = None) -> Ending:
         """How the job ended. What is raised here is raised before the job has started."""
         warn_of_little_space(folder, talk)
         build_native_helper(self.settings, talk)
