@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +28,14 @@ from dsprof.run import HostPart, RankExit, RunError, RunFolder, RunInfo, failure
 from dsprof.trace.merge import merge
 
 As = Callable[[str], None]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Files of launchers that are killed, or never end, are left in a folder of the test's."""
+    folder = str(tmp_path_factory.mktemp("temporary"))
+    monkeypatch.setenv("TMPDIR", folder)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
 
 
 @pytest.fixture
