@@ -6,6 +6,8 @@ session      one capture: opens the recorder, installs the hooks, closes
 window       which part of the run is captured
 errors       errors of our own, which the job must not see
 identity     which rank, of what, and into which run folder
+scratch      where its capture is written, if the run folder lies on a network
+copier       the process that copies it from there
 record       writes records (the Python twin of native/)
 chunks       the files they go to
 native/      the same in C++, with the hot hooks

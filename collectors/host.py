@@ -98,6 +98,26 @@ def process_start_ns() -> int | None:
         return None
 
 
+def clock_id() -> str:
+    """Names the monotonic clock: processes of one name read the same. Empty where the system does not tell.
+
+    Hosts may share a name, and containers of one host may each have a clock of their own (time_namespaces(7)).
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+    except OSError:
+        return ""
+    try:
+        with open("/proc/self/timens_offsets") as file:
+            _, seconds, nanoseconds = file.readline().split()
+        mine, childrens = os.readlink("/proc/self/ns/time"), os.readlink("/proc/self/ns/time_for_children")
+    except (OSError, ValueError):  # no time namespaces
+        return boot
+    # The offsets are those that children get, which are ours unless we have just been given others for them.
+    return f"{boot}{f'+{seconds}.{nanoseconds}' if mine == childrens else f' {mine}'}"
+
+
 def _open(path: str) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,8 +14,6 @@ RANK_VARIABLES: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RA
 WORLD_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 FOLDER_KEY: Final = "dsprof/run-folder"
-FOLDER_PATIENCE_S: Final = 10.0
-"""How long a rank waits for rank 0 to name the folder; rank 0's process may not be armed at all."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,10 @@ _remembered: dict[str, str] = {}
 def remember_settings() -> None:
     """Keep DSPROF_* as they are when the process is armed: a script may clean its environment, or change directory."""
     _remembered.update({name: value for name, value in os.environ.items() if name.startswith("DSPROF")})
+    if os.environ.get("DSPROF_SCRATCH"):
+        from .scratch import absolute
+
+        _remembered["DSPROF_SCRATCH"] = absolute(os.environ["DSPROF_SCRATCH"])
     _remembered["DSPROF_DIR"] = os.path.abspath(os.environ.get("DSPROF_DIR") or "dsprof-out")
 
 
@@ -80,9 +81,10 @@ def selected(rank: int, ranks: str) -> bool:
 
 
 def run_folder(identity: Identity) -> Path:
-    """The launcher's run folder; without a launcher one that rank 0 names and tells through the job's own store.
+    """The launcher's run folder; without a launcher the one that the first rank to come here names.
 
-    Makes nothing on disk. Rank 0 must call this even where it is not captured itself, or the others wait for a name.
+    It is told through the job's own store, where nobody waits: a rank that is not armed names none. Makes nothing on
+    disk.
     """
     given = setting("DSPROF_RUN")
     if given:
@@ -92,16 +94,7 @@ def run_folder(identity: Identity) -> Path:
     store = _job_store() if identity.world_size > 1 else None
     if store is None:
         return mine
-    if identity.rank == 0:
-        if not store.check([FOLDER_KEY]):  # named once, however often this is called
-            store.set(FOLDER_KEY, str(mine))
-        return Path(store.get(FOLDER_KEY).decode())
-    deadline = time.monotonic() + FOLDER_PATIENCE_S
-    while time.monotonic() < deadline:
-        if store.check([FOLDER_KEY]):
-            return Path(store.get(FOLDER_KEY).decode())
-        time.sleep(0.02)
-    return parent / f"{mine.name}-rank{identity.rank}"
+    return Path(os.fsdecode(store.compare_set(FOLDER_KEY, "", os.fspath(mine))))
 
 
 def _job_store() -> Any:

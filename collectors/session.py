@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -46,6 +48,8 @@ class Session:
         self.who = who
         self.recorder = recorder
         self.native = native
+        self.is_copied = False
+        """`folder` is not in the run folder, and a copier brings it there."""
         self.level = identity.setting("DSPROF_LEVEL") or "light"
         self.pid = os.getpid()
         self.opened_ns = time.monotonic_ns()
@@ -216,6 +220,7 @@ class Session:
                 "monotonic_ns": time.monotonic_ns(),
                 "epoch_ns": time.time_ns(),
                 "process_start_ns": host.process_start_ns(),
+                "id": host.clock_id(),
             },
             "opened_ns": self.opened_ns,
             "closed_ns": time.monotonic_ns() if closed else None,
@@ -239,17 +244,18 @@ def start() -> Session | None:
         if _current is not None:
             return _current
         who = identity.identify()
-        selected = identity.selected(who.rank, identity.setting("DSPROF_RANKS"))
-        if not selected and who.rank != 0:
+        if not identity.selected(who.rank, identity.setting("DSPROF_RANKS")):
             return None
-        run = identity.run_folder(who)  # rank 0 names it for the others even if it is not captured itself
-        if not selected:
-            return None
-        folder = run / "capture" / who.folder_name
+        run = identity.run_folder(who)
+        place, notes = _place(run, who)
+        folder = place / "capture" / who.folder_name
         folder.mkdir(parents=True, exist_ok=True)
-        recorder, native = _recorder(folder)
-        switch = Switch(recorder, Window.of_settings(identity.setting), run)
+        recorder, native = _recorder(folder, notes)
+        switch = Switch(recorder, Window.of_settings(identity.setting), folder if place != run else run)
         session = Session(folder, who, recorder, native, switch)
+        session.is_copied = place != run
+        for note in notes:
+            session.write_fact({"fact": "note", "text": note})
         session.install()
         _current = session
         atexit.register(stop)
@@ -270,7 +276,12 @@ def stop() -> None:
     session.write_meta(closed=True)
     errors.send_to(None)
     session.recorder.close()
-    session._facts.close()
+    with suppress(OSError):  # what could not be written was counted
+        session._facts.close()
+    if session.is_copied:
+        from . import scratch
+
+        scratch.close(session.folder)
     atexit.unregister(stop)
 
 
@@ -283,17 +294,36 @@ def _in_child() -> None:
         _current = None
 
 
-def _recorder(folder: Path) -> tuple[Recorder, bool]:
+def _place(run: Path, who: identity.Identity) -> tuple[Path, list[str]]:
+    """The folder whose capture/ is written to, with a copier beside it if it is not the run folder, and notes."""
+    from . import scratch
+
+    try:
+        place = scratch.choose(run, identity.setting("DSPROF_SCRATCH"))
+        if place.folder is None:
+            return run, [place.note] if place.note else []
+        local = place.folder / "capture" / who.folder_name
+        local.mkdir(parents=True, exist_ok=True)
+        scratch.start_copier(local, run, who.host)
+        return place.folder, []
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return run, [f"captured into the run folder directly, as it cannot be copied from elsewhere: {error}"]
+
+
+def _recorder(folder: Path, notes: list[str]) -> tuple[Recorder, bool]:
     from . import native
     from .python_recorder import PyRecorder
     from .record import LIMIT_BYTES
 
     given = identity.setting("DSPROF_LIMIT")
     limit = parse_size(given) if given else LIMIT_BYTES
-    if identity.setting("DSPROF_NATIVE").lower() not in ("0", "off", "false", "no"):
-        helper = native.load()
+    choice = identity.setting("DSPROF_NATIVE").lower()
+    if choice not in ("0", "off", "false", "no"):
+        reasons: list[str] = []
+        helper = native.load_or_build(wait=choice in ("1", "on", "true", "yes"), explain=reasons.append)
         if helper is not None:
             return helper.open(folder, limit), True
+        notes.append(f"recorded in Python, which is slower, as there is no native helper: {'; '.join(reasons)}")
     return PyRecorder(folder, limit), False
 
 

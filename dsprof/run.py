@@ -2,7 +2,7 @@
 
 dsprof-out/<name>-<UTC>-<id>/
     run.json  capture/rank00003.<restart>.<host>.<pid>/  trace/rank00003.parquet
-    exits/<host>.json  hint.<pid>.json  error.<pid>.txt
+    exits/<host>.json  hosts/<host>.json  hint.<pid>.json  error.<pid>.txt
     findings.json  report.html  tensorboard/
 """
 
@@ -50,6 +50,8 @@ class RankExit:
     """Which elastic restart of the job the process belonged to."""
     stopped: bool = False
     """The launcher ended it: another rank had failed, or the job was interrupted."""
+    ended_epoch_ns: int | None = None
+    """The same moment by the host's wall clock, for telling who died first on which host."""
 
     @property
     def status(self) -> int:
@@ -87,7 +89,22 @@ def last_processes(processes: Iterable[Process]) -> list[Process]:
 def failures(exits: list[RankExit]) -> list[RankExit]:
     """Ranks whose last process failed by itself, the first to end first."""
     failed = [item for item in last_processes(exits) if item.status and not item.stopped]
-    return sorted(failed, key=lambda item: item.ended_ns or sys.maxsize)
+    return sorted(failed, key=lambda item: item.ended_epoch_ns or item.ended_ns or sys.maxsize)
+
+
+@dataclass
+class HostPart:
+    """What a host's launcher says of its part in a run of several hosts: hosts/<host>.json."""
+
+    host: str
+    node: int | None = None
+    """Its number in the job's rendezvous; that of the host of rank 0 is 0. None: the hosts have not met yet."""
+    ended: str | None = None
+    """When its job ended and its captures were in the run folder; UTC."""
+    status: int | None = None
+    """What its `dsprof run` returned."""
+    concluded: bool = False
+    """It has drawn the run's verdict."""
 
 
 @dataclass
@@ -118,6 +135,13 @@ class RankInfo:
     """When capturing began."""
     closed_ns: int | None = None
     """When it ended; None where it was not closed in order."""
+    clock: str = ""
+    """Names the monotonic clock that its times are of; empty where that is not known, and its host stands for it."""
+
+    @property
+    def clock_name(self) -> str:
+        """Ranks of which it is the same read one clock."""
+        return self.clock or self.host
 
 
 @dataclass
@@ -153,6 +177,10 @@ class RunInfo:
     cpu_peaks: list[dict[str, Any]] = field(default_factory=list)
     """Measured when a job on CPUs had ended, at level full: {"host": str, "ranks": [global ranks], "threads": int,
     "flops": {dtype: operations a second}}."""
+    nnodes: str = ""
+    """Of a run of several hosts how many, as torchrun's flag says it: `2`, `1:4`. Empty: of one."""
+    token: str = ""
+    """Tells such a run from others that are made in the same folder."""
     hints: list[str] = field(default_factory=list)
     """Of a job that failed or was interrupted, and wanted to be started in another way: what to type instead."""
     schema: int = RUN_SCHEMA
@@ -210,6 +238,11 @@ class RunFolder:
         """One JSON file a launching host, written by `dsprof.launch.torchrun`."""
         return self.path / "exits"
 
+    @property
+    def hosts(self) -> Path:
+        """One JSON file a host, of a run of several (`HostPart`)."""
+        return self.path / "hosts"
+
     def is_run(self) -> bool:
         """Whether there is anything of a run in it."""
         return self.run_json.exists() or self.capture.is_dir() or self.trace.is_dir()
@@ -241,6 +274,21 @@ class RunFolder:
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 problems.append(f"exits/{path.name}: unreadable ({error})")
         return sorted(exits, key=lambda item: (item.restart, item.rank)), problems
+
+    def read_hosts(self) -> list[HostPart]:
+        """The hosts that take part in a run of several, by name. One whose file cannot be read is left out."""
+        parts: list[HostPart] = []
+        for path in sorted(self.hosts.glob("*.json")):
+            try:
+                parts.append(from_known(HostPart, json.loads(path.read_bytes())))
+            except (OSError, ValueError, TypeError, AttributeError):
+                continue
+        return parts
+
+    def write_host(self, part: HostPart) -> None:
+        """Raises OSError."""
+        self.hosts.mkdir(exist_ok=True)
+        write_atomically(self.hosts / f"{part.host}.json", json.dumps(asdict(part), indent=2) + "\n")
 
     def rank_of(self, host: str, pid: int) -> tuple[int, int] | None:
         """Rank and restart of a process; None if it has not been captured, so is no rank as far as is known."""

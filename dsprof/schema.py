@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import datetime
 import enum
+import os
 import re
 import secrets
 import socket
@@ -298,8 +299,8 @@ def new_run_id(name: str, now: datetime.datetime | None = None) -> str:
 
 
 def host_name() -> str:
-    """This host's whole name, as a file name: ranks of one name share a clock, and `node.a` is not `node.b`."""
-    return socket.gethostname().replace("/", "_") or "localhost"
+    """This host's whole name, as a file name: `node.a` is not `node.b`. DSPROF_HOST tells apart hosts of one name."""
+    return (os.environ.get("DSPROF_HOST") or socket.gethostname()).replace("/", "_") or "localhost"
 
 
 def parse_ranks(text: str) -> list[range]:
@@ -407,6 +408,8 @@ CAPTURE_GAP: Final = "capture_gap"
 `value`: how many steps the rank had counted by its end; 0 where it counts none."""
 CONTROL_FILE: Final = "control.json"
 """In the run folder: {"capture": "on" or "off"}, for the ranks of a job that runs."""
+COPYING_FILE: Final = "copying.json"
+"""In a capture of which not all is in the run folder yet: where the rest lies, and why."""
 
 TIME_KINDS: Final = ("training", "evaluation", "checkpointing", "compilation", "startup", "rest")
 """What the run's wall time divides into."""

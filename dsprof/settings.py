@@ -26,6 +26,7 @@ VARIABLES: Final = {
     "delay": "DSPROF_DELAY",
     "duration": "DSPROF_DURATION",
     "limit": "DSPROF_LIMIT",
+    "scratch": "DSPROF_SCRATCH",
     "engine": "DSPROF_ENGINE",
 }
 NATIVE_WORDS: Final = {"0": "off", "false": "off", "no": "off", "1": "on", "true": "on", "yes": "on"}
@@ -76,6 +77,9 @@ class Settings:
     """Seconds for which it lasts; empty: to the end."""
     limit: str = "2GiB"
     """How large the capture of a rank may become."""
+    scratch: str = ""
+    """Local folder in which captures are written first, and from which they are copied into the run folder; `off`:
+    none. Empty: TMPDIR or /tmp where the run folder lies on a network file system, else none."""
     native: str = "auto"
     """The native helper: auto (Python twin where it cannot be built), on (an error instead), off."""
     report: bool = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -56,11 +55,8 @@ def test_a_run_id_is_safe_as_a_file_name(name: str, start: str) -> None:
 class Store(dict[str, bytes]):
     """The job's store, as far as it is used."""
 
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
-
-    def set(self, key: str, value: str) -> None:
-        self[key] = value.encode()
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return self.setdefault(key, value.encode())
 
 
 def who(rank: int) -> Identity:
@@ -70,23 +66,29 @@ def who(rank: int) -> Identity:
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     store = Store()
-    store_get = SimpleNamespace(check=store.check, set=store.set, get=store.__getitem__)
-    monkeypatch.setattr(identity, "_job_store", lambda: store_get)
+    monkeypatch.setattr(identity, "_job_store", lambda: store)
     monkeypatch.setenv("DSPROF_DIR", str(tmp_path / "out"))
     monkeypatch.delenv("DSPROF_RUN", raising=False)
     return store
 
 
-def test_rank_0_names_the_folder_once_and_makes_nothing(store: Store, tmp_path: Path) -> None:
-    folder = run_folder(who(0))
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_first_rank_names_the_folder_once_and_makes_nothing(
+    store: Store, tmp_path: Path, order: tuple[int, int]
+) -> None:
+    first, second = order
+    folder = run_folder(who(first))
     assert folder.parent == tmp_path / "out"
-    assert run_folder(who(1)) == run_folder(who(0)) == folder
+    assert run_folder(who(second)) == run_folder(who(first)) == folder
     assert not folder.parent.exists()
 
 
-def test_without_rank_0_the_others_go_on_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "FOLDER_PATIENCE_S", 0.0)
-    assert run_folder(who(1)).name.endswith("-rank1")
+def test_in_a_store_of_torchs_the_first_name_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    real = dist.PrefixStore("default_pg", dist.HashStore())
+    monkeypatch.setattr(identity, "_job_store", lambda: real)
+    assert run_folder(who(1)) == run_folder(who(0))
 
 
 def gone(rank: int, code: int, *, host: str = "a", restart: int = 0, stopped: bool = False, at: int = 0) -> RankExit:

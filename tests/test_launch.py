@@ -403,12 +403,14 @@ def test_the_environment_of_the_job() -> None:
         "DSPROF_DELAY": "",
         "DSPROF_DURATION": "",
         "DSPROF_LIMIT": "2GiB",
-        "DSPROF_NATIVE": "1",
+        "DSPROF_SCRATCH": "",
+        "DSPROF_NATIVE": "auto",
     }
-    armed = environment({"PYTHONPATH": "mine"}, folder, Settings(native="off"), bootstrap=True)
+    off = Settings(native="off", scratch="fast")
+    armed = environment({"PYTHONPATH": "mine"}, folder, off, bootstrap=True)
     assert armed["PYTHONPATH"].split(":")[0].endswith("dsprof/collectors/bootstrap")
     assert armed["PYTHONPATH"].split(":")[1:] == ["mine"]
-    assert armed["DSPROF_NATIVE"] == "0"
+    assert (armed["DSPROF_NATIVE"], armed["DSPROF_SCRATCH"]) == ("off", os.path.abspath("fast"))
 
 
 def test_the_agent_is_safe_from_the_working_directory() -> None:

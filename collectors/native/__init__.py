@@ -8,13 +8,16 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from dsprof import schema
 
 from ..interrupts import by_handler
 from ..record import LIMIT_BYTES, SharedParts
 from . import build
+
+LONGEST_WAIT_S: Final = 120.0
+"""For a helper that is being built, where DSPROF_NATIVE=on."""
 
 
 class Native:
@@ -117,6 +120,23 @@ def load(explain: Callable[[str], None] = lambda reason: None) -> Native | None:
     except Exception as error:
         explain(f"{type(error).__name__}: {error}")
         return None
+
+
+def load_or_build(*, wait: bool, explain: Callable[[str], None]) -> Native | None:
+    """As `load`, but a helper that is not there is built in the background. With `wait` it is waited for, else it is
+    there for the next run."""
+    try:
+        if build.find() is None:
+            reason = build.begin()
+            if wait:
+                build.wait(LONGEST_WAIT_S)
+            if build.find() is None:
+                explain(build.begin() if wait else reason)
+                return None
+    except Exception as error:
+        explain(f"{type(error).__name__}: {error}")
+        return None
+    return load(explain)
 
 
 def _import(path: Path) -> Any:

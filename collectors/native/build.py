@@ -1,7 +1,8 @@
 """Builds the native helper with a bare C++ compiler, once for each torch and Python, and keeps it in a cache.
 
-The launcher calls `ensure`, which may compile; a rank calls `find`, which never does. Standard library only,
-and torch is never imported here: it takes seconds, and the launcher has no other need for it.
+The launcher calls `ensure`, which may compile; a rank calls `find`, which never does, and where there is none `begin`,
+which has a process in the background do it. Standard library only, and torch is never imported here: it takes seconds,
+and the launcher has no other need for it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +30,10 @@ from . import layout
 MODULE: Final = "dsprof_native"
 SOURCES: Final = (Path(__file__).parent / "hooks.cpp", *sorted(Path(__file__).parent.glob("*.hpp")))
 COMPILE_SECONDS: Final = 300
+BUILDING: Final = "building"
+"""A file that is locked while a rank's background process builds."""
+FAILED: Final = "failed.json"
+LOG: Final = "build.log"
 
 _PROBE: Final = """
 import importlib.util, json, pathlib, sysconfig
@@ -39,6 +45,17 @@ print(json.dumps({
     "torch_version": version["__version__"], "torch_git": version["git_version"], "torch_folder": str(folder),
     "soabi": sysconfig.get_config_var("SOABI"), "include": sysconfig.get_paths()["include"],
 }))
+"""
+
+_IN_BACKGROUND: Final = """
+import os, sys
+if os.fork():
+    os._exit(0)
+os.nice(10)
+import json, pathlib
+sys.path.append(sys.argv[1])
+from dsprof.collectors.native import build
+build.obtain(build.BuildTarget(**json.loads(sys.argv[2])), pathlib.Path(sys.executable), lambda text: None)
 """
 
 
@@ -105,6 +122,11 @@ def ensure(python: Path, progress: Callable[[str], None]) -> Path:
         target = probe_target(python)
     except (OSError, ValueError, TypeError, subprocess.SubprocessError) as error:
         raise NoHelper(f"{python} does not tell which torch it has ({_last_line(error)})") from error
+    return obtain(target, python, progress)
+
+
+def obtain(target: BuildTarget, python: Path, progress: Callable[[str], None]) -> Path:
+    """The helper for `target`, which `python` has, built now if need be. Raises only NoHelper."""
     try:
         for folder in _cache_folders():
             path = folder / target.key / f"{MODULE}.so"
@@ -122,13 +144,61 @@ def ensure(python: Path, progress: Callable[[str], None]) -> Path:
         raise NoHelper(f"{type(error).__name__}: {error}") from error
 
 
+def begin() -> str:
+    """Have the helper for the torch of this process built by one process in the background, whoever of this machine's
+    ranks asks first. Why there is none yet, in words. Raises OSError or SubprocessError."""
+    target = running_target()
+    compiler = _compiler()
+    if compiler is None:
+        return "no C++ compiler found (set CXX, or install g++)"
+    for folder in _cache_folders():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads((folder / target.key / FAILED).read_text())["compiler"] == shlex.join(compiler):
+                return f"building it failed, see {folder / target.key / LOG}"
+    folder = _writable_folder() / target.key
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / BUILDING, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return "it is being built for the next run"
+        home = str(Path(os.path.abspath(__file__)).parents[3])
+        # The process that compiles is nobody's child, so that no `wait` of the script meets it, and keeps the lock.
+        subprocess.run(
+            [sys.executable, "-P", "-c", _IN_BACKGROUND, home, json.dumps(asdict(target))],
+            env=_environment() | {name: os.environ[name] for name in ("DSPROF_CACHE",) if name in os.environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[lock.fileno()],
+            start_new_session=True,
+            timeout=60,
+            check=True,
+        )
+    return "it is being built for the next run"
+
+
+def wait(seconds: float) -> None:
+    """Until it is built, or nobody builds it any more; at most so long."""
+    folder = _writable_folder() / running_target().key
+    deadline = time.monotonic() + seconds
+    while find() is None and time.monotonic() < deadline:
+        with open(folder / BUILDING, "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.1)
+            else:
+                return
+
+
 def _build(
     target: BuildTarget, python: Path, compiler: list[str], folder: Path, progress: Callable[[str], None]
 ) -> Path:
     path = folder / f"{MODULE}.so"
     if path.is_file():  # somebody else built it while we waited for the lock
         return path
-    log, failed = folder / "build.log", folder / "failed.json"
+    log, failed = folder / LOG, folder / FAILED
     attempt = {"compiler": shlex.join(compiler), "version": _compiler_version(compiler)}
     with contextlib.suppress(OSError, ValueError):
         if json.loads(failed.read_text()) == attempt:

@@ -1,10 +1,11 @@
 """Put every rank on one clock.
 
-The ranks of one host share CLOCK_MONOTONIC. Between hosts, a synchronizing collective is the common event: no rank
-can leave it before the last has arrived, and all leave within a transfer's tail of one another, so the difference of
-its ends over many collectives gives the offset. Clocks drift, by some 50 us a second, so the offset is a line over
-time where one can be told from the scatter, and else its median; what is left of the differences is the error. A host
-that shares no collective with the first is joined through others, whose errors add up.
+The ranks of one host share CLOCK_MONOTONIC, unless containers give them clocks of their own; here each clock is a host.
+Between hosts, a synchronizing collective is the common event: no rank can leave it before the last has arrived, and
+all leave within a transfer's tail of one another, so the difference of its ends over many collectives gives the offset.
+Clocks drift, by some 50 us a second, so the offset is a line over time where one can be told from the scatter, and else
+its median; what is left of the differences is the error. A host that shares no collective with the first is joined
+through others, whose errors add up.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dsprof.run import RunInfo
+from dsprof.run import RankInfo, RunInfo
 
 from .backends import SYNCHRONIZING
 from .match import numbers
@@ -110,24 +111,33 @@ class Clocks:
 
 def find_clocks(rows: pd.DataFrame, run: RunInfo) -> Clocks:
     """The clocks of the ranks whose rows these are; only their collectives are looked at."""
-    host_of = {item.rank: item.host for item in run.ranks}
-    hosts = list(dict.fromkeys(host_of[rank] for rank in sorted(host_of)))
-    if len(hosts) < 2:
+    infos = {item.rank: item for item in run.ranks}
+    first_on: dict[str, RankInfo] = {}
+    for rank in sorted(infos):
+        first_on.setdefault(infos[rank].clock_name, infos[rank])
+    if len(first_on) < 2:
         return Clocks(np.zeros(0, np.int32), (_Offset(),))
-    number = {host: i for i, host in enumerate(hosts)}
-    ranks = np.array(sorted(host_of), np.int64)
-    host_at = np.array([number[host_of[rank]] for rank in ranks.tolist()], np.int64)
-    offsets = _offsets(_collectives_of_hosts(_ends(rows), ranks, host_at), len(hosts))
+    number = {clock: i for i, clock in enumerate(first_on)}
+    ranks = np.array(sorted(infos), np.int64)
+    host_at = np.array([number[infos[rank].clock_name] for rank in ranks.tolist()], np.int64)
+    offsets = _offsets(_collectives_of_hosts(_ends(rows), ranks, host_at), len(first_on))
+    names = _host_names(list(first_on.values()))
     warnings = tuple(
-        f"host {host}: no collective shared with {hosts[0]}, directly or through other hosts, so its clock could not "
+        f"host {name}: no collective shared with {names[0]}, directly or through other hosts, so its clock could not "
         "be aligned"
-        for host, offset in zip(hosts, offsets, strict=True)
+        for name, offset in zip(names, offsets, strict=True)
         if offset is None
     )
     known = tuple(offset or _Offset() for offset in offsets)
     host_of_rank = np.zeros(int(ranks.max()) + 1, np.int32)
     host_of_rank[ranks] = host_at
     return Clocks(host_of_rank, known, max(offset.error_ns for offset in known) / 1e3, warnings)
+
+
+def _host_names(first: list[RankInfo]) -> list[str]:
+    """Of each clock, given by its first rank; with that rank where hosts share a name, or containers a host."""
+    hosts = [item.host for item in first]
+    return [item.host if hosts.count(item.host) == 1 else f"{item.host} (of rank {item.rank})" for item in first]
 
 
 def _ends(rows: pd.DataFrame) -> _Ends:

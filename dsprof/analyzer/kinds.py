@@ -97,11 +97,11 @@ def run_span(run: RunInfo, seen: Iterable[tuple[int, int]]) -> tuple[int, int] |
     if not seen:
         return None
     first, last = min(begin for begin, _ in seen), max(end for _, end in seen)
-    hosts = {item.rank: item.host for item in run.ranks}
-    reference = hosts[min(hosts)] if hosts else ""
-    if run.started_ns and run.ended_ns and run.host == reference and run.started_ns <= first and last <= run.ended_ns:
+    infos = {item.rank: item for item in run.ranks}
+    host, clock = (infos[min(infos)].host, infos[min(infos)].clock_name) if infos else ("", "")
+    if run.started_ns and run.ended_ns and run.host == host and run.started_ns <= first and last <= run.ended_ns:
         return run.started_ns, run.ended_ns
-    here = [item for item in run.ranks if item.host == reference]
+    here = [item for item in run.ranks if item.clock_name == clock]
     begun = [item.started_ns for item in here if item.started_ns and item.started_ns <= first]
     closed = [item.closed_ns for item in here if item.closed_ns and item.closed_ns >= last]
     return min([first, *begun]), max([last, *closed])

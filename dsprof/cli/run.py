@@ -77,6 +77,16 @@ def _command(
             "--limit", metavar="SIZE", show_default=False, help="How large a rank's capture may become. Default: 2GiB"
         ),
     ] = None,
+    scratch: Annotated[
+        str | None,
+        typer.Option(
+            "--scratch",
+            metavar="DIR",
+            show_default=False,
+            help="Local folder in which captures are written first; off: none. Default: TMPDIR or /tmp where the run "
+            "folder lies on a network file system.",
+        ),
+    ] = None,
     native: Annotated[
         Literal["auto", "on", "off"] | None,
         typer.Option("--native", show_default=False, help="The native helper. Default: auto, built if it can be."),
@@ -111,7 +121,7 @@ def _command(
     """
     report = False if no_report else None
     given = {"level": level, "ranks": ranks, "native": native, "report": report, "engine": engine}
-    given |= {"steps": steps, "delay": delay, "duration": duration, "limit": limit}
+    given |= {"steps": steps, "delay": delay, "duration": duration, "limit": limit, "scratch": scratch}
     chosen = settings.load(given, os.environ)
     check_ranks(flags)
     what = read_job(job or [], no_python=bool(flags["no_python"]))
@@ -124,6 +134,7 @@ def _command(
         arguments = tuple(torchrun_flags.to_arguments(flags))
         ranks_there_will_be = expected_ranks(flags, os.environ)
         what = replace(what, torchrun_flags=arguments, world_size=ranks_there_will_be, local_rank=local_rank)
+        what = replace(what, nnodes=several_hosts(flags, os.environ), elastic=is_elastic(flags, os.environ))
     return Launch(
         what,
         chosen,
@@ -187,7 +198,7 @@ def own_flags(given: Mapping[str, Any], output: Path | None, *, quiet: bool, as_
     """dsprof's own flags, as one would type them to run again: the run folder is there now."""
     if output is not None:
         yield from ("-o", str(output), "--force")
-    for name in ("level", "ranks", "steps", "delay", "duration", "limit", "native", "engine"):
+    for name in ("level", "ranks", "steps", "delay", "duration", "limit", "scratch", "native", "engine"):
         if given[name] is not None:
             yield from (f"--{name}", given[name])
     if given["report"] is False:
@@ -229,6 +240,17 @@ def with_defaults(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[
     if not any(given(name) for name in RENDEZVOUS):
         filled["standalone"] = True
     return filled
+
+
+def several_hosts(flags: Mapping[str, Any], environ: Mapping[str, str]) -> str:
+    """The number of hosts, or its range, where there may be more than one; else empty."""
+    nnodes = str(flags.get("nnodes") or environ.get("PET_NNODES") or "1")
+    low, _, high = nnodes.partition(":")
+    return nnodes if (high or low).isdigit() and int(high or low) > 1 else ""
+
+
+def is_elastic(flags: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
+    return (flags.get("rdzv_backend") or environ.get("PET_RDZV_BACKEND") or "static") != "static"
 
 
 def expected_ranks(flags: Mapping[str, Any], environ: Mapping[str, str]) -> int | None:

@@ -17,7 +17,7 @@ from .talk import shown
 
 ERROR_LOG: Final = "dsprof-error.log"
 RUN_PARTS: Final = (
-    "run.json", "capture", "trace", "exits", "findings.json", "report.html", "tensorboard", "layer_costs.json",
+    "run.json", "capture", "trace", "exits", "hosts", "findings.json", "report.html", "tensorboard", "layer_costs.json",
     CONTROL_FILE, ERROR_LOG,
 )  # fmt: skip
 LEFT_BY_PROCESSES: Final = re.compile(r"error\.\d+\.txt|hint\.\d+\.json")

@@ -10,12 +10,14 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from dsprof.run import RankExit, RunError, RunFolder, RunInfo, failures, write_atomically
 from dsprof.schema import host_name
 
 from .claim import ERROR_LOG
+from .gather import Gathering
 from .peak import note_peak
 from .supervise import Ending
 from .talk import Talk, shown
@@ -42,8 +44,12 @@ class Conclusion:
     advice: Callable[[], list[str]] = list
     """What to type instead, of a job that did not end well."""
 
+    place: Path | None = None
+    """What stands for the run folder on this host while the job runs."""
+
     def draw(self, info: RunInfo, ending: Ending) -> None:
         """Write the job's end into run.json, analyze, and say what came of it and what to do next."""
+        self.gather()
         self._attempt("recording how the job ended", lambda: self._record_end(info, ending))
         self._attempt("measuring what the CPU can compute", lambda: note_peak(self.folder, info))
         analysis = self._attempt("the analysis", self._analyze)
@@ -54,6 +60,10 @@ class Conclusion:
                 self.talk.warn(f"warning: the disk of {shown(self.folder.path)} is full; the capture may be incomplete")
         if not self.as_json:
             self._say_next()
+
+    def gather(self) -> None:
+        """Have all captures of this host in the run folder, or say which are not."""
+        self._attempt("bringing the captures together", Gathering(self.folder, self.talk, self.place).finish)
 
     def _attempt(self, what: str, act: Callable[[], Any]) -> Any:
         """What `act` returns; None and one line if it fails, with the traceback in the run folder."""

@@ -37,6 +37,10 @@ class Job:
     """None: without torchrun, as `python train.py ARGS`."""
     world_size: int | None = None
     """How many ranks there will be, where it is known."""
+    nnodes: str = ""
+    """torchrun's number of hosts, or its range, where there may be several."""
+    elastic: bool = False
+    """A host may leave and come back (any rendezvous but the static one)."""
     local_rank: bool = False
     """Hand each rank's script `--local_rank=N`, as the deepspeed launcher does."""
     on_our_engine: bool = False

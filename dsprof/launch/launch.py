@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Final
 
 import dsprof
+from dsprof.collectors import scratch
 from dsprof.run import RunFolder, RunInfo
 from dsprof.schema import host_name, new_run_id
 from dsprof.settings import Settings
@@ -28,6 +29,7 @@ from dsprof.settings import Settings
 from .claim import claim, remove_run
 from .conclude import Conclusion, now
 from .hints import launch_hints
+from .hosts import MEETING, Participation, take_part
 from .job import Job, LaunchError, home
 from .supervise import Ending, Supervisor, end_with
 from .talk import Talk, shown
@@ -77,24 +79,59 @@ class Launch:
         )
         path = self.output or Path(self.settings.dir) / new_run_id(self.job.name)
         info.id = Path(os.path.abspath(path)).name
-        with stoppable():
-            folder = claim(path, info, force=self.force)
+        with stoppable(), ExitStack() as stack:
+            part = self._take_part(path, info, talk)
+            if part is not None:
+                stack.callback(part.close)
+            folder = claim(path, info, force=self.force) if part is None else part.folder
             try:
-                ending = self._run_job(folder, info, talk)
+                ending = self._run_job(folder, info, talk, part)
             except BaseException as error:  # no job, no run
                 with suppress(OSError):
-                    remove_run(folder)
+                    if part is None or part.founded:
+                        remove_run(folder)
                 if isinstance(error, Stopped):
                     return error.status
                 raise
+            folder = folder if part is None else part.folder
             try:
-                advice = partial(launch_hints, folder, self.job, self.own_flags)
-                Conclusion(folder, talk, self.settings.report, self.as_json, advice).draw(info, ending)
+                self._conclude(folder, info, ending, talk, part)
             except (KeyboardInterrupt, Stopped):
                 talk.warn(f"analysis stopped; the capture is kept, for dsprof report {shown(folder.path)}")
         return ending.status
 
-    def _run_job(self, folder: RunFolder, info: RunInfo, talk: Talk) -> Ending:
+    def _take_part(self, path: Path, info: RunInfo, talk: Talk) -> Participation | None:
+        """This host's part in a run of several; None where it has one of its own. Raises RunError."""
+        if not self.job.nnodes:
+            return None
+        if self.output is None:
+            talk.warn(
+                f"warning: --nnodes {self.job.nnodes} without -o: this run will be of this host's ranks only; for one "
+                "run of all hosts give -o the same folder on each, in a file system that all of them see"
+            )
+            return None
+        info.nnodes = self.job.nnodes
+        return Participation(take_part(path, info, force=self.force, elastic=self.job.elastic), talk)
+
+    def _conclude(
+        self, folder: RunFolder, info: RunInfo, ending: Ending, talk: Talk, part: Participation | None
+    ) -> None:
+        place = scratch.choose(folder.path, self.settings.scratch).folder
+        advice = partial(launch_hints, folder, self.job, self.own_flags)
+        conclusion = Conclusion(folder, talk, self.settings.report, self.as_json, advice, place)
+        if part is None:
+            conclusion.draw(info, ending)
+            return
+        conclusion.gather()
+        ended = now()
+        if part.end(ending.status, ended):
+            info.id, info.token = folder.path.name, part.token
+            conclusion.draw(info, ending)
+            part.concluded(ending.status, ended)
+        elif ending.status:
+            talk.say(f"the job ended with status {ending.status} on this host")
+
+    def _run_job(self, folder: RunFolder, info: RunInfo, talk: Talk, part: Participation | None = None) -> Ending:
         """How the job ended. What is raised here is raised before the job has started."""
         warn_of_little_space(folder, talk)
         build_native_helper(self.settings, talk)
@@ -104,13 +141,21 @@ class Launch:
         bootstrap = not armed_by_torch or self.settings.engine == "dsprof"
         env = environment(os.environ, folder, self.settings, bootstrap=bootstrap)
         command = self.job.command(folder, installed=installed)
+        if part is not None:
+            env[MEETING] = str(part.file)
+            joined = "made" if part.founded else "found"
+            talk.say(f"one run of {info.nnodes} hosts, {joined} here; the host of rank 0 will draw the verdict")
         talk.say(f"run folder: {shown(folder.path)}")
+        place = scratch.choose(folder.path, self.settings.scratch)
+        if place.folder is not None:
+            talk.say(f"captures are written to {place.folder} and copied into it")
         if self.settings.engine == "dsprof":
             talk.say("engine: dsprof, where the script imports deepspeed")
         before = None if self.job.is_command or self.job.has_ranks else partial(end_with, os.getpid())
         info.started_ns = time.monotonic_ns()
         with suppress(OSError):  # of a launcher that is killed, this is all that is known
-            folder.write_info(info)
+            if part is None or part.founded:
+                folder.write_info(info)
         try:
             return Supervisor(talk.say).run(command, env, before=before)
         except OSError as error:
@@ -168,7 +213,8 @@ def environment(base: Mapping[str, str], folder: RunFolder, settings: Settings, 
     env["DSPROF_RANKS"] = settings.ranks
     env |= {"DSPROF_STEPS": settings.steps, "DSPROF_DELAY": settings.delay, "DSPROF_DURATION": settings.duration}
     env["DSPROF_LIMIT"] = settings.limit
-    env["DSPROF_NATIVE"] = "0" if settings.native == "off" else "1"
+    env["DSPROF_SCRATCH"] = scratch.absolute(settings.scratch)
+    env["DSPROF_NATIVE"] = settings.native
     env.pop("DSPROF_ENGINE", None)
     if settings.engine == "dsprof":
         env["DSPROF_ENGINE"] = "dsprof"

@@ -24,6 +24,7 @@ from typing import Any, Final
 from dsprof.run import RankExit, RunFolder, write_atomically
 from dsprof.schema import host_name
 
+from .hosts import MEETING, Meeting
 from .supervise import end_with
 
 REPEAT_NS: Final = 500_000_000
@@ -46,6 +47,7 @@ class Child:
 
     def exit(self, host: str) -> RankExit:
         code = self.process.poll()
+        wall_ns = time.time_ns() - time.monotonic_ns()
         ended_by = -code if code is not None and code < 0 else None
         return RankExit(
             rank=self.rank,
@@ -56,6 +58,7 @@ class Child:
             ended_ns=self.ended_ns,
             restart=self.restart,
             stopped=self.stopped,
+            ended_epoch_ns=None if self.ended_ns is None else self.ended_ns + wall_ns,
         )
 
 
@@ -159,7 +162,7 @@ class Interrupts:
             self._watch.send(signal.SIGKILL if number == signal.SIGINT else number)
 
 
-def launch(flags: list[str], words: list[str], watch: DeathWatch) -> int:
+def launch(flags: list[str], words: list[str], watch: DeathWatch, meeting: Meeting | None = None) -> int:
     """torchrun with `flags` on the script `words`, to its end. Returns the job's status."""
     armed = os.environ.get("DSPROF", "")
     os.environ["DSPROF"] = "0"  # this process is no rank
@@ -184,6 +187,8 @@ def launch(flags: list[str], words: list[str], watch: DeathWatch) -> int:
         return handler
 
     api.get_subprocess_handler = get_subprocess_handler
+    if meeting is not None:
+        meet_at_rendezvous(meeting)
     api._terminate_process_handler = Interrupts(watch, api._terminate_process_handler)
 
     # The script's arguments go round argparse, which would swallow a `--` among them.
@@ -211,6 +216,24 @@ def launch(flags: list[str], words: list[str], watch: DeathWatch) -> int:
     return 0
 
 
+def meet_at_rendezvous(meeting: Meeting) -> None:
+    """Have the hosts agree on their run folder when they have met, before they start ranks."""
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+
+    rendezvous = SimpleElasticAgent._rendezvous
+
+    def _rendezvous(self: Any, worker_group: Any) -> None:
+        rendezvous(self, worker_group)
+        try:
+            meeting.meet(worker_group.store, worker_group.group_rank)
+            os.environ["DSPROF_RUN"] = str(meeting.folder.path)
+        except Exception as error:  # the job goes on without a profile of this host
+            os.environ["DSPROF"] = "0"
+            print(f"[dsprof] warning: this host is not captured ({type(error).__name__}: {error})", file=sys.stderr)
+
+    SimpleElasticAgent._rendezvous = _rendezvous  # type: ignore[method-assign]
+
+
 def main(argv: list[str] | None = None) -> int:
     """RUN PARENT -- FLAGS -- SCRIPT ARGS. Returns the first failing rank's own status."""
     words = sys.argv[1:] if argv is None else argv
@@ -219,27 +242,34 @@ def main(argv: list[str] | None = None) -> int:
     split = rest.index("--")
     sys.argv[:] = ["torchrun", *rest[:split], *rest[split + 1 :]]  # what usage messages and torch's logs show
     end_with(parent)
+    told = os.environ.pop(MEETING, "")
+    meeting = Meeting(Path(told)) if told else None
     watch = DeathWatch()
     watch.start()
     try:
-        return launch(rest[:split], rest[split + 1 :], watch)
+        return launch(rest[:split], rest[split + 1 :], watch, meeting)
     except KeyboardInterrupt:  # before torchrun has set its handlers
         return 128 + signal.SIGINT
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
         watch.close()
-        write_exits(folder, watch)
+        if meeting is None:
+            write_exits(folder, watch)
+        elif meeting.agreed:
+            write_exits(meeting.folder, watch)
 
 
 def write_exits(folder: RunFolder, watch: DeathWatch) -> None:
     """exits/<host>.json. A full disk costs this file, not the job's status."""
     host = host_name()
-    exits = [asdict(child.exit(host)) for child in watch.children]
+    path = folder.exits / f"{host}.json"
     try:
+        before = json.loads(path.read_bytes()) if path.exists() else []  # of a host that came back
+        exits = [*before, *(asdict(child.exit(host)) for child in watch.children)]
         folder.exits.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder.exits / f"{host}.json", json.dumps(exits, indent=2) + "\n")
-    except OSError as error:
+        write_atomically(path, json.dumps(exits, indent=2) + "\n")
+    except (OSError, ValueError) as error:
         print(f"[dsprof] warning: how the ranks ended could not be written to {folder.exits}: {error}", file=sys.stderr)
 
 

@@ -16,6 +16,7 @@ from dsprof.schema import (
     CHUNK_HEADER_BYTES,
     CHUNK_MAGIC,
     CHUNK_PLACE,
+    COPYING_FILE,
     FORMAT_VERSION,
     MAX_NAMES,
     READABLE_FORMATS,
@@ -95,6 +96,7 @@ def read_capture(path: Path) -> Capture:
     records, damaged, version, gaps = _read_chunks(path, names, counted, problems)
     meta = _read_json(path / "meta.json", problems)
     facts = _read_facts(path / "facts.jsonl", problems)
+    _look_for_a_copy(path / COPYING_FILE, problems)
     return Capture(path, records, names, meta, facts, damaged, problems, version, gaps, counters)
 
 
@@ -188,6 +190,16 @@ def _read_records(content: bytes, names: dict[int, str], where: str, problems: l
     records = decode(raw.reshape(-1, RECORD_BYTES), version)
     whole = records[plausible(records, names)]
     return whole, len(records) - len(whole)
+
+
+def _look_for_a_copy(path: Path, problems: list[str]) -> None:
+    """Where the capture was first written elsewhere, and not all of it has been copied (`collectors/copier.py`)."""
+    if not path.exists():
+        return
+    state = _read_json(path, problems)
+    why = "is copied until the rank has ended" if not state.get("error") else f"could not be copied ({state['error']})"
+    where = f"{state.get('local')} on {state.get('host')}"
+    problems.append(f"the newest part of its capture {why}; it lies in {where}")
 
 
 def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:

@@ -64,6 +64,8 @@ def bring_up_to_date(folder: RunFolder) -> tuple[RunInfo, dict[int, pd.DataFrame
     _note_errors(folder, info)
     _note_import(info)
     _note_missing(info)
+    _note_hosts(folder, info)
+    _note_notes(info)
     _note_groups(info)
     if info != before or not folder.run_json.exists():
         try:
@@ -179,6 +181,7 @@ def _describe(rank: int, restart: int, capture: Capture, rows: pd.DataFrame) -> 
         started_ns=_instant(clock, "process_start_ns"),
         opened_ns=_instant(capture.meta, "opened_ns"),
         closed_ns=_instant(capture.meta, "closed_ns"),
+        clock=str(clock.get("id") or "") if isinstance(clock, dict) else "",
     )
 
 
@@ -238,8 +241,37 @@ def _note_missing(info: RunInfo) -> None:
     expected = info.world_size or 0
     missing = sorted(set(range(expected)) - {item.rank for item in info.ranks})
     if missing:
-        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        warn(info, f"no capture of rank {shown} ({len(info.ranks)} of {expected} captured)")
+        warn(info, f"no capture of rank {_some(missing)} ({len(info.ranks)} of {expected} captured)")
+
+
+def _note_hosts(folder: RunFolder, info: RunInfo) -> None:
+    """Of a run of several hosts those that took no part, or whose end is not known."""
+    fewest = info.nnodes.partition(":")[0]
+    if not fewest.isdigit():
+        return
+    parts = folder.read_hosts()
+    met = [part for part in parts if part.node is not None]
+    if not met:
+        warn(info, f"the {info.nnodes} hosts of the job never met; came: {', '.join(part.host for part in parts)}")
+    elif len(met) < int(fewest):
+        warn(info, f"{len(met)} of {fewest} hosts took part: {', '.join(part.host for part in met)}")
+    for part in met:
+        if part.ended is None and info.ended is not None:
+            warn(info, f"host {part.host}: had not ended when the verdict was drawn; what is there of its ranks counts")
+
+
+def _some(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def _note_notes(info: RunInfo) -> None:
+    """What ranks said of how they were captured, each once."""
+    said: dict[str, list[int]] = defaultdict(list)
+    for fact in info.facts:
+        if fact["fact"] == "note" and isinstance(fact.get("rank"), int):
+            said[str(fact.get("text"))].append(fact["rank"])
+    for text, ranks in said.items():
+        warn(info, f"rank {_some(sorted(set(ranks)))}: {text}")
 
 
 def _note_groups(info: RunInfo) -> None:

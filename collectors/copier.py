@@ -1,0 +1,227 @@
+"""Copies one capture from a local disk into a run folder on a network: `copier.py LOCAL RUN HOST PID`.
+
+A process of its own, which the rank PID starts and which outlives it, however that ends: where the network stalls, the
+rank does not. Full chunks are copied as they close, the rest when the capture is closed or the rank gone; the local
+folder goes when all of it is in RUN/capture. What cannot be copied stays, and `copying.json` in both folders says where
+and why. Standard library only, without dsprof: it is run as a script.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+STATE_FILE: Final = "copying.json"
+CONTROL_FILE: Final = "control.json"
+CLOSED_FILE: Final = ".closed"
+"""Where the rank has closed its capture, and writes no more."""
+CHUNK: Final = re.compile(r"chunk-(\d+)\.bin")
+OPEN_CHUNKS: Final = 3
+"""The last ones, which are still written: see `chunks.Chunks`. What comes later into others is copied at the end."""
+COPY_EVERY_S: Final = 1.0
+LOOK_EVERY_S: Final = 0.1
+PATIENCE_S: Final = 60.0
+"""For how long copying is tried again when the rank has ended."""
+
+
+@dataclass
+class CopyState:
+    """The contents of copying.json."""
+
+    host: str
+    local: str
+    """The folder that is copied."""
+    copier: int
+    """The process that copies it, by its id there, and when that began (see `began`)."""
+    copier_began: int | None
+    left: int = 0
+    """Files of which not all is copied."""
+    error: str | None = None
+    """Why the last of them could not be."""
+    given_up: bool = False
+
+
+class Mirror:
+    """A local folder, and what of it is in another already."""
+
+    def __init__(self, local: Path, target: Path) -> None:
+        self.local, self.target = local, target
+        self._copied: dict[str, bytes] = {}
+        """Name -> digest: stores through a mapping need not change a file's time."""
+
+    def update(self, *, all_of_it: bool) -> int:
+        """Copy what has changed; without `all_of_it`, no chunk that is open. How many files could have changed since.
+
+        Raises OSError.
+        """
+        names = sorted(entry.name for entry in os.scandir(self.local) if entry.is_file() and entry.name[0] != ".")
+        chunks = {name: int(match[1]) for name in names if (match := CHUNK.fullmatch(name))}
+        closed = max(chunks.values(), default=0) - OPEN_CHUNKS
+        self.target.mkdir(parents=True, exist_ok=True)
+        left = 0
+        for name in names:
+            if name in (STATE_FILE, CONTROL_FILE):
+                continue
+            if not all_of_it and chunks.get(name, closed) > closed:
+                left += 1
+            elif not (not all_of_it and name in chunks and name in self._copied):
+                self._copy(name)
+        if all_of_it:
+            self._remove_others(names)
+        return left
+
+    def _copy(self, name: str) -> None:
+        content = (self.local / name).read_bytes()
+        digest = hashlib.blake2b(content, digest_size=16).digest()
+        if self._copied.get(name) == digest:
+            return
+        write(self.target / name, content)
+        self._copied[name] = digest
+
+    def _remove_others(self, names: list[str]) -> None:
+        """A capture at its size limit gives chunks up."""
+        for entry in list(os.scandir(self.target)):
+            if CHUNK.fullmatch(entry.name) and entry.name not in names:
+                os.unlink(entry.path)
+
+
+class Copier:
+    """The copying of one capture, from beginning to end."""
+
+    def __init__(self, local: Path, run: Path, host: str) -> None:
+        self.state = CopyState(host, str(local), os.getpid(), began(os.getpid()))
+        self._local, self._run = local, run
+        self._target = run / "capture" / local.name
+        self._mirror = Mirror(local, self._target)
+        self._control = b""
+        self._told: dict[Path, bytes] = {}
+        self._tell(local)  # before the network is asked for anything
+
+    def step(self) -> None:
+        """While the rank runs: closed chunks there, and here what somebody wrote into the run's control file."""
+        self._attempt(all_of_it=False)
+        try:
+            control = (self._run / CONTROL_FILE).read_bytes()
+            if control != self._control:
+                write(self._local / CONTROL_FILE, control)
+                self._control = control
+        except OSError:
+            pass
+
+    def finish(self) -> bool:
+        """When the rank has ended: copy the rest. Whether all of it is there, and the local folder gone."""
+        if not self._attempt(all_of_it=True):
+            return False
+        shutil.rmtree(self._local, ignore_errors=True)
+        for parent in self._local.parents[:2]:  # capture/, and what stands for the run: as far as they are empty
+            try:
+                parent.rmdir()
+            except OSError:
+                break
+        return True
+
+    def give_up(self) -> None:
+        """Have it stay where it is."""
+        self.state.given_up = True
+        self._tell(self._local, self._target)
+
+    def _attempt(self, *, all_of_it: bool) -> bool:
+        try:
+            self.state.left = self._mirror.update(all_of_it=all_of_it)
+            self.state.error = None
+            if all_of_it:
+                (self._target / STATE_FILE).unlink(missing_ok=True)
+                return True
+        except OSError as error:
+            self.state.left = max(self.state.left, 1)
+            self.state.error = error.strerror or str(error)
+        self._tell(self._local, self._target)
+        return self.state.error is None
+
+    def _tell(self, *folders: Path) -> None:
+        content = json.dumps(asdict(self.state), indent=1).encode()
+        for folder in folders:
+            if self._told.get(folder) == content:
+                continue
+            try:
+                write(folder / STATE_FILE, content)
+                self._told[folder] = content
+            except OSError:  # the other one says it
+                continue
+
+
+def write(path: Path, content: bytes) -> None:
+    """In one step. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def began(pid: int) -> int | None:
+    """When the process began, in ticks since the host did; None where it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def watch(
+    copier: Copier,
+    rank_writes: Callable[[], bool],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Copy until the rank writes no more and all is there, or cannot be brought there. Whether it is."""
+    due = clock()
+    while rank_writes():
+        if clock() >= due:
+            copier.step()
+            due = clock() + COPY_EVERY_S
+        sleep(LOOK_EVERY_S)
+    deadline = clock() + PATIENCE_S
+    while not copier.finish():
+        if clock() >= deadline:
+            copier.give_up()
+            return False
+        sleep(COPY_EVERY_S)
+    return True
+
+
+def main(words: list[str]) -> int:
+    """LOCAL RUN HOST PID: in a child that nobody waits for, which takes PID's begin before the parent goes on."""
+    local, run, host, pid = Path(words[0]), Path(words[1]), words[2], int(words[3])
+    rank_began = began(pid)
+    if os.fork():
+        return 0
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the job
+        signal.signal(number, signal.SIG_IGN)
+    os.chdir("/")
+    os.nice(5)
+
+    def rank_writes() -> bool:
+        return rank_began is not None and began(pid) == rank_began and not (local / CLOSED_FILE).exists()
+
+    watch(Copier(local, run, host), rank_writes)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

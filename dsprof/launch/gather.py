@@ -1,0 +1,67 @@
+"""Captures that were written to a local disk first: waiting until they are in the run folder, saying which are not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dsprof.collectors import scratch
+from dsprof.run import RunFolder
+from dsprof.schema import host_name
+
+from .talk import Talk, shown
+
+PATIENCE_S: Final = 300.0
+"""For how long captures of this host may be on their way when the job has ended."""
+PATIENCE_ELSEWHERE_S: Final = 60.0
+"""And those of another, of which nobody here can tell whether they are."""
+PATIENCE_FAILED_S: Final = 3.0
+"""And one whose copying failed, and is tried again."""
+LOOK_EVERY_S: Final = 0.1
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """What is done about captures that are not in the run folder yet."""
+
+    folder: RunFolder
+    talk: Talk
+    place: Path | None = None
+    """What stands for the run folder on this host; None: nothing does."""
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    def finish(self) -> None:
+        """Wait for those under way, bring what nobody brings any more, and name what stays behind."""
+        host, began, said = host_name(), self.clock(), False
+        while pending := [item for item in self._waiting() if self._is_awaited(item, host, self.clock() - began)]:
+            if not said and self.clock() - began > 1.0:
+                said = True
+                count = "one capture" if len(pending) == 1 else f"{len(pending)} captures"
+                self.talk.say(f"waiting for {count} to be copied to {shown(self.folder.path)}")
+            self.sleep(LOOK_EVERY_S)
+        for item in self._waiting():
+            here = item.state.host == host
+            if here and not item.under_way(host) and scratch.bring(item, self.folder.path):
+                continue
+            self.talk.warn(f"warning: {self._what_stays(item)}")
+
+    def _waiting(self) -> list[scratch.Waiting]:
+        return scratch.waiting(self.folder.path, self.place)
+
+    def _is_awaited(self, item: scratch.Waiting, host: str, waited_s: float) -> bool:
+        patience = PATIENCE_S if item.state.host == host else PATIENCE_ELSEWHERE_S
+        if item.state.error:
+            patience = PATIENCE_FAILED_S
+        return item.under_way(host) and waited_s < patience
+
+    def _what_stays(self, item: scratch.Waiting) -> str:
+        why = f" ({item.state.error})" if item.state.error else ""
+        into = f"{shown(self.folder.capture)}/"
+        return (
+            f"the capture of rank {item.rank} is not all in {into}{why}; the rest is kept on {item.state.host}: "
+            f"cp -r {shown(Path(item.state.local))} {into}"
+        )

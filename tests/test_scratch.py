@@ -1,0 +1,371 @@
+"""Captures of a run folder on a network file system: written to a local disk, and copied by a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from armed import both
+from jobs import environment, profile
+
+from dsprof.collectors import copier, scratch
+from dsprof.collectors.copier import Copier, watch
+from dsprof.launch.gather import Gathering
+from dsprof.launch.talk import Talk
+from dsprof.run import RunFolder
+from dsprof.schema import CONTROL_FILE, COPYING_FILE, host_name
+from dsprof.trace import load
+
+MOUNTS = """\
+22 1 0:1 / / rw - ext4 /dev/vda rw
+23 22 0:2 / /home rw - nfs4 server:/home rw
+24 23 0:3 / /home/me/disk rw - xfs /dev/vdb rw
+25 22 0:4 / /my\\040data rw shared:1 - fuse.sshfs me@there rw
+26 22 0:5 / /net rw - autofs systemd-1 rw
+27 22 0:6 / /net rw - lustre 10.0.0.1@tcp:/fs rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "network"),
+    [
+        ("/tmp/run", "ext4", False),
+        ("/homeless/run", "ext4", False),
+        ("/home/me/run", "nfs4", True),
+        ("/home", "nfs4", True),
+        ("/home/me/disk/run", "xfs", False),
+        ("/my data/run", "fuse.sshfs", True),
+        ("/net/run", "lustre", True),
+    ],
+)
+def test_the_file_system_is_that_of_the_innermost_mount(tmp_path: Path, path: str, kind: str, network: bool) -> None:
+    (tmp_path / "mountinfo").write_text(MOUNTS)
+    assert scratch.file_system(Path(path), str(tmp_path / "mountinfo")) == kind
+    assert scratch.on_network(kind) == network
+
+
+def test_where_mounts_are_not_told_captures_go_into_the_run_folder(tmp_path: Path) -> None:
+    assert scratch.file_system(tmp_path, str(tmp_path / "none")) == ""
+    assert scratch.choose(tmp_path, type_of=lambda path: "") == scratch.Place(None)
+
+
+@pytest.mark.parametrize(
+    "kind", ["nfs", "nfs4", "lustre", "ceph", "gpfs", "beegfs", "fuse", "fuse.s3fs", "9p", "cifs", "smb3"]
+)
+def test_a_network_file_system_has_a_local_stand_in(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    run = tmp_path / "shared" / "run"
+    place = scratch.choose(run, type_of=lambda path: kind if path == run else "xfs")
+    assert place.note == ""
+    assert place.folder == scratch.stand_in(run, tmp_path / "tmp")
+    assert scratch.choose(run, "off", type_of=lambda path: kind) == scratch.Place(None)
+    assert scratch.choose(run, str(tmp_path / "fast"), type_of=lambda path: "ext4").folder == scratch.stand_in(
+        run, tmp_path / "fast"
+    )
+
+
+def test_without_a_fit_local_disk_the_run_folder_is_used_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: "/tmp")
+    everywhere = scratch.choose(tmp_path, type_of=lambda path: "nfs")
+    assert everywhere == scratch.Place(
+        None,
+        "captured into the run folder on a network file system (nfs): /tmp is on a network file system too; name a "
+        "local folder by DSPROF_SCRATCH",
+    )
+    monkeypatch.setattr(scratch, "LEAST_FREE", 1 << 60)
+    full = scratch.choose(tmp_path, str(tmp_path), type_of=lambda path: "xfs")
+    assert full.folder is None
+    assert full.note.startswith(f"captured into the run folder directly: {tmp_path} has ")
+    (tmp_path / "file").touch()
+    nowhere = scratch.choose(tmp_path, str(tmp_path / "file"), type_of=lambda path: "xfs")
+    assert "cannot be written (Not a directory)" in nowhere.note
+
+
+# --- copying, step by step ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    folder = tmp_path / "local" / "run" / "capture" / "rank00003.0.host.7"
+    folder.mkdir(parents=True)
+    for index in range(5):
+        (folder / f"chunk-{index:05d}.bin").write_bytes(bytes([index]) * 10)
+    for name in ("names.txt", "facts.jsonl", "meta.json"):
+        (folder / name).write_text(name)
+    return folder
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_chunks_are_copied_as_they_close_and_the_rest_at_the_end(tmp_path: Path, local: Path) -> None:
+    run = tmp_path / "run"
+    target = run / "capture" / local.name
+    copying = Copier(local, run, "host")
+    copying.step()
+    assert set(files(target)) == {
+        "chunk-00000.bin", "chunk-00001.bin", "names.txt", "facts.jsonl", "meta.json", COPYING_FILE,
+    }  # fmt: skip
+    assert json.loads((target / COPYING_FILE).read_text())["left"] == 3
+    (run / CONTROL_FILE).write_text('{"capture": "off"}')
+    (local / "names.txt").write_text("more names")
+    (local / "chunk-00005.bin").write_bytes(b"5")
+    copying.step()
+    assert files(target)["names.txt"] == b"more names"
+    assert files(target)["chunk-00002.bin"] == b"\2" * 10
+    assert (local / CONTROL_FILE).read_text() == '{"capture": "off"}'
+    # A collective in flight ends in a chunk that is copied already, by a store that leaves the file's time alone; and
+    # the capture gives up its second chunk.
+    status = (local / "chunk-00000.bin").stat()
+    (local / "chunk-00000.bin").write_bytes(b"ended 0000")
+    os.utime(local / "chunk-00000.bin", ns=(status.st_atime_ns, status.st_mtime_ns))
+    (local / "chunk-00001.bin").unlink()
+    wanted = {name: content for name, content in files(local).items() if name not in (CONTROL_FILE, COPYING_FILE)}
+    assert copying.finish()
+    assert files(target) == wanted
+    assert not (tmp_path / "local" / "run").exists()
+
+
+class Time:
+    """A clock that only sleeping moves; the rank ends at `ends`, or never."""
+
+    def __init__(self, ends: float = 0.0) -> None:
+        self.now, self._ends = 0.0, ends
+        self.at: dict[float, Callable[[], object]] = {}
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for moment in [moment for moment in self.at if moment <= self.now]:
+            self.at.pop(moment)()
+
+    def rank_writes(self) -> bool:
+        return self.now < self._ends
+
+    def watch(self, copying: Copier) -> bool:
+        return watch(copying, self.rank_writes, lambda: self.now, self.sleep)
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[OSError | None], None]:
+    """Has every write below tmp_path/run fail in that way, or none."""
+    failure: list[OSError] = []
+    write = copier.write
+
+    def fail(path: Path, content: bytes) -> None:
+        if failure and path.is_relative_to(tmp_path / "run"):
+            raise failure[0]
+        write(path, content)
+
+    monkeypatch.setattr(copier, "write", fail)
+
+    def refuse(error: OSError | None) -> None:
+        failure[:] = [error] if error else []
+
+    return refuse
+
+
+FULL = OSError(28, "No space left on device")
+READ_ONLY = OSError(30, "Read-only file system")
+QUOTA = OSError(122, "Disk quota exceeded")
+
+
+def test_a_destination_that_recovers_gets_everything(
+    tmp_path: Path, local: Path, refusing: Callable[[OSError | None], None]
+) -> None:
+    time, wanted = Time(ends=5.0), files(local)
+    refusing(FULL)
+    time.at[40.0] = lambda: refusing(None)
+    assert time.watch(Copier(local, tmp_path / "run", "host"))
+    assert files(tmp_path / "run" / "capture" / local.name) == wanted
+    assert not local.exists()
+    assert 40 <= time.now < 42
+
+
+@pytest.mark.parametrize("error", [FULL, READ_ONLY, QUOTA], ids=lambda error: error.strerror)
+def test_what_cannot_be_copied_stays_and_it_is_said(
+    tmp_path: Path, local: Path, refusing: Callable[[OSError | None], None], error: OSError,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    time, wanted = Time(ends=5.0), files(local)
+    refusing(error)
+    assert not time.watch(Copier(local, tmp_path / "run", host_name()))
+    assert time.now == pytest.approx(5 + copier.PATIENCE_S, abs=1.5)
+    state = json.loads((local / COPYING_FILE).read_text())
+    assert (state["error"], state["given_up"], state["local"]) == (error.strerror, True, str(local))
+    assert {name: content for name, content in files(local).items() if name != COPYING_FILE} == wanted
+    folder = RunFolder(tmp_path / "run")
+    Gathering(folder, Talk(), local.parents[1], lambda: time.now, time.sleep).finish()
+    assert capfd.readouterr().err == (
+        f"[dsprof] warning: the capture of rank 3 is not all in {tmp_path}/run/capture/ ({error.strerror}); the rest "
+        f"is kept on {host_name()}: cp -r {local} {tmp_path}/run/capture/\n"
+    )
+    refusing(None)  # somebody made room: what is left is brought, and nothing said
+    Gathering(folder, Talk(), local.parents[1], lambda: time.now, time.sleep).finish()
+    assert capfd.readouterr().err == ""
+    assert files(folder.capture / local.name) == wanted
+
+
+def test_the_launcher_brings_what_a_killed_copier_left(tmp_path: Path, local: Path) -> None:
+    wanted = files(local)
+    copying = Copier(local, tmp_path / "run", host_name())
+    with subprocess.Popen(["sleep", "60"]) as gone:
+        copying.state.copier, copying.state.copier_began = gone.pid, copier.began(gone.pid)
+        copying.step()
+        gone.kill()
+    Gathering(RunFolder(tmp_path / "run"), Talk(), local.parents[1]).finish()
+    assert files(tmp_path / "run" / "capture" / local.name) == wanted
+
+
+def test_waiting_for_another_host_has_an_end(tmp_path: Path, local: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Copier(local, tmp_path / "run", "elsewhere").step()
+    time = Time()
+    Gathering(RunFolder(tmp_path / "run"), Talk(), None, lambda: time.now, time.sleep).finish()
+    assert 60 <= time.now < 61
+    assert capfd.readouterr().err == (
+        f"[dsprof] waiting for one capture to be copied to {tmp_path}/run\n"
+        f"[dsprof] warning: the capture of rank 3 is not all in {tmp_path}/run/capture/; the rest is kept on "
+        f"elsewhere: cp -r {local} {tmp_path}/run/capture/\n"
+    )
+
+
+# --- real jobs ----------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, signal, sys, torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(20):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+print("trained", flush=True)
+if sys.argv[1:] == ["killed"]:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path / "train.py"
+
+
+@both
+@pytest.mark.parametrize("ending", ["", "killed"])
+def test_a_job_of_one_process_leaves_all_in_the_run_folder(
+    tmp_path: Path, script: Path, native: str, ending: str
+) -> None:
+    flags = ("--scratch", str(tmp_path / "disk"), "--native", "on" if native == "1" else "off")
+    finished = profile(tmp_path, script, *filter(None, [ending]), ranks=None, flags=flags)
+    assert finished.status == (137 if ending else 0), finished.stderr
+    assert finished.stdout == "trained\n"
+    place = scratch.stand_in(finished.folder.path, tmp_path / "disk")
+    assert f"[dsprof] captures are written to {place} and copied into it\n" in finished.stderr
+    assert not place.exists()
+    (capture,) = finished.folder.capture.iterdir()
+    assert {"chunk-00000.bin", "names.txt", "facts.jsonl", "meta.json"} <= set(files(capture))
+    assert COPYING_FILE not in files(capture)
+    (rank,) = load(finished.folder).run.ranks
+    assert (rank.last_step, rank.damaged, rank.closed) == (19, 0, not ending)
+
+
+def test_a_job_without_launcher_is_copied_after_its_kill_by_who_outlives_it(tmp_path: Path, script: Path) -> None:
+    """Its whole process group is killed, and its stdout ends at once: the copier has neither."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    env = environment(DSPROF="1", DSPROF_RUN=str(run), DSPROF_NATIVE="off", DSPROF_SCRATCH=str(disk))
+    script.write_text(SCRIPT + "import time\ntime.sleep(600)\n")
+    job = subprocess.Popen(
+        [sys.executable, str(script)], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, process_group=0
+    )
+    assert job.stdout is not None
+    assert job.stdout.readline() == "trained\n"
+    os.killpg(job.pid, signal.SIGKILL)
+    assert job.stdout.read() == ""
+    assert job.wait(timeout=60) == -signal.SIGKILL
+    place = scratch.stand_in(run, disk)
+    Gathering(RunFolder(run), Talk(), place).finish()
+    assert not place.exists()
+    (rank,) = load(RunFolder(run)).run.ranks
+    assert (rank.last_step, rank.closed) == (19, False)
+
+
+def test_in_a_container_the_copy_is_there_when_the_first_process_ends(tmp_path: Path, script: Path) -> None:
+    """With it, all that is in the container ends at once, the copier too."""
+    alone = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("a process namespace is not permitted here")
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    env = environment(DSPROF="1", DSPROF_RUN=str(run), DSPROF_NATIVE="off", DSPROF_SCRATCH=str(disk))
+    done = subprocess.run([*alone, sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
+    (rank,) = load(RunFolder(run)).run.ranks
+    assert (rank.last_step, rank.closed) == (19, True)
+    assert not scratch.stand_in(run, disk).exists()
+
+
+@pytest.fixture
+def dead(tmp_path: Path) -> Iterator[Path]:
+    """A real FUSE file system whose server does not answer: whoever asks it for anything stands still until the end."""
+    folder = tmp_path / "dead"
+    folder.mkdir()
+    try:
+        server = os.open("/dev/fuse", os.O_RDWR)
+    except OSError as error:
+        pytest.skip(f"no FUSE here ({error.strerror})")
+    options = f"fd={server},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}".encode()
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.mount(b"dead", os.fsencode(folder), b"fuse", 6, options):  # MS_NOSUID, MS_NODEV
+        os.close(server)
+        pytest.skip(f"mounting is not permitted here ({os.strerror(ctypes.get_errno())})")
+    yield folder
+    library.umount2(os.fsencode(folder), 2)  # MNT_DETACH
+    os.close(server)
+
+
+def test_a_network_that_does_not_answer_does_not_hold_up_the_job(tmp_path: Path, script: Path, dead: Path) -> None:
+    assert scratch.file_system(dead / "runs" / "a") == "fuse"
+    (tmp_path / "tmp").mkdir()
+    env = environment(DSPROF="1", DSPROF_RUN=f"{dead}/runs/a", DSPROF_NATIVE="off", TMPDIR=str(tmp_path / "tmp"))
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
+    place = scratch.stand_in(dead / "runs" / "a", tmp_path / "tmp")
+    (item,) = scratch.waiting(place, None)
+    assert item.under_way(host_name())
+    os.kill(item.state.copier, signal.SIGKILL)
+    assert load(RunFolder(place)).run.ranks[0].last_step == 19
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=8m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_read_only_run_folder_costs_the_copy_not_the_capture(tmp_path: Path, script: Path, read_only: Path) -> None:
+    disk = tmp_path / "disk"
+    run = read_only / "run"
+    env = environment(DSPROF="1", DSPROF_RUN=str(run), DSPROF_NATIVE="off", DSPROF_SCRATCH=str(disk))
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
+    place = scratch.stand_in(run, disk)
+    (item,) = scratch.waiting(run, place)
+    assert item.state.error == "Read-only file system"
+    subprocess.run(["mount", "-o", "remount,rw", str(read_only)], check=True)
+    Gathering(RunFolder(run), Talk(), place).finish()
+    assert load(RunFolder(run)).run.ranks[0].last_step == 19
