@@ -82,7 +82,10 @@ class Mirror:
         return left
 
     def _copy(self, name: str) -> None:
-        content = (self.local / name).read_bytes()
+        try:
+            content = (self.local / name).read_bytes()
+        except FileNotFoundError:  # a chunk that was given up for the size limit meanwhile
+            return
         digest = hashlib.blake2b(content, digest_size=16).digest()
         if self._copied.get(name) == digest:
             return
