@@ -13,6 +13,7 @@ from dsprof.trace import Trace
 
 from .finding import Finding
 from .layers import LayerCost
+from .memory import DeviceMemory
 from .modules import COLUMNS as MODULE_COLUMNS
 from .trust import ReplayCheck
 
@@ -81,6 +82,7 @@ class Analysis:
                  (dsprof.schema.COLUMNS), read anew each time.
     layer_costs: what each layer of the engine's pipelines takes; empty without one.
     modules:     what each module takes in forward (`modules.COLUMNS`); empty unless every module was timed.
+    memory:      what the devices' allocators held in the end, of the ranks of which that is known.
     findings:    worst first.
     passed:      codes of the rules that ran and found nothing above `info`.
     not_judged:  code -> why a rule could not be judged on this capture.
@@ -111,6 +113,7 @@ class Analysis:
     verdict: Verdict
     capture: CaptureQuality
     layer_costs: tuple[LayerCost, ...] = ()
+    memory: tuple[DeviceMemory, ...] = ()
     modules: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(MODULE_COLUMNS)))
 
     @property

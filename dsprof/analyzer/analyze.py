@@ -22,6 +22,7 @@ from .kinds import divide_time, run_span
 from .layers import layer_costs
 from .load import Gauges, measure_load
 from .match import Matches, match_collectives
+from .memory import summarize_memory
 from .modules import module_times
 from .numbering import mismatches
 from .overhead import estimate_overhead
@@ -103,6 +104,7 @@ def analyze(trace: Trace) -> Analysis:
         trace=aligned.trace,
         layer_costs=tuple(layer_costs(concat_rows([summary.staged for summary in ranks.values()]))),
         modules=module_times(summary.modules for summary in ranks.values()),
+        memory=summarize_memory(trace.memory),
         findings=tuple(findings),
         passed=tuple(passed),
         not_judged=not_judged,

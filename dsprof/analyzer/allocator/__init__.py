@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from .history import Recording, Unplayable, devices, record
 from .model import NO_LIMITS, Allocator, Limits
-from .replay import Outcome, Proof, pinned_at, prove, replay
+from .replay import Outcome, Proof, in_use_at, pinned_at, prove, replay
 from .settings import Settings
 
 __all__ = [
-    "NO_LIMITS", "Allocator", "Limits", "Outcome", "Proof", "Recording", "Settings", "Unplayable", "devices", "pinned_at",
+    "NO_LIMITS", "Allocator", "Limits", "Outcome", "Proof", "Recording", "Settings", "Unplayable", "devices", "in_use_at",
+    "pinned_at",
     "prove", "record", "replay",
 ]  # fmt: skip

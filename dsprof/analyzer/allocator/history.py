@@ -18,9 +18,9 @@ from dsprof.trace import Memory
 from .model import DEFAULT_POOL
 from .settings import LARGE_SEGMENT, MOST_SMALL, SMALL_SEGMENT, Settings
 
-ALLOC, AWAIT, FREE, EMPTY, REFUSED = range(5)
+ALLOC, AWAIT, FREE, EMPTY, REFUSED, FAILED = range(6)
 """What happens: an allocation; a block is freed that another stream may still use; it is free; the program gives the cache
-back; the device refuses the memory that the next allocation wants."""
+back; the device refuses the memory that the next allocation wants; an allocation fails for good (an OOM)."""
 
 
 class Unplayable(Exception):
@@ -79,6 +79,9 @@ class State:
         return start, held
 
     def add_segment(self, start: int, held: Held) -> None:
+        at = bisect_left(self.segment_starts, start + held.size) - 1
+        if at >= 0 and self.segment_starts[at] + self.segments[self.segment_starts[at]].size > start:
+            raise Unplayable("its history gives back a segment that its last state still has")
         insort(self.segment_starts, start)
         self.segments[start] = held
 
@@ -257,11 +260,10 @@ def _played(
             continue
         if freed and action in ("segment_alloc", "segment_map", "oom") and not any(s in emptying for s, _ in freed):
             # Who has room for it needs not give anything back first; then the program did so by itself.
-            if action == "oom" or freed[0][1] + size > most:
-                retries += 1
-                events.append(Event(REFUSED, -1))
-            else:
-                events.append(Event(EMPTY, -1))
+            if action != "oom":
+                refused = freed[0][1] + size > most
+                retries += refused
+                events.append(Event(REFUSED if refused else EMPTY, -1))
             freed = []
         elif freed and action != "free_completed":  # giving back waits for what other streams use
             events.append(Event(EMPTY, -1))
@@ -284,7 +286,10 @@ def _played(
             events.append(Event(FREE, key))
         elif action == "oom":
             ooms += 1
+            retries += 1
             oom_bytes = reserved + address
+            events.append(Event(FAILED, number, size, stream, pool or DEFAULT_POOL, 0, stack))
+            number += 1
     if freed:
         events.append(Event(EMPTY, -1))
     return Recording(device, settings, events, begin, end, segments, peak, oom_bytes, retries, ooms)

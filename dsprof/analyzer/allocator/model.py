@@ -374,8 +374,9 @@ class Allocator:
         length = min(block.range.page_after(block.start + size) - block.start, block.size)
         if not self._fits(length):
             return False
-        pool, start = block.pool, block.start
+        pool = block.pool
         pool.remove_unmapped(block)
+        self._reserve(block.start, length)
         if length < block.size:
             rest = block.cut(length)
             rest.mapped = False
@@ -383,7 +384,6 @@ class Allocator:
         block.mapped = True
         self._merge(block)
         pool.insert(block)
-        self._reserve(start, length)
         return True
 
     def _unmap(self, block: Block) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .blocks import Block
-from .history import ALLOC, AWAIT, EMPTY, FREE, Recording
+from .history import ALLOC, AWAIT, EMPTY, FAILED, FREE, REFUSED, Event, Recording
 from .model import FIRST_ADDRESS, NO_LIMITS, Allocator, Limits
 from .settings import SMALL_SEGMENT, Settings
 
@@ -80,6 +80,18 @@ def replay(recording: Recording, settings: Settings, limits: Limits = NO_LIMITS)
     )  # fmt: skip
 
 
+def in_use_at(recording: Recording, event: int) -> dict[int, tuple[int, int]]:
+    """Stack -> bytes in use just before `event` of what it had allocated, and in how many blocks, as recorded."""
+    play = _Play(recording, recording.settings, NO_LIMITS, as_recorded=True)
+    play.run(event)
+    found: dict[int, tuple[int, int]] = {}
+    for block, serial in play.blocks.values():
+        if block.used and block.serial == serial:
+            size, count = found.get(block.stack, (0, 0))
+            found[block.stack] = size + block.size, count + 1
+    return found
+
+
 def pinned_at(recording: Recording, settings: Settings, limits: Limits, event: int) -> dict[int, int]:
     """Stack -> bytes that were stranded just before `event` because of what it had allocated.
 
@@ -101,7 +113,7 @@ class _Play:
 
     def __init__(self, recording: Recording, settings: Settings, limits: Limits, *, as_recorded: bool) -> None:
         self._recording, self._as_recorded = recording, as_recorded
-        self._blocks: dict[int, tuple[Block, int]] = {}
+        self.blocks: dict[int, tuple[Block, int]] = {}
         """Allocation -> its block, and which use of that block it is."""
         self._told = iter(recording.segments)
         self.alike = 0
@@ -117,7 +129,7 @@ class _Play:
 
     def run(self, until: int | None = None) -> None:
         """Events up to `until`, or all."""
-        allocator, blocks, counts = self.allocator, self._blocks, self.allocator.counts
+        allocator, blocks, counts = self.allocator, self.blocks, self.allocator.counts
         peak = counts.peak_reserved
         for number, event in enumerate(self._recording.events[:until]):
             act = event.act
@@ -140,8 +152,19 @@ class _Play:
                     allocator.await_free(given[0])
             elif act == EMPTY:
                 allocator.release_cached()
-            elif self._as_recorded:
+            elif act == FAILED:
+                self._fail(event)
+            elif act == REFUSED and self._as_recorded:
                 allocator.refuse_next = True
+
+    def _fail(self, event: Event) -> None:
+        """What ran out of memory in the recording. What the program would have done with it is not known."""
+        if self._as_recorded:
+            self.allocator.release_cached()
+        else:
+            block = self.allocator.malloc(event.size, event.stream, event.pool)
+            if block is not None:
+                self.allocator.free(block)
 
     def _allocate_afresh(self) -> None:
         begin = self._recording.begin
@@ -176,7 +199,7 @@ class _Play:
 
     def _keep(self, key: int, stack: int, pending: bool, block: Block) -> None:
         block.stack = stack
-        self._blocks[key] = block, block.serial
+        self.blocks[key] = block, block.serial
         if pending:
             self.allocator.await_free(block)
 
