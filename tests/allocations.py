@@ -22,21 +22,21 @@ class OutOfMemory(Exception):
 
 
 class Watched(Allocator):
-    """Keeps what it gave back: (address, bytes)."""
+    """Keeps what it gave back: (address, bytes, stream)."""
 
     def __init__(self, settings: Settings, limits: Limits) -> None:
         super().__init__(settings, limits)
-        self.gone: list[tuple[int, int]] = []
+        self.gone: list[tuple[int, int, int]] = []
 
     def _give_back(self, block: Block) -> None:
-        self.gone.append((block.start, block.size))
+        self.gone.append((block.start, block.size, block.stream))
         super()._give_back(block)
 
     def _unmap(self, block: Block) -> None:
         assert block.range is not None
         first, end = block.range.page_after(block.start), block.range.page_before(block.end)
         if first < end:
-            self.gone.append((first, end - first))
+            self.gone.append((first, end - first, block.stream))
         super()._unmap(block)
 
 
@@ -67,13 +67,13 @@ class Device:
 
     def free(self, *blocks: Block) -> None:
         for block in blocks:
-            self._note("free_requested", block.start, block.requested)
-            self._note("free_completed", block.start, block.requested)
+            self._note("free_requested", block.start, block.requested, stream=block.stream)
+            self._note("free_completed", block.start, block.requested, stream=block.stream)
             del self._blocks[block.start]
             self.allocator.free(block)
 
     def free_later(self, block: Block) -> None:
-        self._note("free_requested", block.start, block.requested)
+        self._note("free_requested", block.start, block.requested, stream=block.stream)
         self.allocator.await_free(block)
 
     def empty_cache(self) -> None:
@@ -90,8 +90,8 @@ class Device:
     def _noted(self, function: str = "linear") -> None:
         """What the allocator gave back to the device and got from it."""
         unmaps = self.settings.expandable
-        for start, size in self.allocator.gone:
-            self._note("segment_unmap" if unmaps else "segment_free", start, size, function)
+        for start, size, stream in self.allocator.gone:
+            self._note("segment_unmap" if unmaps else "segment_free", start, size, function, stream=stream)
         for start, size in self.allocator.made:
             self._note("segment_map" if unmaps else "segment_alloc", start, size)
         self.allocator.gone.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import pandas as pd
@@ -147,6 +147,7 @@ class Analysis:
             "not_judged": self.not_judged,
             "noise_ms": self.noise_ms if math.isfinite(self.noise_ms) else None,
             "notes": list(self.notes),
+            "memory": [asdict(held) for held in self.memory],
             "capture": {
                 "overhead_percent": self.capture.overhead_percent,
                 "dropped": self.capture.dropped,

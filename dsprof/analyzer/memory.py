@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,6 +18,10 @@ from .allocator.settings import LARGE_SEGMENT, SMALL_SEGMENT
 LIBRARIES: Final = ("/site-packages/", "/dist-packages/", "/lib/python3", "<", "/torch/")
 """Parts of file names that are not the user's."""
 UNKNOWN: Final = "unknown"
+UNRECORDED: Final = "no stack recorded"
+NATIVE, NAMED, BACKWARD, LIBRARY, USERS = range(5)
+"""What a frame says, the more the better: nothing, an operator, a node of backward, a line of a library, or of the user's."""
+OPERATOR: Final = re.compile(r"autograd::generated::(\w+)::apply|at::_ops::(\w+)::call")
 MOST_HOLDERS: Final = 12
 
 
@@ -136,20 +141,25 @@ def holders_of(held: Mapping[int, tuple[int, int]], places: Mapping[int, tuple[s
 def sites_of(stacks: pd.DataFrame) -> dict[int, tuple[str, str]]:
     """Stack -> the innermost line of it that is the user's own (`/home/me/train.py:12`), and its function.
 
-    Of one without such a line the innermost one of Python, or its innermost function.
+    Of one without such a line the innermost one of Python; of one without Python, such as backward's, the operator.
     """
-    found: dict[int, tuple[int, str, str]] = {NO_STACK: (0, UNKNOWN, "")}
+    found: dict[int, tuple[int, str, str]] = {NO_STACK: (USERS, UNRECORDED, "")}
     kinds = {str(file): _kind(str(file)) for file in stacks["file"].cat.categories}
+    operators = {str(name): OPERATOR.search(str(name)) for name in stacks["function"].cat.categories}
     columns: list[list[Any]] = [stacks[name].tolist() for name in ("stack", "function", "file", "line")]
     for stack, function, file, line in zip(*columns, strict=True):
-        kind = kinds[file]
+        kind, operator = kinds[file], operators[function]
+        if kind == NATIVE and operator is not None:
+            kind = NAMED + (operator[1] is not None)
         if stack not in found or kind > found[stack][0]:
-            found[stack] = kind, f"{file}:{line}" if kind else UNKNOWN, str(function)
-    return {stack: (site, function) for stack, (_, site, function) in found.items()}
+            site = f"{file}:{line}" if kind >= LIBRARY else UNKNOWN
+            if operator is not None and kind in (NAMED, BACKWARD):
+                site = f"{operator[1]}, in backward" if operator[1] else operator[2]
+            found[stack] = kind, site, str(function)
+    return {stack: (site, function if kind >= LIBRARY else "") for stack, (kind, site, function) in found.items()}
 
 
 def _kind(file: str) -> int:
-    """2: a file of the user's; 1: of a library; 0: not Python."""
     if not file.endswith(".py"):
-        return 0
-    return 1 if any(part in file for part in LIBRARIES) else 2
+        return NATIVE
+    return LIBRARY if any(part in file for part in LIBRARIES) else USERS

@@ -66,7 +66,7 @@ class Trace:
 def load(folder: RunFolder) -> Trace:
     """The run's trace, merged first if it is not. Raises RunError where there is nothing to read."""
     info, unwritten = bring_up_to_date(folder)
-    return Trace(info, _Stored(folder, info, parquet_files(folder), unwritten), StoredMemory(folder.path))
+    return Trace(info, _Stored(folder, info, parquet_files(folder), unwritten), StoredMemory(folder))
 
 
 def concat_rows(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:

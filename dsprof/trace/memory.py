@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Final
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dsprof.run import RunError
+from dsprof.run import RunError, RunFolder
 
 from .merge import brief, write_parquet
 
@@ -67,8 +66,8 @@ class Memory:
         return cls(**{name: _typed(pd.DataFrame(columns.get(name, {})), name) for name in TABLES})
 
 
-def save_memory(folder: Path, rank: int, memory: Memory) -> None:
-    """Write the tables below `folder`, a run's. Raises OSError."""
+def save_memory(folder: RunFolder, rank: int, memory: Memory) -> None:
+    """Write the tables. Raises OSError."""
     for name in TABLES:
         table = pa.Table.from_pandas(getattr(memory, name), preserve_index=False)
         write_parquet(_file(folder, rank, name), table)
@@ -77,9 +76,9 @@ def save_memory(folder: Path, rank: int, memory: Memory) -> None:
 class StoredMemory(Mapping[int, Memory]):
     """Rank -> tables of a run folder, read when they are asked for. Reading raises RunError."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        found = folder.joinpath("memory").glob("rank*.segments.parquet")
+        found = folder.memory.glob("rank*.segments.parquet")
         self._ranks = sorted(int(path.name.split(".")[0].removeprefix("rank")) for path in found)
 
     def __iter__(self) -> Iterator[int]:
@@ -101,8 +100,8 @@ class StoredMemory(Mapping[int, Memory]):
             raise RunError(f"{path}: unreadable ({brief(error)}); import the snapshot again") from error
 
 
-def _file(folder: Path, rank: int, name: str) -> Path:
-    return folder / "memory" / f"rank{rank:05d}.{name}.parquet"
+def _file(folder: RunFolder, rank: int, name: str) -> Path:
+    return folder.memory / f"rank{rank:05d}.{name}.parquet"
 
 
 def _typed(table: pd.DataFrame, name: str) -> pd.DataFrame:

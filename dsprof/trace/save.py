@@ -34,6 +34,6 @@ def save(folder: RunFolder, trace: Trace) -> None:
         about = {**(table.schema.metadata or {}), RANK_INFO: json.dumps(summary).encode()}
         write_parquet(folder.trace / f"rank{rank:05d}.parquet", table.replace_schema_metadata(about))
     for rank, memory in trace.memory.items():
-        save_memory(folder.path, rank, memory)
+        save_memory(folder, rank, memory)
     folder.write_info(trace.run)
     merge(folder)

@@ -52,6 +52,7 @@ def render(analysis: Analysis) -> str:
         rank_parts=[part for part in analysis.budget_by_rank if (analysis.budget_by_rank[part] > 0.005).any()],
         rank_rows=_rank_rows(analysis),
         blamed=_blamed(analysis),
+        memory=analysis.memory,
         module_rows=analysis.modules.head(MOST_MODULES).to_dict("records"),
         modules_left=max(len(analysis.modules) - MOST_MODULES, 0),
         marks=len(analysis.irregular),
@@ -81,6 +82,7 @@ def _template() -> jinja2.Template:
     environment.filters["clean"] = text.clean
     environment.filters["unbroken"] = wording.unbroken
     environment.filters["ms"] = text.ms
+    environment.filters["size"] = text.size
     environment.filters["percent"] = text.percent
     return environment.get_template("page.html.j2")
 

@@ -158,6 +158,8 @@ def record(memory: Memory, device: int, settings: Settings) -> Recording:
     history = memory.history[memory.history["device"] == device]
     if not len(history):
         raise Unplayable("no history was recorded (torch.cuda.memory._record_memory_history)")
+    if history["action"].iloc[0] == "alloc":  # what it was given came before, perhaps as a segment of its own
+        history = history.iloc[1:]
     end = last_state(memory, device)
     begin = _undone(history, last_state(memory, device), settings)
     return _played(memory, history, device, settings, begin, end)

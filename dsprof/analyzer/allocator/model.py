@@ -42,8 +42,11 @@ class Counts:
     active: int = 0
     peak_reserved: int = 0
     peak_active: int = 0
+    active_at_peak: int = 0
     stranded_at_peak: int = 0
-    """Free at the peak of `reserved`, and not to be given back: other parts of their segments (pages) are in use."""
+    cached_at_peak: int = 0
+    """At the peak of `reserved`, before what it was reserved for: in use; free, but not to be given back since other
+    parts of the segments (or pages) are in use; free for good."""
     device_allocs: int = 0
     device_frees: int = 0
     retries: int = 0
@@ -271,7 +274,9 @@ class Allocator:
         counts.reserved += more
         if counts.reserved > counts.peak_reserved:
             counts.peak_reserved = counts.reserved
-            counts.stranded_at_peak = counts.reserved - more - counts.active - self.releasable()
+            counts.active_at_peak = counts.active
+            counts.cached_at_peak = self.releasable()
+            counts.stranded_at_peak = counts.reserved - more - counts.active - counts.cached_at_peak
 
     def _address(self, size: int) -> int:
         if self.place is not None:

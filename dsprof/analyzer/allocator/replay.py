@@ -16,8 +16,9 @@ from .settings import SMALL_SEGMENT, Settings
 class Outcome:
     """What a history comes to under some settings; bytes.
 
-    peak_reserved, peak_active: the most that was held, and in use.
-    stranded:      at that peak, what was free and could not be given back.
+    peak_reserved: the most that was held; when more was asked for to reach it, `active` was in use, `stranded` was free
+                   and could not be given back, and `cached` could.
+    peak_active:   the most that was in use.
     reserved:      at the end.
     device_calls:  how often memory was got from the device or given back, each a synchronous call.
     retries, ooms: how often the cache was given back for want of memory, and how often that was not enough.
@@ -27,7 +28,9 @@ class Outcome:
     settings: Settings
     peak_reserved: int
     peak_active: int
+    active: int
     stranded: int
+    cached: int
     reserved: int
     device_calls: int
     retries: int
@@ -75,7 +78,8 @@ def replay(recording: Recording, settings: Settings, limits: Limits = NO_LIMITS)
     play.run()
     counts = play.allocator.counts
     return Outcome(
-        settings, counts.peak_reserved, counts.peak_active, counts.stranded_at_peak, counts.reserved,
+        settings, counts.peak_reserved, counts.peak_active, counts.active_at_peak, counts.stranded_at_peak,
+        counts.cached_at_peak, counts.reserved,
         counts.device_allocs + counts.device_frees, counts.retries, counts.ooms, play.peak_at,
     )  # fmt: skip
 

@@ -28,7 +28,7 @@ from ..allocator.history import FAILED
 from ..allocator.settings import MiB, POWERS
 from ..context import Context, once
 from ..finding import ALLOCATOR_TWIN, HIGH_PERCENT, Evidence, Finding, Fix, Gain, Severity, Where
-from ..memory import UNKNOWN, holders_of, sites_of
+from ..memory import UNKNOWN, Holder, holders_of, sites_of
 from ..text import count, percent, size
 from .base import NotConcerned, NotJudged, PartlyJudged
 
@@ -111,10 +111,9 @@ def _fragmentation(one: Played) -> list[Finding]:
             f"what was reserved came about before its history (from a fresh start the twin comes to "
             f"{size(now.peak_reserved)}, recorded were {size(peak)}); record from the job's start"
         )
-    cached = now.peak_reserved - now.peak_active - now.stranded
-    share = {name: 100 * value / now.peak_reserved for name, value in (("stranded", now.stranded), ("cached", cached))}
-    lost = share["stranded"] >= LEAST_STRANDED
-    if not (lost or share["cached"] >= LEAST_CACHED or recording.retries):
+    stranded, cached = (100 * part / max(now.peak_reserved, 1) for part in (now.stranded, now.cached))
+    lost = stranded >= LEAST_STRANDED
+    if not (lost or cached >= LEAST_CACHED or recording.retries):
         return []
     best = _best([replay(recording, settings, one.limits) for settings in _candidates(recording.settings)])
     better = _key(best) < _key(now) and (
@@ -126,9 +125,9 @@ def _fragmentation(one: Played) -> list[Finding]:
     asked = recording.events[now.peak_at] if now.peak_at >= 0 else None
     evidence = [
         Evidence("reserved at the peak", now.peak_reserved, "bytes", best.peak_reserved if better else None),
-        Evidence("most in use", now.peak_active, "bytes"),
-        Evidence("free at the peak, between blocks in use", now.stranded, "bytes", best.stranded if better else None),
-        Evidence("free at the peak, in whole segments", max(cached, 0), "bytes"),
+        Evidence("in use then", now.active, "bytes"),
+        Evidence("free then, between blocks in use", now.stranded, "bytes", best.stranded if better else None),
+        Evidence("free then, in whole segments", now.cached, "bytes"),
     ]
     if recording.retries:
         evidence.append(Evidence("times the cache was given back for want of memory", recording.retries, "count", 0))
@@ -139,15 +138,15 @@ def _fragmentation(one: Played) -> list[Finding]:
     cause = holders[0].site if holders else one.places.get(asked.stack, (UNKNOWN, ""))[0] if asked is not None else UNKNOWN
     if lost:
         title = (
-            f"{size(now.stranded)} of {size(now.peak_reserved)} reserved ({percent(share['stranded'])}) lie free between "
-            f"blocks in use, most of them from {_short(cause)}"
+            f"{size(now.stranded)} of {size(now.peak_reserved)} reserved ({percent(stranded)}) lie free between "
+            f"blocks in use, most of it beside what {_short(cause)} keeps"
         )
     else:
         title = (
-            f"{size(cached)} of {size(now.peak_reserved)} reserved ({percent(share['cached'])}) are cached segments of "
+            f"{size(now.cached)} of {size(now.peak_reserved)} reserved ({percent(cached)}) are cached segments of "
             f"sizes that no longer come, the last asked for at {_short(_site(one, asked.stack if asked else -1))}"
         )
-    severity: Severity = "high" if recording.ooms or share["stranded"] >= HIGH_PERCENT else "medium"
+    severity: Severity = "high" if recording.ooms or stranded >= HIGH_PERCENT else "medium"
     if not lost and not recording.retries:
         severity = "low"
     fixes = (*((_setting_fix(one, now, best),) if better else ()), *_code_fix(holders, lost))
@@ -185,7 +184,7 @@ def _out_of_memory(one: Played) -> Finding:
         best = _best(tried)
         if not best.ooms:
             fixes.append(_setting_fix(one, replay(recording, recording.settings, one.limits), best))
-    if largest is not None and largest.site != UNKNOWN:
+    if largest is not None and largest.site.rpartition(":")[2].isdigit():
         fixes.append(
             Fix("code", f"{_short(largest.site)} holds {size(largest.bytes)}, {percent(100 * largest.bytes / used)} of all: "
                         "a smaller micro-batch, activation checkpointing or sharding makes it less")
@@ -227,10 +226,11 @@ def _best(outcomes: list[Outcome]) -> Outcome:
 def _setting_fix(one: Played, now: Outcome, best: Outcome) -> Fix:
     value = ",".join(filter(None, [*_other_options(one.told), str(best.settings)]))
     gained = f"{size(best.peak_reserved)} reserved at the peak instead of {size(now.peak_reserved)}"
-    if (best.ooms, best.retries) != (now.ooms, now.retries):
-        gained += f", {count(best.retries, 'time')} out of memory at first instead of {now.retries}"
-        gained += f", {best.ooms} for good instead of {now.ooms}"
-    calls = f"{best.device_calls:,} calls of the device's allocator instead of {now.device_calls:,}"
+    if best.retries != now.retries:
+        gained += f", the cache given back for want of memory {count(best.retries, 'time')} instead of {now.retries}"
+    if best.ooms != now.ooms:
+        gained += f", out of memory {count(best.ooms, 'time')} instead of {now.ooms} as far as the recording goes"
+    calls = f"{best.device_calls:,} calls of cudaMalloc and cudaFree (or to map and unmap) instead of {now.device_calls:,}"
     return Fix("env", f"{CONF}={value}: {gained}, {calls} ({UNPROVED})", ({"name": CONF, "value": value},))
 
 
@@ -256,15 +256,14 @@ def _other_options(told: Mapping[str, Any]) -> list[str]:
 # --- words --------------------------------------------------------------------------------------
 
 
-def _code_fix(holders: list[Any], lost: bool) -> tuple[Fix, ...]:
-    if not lost or not holders or holders[0].site == UNKNOWN:
+def _code_fix(holders: list[Holder], lost: bool) -> tuple[Fix, ...]:
+    file, _, line = holders[0].site.rpartition(":") if holders else ("", "", "")
+    if not lost or not line.isdigit():
         return ()
-    file, _, line = holders[0].site.rpartition(":")
-    patch = ({"file": file, "line": int(line), "argument": None, "value": None},)
-    return (
-        Fix("code", "what is kept for long is allocated before, or in one piece, so that it does not lie between what "
-                    "comes and goes", patch),
-    )  # fmt: skip
+    title = (
+        "what is kept for long is best allocated before, or in one piece: there it lies between what comes and goes"
+    )
+    return (Fix("code", title, ({"file": file, "line": int(line), "argument": "", "value": ""},)),)
 
 
 def _proved(proof: Proof) -> str:
