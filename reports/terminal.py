@@ -238,7 +238,7 @@ def _memory(console: Console, glyphs: Glyphs, held: DeviceMemory, cwd: str) -> N
     console.print(Text.assemble(("\nmemory", "bold"), (f" {text.size(reserved)} reserved", "bold"), (facts, "dim")))
     grid = Table.grid(padding=(0, 2))
     for justify in ("left", "right", "right", "left"):
-        grid.add_column(justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
+        grid.add_column(justify=justify, no_wrap=True, overflow="ellipsis")
     parts = wording.memory_parts(held)
     for label, value in parts:
         last, in_use = label == parts[-1][0], label == parts[0][0]

@@ -12,8 +12,8 @@ from pathlib import PurePath
 from typing import Any, Final, Literal
 
 from dsprof.analyzer.analysis import Analysis, StepTime
-from dsprof.analyzer.memory import DeviceMemory, Holder
 from dsprof.analyzer.finding import MEASURED_EXCESS, Evidence, Finding, Fix, Gain, Where
+from dsprof.analyzer.memory import DeviceMemory, Holder
 from dsprof.analyzer.text import clean, count, ms, number, percent, quantity, ranks, spans
 from dsprof.run import RankExit, last_processes
 from dsprof.schema import TIME_KINDS

@@ -10,7 +10,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from dsprof.analyzer.allocator import Allocator, Limits, Settings
+from dsprof.analyzer.allocator import Allocator, AllocatorSettings, Limits
 from dsprof.analyzer.allocator.blocks import Block
 
 MiB = 1 << 20
@@ -22,29 +22,33 @@ class OutOfMemory(Exception):
 
 
 class Watched(Allocator):
-    """Keeps what it gave back: (address, bytes, stream)."""
+    """Keeps what it got from the device and gave back: (action, address, bytes, stream)."""
 
-    def __init__(self, settings: Settings, limits: Limits) -> None:
+    def __init__(self, settings: AllocatorSettings, limits: Limits) -> None:
         super().__init__(settings, limits)
-        self.gone: list[tuple[int, int, int]] = []
+        self.log: list[tuple[str, int, int, int | None]] = []
+
+    def _reserve(self, start: int, more: int) -> None:
+        self.log.append(("segment_map" if self.settings.expandable else "segment_alloc", start, more, None))
+        super()._reserve(start, more)
 
     def _give_back(self, block: Block) -> None:
-        self.gone.append((block.start, block.size, block.stream))
+        self.log.append(("segment_free", block.start, block.size, block.stream))
         super()._give_back(block)
 
     def _unmap(self, block: Block) -> None:
         assert block.range is not None
         first, end = block.range.page_after(block.start), block.range.page_before(block.end)
         if first < end:
-            self.gone.append((first, end - first, block.stream))
+            self.log.append(("segment_unmap", first, end - first, block.stream))
         super()._unmap(block)
 
 
 class Device:
     """A device whose allocator's history is recorded. `stream` and `line` are of what comes next."""
 
-    def __init__(self, settings: Settings | None = None, device_bytes: int | None = None) -> None:
-        self.settings = settings or Settings()
+    def __init__(self, settings: AllocatorSettings | None = None, device_bytes: int | None = None) -> None:
+        self.settings = settings or AllocatorSettings()
         self.allocator = Watched(self.settings, Limits(device_bytes))
         self.stream = 0
         self.line = 1
@@ -89,13 +93,9 @@ class Device:
 
     def _noted(self, function: str = "linear") -> None:
         """What the allocator gave back to the device and got from it."""
-        unmaps = self.settings.expandable
-        for start, size, stream in self.allocator.gone:
-            self._note("segment_unmap" if unmaps else "segment_free", start, size, function, stream=stream)
-        for start, size in self.allocator.made:
-            self._note("segment_map" if unmaps else "segment_alloc", start, size)
-        self.allocator.gone.clear()
-        self.allocator.made.clear()
+        for action, start, size, stream in self.allocator.log:
+            self._note(action, start, size, function, **({} if stream is None else {"stream": stream}))
+        self.allocator.log.clear()
 
     def _note(self, action: str, address: int | None, size: int, function: str = "linear", **more: int) -> None:
         event = {"action": action, "size": size, "stream": self.stream, "time_us": 1_000_000 + len(self.events)}

@@ -1,4 +1,4 @@
-"""Importing memory snapshots: a tiny one written by hand, hostile and damaged ones, and the real ones where they are."""
+"""Importing memory snapshots: a tiny one, hostile and damaged ones, and the real ones where they are."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from allocations import Device, MiB
 
 from dsprof import cli, reports, trace
 from dsprof.analyzer import analyze
+from dsprof.analyzer.analysis import Analysis
 from dsprof.importers import import_trace
 from dsprof.run import RunError, RunFolder, open_run
 from dsprof.schema import COLUMNS
@@ -279,6 +280,16 @@ def test_unknown_actions_and_settings_are_left_out(tmp_path: Path) -> None:
     assert "new" not in run.facts[1]["settings"]
 
 
+def analyzed_unless_refused(path: Path) -> Analysis | None:
+    try:
+        trace_of = import_trace(path)
+    except RunError as error:
+        if "\n" in str(error) or len(str(error)) > 600:
+            raise
+        return None
+    return analyze(trace_of)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_damaged_files_end_in_one_message_or_in_a_run(tmp_path: Path, seed: int) -> None:
     """Thirty a seed: cut, bits flipped, bytes removed, put in or repeated."""
@@ -295,13 +306,8 @@ def test_damaged_files_end_in_one_message_or_in_a_run(tmp_path: Path, seed: int)
                 data[place:place] = bytes(chance.randrange(256) for _ in range(chance.randrange(9)))
             elif how == 3:
                 data[place:place] = data[: chance.randrange(len(data) + 1)][-64:]
-        path = write(bytes(data), tmp_path)
-        try:
-            found = import_trace(path)
-        except RunError as error:
-            assert "\n" not in str(error)
-        else:
-            analysis = analyze(found)
+        analysis = analyzed_unless_refused(write(bytes(data), tmp_path))
+        if analysis is not None:
             assert analysis.verdict.status != "healthy"
             assert not [why for why in analysis.not_judged.values() if "the rule failed" in why]
 

@@ -20,7 +20,7 @@ LIBRARIES: Final = ("/site-packages/", "/dist-packages/", "/lib/python3", "<", "
 UNKNOWN: Final = "unknown"
 UNRECORDED: Final = "no stack recorded"
 NATIVE, NAMED, BACKWARD, LIBRARY, USERS = range(5)
-"""What a frame says, the more the better: nothing, an operator, a node of backward, a line of a library, or of the user's."""
+"""What a frame says: nothing, an operator, a node of backward, a line of a library, or of the user's; the last is best."""
 OPERATOR: Final = re.compile(r"autograd::generated::(\w+)::apply|at::_ops::(\w+)::call")
 MOST_HOLDERS: Final = 12
 
@@ -103,7 +103,8 @@ def _pools(segments: pd.DataFrame, blocks: pd.DataFrame) -> tuple[PoolUse, ...]:
     table = pd.DataFrame(
         {
             "pool": [_pool_name(small, pool) for small, pool in zip(of["small"], of["pool"], strict=True)],
-            "stream": of["stream"].to_numpy(np.int64), "segment": blocks["segment"].to_numpy(np.int64), "reserved": size,
+            "stream": of["stream"].to_numpy(np.int64), "segment": blocks["segment"].to_numpy(np.int64),
+            "reserved": size,
             "allocated": np.where(state == "allocated", size, 0), "pending": np.where(state == "pending", size, 0),
             "requested": np.where(state == "allocated", blocks["requested"].to_numpy(np.int64), 0),
             "releasable": np.where(free, back, 0), "split": np.where(free, size - back, 0),

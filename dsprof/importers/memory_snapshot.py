@@ -55,7 +55,7 @@ def read(path: Path) -> Trace:
         content = load(path.read_bytes(), str(path))
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
-    tables = _Tables(path, size)
+    tables = SnapshotTables(path, size)
     memory = tables.of(content)
     rows = _samples(memory)
     facts = [
@@ -75,8 +75,8 @@ def read(path: Path) -> Trace:
     return Trace.of(info, rows, {0: memory})
 
 
-class _Tables:
-    """A snapshot's lists as columns. Each thing in the file is gone through once, so their number is bounded by its size."""
+class SnapshotTables:
+    """A snapshot's lists as columns. No list is gone through twice, and all together are no longer than the file."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._path, self._left = path, size
@@ -104,7 +104,8 @@ class _Tables:
     def _segment(self, number: int, segment: Any) -> None:
         where = f"segment {number}"
         self._add(
-            "segments", device=self._number(segment, "device", where, 0), stream=self._number(segment, "stream", where, 0),
+            "segments", device=self._number(segment, "device", where, 0),
+            stream=self._number(segment, "stream", where, 0),
             address=self._number(segment, "address", where), bytes=self._number(segment, "total_size", where),
             pool=_pool(segment.get("segment_pool_id")) or "0.0", small=segment.get("segment_type") == "small",
             expandable=segment.get("is_expandable") is True, stack=self._stack(segment, where),
@@ -131,7 +132,9 @@ class _Tables:
         """Raises RunError where segments of a device lie on each other."""
         segments = self._columns["segments"]
         last: dict[int, int] = {}
-        for address, size, device in sorted(zip(segments["address"], segments["bytes"], segments["device"], strict=True)):
+        for address, size, device in sorted(
+            zip(segments["address"], segments["bytes"], segments["device"], strict=True)
+        ):
             if address < last.get(device, 0):
                 raise self._wrong("the file", "two segments at one place")
             last[device] = address + size

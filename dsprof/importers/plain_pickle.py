@@ -16,7 +16,8 @@ from dsprof.run import RunError
 DENIED: Final = {
     b"c": "imports a name", b"\x93": "imports a name", b"i": "imports a name and calls it",
     b"R": "calls a function", b"o": "makes an object", b"\x81": "makes an object", b"\x92": "makes an object",
-    b"b": "sets the state of an object", b"P": "asks for an object outside of it", b"Q": "asks for an object outside of it",
+    b"b": "sets the state of an object",
+    b"P": "asks for an object outside of it", b"Q": "asks for an object outside of it",
     b"\x82": "asks for a registered name", b"\x83": "asks for a registered name", b"\x84": "asks for a registered name",
 }  # fmt: skip
 """Opcodes that a data file has no use for: what they do."""

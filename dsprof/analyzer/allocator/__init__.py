@@ -12,10 +12,21 @@ from __future__ import annotations
 from .history import Recording, Unplayable, devices, record
 from .model import NO_LIMITS, Allocator, Limits
 from .replay import Outcome, Proof, in_use_at, pinned_at, prove, replay
-from .settings import Settings
+from .settings import AllocatorSettings
 
 __all__ = [
-    "NO_LIMITS", "Allocator", "Limits", "Outcome", "Proof", "Recording", "Settings", "Unplayable", "devices", "in_use_at",
+    "NO_LIMITS",
+    "Allocator",
+    "AllocatorSettings",
+    "Limits",
+    "Outcome",
+    "Proof",
+    "Recording",
+    "Unplayable",
+    "devices",
+    "in_use_at",
     "pinned_at",
-    "prove", "record", "replay",
+    "prove",
+    "record",
+    "replay",
 ]  # fmt: skip

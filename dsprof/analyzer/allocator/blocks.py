@@ -26,7 +26,21 @@ class Range:
 class Block:
     """A part of a segment: `size` bytes from `start` on, of one pool and stream, between `prev` and `next`."""
 
-    __slots__ = ("born", "mapped", "next", "pool", "prev", "range", "requested", "serial", "size", "stack", "start", "stream", "used")
+    __slots__ = (
+        "born",
+        "mapped",
+        "next",
+        "pool",
+        "prev",
+        "range",
+        "requested",
+        "serial",
+        "size",
+        "stack",
+        "start",
+        "stream",
+        "used",
+    )
 
     def __init__(
         self, start: int, size: int, stream: int, pool: Pool, range: Range | None = None, mapped: bool = True

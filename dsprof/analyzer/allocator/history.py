@@ -7,7 +7,7 @@ first. Free memory needs no record: neighbours that are free are always one bloc
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,11 +16,11 @@ import pandas as pd
 from dsprof.trace import Memory
 
 from .model import DEFAULT_POOL
-from .settings import LARGE_SEGMENT, MOST_SMALL, SMALL_SEGMENT, Settings
+from .settings import LARGE_SEGMENT, MOST_SMALL, SMALL_SEGMENT, AllocatorSettings
 
 ALLOC, AWAIT, FREE, EMPTY, REFUSED, FAILED = range(6)
-"""What happens: an allocation; a block is freed that another stream may still use; it is free; the program gives the cache
-back; the device refuses the memory that the next allocation wants; an allocation fails for good (an OOM)."""
+"""What happens: an allocation; a block is freed that another stream may still use; it is free; the program gives the
+cache back; the device refuses the memory that the next allocation wants; an allocation fails for good (an OOM)."""
 
 
 class Unplayable(Exception):
@@ -62,7 +62,7 @@ class Held:
 
 
 @dataclass
-class State:
+class AllocatorState:
     """What a device's allocator held: address -> segment, and address -> block in use; sorted addresses of both."""
 
     segments: dict[int, Held] = field(default_factory=dict)
@@ -82,8 +82,21 @@ class State:
         at = bisect_left(self.segment_starts, start + held.size) - 1
         if at >= 0 and self.segment_starts[at] + self.segments[self.segment_starts[at]].size > start:
             raise Unplayable("its history gives back a segment that its last state still has")
+        if held.expandable:
+            start, held = self._joined(start, held)
         insort(self.segment_starts, start)
         self.segments[start] = held
+
+    def _joined(self, start: int, held: Held) -> tuple[int, Held]:
+        """A mapped stretch with those beside it, which are gone then."""
+        at = bisect_left(self.segment_starts, start)
+        for neighbour in self.segment_starts[max(at - 1, 0) : at + 1]:
+            other = self.segments[neighbour]
+            beside = neighbour + other.size == start or start + held.size == neighbour
+            if beside and other.expandable and (other.stream, other.pool) == (held.stream, held.pool):
+                self.drop_segment(neighbour)
+                start, held = min(start, neighbour), replace(other, size=held.size + other.size)
+        return start, held
 
     def drop_segment(self, start: int) -> None:
         del self.segment_starts[bisect_left(self.segment_starts, start)]
@@ -116,10 +129,10 @@ class Recording:
     """
 
     device: int
-    settings: Settings
+    settings: AllocatorSettings
     events: list[Event]
-    begin: State
-    end: State
+    begin: AllocatorState
+    end: AllocatorState
     segments: list[tuple[int, int]]
     peak_reserved: int
     oom_bytes: int | None
@@ -136,9 +149,9 @@ def devices(memory: Memory) -> list[int]:
     return sorted({*map(int, memory.segments["device"]), *map(int, memory.history["device"])})
 
 
-def last_state(memory: Memory, device: int) -> State:
+def last_state(memory: Memory, device: int) -> AllocatorState:
     """What the snapshot holds of one device."""
-    state = State()
+    state = AllocatorState()
     chosen = (memory.segments["device"] == device).to_numpy(bool)
     of = memory.segments
     columns = (of[name].tolist() for name in ("address", "bytes", "stream", "pool", "small", "expandable"))
@@ -153,7 +166,7 @@ def last_state(memory: Memory, device: int) -> State:
     return state
 
 
-def record(memory: Memory, device: int, settings: Settings) -> Recording:
+def record(memory: Memory, device: int, settings: AllocatorSettings) -> Recording:
     """The history of one device. Raises Unplayable."""
     history = memory.history[memory.history["device"] == device]
     if not len(history):
@@ -168,7 +181,7 @@ def record(memory: Memory, device: int, settings: Settings) -> Recording:
 # --- backwards ----------------------------------------------------------------------------------
 
 
-def _undone(history: pd.DataFrame, state: State, settings: Settings) -> State:
+def _undone(history: pd.DataFrame, state: AllocatorState, settings: AllocatorSettings) -> AllocatorState:
     """`state` before all of `history`."""
     if "free_completed" not in set(history["action"]) and "free_requested" in set(history["action"]):
         raise Unplayable("frees were not recorded to their end (skip_actions)")
@@ -198,7 +211,7 @@ def _undone(history: pd.DataFrame, state: State, settings: Settings) -> State:
     return state
 
 
-def _take_rest(state: State, address: int, settings: Settings) -> None:
+def _take_rest(state: AllocatorState, address: int, settings: AllocatorSettings) -> None:
     """What could not be split off belongs to the block before it: in large pools, 1 MiB and less; of a block above
     `max_split_size_mb`, all of its segment. So of the block at `address` and the one before it.
     """
@@ -221,7 +234,7 @@ def _take_rest(state: State, address: int, settings: Settings) -> None:
             piece.size += gap
 
 
-def _unreserve(state: State, address: int, size: int) -> None:
+def _unreserve(state: AllocatorState, address: int, size: int) -> None:
     """Take a segment, or a mapped stretch of an expandable one, away."""
     start, held = state.segment_of(address)
     if not held.expandable and (start, held.size) != (address, size):
@@ -239,7 +252,12 @@ def _unreserve(state: State, address: int, size: int) -> None:
 
 
 def _played(
-    memory: Memory, history: pd.DataFrame, device: int, settings: Settings, begin: State, end: State
+    memory: Memory,
+    history: pd.DataFrame,
+    device: int,
+    settings: AllocatorSettings,
+    begin: AllocatorState,
+    end: AllocatorState,
 ) -> Recording:
     keys: dict[int, int] = {}
     for key, (address, piece) in enumerate(sorted(begin.pieces.items())):
@@ -297,7 +315,7 @@ def _played(
     return Recording(device, settings, events, begin, end, segments, peak, oom_bytes, retries, ooms)
 
 
-def _private_segments(*states: State) -> list[tuple[int, int, str]]:
+def _private_segments(*states: AllocatorState) -> list[tuple[int, int, str]]:
     """(begin, end, pool) of the segments in private pools, for histories that do not name the pool."""
     held = {start: segment for state in states for start, segment in state.segments.items()}
     return [(at, at + one.size, one.pool) for at, one in sorted(held.items()) if one.pool != DEFAULT_POOL]
@@ -305,12 +323,16 @@ def _private_segments(*states: State) -> list[tuple[int, int, str]]:
 
 def _peak(history: pd.DataFrame, reserved: int) -> int:
     signs = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-    change = history["action"].astype(object).map(signs).fillna(0).to_numpy(np.int64) * history["bytes"].to_numpy(np.int64)
+    change = history["action"].astype(object).map(signs).fillna(0).to_numpy(np.int64) * history["bytes"].to_numpy(
+        np.int64
+    )
     return reserved + max(int(np.cumsum(change).max(initial=0)), 0)
 
 
 def _emptying(memory: Memory) -> set[int]:
     """Stacks in which the program itself gives the cache back."""
     functions = memory.stacks["function"].astype(str)
-    found = memory.stacks["stack"][functions.isin(["empty_cache", "emptyCache"]) | functions.str.endswith("::emptyCache")]
+    found = memory.stacks["stack"][
+        functions.isin(["empty_cache", "emptyCache"]) | functions.str.endswith("::emptyCache")
+    ]
     return set(map(int, found))

@@ -1,8 +1,9 @@
 """The twin: torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp), without a device.
 
-A request is rounded and served by the best-fitting free block of its pool and stream, else by a new segment; what a block
-has left over becomes a block of its own. Freed neighbours merge. Where the device has no more, cached segments are given
-back and it is tried again. With expandable segments there is one range of addresses a pool and stream, mapped by pages.
+A request is rounded and served by the best-fitting free block of its pool and stream, else by a new segment; what a
+block has left over becomes a block of its own. Freed neighbours merge. Where the device has no more, cached segments are
+given back and it is tried again. With expandable segments there is one range of addresses a pool and stream, mapped by
+pages.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from .blocks import Block, Pool, Range
-from .settings import LARGE_SEGMENT, LEAST_BLOCK, MOST_SMALL, SMALL_SEGMENT, Settings, segment_size
+from .settings import LARGE_SEGMENT, LEAST_BLOCK, MOST_SMALL, SMALL_SEGMENT, AllocatorSettings, segment_size
 
 DEFAULT_POOL: Final = "0.0"
 FIRST_ADDRESS: Final = 1 << 40
@@ -30,7 +31,7 @@ class Limits:
     allowed_bytes: int | None = None
 
 
-DEFAULTS: Final = Settings()
+DEFAULTS: Final = AllocatorSettings()
 NO_LIMITS: Final = Limits()
 
 
@@ -58,7 +59,7 @@ class Allocator:
 
     def __init__(
         self,
-        settings: Settings = DEFAULTS,
+        settings: AllocatorSettings = DEFAULTS,
         limits: Limits = NO_LIMITS,
         place: Callable[[int], int] | None = None,
     ) -> None:
@@ -115,7 +116,9 @@ class Allocator:
         for block in list(self._pending.values()):
             self.free(block)
         for small in (False, True):
-            for pool in [pool for (name, is_small), pool in self._pools.items() if is_small == small and name == DEFAULT_POOL]:
+            for pool in [
+                pool for (name, is_small), pool in self._pools.items() if is_small == small and name == DEFAULT_POOL
+            ]:
                 self.release_pool(pool)
 
     def release_pool(self, pool: Pool) -> None:
@@ -151,7 +154,7 @@ class Allocator:
     def add_mapped(
         self, pool: Pool, stream: int, mapped: Sequence[tuple[int, int]], used: Sequence[tuple[int, int, int]]
     ) -> list[Block]:
-        """An expandable segment that is there already: (address, size) of what is mapped of it, and its blocks in use."""
+        """An expandable segment that is there already: (address, size) of what is mapped, and its blocks in use."""
         found = []
         rest: Block | None = self.add_range(pool, stream, mapped[0][0], self._range_bytes(pool))
         for start, size in mapped:

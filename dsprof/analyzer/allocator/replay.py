@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .blocks import Block
 from .history import ALLOC, AWAIT, EMPTY, FAILED, FREE, REFUSED, Event, Recording
 from .model import FIRST_ADDRESS, NO_LIMITS, Allocator, Limits
-from .settings import SMALL_SEGMENT, Settings
+from .settings import AllocatorSettings
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Outcome:
     peak_at:       the event after which it held most; -1: it began so.
     """
 
-    settings: Settings
+    settings: AllocatorSettings
     peak_reserved: int
     peak_active: int
     active: int
@@ -71,7 +71,7 @@ def prove(recording: Recording) -> Proof:
     )  # fmt: skip
 
 
-def replay(recording: Recording, settings: Settings, limits: Limits = NO_LIMITS) -> Outcome:
+def replay(recording: Recording, settings: AllocatorSettings, limits: Limits = NO_LIMITS) -> Outcome:
     """Play a recording's program under `settings`, from a fresh allocator on: what was in use at its beginning is
     allocated first, in the order of its addresses."""
     play = _Play(recording, settings, limits, as_recorded=False)
@@ -96,7 +96,7 @@ def in_use_at(recording: Recording, event: int) -> dict[int, tuple[int, int]]:
     return found
 
 
-def pinned_at(recording: Recording, settings: Settings, limits: Limits, event: int) -> dict[int, int]:
+def pinned_at(recording: Recording, settings: AllocatorSettings, limits: Limits, event: int) -> dict[int, int]:
     """Stack -> bytes that were stranded just before `event` because of what it had allocated.
 
     What is free in a segment is shared among the blocks in use there, by their number: any of them keeps it.
@@ -115,11 +115,10 @@ def pinned_at(recording: Recording, settings: Settings, limits: Limits, event: i
 class _Play:
     """One pass over a recording's events."""
 
-    def __init__(self, recording: Recording, settings: Settings, limits: Limits, *, as_recorded: bool) -> None:
+    def __init__(self, recording: Recording, settings: AllocatorSettings, limits: Limits, *, as_recorded: bool) -> None:
         self._recording, self._as_recorded = recording, as_recorded
         self.blocks: dict[int, tuple[Block, int]] = {}
         """Allocation -> its block, and which use of that block it is."""
-        self._told = iter(recording.segments)
         self.alike = 0
         self.peak_at = -1
         self.allocator = Allocator(settings, limits)
@@ -145,7 +144,7 @@ class _Play:
                     self.alike += block.start == event.address
                 if counts.peak_reserved > peak:
                     peak, self.peak_at = counts.peak_reserved, number
-            elif act == FREE or act == AWAIT:
+            elif act in (FREE, AWAIT):
                 given = blocks.get(event.key)
                 if given is None or given[0].serial != given[1] or not given[0].used:
                     continue  # there was no memory for it, or it was freed with the rest of the cache
@@ -208,8 +207,8 @@ class _Play:
             self.allocator.await_free(block)
 
     def _recorded_place(self, size: int) -> int:
-        address, told = next(self._told, (FIRST_ADDRESS + len(self.allocator.made) * SMALL_SEGMENT, size))
-        return address
+        told, number = self._recording.segments, len(self.allocator.made)
+        return told[number][0] if number < len(told) else FIRST_ADDRESS + number * size
 
 
 def _segment(block: Block) -> Iterator[Block]:

@@ -26,7 +26,7 @@ PLAIN: Final = (0,) * POWERS
 
 
 @dataclass(frozen=True)
-class Settings:
+class AllocatorSettings:
     """The settings the twin knows.
 
     max_split_bytes:      larger blocks are not split; None: all are.
@@ -43,7 +43,7 @@ class Settings:
     max_rounding_bytes: int = LARGE_SEGMENT
 
     @classmethod
-    def of_snapshot(cls, told: Mapping[str, Any]) -> Settings:
+    def of_snapshot(cls, told: Mapping[str, Any]) -> AllocatorSettings:
         """From a snapshot's `allocator_settings`. Raises ValueError for what no torch would write."""
         most = told.get("max_split_size", -1)
         divided = told.get("roundup_power2_divisions", {})

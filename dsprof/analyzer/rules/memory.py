@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..allocator import (
+    AllocatorSettings,
     Limits,
     Outcome,
     Proof,
     Recording,
-    Settings,
     Unplayable,
     devices,
     in_use_at,
@@ -25,7 +25,7 @@ from ..allocator import (
     replay,
 )
 from ..allocator.history import FAILED
-from ..allocator.settings import MiB, POWERS
+from ..allocator.settings import POWERS, MiB
 from ..context import Context, once
 from ..finding import ALLOCATOR_TWIN, HIGH_PERCENT, Evidence, Finding, Fix, Gain, Severity, Where
 from ..memory import UNKNOWN, Holder, holders_of, sites_of
@@ -72,7 +72,7 @@ def _played(context: Context) -> tuple[list[Played], list[str]]:
         told, places = told_by.get(rank, {}), sites_of(memory.stacks)
         for device in devices(memory):
             try:
-                recording = record(memory, device, Settings.of_snapshot(told))
+                recording = record(memory, device, AllocatorSettings.of_snapshot(told))
                 found.append(Played(rank, recording, prove(recording), _limits(recording), told, places))
             except (Unplayable, ValueError) as reason:
                 reasons.append(f"device {device} of rank {rank}: {reason}")
@@ -135,7 +135,9 @@ def _fragmentation(one: Played) -> list[Finding]:
     if asked is not None:
         evidence.append(Evidence("asked for the last of it", one.places.get(asked.stack, (UNKNOWN, ""))[0], ""))
     evidence.append(Evidence("the twin, played as recorded", _proved(proof), ""))
-    cause = holders[0].site if holders else one.places.get(asked.stack, (UNKNOWN, ""))[0] if asked is not None else UNKNOWN
+    cause = (
+        holders[0].site if holders else one.places.get(asked.stack, (UNKNOWN, ""))[0] if asked is not None else UNKNOWN
+    )
     if lost:
         title = (
             f"{size(now.stranded)} of {size(now.peak_reserved)} reserved ({percent(stranded)}) lie free between "
@@ -174,7 +176,10 @@ def _out_of_memory(one: Played) -> Finding:
         Evidence("asked for", event.size, "bytes"),
         Evidence("in use then", used, "bytes"),
         Evidence("the device had for this process", recording.oom_bytes or 0, "bytes"),
-        *(Evidence(f"held by {item.site} ({count(item.blocks, 'block')})", item.bytes, "bytes") for item in holders[:SHOWN]),
+        *(
+            Evidence(f"held by {item.site} ({count(item.blocks, 'block')})", item.bytes, "bytes")
+            for item in holders[:SHOWN]
+        ),
     ]
     largest = holders[0] if holders else None
     title = f"out of memory at {_short(_site(one, event.stack))}: {size(event.size)} more, with {size(used)} in use"
@@ -186,8 +191,8 @@ def _out_of_memory(one: Played) -> Finding:
             fixes.append(_setting_fix(one, replay(recording, recording.settings, one.limits), best))
     if largest is not None and largest.site.rpartition(":")[2].isdigit():
         fixes.append(
-            Fix("code", f"{_short(largest.site)} holds {size(largest.bytes)}, {percent(100 * largest.bytes / used)} of all: "
-                        "a smaller micro-batch, activation checkpointing or sharding makes it less")
+            Fix("code", f"{_short(largest.site)} holds {size(largest.bytes)}, {percent(100 * largest.bytes / used)} of "
+                        "all: a smaller micro-batch, activation checkpointing or sharding makes it less")
         )  # fmt: skip
     return Finding("memory.oom-risk", title, "high", Where(ranks=(one.rank,)), tuple(evidence), NO_TIME, tuple(fixes))
 
@@ -202,8 +207,8 @@ def _limits(recording: Recording) -> Limits:
     return Limits(recording.peak_reserved if recording.retries else None)
 
 
-def _candidates(recorded: Settings) -> list[Settings]:
-    """Settings to try, each a change of what was set; that which changes least about the program's speed first.
+def _candidates(recorded: AllocatorSettings) -> list[AllocatorSettings]:
+    """What to try, each a change of what was set; that which changes least about the program's speed first.
 
     `garbage_collection_threshold` is not among them: without a memory fraction torch does not heed it.
     """
@@ -230,7 +235,9 @@ def _setting_fix(one: Played, now: Outcome, best: Outcome) -> Fix:
         gained += f", the cache given back for want of memory {count(best.retries, 'time')} instead of {now.retries}"
     if best.ooms != now.ooms:
         gained += f", out of memory {count(best.ooms, 'time')} instead of {now.ooms} as far as the recording goes"
-    calls = f"{best.device_calls:,} calls of cudaMalloc and cudaFree (or to map and unmap) instead of {now.device_calls:,}"
+    calls = (
+        f"{best.device_calls:,} calls of cudaMalloc and cudaFree (or to map and unmap) instead of {now.device_calls:,}"
+    )
     return Fix("env", f"{CONF}={value}: {gained}, {calls} ({UNPROVED})", ({"name": CONF, "value": value},))
 
 
@@ -260,9 +267,7 @@ def _code_fix(holders: list[Holder], lost: bool) -> tuple[Fix, ...]:
     file, _, line = holders[0].site.rpartition(":") if holders else ("", "", "")
     if not lost or not line.isdigit():
         return ()
-    title = (
-        "what is kept for long is best allocated before, or in one piece: there it lies between what comes and goes"
-    )
+    title = "what is kept for long is best allocated before, or in one piece: there it lies between what comes and goes"
     return (Fix("code", title, ({"file": file, "line": int(line), "argument": "", "value": ""},)),)
 
 
