@@ -20,7 +20,7 @@ LIBRARIES: Final = ("/site-packages/", "/dist-packages/", "/lib/python3", "<", "
 UNKNOWN: Final = "unknown"
 UNRECORDED: Final = "no stack recorded"
 NATIVE, NAMED, BACKWARD, LIBRARY, USERS = range(5)
-"""What a frame says: nothing, an operator, a node of backward, a line of a library, or of the user's; the last is best."""
+"""What a frame says: nothing, an operator, a node of backward, a line of a library, of the user's: the last is best."""
 OPERATOR: Final = re.compile(r"autograd::generated::(\w+)::apply|at::_ops::(\w+)::call")
 MOST_HOLDERS: Final = 12
 

@@ -1,9 +1,9 @@
 """The twin: torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp), without a device.
 
 A request is rounded and served by the best-fitting free block of its pool and stream, else by a new segment; what a
-block has left over becomes a block of its own. Freed neighbours merge. Where the device has no more, cached segments are
-given back and it is tried again. With expandable segments there is one range of addresses a pool and stream, mapped by
-pages.
+block has left over becomes a block of its own. Freed neighbours merge. Where the device has no more, cached segments
+are given back and it is tried again. With expandable segments there is one range of addresses a pool and stream, mapped
+by pages.
 """
 
 from __future__ import annotations
