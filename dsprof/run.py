@@ -1,7 +1,7 @@
 """The run folder: where everything of one run lies, and run.json, which says what the run was.
 
 dsprof-out/<name>-<UTC>-<id>/
-    run.json  capture/rank00003.<restart>.<host>.<pid>/  trace/rank00003.parquet
+    run.json  capture/rank00003.<restart>.<host>.<pid>/  trace/rank00003.parquet  memory/rank00003.*.parquet
     exits/<host>.json  hosts/<host>.json  hint.<pid>.json  error.<pid>.txt
     findings.json  report.html  tensorboard/
 """
@@ -232,6 +232,11 @@ class RunFolder:
     @property
     def trace(self) -> Path:
         return self.path / "trace"
+
+    @property
+    def memory(self) -> Path:
+        """What the ranks' allocators held: side tables of the trace."""
+        return self.path / "memory"
 
     @property
     def exits(self) -> Path:

@@ -14,6 +14,7 @@ from rich.text import Text
 from dsprof.analyzer import text
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.memory import DeviceMemory
 
 from . import efficiency, palette, wording
 
@@ -23,6 +24,8 @@ BAR_WIDTH = 24
 SHOWN_FINDINGS = 5
 SHOWN_INFO = 3
 SHOWN_RANKS = 3
+SHOWN_DEVICES = 2
+SHOWN_HOLDERS = 5
 KEPT = "\ue000"
 """A blank at which rich breaks no line, as it does at every space that Unicode has."""
 
@@ -69,6 +72,10 @@ def _verdict(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
     if analysis.step_ms is not None:
         _step_tree(console, glyphs, analysis)
     _efficiency(console, analysis)
+    for held in analysis.memory[:SHOWN_DEVICES]:
+        _memory(console, glyphs, held, analysis.run.cwd)
+    if len(analysis.memory) > SHOWN_DEVICES:
+        console.print(Text(f"and {text.count(len(analysis.memory) - SHOWN_DEVICES, 'more device')}", style="dim"))
     problems = wording.problems(analysis)
     for index, finding in enumerate(problems[:SHOWN_FINDINGS], 1):
         console.print()
@@ -234,6 +241,30 @@ def _bar(glyphs: Glyphs, share: float) -> str:
         return glyphs.bar * eighths
     rest = eighths % cells
     return glyphs.bar[-1] * (eighths // cells) + (glyphs.bar[rest - 1] if rest else "")
+
+
+def _memory(console: Console, glyphs: Glyphs, held: DeviceMemory, cwd: str) -> None:
+    """What a device's allocator held in the end, and which lines hold most of what is in use."""
+    reserved = held.total("reserved")
+    facts = f"  {wording.device(held)}, {text.count(held.total('segments'), 'segment')}"
+    console.print(Text.assemble(("\nmemory", "bold"), (f" {text.size(reserved)} reserved", "bold"), (facts, "dim")))
+    grid = Table.grid(padding=(0, 2))
+    for justify in ("left", "right", "right", "left"):
+        grid.add_column(justify=justify, no_wrap=True, overflow="ellipsis")
+    parts = wording.memory_parts(held)
+    for label, value in parts:
+        last, in_use = label == parts[-1][0], label == parts[0][0]
+        share = value / reserved
+        twig = Text.assemble((f"{glyphs.last if last else glyphs.branch} ", "dim"), label)
+        grid.add_row(twig, text.size(value), text.percent(100 * share), _bar(glyphs, share))
+        if in_use and held.total("requested"):
+            stem = "   " if last else f"{glyphs.pipe} "
+            shown = held.holders[:SHOWN_HOLDERS]
+            for item in shown:
+                branch = glyphs.last if item is shown[-1] else glyphs.branch
+                name = Text.assemble((f"{stem}{branch} ", "dim"), (wording.holder(item, cwd), "dim"))
+                grid.add_row(name, Text(text.size(item.bytes), style="dim"), "", "")
+    console.print(grid)
 
 
 # --- findings -------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 
 from dsprof.analyzer.analysis import Analysis, StepTime
 from dsprof.analyzer.finding import MEASURED_EXCESS, Evidence, Finding, Fix, Gain, Where
+from dsprof.analyzer.memory import DeviceMemory, Holder
 from dsprof.analyzer.text import clean, count, ms, number, percent, quantity, ranks, spans
 from dsprof.run import RankExit, last_processes
 from dsprof.schema import TIME_KINDS
@@ -238,6 +239,38 @@ def site(file: object, line: object, cwd: str = "") -> str:
     if cwd and path.is_relative_to(cwd):
         path = path.relative_to(cwd)
     return str(path) if line is None else f"{path}:{line}"
+
+
+# --- device memory --------------------------------------------------------------------------------
+
+
+def device(held: DeviceMemory) -> str:
+    """`device 0 of rank 3`."""
+    return f"device {held.device} of rank {held.rank}"
+
+
+def memory_parts(held: DeviceMemory) -> list[tuple[str, int]]:
+    """What a device's reserved memory is, in words and bytes; without what there is none of."""
+    rounding = held.total("allocated") - held.total("requested")
+    parts = [
+        ("in use by tensors", held.total("requested")),
+        ("rounding of their sizes", rounding),
+        ("freed, another stream may still use it", held.total("pending")),
+        ("free in whole segments", held.total("releasable")),
+        ("free between blocks in use", held.total("split")),
+    ]
+    return [(label, value) for label, value in parts if value > 0]
+
+
+def holder(item: Holder, cwd: str = "") -> str:
+    """`model.py:12 forward`; file names are shortened to be relative to `cwd`, or to their last two parts."""
+    file, _, line = item.site.rpartition(":")
+    if not line.isdigit():
+        return clean(item.site)
+    place = site(file, int(line), cwd)
+    if place.startswith("/"):
+        place = "/".join(place.split("/")[-2:])
+    return f"{place} {clean(item.function, 60)}".rstrip()
 
 
 # --- the run ------------------------------------------------------------------------------------

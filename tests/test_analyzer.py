@@ -274,7 +274,7 @@ def test_findings_json_has_the_shape_of_the_design() -> None:
     found = json.loads(json.dumps(analysis.to_dict(), allow_nan=False))
     assert list(found) == [
         "schema", "run", "budget", "findings", "verdict", "time", "passed", "not_judged", "noise_ms", "notes",
-        "capture",
+        "memory", "capture",
     ]  # fmt: skip
     assert list(found["run"]) == ["id", "command", "ranks", "steps", "steps_judged", "step_is", "step_ms"]
     assert list(found["run"]["step_ms"]) == ["mean", "median", "p10", "p90"]

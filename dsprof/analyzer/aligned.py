@@ -76,7 +76,7 @@ def align(trace: Trace) -> Aligned:
     source = _Corrected(trace, last, lengths, places, numbers, clocks, late, topology)
     return Aligned(
         compared=name_pipeline_messages(rows, topology),
-        trace=Trace(run, source),
+        trace=Trace(run, source, trace.memory),
         topology=topology,
         clock_error_us=max(clocks.error_us, jump_us),
         warnings=(*clocks.warnings, *renumbered, *jumps),

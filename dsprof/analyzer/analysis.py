@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import pandas as pd
@@ -14,6 +14,7 @@ from dsprof.trace import Trace
 from .efficiency import Efficiency
 from .finding import Finding
 from .layers import LayerCost
+from .memory import DeviceMemory
 from .modules import COLUMNS as MODULE_COLUMNS
 from .trust import ReplayCheck
 
@@ -83,6 +84,7 @@ class Analysis:
     layer_costs: what each layer of the engine's pipelines takes; empty without one.
     modules:     what each module takes (`modules.COLUMNS`); empty unless every module was timed.
     efficiency:  operations, MFU, samples and tokens a second; None below level full, or without a step.
+    memory:      what the devices' allocators held in the end, of the ranks of which that is known.
     findings:    worst first.
     passed:      codes of the rules that ran and found nothing above `info`.
     not_judged:  code -> why a rule could not be judged on this capture.
@@ -113,6 +115,7 @@ class Analysis:
     verdict: Verdict
     capture: CaptureQuality
     layer_costs: tuple[LayerCost, ...] = ()
+    memory: tuple[DeviceMemory, ...] = ()
     modules: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(MODULE_COLUMNS)))
     efficiency: Efficiency | None = None
 
@@ -147,6 +150,7 @@ class Analysis:
             "not_judged": self.not_judged,
             "noise_ms": self.noise_ms if math.isfinite(self.noise_ms) else None,
             "notes": list(self.notes),
+            "memory": [asdict(held) for held in self.memory],
             **({"efficiency": self.efficiency.to_dict()} if self.efficiency is not None else {}),
             **({"modules": self.modules.to_dict("records")} if len(self.modules) else {}),
             "capture": {

@@ -23,6 +23,7 @@ from .kinds import divide_time, run_span
 from .layers import layer_costs
 from .load import Gauges, measure_load
 from .match import Matches, match_collectives
+from .memory import summarize_memory
 from .modules import module_times
 from .numbering import mismatches
 from .overhead import estimate_overhead
@@ -88,7 +89,9 @@ def analyze(trace: Trace) -> Analysis:
 
     # The answer, and what it rests on.
     budget_by_rank = ordinary.groupby("rank")[list(BUDGET_PARTS)].mean()
-    span = run_span(run, (summary.seen_ns for summary in ranks.values()))
+    # A snapshot imported by itself tells when memory changed, and of no time what it went into.
+    timed = len(steps) or not trace.memory or any(item.capture for item in run.ranks)
+    span = run_span(run, (summary.seen_ns for summary in ranks.values())) if timed else None
     change = lasting_change(irregular.steps[irregular.ordinary], irregular.durations[irregular.ordinary])
     note = _describe_change(*change) if change else ""
     slowdown = note if change and change[2] > change[1] else ""
@@ -119,6 +122,7 @@ def analyze(trace: Trace) -> Analysis:
             rows,
             topology,
         ),
+        memory=summarize_memory(trace.memory),
         findings=tuple(findings),
         passed=tuple(passed),
         not_judged=not_judged,

@@ -11,6 +11,9 @@ SEVERITIES: Final[tuple[Severity, ...]] = ("high", "medium", "low", "info")
 MEASURED_EXCESS: Final = "measured excess"
 """`Gain.method` of costs outside ordinary steps."""
 
+ALLOCATOR_TWIN: Final = "allocator twin"
+"""`Gain.method` of what saves memory and no time: its ms are 0, and its rule says how severe it is."""
+
 LOW_PERCENT: Final = 1.0
 MEDIUM_PERCENT: Final = 5.0
 HIGH_PERCENT: Final = 15.0

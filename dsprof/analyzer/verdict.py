@@ -23,7 +23,7 @@ from .irregular import FEWEST_JUDGED, warm_up
 from .lanes import PHASE_PART
 from .parts import TRAINING
 from .steps import early_ends
-from .text import clean, count, ms, percent, ranks
+from .text import clean, count, ms, percent, ranks, size
 
 LARGE: Final = 0.1
 """Share of the step that may be lost unexplained in a healthy run."""
@@ -42,6 +42,7 @@ JUDGES: Final = {
 """Part -> the rules that can say why it is as large as it is."""
 GAINS: Final = "pause.gc"
 """It can be judged wherever gains can be told by replay at all."""
+FRAGMENTATION: Final = "memory.fragmentation"
 LEVERS: Final = ("comm_exposed", "bubble")
 """Parts for which a rule replays every lever there is: where none gains anything, the part is explained."""
 LOST: Final = {
@@ -69,6 +70,8 @@ def answer(analysis: Analysis, *, on_gpu: bool = False, slowdown: str = "", miss
     worst = next((finding for finding in analysis.findings if finding.is_problem), None)
     if worst is not None:
         return _of_finding(analysis, worst)
+    if analysis.memory and not len(analysis.steps):
+        return Verdict("inconclusive", _of_memory(analysis))
     if step is None and len(analysis.steps):
         return Verdict("inconclusive", "no step was completed on all captured ranks, so nothing can be compared")
     if step is None and missing:
@@ -124,6 +127,16 @@ def _of_finding(analysis: Analysis, finding: Finding) -> Verdict:
     else:
         saved = f"fixing it saves {ms(gain.ms)} of each {ms(step.mean)} step ({percent(gain.percent)})"
     return Verdict("bottleneck", f"{title}; {saved}")
+
+
+def _of_memory(analysis: Analysis) -> str:
+    """Of a run of which only its devices' memory is known."""
+    held = {name: sum(one.total(name) for one in analysis.memory) for name in ("reserved", "allocated", "split")}
+    text = f"{size(held['reserved'])} of device memory reserved, {size(held['allocated'])} in use"
+    text += f" and {size(held['split'])} free between blocks in use, when the snapshot was taken"
+    reason = analysis.not_judged.get(FRAGMENTATION)
+    judged = "fragmentation costs next to nothing in its history" if reason is None else f"not judged: {clean(reason)}"
+    return f"{text}; {judged}. How fast the job is, a snapshot does not tell"
 
 
 def _lost(analysis: Analysis) -> dict[str, float]:

@@ -31,7 +31,8 @@ def command(
 ) -> None:
     """Make a run folder of another tool's trace, for all other commands, and print its path.
 
-    So far: straggler tables (Parquet) of the OSDI '25 what-if analysis.
+    So far: straggler tables (Parquet) of the OSDI '25 what-if analysis, and CUDA memory snapshots
+    (torch.cuda.memory._dump_snapshot), whose file is read without running anything in it.
     """  # fmt: skip
     from dsprof.importers import import_trace
 
@@ -52,13 +53,16 @@ def command(
         fail(f"{folder.path}: cannot be written ({error.strerror}); name another folder with -o", USAGE)
     for warning in folder.read_info().warnings:
         print(f"[dsprof] warning: {warning}", file=sys.stderr)
+    ranks = _counted(len(trace.run.ranks), "rank")
     numbers = (trace.read(rank, ("kind", "step")).query("kind == 'step'")["step"] for rank in trace.ranks)
     steps = len(set().union(*numbers))
-    print(
-        f"[dsprof] imported {len(trace.run.ranks)} ranks, {steps} steps; next: dsprof report {folder.path}",
-        file=sys.stderr,
-    )
+    what = f"{ranks}, {_counted(steps, 'step')}" if steps or not trace.memory else f"the memory of {ranks}"
+    print(f"[dsprof] imported {what}; next: dsprof report {folder.path}", file=sys.stderr)
     print(folder.path)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _free(output: Path, force: bool) -> None:
@@ -77,7 +81,7 @@ def _free(output: Path, force: bool) -> None:
 
 def _clear(folder: RunFolder) -> None:
     """Remove what an earlier import, and the reports on it, left."""
-    for path in (folder.trace, folder.tensorboard):
+    for path in (folder.trace, folder.memory, folder.tensorboard):
         if path.is_dir():
             shutil.rmtree(path)
     for path in (folder.run_json, folder.findings_json, folder.report_html, folder.layer_costs_json):

@@ -4,6 +4,7 @@ capture  reads what a rank wrote
 records  its records as arrays, of every format there was
 derive/  records as rows, and what they imply; table to table, whoever recorded them
 merge    captures into Parquet files and run.json
+memory   side tables: segments, blocks and history of a device's allocator
 load     a run folder as a Trace, whose ranks are read one at a time
 save     a Trace as a run folder, for importers
 """
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 from .derive import step_pattern, trace_rows
 from .load import Source, Trace, concat_rows, load
+from .memory import Memory
 from .merge import merge
 from .save import save
 
-__all__ = ["Source", "Trace", "concat_rows", "load", "merge", "save", "step_pattern", "trace_rows"]
+__all__ = ["Memory", "Source", "Trace", "concat_rows", "load", "merge", "save", "step_pattern", "trace_rows"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from dsprof.run import RunFolder, RunInfo
 from dsprof.schema import COLUMNS
 
+from .memory import Memory, StoredMemory
 from .merge import brief, bring_up_to_date, derive_anew, parquet_files, warn
 
 EVERY_COLUMN: Final = tuple(COLUMNS)
@@ -36,15 +37,16 @@ class Source(Protocol):
 @dataclass(frozen=True)
 class Trace:
     """A run and the rows of its ranks (columns of `schema.COLUMNS`). As it is loaded, each rank is on its own host's
-    monotonic clock; that of an `Analysis` is on one clock."""
+    monotonic clock; that of an `Analysis` is on one clock. `memory` is what the allocators of some ranks held."""
 
     run: RunInfo
     source: Source
+    memory: Mapping[int, Memory] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, run: RunInfo, rows: pd.DataFrame) -> Trace:
+    def of(cls, run: RunInfo, rows: pd.DataFrame, memory: Mapping[int, Memory] | None = None) -> Trace:
         """A trace whose rows are all there already."""
-        return cls(run, _Held(_by_rank(_typed(rows))))
+        return cls(run, _Held(_by_rank(_typed(rows))), memory or {})
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -64,7 +66,7 @@ class Trace:
 def load(folder: RunFolder) -> Trace:
     """The run's trace, merged first if it is not. Raises RunError where there is nothing to read."""
     info, unwritten = bring_up_to_date(folder)
-    return Trace(info, _Stored(folder, info, parquet_files(folder), unwritten))
+    return Trace(info, _Stored(folder, info, parquet_files(folder), unwritten), StoredMemory(folder))
 
 
 def concat_rows(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:

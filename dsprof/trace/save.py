@@ -9,6 +9,7 @@ import pyarrow as pa
 from dsprof.run import RunFolder
 
 from .load import Trace
+from .memory import save_memory
 from .merge import RANK_INFO, merge, write_parquet
 
 
@@ -32,5 +33,7 @@ def save(folder: RunFolder, trace: Trace) -> None:
         table = pa.Table.from_pandas(trace.read(rank), preserve_index=False)
         about = {**(table.schema.metadata or {}), RANK_INFO: json.dumps(summary).encode()}
         write_parquet(folder.trace / f"rank{rank:05d}.parquet", table.replace_schema_metadata(about))
+    for rank, memory in trace.memory.items():
+        save_memory(folder, rank, memory)
     folder.write_info(trace.run)
     merge(folder)

@@ -52,6 +52,7 @@ def render(analysis: Analysis) -> str:
         rank_parts=[part for part in analysis.budget_by_rank if (analysis.budget_by_rank[part] > 0.005).any()],
         rank_rows=_rank_rows(analysis),
         blamed=_blamed(analysis),
+        memory=analysis.memory,
         efficiency_tiles=efficiency.tiles(analysis),
         efficiency_lines=efficiency.lines(analysis),
         module_rows=efficiency.module_rows(analysis, MOST_MODULES),
@@ -85,6 +86,7 @@ def _template() -> jinja2.Template:
     environment.filters["clean"] = text.clean
     environment.filters["unbroken"] = wording.unbroken
     environment.filters["ms"] = text.ms
+    environment.filters["size"] = text.size
     environment.filters["percent"] = text.percent
     return environment.get_template("page.html.j2")
 

@@ -1,0 +1,32 @@
+"""The allocator twin: a model of torch's CUDA caching allocator that plays a recorded history again.
+
+settings  PYTORCH_CUDA_ALLOC_CONF, and how sizes are rounded
+blocks    blocks and pools
+model     the allocator
+history   what a recording's program did, and the state it began with
+replay    played as it was, to prove the twin, and under other settings
+"""
+
+from __future__ import annotations
+
+from .history import Recording, Unplayable, devices, record
+from .model import NO_LIMITS, Allocator, Limits
+from .replay import Outcome, Proof, in_use_at, pinned_at, prove, replay
+from .settings import AllocatorSettings
+
+__all__ = [
+    "NO_LIMITS",
+    "Allocator",
+    "AllocatorSettings",
+    "Limits",
+    "Outcome",
+    "Proof",
+    "Recording",
+    "Unplayable",
+    "devices",
+    "in_use_at",
+    "pinned_at",
+    "prove",
+    "record",
+    "replay",
+]  # fmt: skip
