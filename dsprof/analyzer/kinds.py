@@ -113,7 +113,8 @@ def divide_time(
     """Kind of TIME_KINDS -> s, mean over ranks; they sum to the span.
 
     Of a step that was irregular for an evaluation, a checkpoint or a compilation, on whichever rank, the excess over
-    the rank's typical step belongs to that, on the ranks that waited too.
+    the rank's typical step belongs to that, on the ranks that waited too; what a loader that started anew or another
+    stop has in it stays training's.
     """
     total = dict.fromkeys(TIME_KINDS, 0.0)
     begin, end = span
@@ -159,7 +160,7 @@ def _known_shares(irregular: Irregular) -> tuple[Int, dict[str, Float]]:
     for step, shares in sorted(irregular.shares().items()):
         known = [shares.get(kind, 0.0) for kind in KNOWN]
         if sum(known) > 0:
-            found[step] = [share / sum(known) for share in known]
+            found[step] = known
     table = np.array(list(found.values()), np.float64).reshape(-1, len(KNOWN))
     return np.array(list(found), np.int64), {kind: table[:, i] for i, kind in enumerate(KNOWN)}
 
