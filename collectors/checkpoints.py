@@ -12,6 +12,7 @@ import io
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -87,10 +88,15 @@ def _watch_lightning(recorder: Recorder, module: ModuleType) -> Uninstall:
 
 
 def _watch(recorder: Recorder, places: tuple[ModuleType, ...], name: str, known: str) -> Uninstall:
-    """Wrap the function that `places` have as `name`, where they have the same one; `known` is what users call it."""
-    original = getattr(places[0], name, None)
-    if original is None:
-        return lambda: None
+    """Wrap what `places` have as `name`, whether the same function or, where somebody has put his own into one of them,
+    several; `known` is what users call it."""
+    found = {id(original): original for place in places if (original := getattr(place, name, None)) is not None}
+    return in_reverse(_wrap(recorder, places, name, known, original) for original in found.values())
+
+
+def _wrap(
+    recorder: Recorder, places: tuple[ModuleType, ...], name: str, known: str, original: Callable[..., Any]
+) -> Uninstall:
     phase = recorder.intern("checkpoint")
 
     @stands_for(original)

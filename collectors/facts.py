@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import sysconfig
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,10 @@ FRAMEWORKS: Final = {
 }
 """Package that makes things on the user's behalf -> its name in a fact: he has its settings, not the call's."""
 STANDARD_LIBRARY: Final = os.path.dirname(os.__file__)
+COMMANDS: Final = frozenset(
+    [os.path.dirname(sys.executable), *(sysconfig.get_path("scripts", of) for of in sysconfig.get_scheme_names())]
+)
+"""Where pip puts the commands of packages: their few lines are nobody's code."""
 
 _buffered: list[Fact] = []
 _sink: Callable[[Fact], None] | None = None
@@ -78,7 +83,7 @@ def _caller() -> tuple[str | None, str | None]:
             site = f"{name}:{frame.f_lineno}"
             if package or "site-packages" in name or "dist-packages" in name:
                 installed = installed or site
-            elif not name.startswith(STANDARD_LIBRARY):
+            elif not name.startswith(STANDARD_LIBRARY) and os.path.dirname(name) not in COMMANDS:
                 return site, framework
         frame = frame.f_back
     return installed, framework

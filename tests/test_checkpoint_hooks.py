@@ -53,6 +53,29 @@ assert torch.load("a.pt")["weight"].sum() == 1000
 
 
 @both
+def test_torch_save_that_somebody_has_replaced(native: str, tmp_path: Path) -> None:
+    """As ultralytics does: the capture finds another function there than in torch.serialization."""
+    code = (
+        """
+import torch, torch.distributed as dist
+real = torch.save
+def replaced(*args, **kwargs):
+    return real(*args, **kwargs)
+torch.save = replaced
+"""
+        + ALONE
+        + """
+torch.save(1, "a.pt")
+torch.serialization.save(1, "b.pt")
+real(1, "c.pt")
+"""
+    )
+    done = train(tmp_path, code, native=native)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(captured(tmp_path).phases("checkpoint")) == 2
+
+
+@both
 def test_what_is_quickly_put_into_memory_is_no_checkpoint(native: str, tmp_path: Path) -> None:
     code = (
         OPEN

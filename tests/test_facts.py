@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sysconfig
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,6 +59,18 @@ def test_the_outermost_framework_before_the_users_code(modules: list[tuple[str, 
         inner = code_of(name, file, "def through():\n    return inner()\n", inner=inner)["through"]
     line = code_of("__main__", "/home/me/train.py", "\n\nfound = inner()\n", inner=inner)["found"]
     assert line == ("/home/me/train.py:3", framework)
+
+
+def test_a_packages_command_is_not_the_users_code() -> None:
+    command = os.path.join(sysconfig.get_path("scripts"), "yolo")
+    inner = code_of("ultralytics.cfg", "/x/site-packages/ultralytics/cfg.py", CALL)["call"]
+    found: list[Any] = []
+    text = "def main():\n    found.append(call(inner))\n"
+    main = code_of("__main__", command, text, call=inner, inner=facts._caller, found=found)["main"]
+    thread = threading.Thread(target=main)  # so that nothing of this file is beneath it
+    thread.start()
+    thread.join()
+    assert found == [("/x/site-packages/ultralytics/cfg.py:2", None)]
 
 
 def test_a_users_callback_inside_a_framework_is_the_users(stated: list[Fact]) -> None:
