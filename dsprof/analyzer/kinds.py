@@ -46,6 +46,10 @@ def _evaluation(main: pd.DataFrame, rows: pd.DataFrame) -> Intervals:
     names = main["name"].astype(str).to_numpy(object)
     start = main["start_ns"].to_numpy(np.int64)
     end = start + main["dur_ns"].to_numpy(np.int64)
+    saved = np.maximum.accumulate(np.where(names == "checkpoint", end, np.iinfo(np.int64).min))
+    without &= start >= saved  # the saving's own, such as a sample for the model's description
+    if not without.any():
+        return Intervals.empty()
     landmark = np.isin(names, LANDMARKS) | ((names == "forward") & ~without & (main["source"] != "derived").to_numpy())
     # One landmark may lie around others (a closure's): what ends first before the stretch is where it begins.
     stretch = np.cumsum(landmark)
