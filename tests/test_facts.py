@@ -63,14 +63,17 @@ def test_the_outermost_framework_before_the_users_code(modules: list[tuple[str, 
 
 def test_a_packages_command_is_not_the_users_code() -> None:
     command = os.path.join(sysconfig.get_path("scripts"), "yolo")
-    inner = code_of("ultralytics.cfg", "/x/site-packages/ultralytics/cfg.py", CALL)["call"]
     found: list[Any] = []
-    text = "def main():\n    found.append(call(inner))\n"
-    main = code_of("__main__", command, text, call=inner, inner=facts._caller, found=found)["main"]
+    file = "/x/site-packages/ultralytics/build.py"
+    through = code_of("somebody.helpers", "/x/site-packages/somebody/helpers.py", CALL)["call"]
+    text = "\n\ndef build():\n    found.append(call(inner))\n"
+    build = code_of("ultralytics.build", file, text, call=through, inner=facts._caller, found=found)["build"]
+    start = code_of("ultralytics.cfg", "/x/site-packages/ultralytics/cfg.py", CALL)["call"]
+    main = code_of("__main__", command, "def main():\n    start(build)\n", start=start, build=build)["main"]
     thread = threading.Thread(target=main)  # so that nothing of this file is beneath it
     thread.start()
     thread.join()
-    assert found == [("/x/site-packages/ultralytics/cfg.py:2", None)]
+    assert found == [(f"{file}:4", None)]
 
 
 def test_a_users_callback_inside_a_framework_is_the_users(stated: list[Fact]) -> None:

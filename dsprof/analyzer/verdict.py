@@ -120,7 +120,8 @@ def _beside(analysis: Analysis) -> str:
     share = evaluating / (evaluating + training) if evaluating > 0 else 0.0
     if share < MUCH:
         return ""
-    return f" (evaluating, playing or sampling, all forwards without gradients, takes {percent(100 * share)} of the time)"
+    what = "evaluating, playing or sampling, all forwards without gradients,"
+    return f" ({what} takes {percent(100 * share)} of the time)"
 
 
 def _of_finding(analysis: Analysis, finding: Finding) -> Verdict:

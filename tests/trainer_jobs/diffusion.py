@@ -1,4 +1,4 @@
-"""diffusers' unconditional training as its tutorial has it: Accelerate's loop, accumulation, an average of the weights."""
+"""diffusers' unconditional training as its tutorial has it: Accelerate, accumulation, an average of the weights."""
 
 from __future__ import annotations
 

@@ -13,8 +13,6 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation
 from torch import nn
 
-import fastai.callback.schedule  # its import gives Learner fit_one_cycle
-
 parser = argparse.ArgumentParser()
 parser.add_argument("--seconds", type=float, default=0.0)
 options = parser.parse_args()

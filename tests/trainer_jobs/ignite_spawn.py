@@ -1,4 +1,4 @@
-"""pytorch-ignite: `idist.Parallel` starts the ranks itself; a trainer, an evaluator and checkpoints are engines and handlers."""
+"""pytorch-ignite: `idist.Parallel` starts the ranks itself; trainer, evaluator, checkpoints by a handler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A language of 64 words: a tiny model with random weights, its tokenizer, texts and preferences, into the directory given."""
+"""A language of 64 words: a tiny model with random weights, its tokenizer, texts and preferences, into a directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sentence-transformers' trainer, as its documentation has it: pairs of sentences, an evaluator, checkpoints between."""
+"""sentence-transformers' trainer, as its documentation has it: pairs of sentences, evaluation, checkpoints."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def code_fix(title: str, argument: str, value: Any, site: str | None, gain: Gain
 
 def settings_fix(title: str, settings: Mapping[str, Any], site: str | None, gain: Gain | None = None) -> Fix:
     """A change of several arguments of one call at `site`; without a site, of flags on the command line, or of a call
-    that was not seen. A call in an installed package is not for the user to change: that is said, and no place given."""
+    that was not seen. A call in an installed package is not the user's to change: that is said, and no place given."""
     package = _installed(site)
     if package:
         title += f"; {package.partition('/')[0]} makes this call: look for a setting of its own"
