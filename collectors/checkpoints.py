@@ -1,6 +1,8 @@
-"""Checkpoints: what a thread takes to save one, by torch.save, torch.distributed.checkpoint, safetensors or Lightning.
+"""Checkpoints: what a thread takes to save one, by torch.save, torch.distributed.checkpoint, safetensors, Lightning,
+Accelerate or Transformers' Trainer.
 
-The outermost call counts: what DCP writes with torch.save is part of its own. So is what it writes on other threads,
+The outermost call counts: what DCP writes with torch.save is part of its own, and what a Trainer gathers, describes and
+deletes beside writing is part of its checkpoint. So is what it writes on other threads,
 which nobody waits for: of `async_save` there is a row for the part that blocks its caller. dsprof's engine tells of its
 checkpoints itself.
 """
@@ -12,6 +14,7 @@ import io
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +29,14 @@ from .wrap import stands_for
 if TYPE_CHECKING:
     from .record import Recorder
 
+TRAINER: Final = "transformers.Trainer"
 DCP: Final = "torch.distributed.checkpoint"
+
+METHODS: Final = (
+    ("transformers.trainer", "Trainer", "_save_checkpoint", TRAINER),
+    ("accelerate.accelerator", "Accelerator", "save_state", "accelerator.save_state"),
+)
+"""Module, class, method, and what users call it."""
 
 SHORTEST_IN_MEMORY_NS: Final = 1_000_000
 """Into memory, scripts also write small things that they send elsewhere, and quickly. A checkpoint on its way to a
@@ -64,6 +74,10 @@ def install(recorder: Recorder) -> list[Uninstall]:
             when_imported(f"{package}.plugins.io.torch_io", functools.partial(_watch_lightning, recorder))
             for package in ("lightning.fabric", "lightning_fabric")
         ),
+        *(
+            when_imported(module, functools.partial(_watch_method, recorder, of, name, known))
+            for module, of, name, known in METHODS
+        ),
     ]
 
 
@@ -86,11 +100,20 @@ def _watch_lightning(recorder: Recorder, module: ModuleType) -> Uninstall:
     return _watch(recorder, (module,), "_atomic_save", "save_checkpoint")
 
 
-def _watch(recorder: Recorder, places: tuple[ModuleType, ...], name: str, known: str) -> Uninstall:
-    """Wrap the function that `places` have as `name`, where they have the same one; `known` is what users call it."""
-    original = getattr(places[0], name, None)
-    if original is None:
-        return lambda: None
+def _watch_method(recorder: Recorder, of: str, name: str, known: str, module: ModuleType) -> Uninstall:
+    return _watch(recorder, (getattr(module, of, None),), name, known)
+
+
+def _watch(recorder: Recorder, places: tuple[Any, ...], name: str, known: str) -> Uninstall:
+    """Wrap what `places` have as `name`, whether the same function or, where somebody has put his own into one of them,
+    several; `known` is what users call it."""
+    found = {id(original): original for place in places if (original := getattr(place, name, None)) is not None}
+    return in_reverse(_wrap(recorder, places, name, known, original) for original in found.values())
+
+
+def _wrap(
+    recorder: Recorder, places: tuple[Any, ...], name: str, known: str, original: Callable[..., Any]
+) -> Uninstall:
     phase = recorder.intern("checkpoint")
 
     @stands_for(original)

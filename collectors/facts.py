@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import sysconfig
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,10 @@ FRAMEWORKS: Final = {
 }
 """Package that makes things on the user's behalf -> its name in a fact: he has its settings, not the call's."""
 STANDARD_LIBRARY: Final = os.path.dirname(os.__file__)
+COMMANDS: Final = frozenset(
+    [os.path.dirname(sys.executable), *(sysconfig.get_path("scripts", of) for of in sysconfig.get_scheme_names())]
+)
+"""Where pip puts the commands of packages: their few lines are nobody's code."""
 
 _buffered: list[Fact] = []
 _sink: Callable[[Fact], None] | None = None
@@ -59,7 +64,7 @@ def send_to(sink: Callable[[Fact], None] | None) -> None:
 
 
 def caller_site() -> str | None:
-    """`file:line` of the nearest frame in the user's own code; in an installed package if there is none."""
+    """`file:line` of the nearest frame in the user's own code; if there is none, in the package whose program runs."""
     return _caller()[0]
 
 
@@ -67,21 +72,24 @@ def _caller() -> tuple[str | None, str | None]:
     """`caller_site`, and which of FRAMEWORKS lies between it and the call: the outermost, if several do."""
     torch_home = str(Path(sys.modules["torch"].__file__ or "").parent)
     ours = (torch_home, str(HOME), "<")
-    installed: str | None = None
+    installed: list[tuple[str, str]] = []
+    """Package and site of each frame in one."""
     framework: str | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(ours):
-            package = FRAMEWORKS.get(str(frame.f_globals.get("__name__", "")).partition(".")[0])
+            module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+            package = FRAMEWORKS.get(module)
             framework = package or framework
             site = f"{name}:{frame.f_lineno}"
             if package or "site-packages" in name or "dist-packages" in name:
-                installed = installed or site
-            elif not name.startswith(STANDARD_LIBRARY):
+                home = name.rpartition("-packages/")[2].partition("/")[0]
+                installed.append((home if module == "__main__" else module, site))
+            elif not name.startswith(STANDARD_LIBRARY) and os.path.dirname(name) not in COMMANDS:
                 return site, framework
         frame = frame.f_back
-    return installed, framework
+    return next((site for package, site in installed if package == installed[-1][0]), None), framework
 
 
 def by_engine() -> bool:

@@ -95,6 +95,20 @@ def test_a_straggler_is_named_with_what_it_costs() -> None:
     assert analysis.slowest_rank == 1
 
 
+def test_a_few_worse_steps_do_not_hide_that_a_rank_is_late_in_every_one() -> None:
+    slow = {10: 230, 20: 240, 30: 250}
+    analysis = analyze(Job(forward=lambda rank, step: slow.get(step, 90) if rank == 1 else 40).trace())
+    assert analysis.findings[0].code == "rank.straggler"
+    assert "late in every step" in analysis.findings[0].title
+
+
+@pytest.mark.parametrize(("core_wait", "said"), [(0.9, "give each rank cores of its own"), (0.1, "look for what rank")])
+def test_a_stop_for_want_of_a_core_is_told_as_that(core_wait: float, said: str) -> None:
+    job = Job(forward=lambda rank, step: 2_000 if (rank, step) == (1, 25) else 40, core_wait=core_wait)
+    (finding,) = [finding for finding in analyze(job.trace()).findings if finding.code == "pause.stop"]
+    assert said in finding.fixes[0].title
+
+
 def test_two_stragglers_among_eight_are_one_finding() -> None:
     analysis = analyze(Job(ranks=8, forward=lambda rank, step: 70 if rank in (2, 5) else 40).trace())
     assert analysis.findings[0].where.ranks == (2, 5)

@@ -35,6 +35,15 @@ def test_a_large_loss_that_no_rule_explains_is_not_healthy(part: str) -> None:
     assert "40 % is " in verdict.headline
 
 
+def test_much_that_is_done_beside_training_is_named() -> None:
+    time = {**dict.fromkeys(factories.healthy().time, 0.0), "training": 4.0, "evaluation": 6.0}
+    verdict = answer(replace(factories.healthy(), time=time))
+    assert verdict.status == "healthy"
+    assert "all forwards without gradients, takes 60 % of the time" in verdict.headline
+    little = answer(replace(factories.healthy(), time={**time, "evaluation": 1.0}))
+    assert little == answer(factories.healthy())
+
+
 def test_a_bottleneck_is_the_worst_finding_and_its_gain() -> None:
     verdict = answer(factories.straggler())
     assert verdict.status == "bottleneck"

@@ -53,6 +53,59 @@ assert torch.load("a.pt")["weight"].sum() == 1000
 
 
 @both
+def test_torch_save_that_somebody_has_replaced(native: str, tmp_path: Path) -> None:
+    """As ultralytics does: the capture finds another function there than in torch.serialization."""
+    code = (
+        """
+import torch, torch.distributed as dist
+real = torch.save
+def replaced(*args, **kwargs):
+    return real(*args, **kwargs)
+torch.save = replaced
+"""
+        + ALONE
+        + """
+torch.save(1, "a.pt")
+torch.serialization.save(1, "b.pt")
+real(1, "c.pt")
+"""
+    )
+    done = train(tmp_path, code, native=native)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(captured(tmp_path).phases("checkpoint")) == 2
+
+
+@both
+def test_a_trainers_checkpoint_is_all_that_it_does_to_save_one(native: str, tmp_path: Path) -> None:
+    code = (
+        """
+import sys, types
+import torch, torch.distributed as dist
+class Trainer:
+    def _save_checkpoint(self, model, trial):
+        torch.save(1, "model.pt")
+        torch.save(1, "optimizer.pt")
+class Accelerator:
+    def save_state(self, folder):
+        torch.save(1, folder)
+for name, cls in (("transformers.trainer", Trainer), ("accelerate.accelerator", Accelerator)):
+    sys.modules[name] = types.ModuleType(name)
+    setattr(sys.modules[name], cls.__name__, cls)
+"""
+        + ALONE
+        + """
+Trainer()._save_checkpoint(None, None)
+Accelerator().save_state("saved")
+"""
+    )
+    done = train(tmp_path, code, native=native)
+    assert (done.returncode, done.stderr) == (0, "")
+    run = captured(tmp_path)
+    assert len(run.phases("checkpoint")) == 2
+    assert [fact["function"] for fact in run.of("checkpoint")] == ["transformers.Trainer", "accelerator.save_state"]
+
+
+@both
 def test_what_is_quickly_put_into_memory_is_no_checkpoint(native: str, tmp_path: Path) -> None:
     code = (
         OPEN

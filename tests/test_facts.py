@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sysconfig
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,6 +59,21 @@ def test_the_outermost_framework_before_the_users_code(modules: list[tuple[str, 
         inner = code_of(name, file, "def through():\n    return inner()\n", inner=inner)["through"]
     line = code_of("__main__", "/home/me/train.py", "\n\nfound = inner()\n", inner=inner)["found"]
     assert line == ("/home/me/train.py:3", framework)
+
+
+def test_a_packages_command_is_not_the_users_code() -> None:
+    command = os.path.join(sysconfig.get_path("scripts"), "yolo")
+    found: list[Any] = []
+    file = "/x/site-packages/ultralytics/build.py"
+    through = code_of("somebody.helpers", "/x/site-packages/somebody/helpers.py", CALL)["call"]
+    text = "\n\ndef build():\n    found.append(call(inner))\n"
+    build = code_of("ultralytics.build", file, text, call=through, inner=facts._caller, found=found)["build"]
+    start = code_of("ultralytics.cfg", "/x/site-packages/ultralytics/cfg.py", CALL)["call"]
+    main = code_of("__main__", command, "def main():\n    start(build)\n", start=start, build=build)["main"]
+    thread = threading.Thread(target=main)  # so that nothing of this file is beneath it
+    thread.start()
+    thread.join()
+    assert found == [(f"{file}:4", None)]
 
 
 def test_a_users_callback_inside_a_framework_is_the_users(stated: list[Fact]) -> None:

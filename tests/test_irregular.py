@@ -6,7 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from dsprof.analyzer.intervals import Intervals
 from dsprof.analyzer.irregular import Irregular, find_irregular, mark_ordinary, warm_up
+from dsprof.analyzer.kinds import divide_time
 from dsprof.analyzer.steps import lasting_change
 from dsprof.schema import COLUMNS
 
@@ -105,6 +107,17 @@ def test_a_loader_that_starts_anew_makes_its_step_irregular() -> None:
     ).reindex(columns=list(COLUMNS))
     assert kinds(find_irregular(steps(data=slow), started)) == {15: "data", 25: "data", 35: "data"}
     assert find_irregular(steps(data=slow), NOTHING).ordinary.all()
+
+
+def test_a_loader_that_starts_anew_after_an_evaluation_is_not_evaluating() -> None:
+    table = steps(ranks=1, evaluation_ms={(0, 20): 100.0}, data={(0, 20): 900.0})
+    started = pd.DataFrame([{"kind": "phase", "name": "loader_start", "rank": 0, "step": 20}])
+    irregular = find_irregular(table, started.reindex(columns=list(COLUMNS)))
+    evaluating = Intervals.union(np.array([20 * 200 * MS]), np.array([(20 * 200 + 100) * MS]))
+    span = 0, 40 * 200 * MS
+    divided = divide_time(span, mark_ordinary(table, irregular), {0: {"evaluation": evaluating}}, irregular)
+    assert divided["evaluation"] == pytest.approx(0.1)
+    assert divided["training"] == pytest.approx(40 * 0.1 + 0.9)
 
 
 def test_a_rank_that_stops_half_way_leaves_the_steps_that_all_completed() -> None:

@@ -16,7 +16,7 @@ from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.calibration import MODEL_ERROR
 from dsprof.analyzer.finding import Finding, Gain
-from dsprof.analyzer.rules.base import ddp_argument_fix, widened
+from dsprof.analyzer.rules.base import at, ddp_argument_fix, settings_fix, widened
 from dsprof.trace import Trace
 
 SITE = "/home/me/train.py:12"
@@ -345,3 +345,13 @@ def test_rows_of_ranks_that_only_load_are_no_error() -> None:
     rows = trace.rows[~((trace.rows["rank"] == 1) & trace.rows["name"].isin(["forward", "backward", "optimizer"]))]
     analysis = analyze(Trace.of(trace.run, pd.DataFrame(rows)))
     assert not any("failed" in reason for reason in analysis.not_judged.values())
+
+
+def test_a_call_in_an_installed_package_is_not_for_the_user_to_change() -> None:
+    site = "/v/lib/python3.12/site-packages/ultralytics/data/build.py:305"
+    assert at(site) == " (ultralytics/data/build.py:305)"
+    fix = settings_fix(f"DataLoader(num_workers=2){at(site)}", {"num_workers": 2}, site)
+    assert fix.title.endswith("build.py:305); ultralytics makes this call: look for a setting of its own")
+    assert fix.patch == ({"file": None, "line": None, "argument": "num_workers", "value": 2},)
+    own = settings_fix("DataLoader(num_workers=2)", {"num_workers": 2}, "/home/me/train.py:7")
+    assert (own.title, own.patch[0]["file"]) == ("DataLoader(num_workers=2)", "/home/me/train.py")

@@ -46,6 +46,10 @@ def _evaluation(main: pd.DataFrame, rows: pd.DataFrame) -> Intervals:
     names = main["name"].astype(str).to_numpy(object)
     start = main["start_ns"].to_numpy(np.int64)
     end = start + main["dur_ns"].to_numpy(np.int64)
+    saved = np.maximum.accumulate(np.where(names == "checkpoint", end, np.iinfo(np.int64).min))
+    without &= start >= saved  # the saving's own, such as a sample for the model's description
+    if not without.any():
+        return Intervals.empty()
     landmark = np.isin(names, LANDMARKS) | ((names == "forward") & ~without & (main["source"] != "derived").to_numpy())
     # One landmark may lie around others (a closure's): what ends first before the stretch is where it begins.
     stretch = np.cumsum(landmark)
@@ -113,7 +117,8 @@ def divide_time(
     """Kind of TIME_KINDS -> s, mean over ranks; they sum to the span.
 
     Of a step that was irregular for an evaluation, a checkpoint or a compilation, on whichever rank, the excess over
-    the rank's typical step belongs to that, on the ranks that waited too.
+    the rank's typical step belongs to that, on the ranks that waited too; what a loader that started anew or another
+    stop has in it stays training's.
     """
     total = dict.fromkeys(TIME_KINDS, 0.0)
     begin, end = span
@@ -159,7 +164,7 @@ def _known_shares(irregular: Irregular) -> tuple[Int, dict[str, Float]]:
     for step, shares in sorted(irregular.shares().items()):
         known = [shares.get(kind, 0.0) for kind in KNOWN]
         if sum(known) > 0:
-            found[step] = [share / sum(known) for share in known]
+            found[step] = known
     table = np.array(list(found.values()), np.float64).reshape(-1, len(KNOWN))
     return np.array(list(found), np.int64), {kind: table[:, i] for i, kind in enumerate(KNOWN)}
 

@@ -29,6 +29,8 @@ LARGE: Final = 0.1
 """Share of the step that may be lost unexplained in a healthy run."""
 MATTERS: Final = 0.075
 """Share of the step from which on the rules that could explain a part must have been judged."""
+MUCH: Final = 0.25
+"""Share of training and evaluation together from which on the latter is named."""
 NOTHING_TO_GAIN: Final = 1.0
 """A lever that gains less, in percent, explains why the time stays lost."""
 
@@ -89,7 +91,7 @@ def answer(analysis: Analysis, *, on_gpu: bool = False, slowdown: str = "", miss
         last = analysis.step_count - 1
         doing = f"; {_unfinished(analysis)}" if analysis.ranks_expected > 1 else ""
         return Verdict("inconclusive", f"the job was interrupted after step {last}{doing}")
-    found = f"nothing found that is sure to shorten the {ms(step.mean)} step"
+    found = f"nothing found that is sure to shorten the {ms(step.mean)} step" + _beside(analysis)
     if len(analysis.budget_by_rank) < analysis.ranks_expected:
         captured = f"steps of {len(analysis.budget_by_rank)} of {count(analysis.ranks_expected, 'rank')} were captured"
         return Verdict("inconclusive", f"{found}, but only {captured}")
@@ -113,6 +115,16 @@ def answer(analysis: Analysis, *, on_gpu: bool = False, slowdown: str = "", miss
     named = large or [part for part in lost if part not in explained and lost[part] > LARGE / 10]
     parts = [f"{percent(100 * lost[part])} is {_words(part)}{_more(analysis, part)}" for part in named]
     return Verdict("inconclusive", f"{found}, but {' and '.join(parts)}")
+
+
+def _beside(analysis: Analysis) -> str:
+    """How much goes to evaluation, where that is so much that the training step is not what matters most."""
+    evaluating, training = analysis.time.get("evaluation", 0.0), analysis.time.get("training", 0.0)
+    share = evaluating / (evaluating + training) if evaluating > 0 else 0.0
+    if share < MUCH:
+        return ""
+    what = "evaluating, playing or sampling, all forwards without gradients,"
+    return f" ({what} takes {percent(100 * share)} of the time)"
 
 
 def _of_finding(analysis: Analysis, finding: Finding) -> Verdict:

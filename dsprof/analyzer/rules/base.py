@@ -93,6 +93,9 @@ def replay_recut(context: Context, change: Callable[[Steps], Edited], untried: s
     return replay(graph).durations
 
 
+INSTALLED: Final = ("/site-packages/", "/dist-packages/")
+
+
 def code_fix(title: str, argument: str, value: Any, site: str | None, gain: Gain | None = None) -> Fix:
     """A change of one argument at `site` (`file:line`), or somewhere in the script where the call was not seen."""
     return settings_fix(title, {argument: value}, site, gain)
@@ -100,8 +103,11 @@ def code_fix(title: str, argument: str, value: Any, site: str | None, gain: Gain
 
 def settings_fix(title: str, settings: Mapping[str, Any], site: str | None, gain: Gain | None = None) -> Fix:
     """A change of several arguments of one call at `site`; without a site, of flags on the command line, or of a call
-    that was not seen."""
-    file, _, line = (site or "").rpartition(":")
+    that was not seen. A call in an installed package is not the user's to change: that is said, and no place given."""
+    package = _installed(site)
+    if package:
+        title += f"; {package.partition('/')[0]} makes this call: look for a setting of its own"
+    file, _, line = ("" if package else site or "").rpartition(":")
     where = {"file": file or None, "line": int(line) if line.isdigit() else None}
     patch = tuple({**where, "argument": argument, "value": value} for argument, value in settings.items())
     return Fix("code", title, patch, gain)
@@ -136,8 +142,13 @@ def written(value: Any) -> str:
 
 
 def at(site: str | None) -> str:
-    """` (train.py:12)` for a title, or nothing."""
-    return f" ({site.rpartition('/')[2]})" if site else ""
+    """` (train.py:12)` for a title, ` (package/module.py:12)` of an installed package's, or nothing."""
+    return f" ({_installed(site) or site.rpartition('/')[2]})" if site else ""
+
+
+def _installed(site: str | None) -> str:
+    """`package/module.py:12`, if that is where `site` is; else nothing."""
+    return next((site.rpartition(home)[2] for home in INSTALLED if site and home in site), "")
 
 
 def listed(ranks: Sequence[int]) -> str:

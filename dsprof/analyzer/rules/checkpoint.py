@@ -7,6 +7,8 @@ from ..finding import Evidence, Finding, Fix, Where
 from .base import LEAST_SHARE, at, code_fix, need_steps, often
 
 KIND = "checkpointing"
+TRAINER = "transformers.Trainer"
+"""Who saves by its own settings, as a fact has it."""
 
 
 def stall(context: Context) -> list[Finding]:
@@ -44,13 +46,19 @@ def stall(context: Context) -> list[Finding]:
         Evidence("saved", times, ""),
         Evidence("ordinary step", round(context.step_ms, 3), "ms"),
     )
-    asynchronous = (
-        f"save while training goes on: torch.distributed.checkpoint.async_save{at(site)}; it waits for a copy only"
-    )
-    fixes: tuple[Fix, ...] = (
-        code_fix(asynchronous, "torch.distributed.checkpoint.async_save(...)", "", site, gain),
-        Fix("code", "or save half as often, which halves the cost"),
-    )
+    half = "save half as often, which halves the cost"
+    fixes: tuple[Fix, ...]
+    if function == TRAINER:
+        less = "or --save_only_model true, where nothing need be resumed from: it leaves the optimizer's state out"
+        fixes = Fix("code", f"{half}: twice the --save_steps, or the same of TrainingArguments"), Fix("code", less)
+    else:
+        asynchronous = (
+            f"save while training goes on: torch.distributed.checkpoint.async_save{at(site)}; it waits for a copy only"
+        )
+        fixes = (
+            code_fix(asynchronous, "torch.distributed.checkpoint.async_save(...)", "", site, gain),
+            Fix("code", f"or {half}"),
+        )
     title = f"saving a checkpoint ({function}) stops training for {longest.mean():.0f} ms, {times}"
     where = Where(ranks=ranks, op="checkpoint", steps=steps)
     return [Finding("checkpoint.stall", title, "info", where, evidence, gain, fixes)]

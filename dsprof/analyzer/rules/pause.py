@@ -9,10 +9,13 @@ import pandas as pd
 
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
+from ..load import Gauges
 from ..parts import WAITING
 from ..whatif.work import Change
 from .base import LEAST_SHARE, code_fix, listed, need_steps, often, script_of
 
+MOSTLY: Final = 0.5
+"""Of a stop: a rank that was ready to run for so much of it, and had no core, did nothing else."""
 MOST_NAMED: Final = 4
 """Ranks of which it is said where they were."""
 
@@ -77,17 +80,29 @@ def stops(context: Context) -> list[Finding]:
         ),
     ]
     place = _place_of(context, culprit, step)
-    fixes = (
-        Fix(
-            "code",
-            f"look for what rank {culprit} does in step {step} beside training ({place}): files on a slow disk, "
-            "logging, a lock, another process on the host; mark it with dsprof.span to see it named",
-        ),
+    fix = (
+        f"look for what rank {culprit} does in step {step} beside training ({place}): files on a slow disk, "
+        "logging, a lock, another process on the host; mark it with dsprof.span to see it named"
     )
+    crowded_ms = _without_core(context, culprit, step)
+    if crowded_ms > MOSTLY * length:
+        evidence.append(Evidence("ready to run without a core in it", round(crowded_ms, 1), "ms", 0.0))
+        fix = (
+            f"something else ran on the cores of rank {culprit} then (workers, the job's own threads, another "
+            "process): give each rank cores of its own"
+        )
+    fixes = (Fix("code", fix),)
     title = f"the job stands still {often(stopped)}, for up to {length / 1e3:.1f} s (rank {culprit}, {place})"
     numbers = irregular.steps[stopped]
     where = Where(ranks=who, steps=(int(numbers[0]), int(numbers[-1])))
     return [Finding("pause.stop", title, "info", where, tuple(evidence), gain, fixes)]
+
+
+def _without_core(context: Context, rank: int, step: int) -> float:
+    """How long the rank was ready to run in that step and had no core, ms; NaN if not known."""
+    steps = context.steps[context.steps["step"] == step].assign(ordinary=True)
+    gauges = Gauges(context.rows, steps)
+    return float(gauges.spent("core_wait_seconds")[gauges.ranks.index(rank), 0])
 
 
 def _place_of(context: Context, rank: int, step: int) -> str:

@@ -20,8 +20,9 @@ Bool = npt.NDArray[np.bool_]
 OUTSIDE = "time outside the phases"
 LONGEST_LINE_NS = 1 << 62
 """What whole numbers have room for."""
-LEAST_OF_LATEST = 0.4
-"""A step in which a rank is less late than this share of the worst is not one in which it was struck."""
+LEAST_OF_LATE = 0.4
+"""A step in which a rank is less late than this share of what is typical where it is late is not one in which it was
+struck. Typical is what the steps that carry half of the lateness reach, so that one stall is not the measure."""
 LEAST_OF_WORST = 0.1
 """A rank this much less late than the latest is not named beside it."""
 
@@ -117,7 +118,9 @@ def _lateness_in_team(context: Context) -> Float:
 
 def _lateness(late: Float) -> str:
     """`50.0 ms late in every step`, or in how many steps; `late` is by how much in each, ms, [S]."""
-    struck = late > LEAST_OF_LATEST * late.max()
+    falling = -np.sort(-np.clip(late, 0, None))
+    carried = np.cumsum(falling)
+    struck = late > LEAST_OF_LATE * falling[np.searchsorted(carried, carried[-1] / 2)]
     if struck.mean() > 0.75:
         return f"{late.mean():.1f} ms late in every step"
     return f"{late[struck].mean():.1f} ms late in {struck.sum()} of {len(late)} steps"
