@@ -10,7 +10,7 @@ demo: $(VENV)/.installed ## train the example under the profiler and say where t
 	$(BIN)/dsprof run --nproc-per-node 2 examples/train_gpt.py
 
 test: $(VENV)/.tested ## everything but what takes minutes
-	$(BIN)/python -m pytest -m "not slow and not alone" --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not alone" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m "not slow and alone"
 
 test-all: $(VENV)/.tested
