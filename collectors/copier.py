@@ -77,8 +77,7 @@ class Mirror:
                 left += 1
             elif not (not all_of_it and name in chunks and name in self._copied):
                 self._copy(name)
-        if all_of_it:
-            self._remove_others(names)
+        self._remove_others(names)
         return left
 
     def _copy(self, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -49,11 +50,17 @@ def report_failure(doing: str, error: BaseException) -> None:
     """A failure after which there may be no capture to note it in: leave a word in the run folder, never on stderr.
     Raises what is a signal handler's again."""
     count_error(doing, error)
-    folder = identity.setting("DSPROF_RUN")
-    if not folder:
-        return
     try:
-        with open(Path(folder) / f"error.{os.getpid()}.txt", "a") as file:
+        given = identity.setting("DSPROF_RUN")
+        with open((Path(given) if given else _own_folder()) / f"error.{os.getpid()}.txt", "a") as file:
             file.write(f"{doing}: {describe(error)}\n")
-    except OSError:
+    except Exception:
         pass  # the folder is gone or the disk full: the launcher reports the missing rank
+
+
+@functools.cache
+def _own_folder() -> Path:
+    """The run folder of a process without a launcher, in which no capture could be begun. Raises OSError."""
+    folder = identity.run_folder(identity.identify())
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

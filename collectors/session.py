@@ -116,14 +116,16 @@ class Session:
 
     def on_step(self) -> None:
         """After an optimizer step: the use of the host so far, and what was set up since the last one."""
+        if self.pid != os.getpid():  # a forked child that trains something of its own
+            return
         self.recorder.count_step()
         self._look()
         try:
             host.sample(self.recorder)
+            for count in self._after_step:  # before what was counted may no longer be written
+                count()
             if self.switch is not None and self.switch.after_step():
                 host.sample(self.recorder)
-            for count in self._after_step:
-                count()
             if not self._stepped:
                 self._stepped = True
                 self._note_device()
@@ -246,12 +248,13 @@ def start() -> Session | None:
         who = identity.identify()
         if not identity.selected(who.rank, identity.setting("DSPROF_RANKS")):
             return None
+        window, limit = Window.of_settings(identity.setting), _limit()  # raise before anything is opened
         run = identity.run_folder(who)
         place, notes = _place(run, who)
         folder = place / "capture" / who.folder_name
         folder.mkdir(parents=True, exist_ok=True)
-        recorder, native = _recorder(folder, notes)
-        switch = Switch(recorder, Window.of_settings(identity.setting), folder if place != run else run)
+        recorder, native = _recorder(folder, limit, notes)
+        switch = Switch(recorder, window, folder if place != run else run)
         session = Session(folder, who, recorder, native, switch)
         session.is_copied = place != run
         for note in notes:
@@ -291,6 +294,7 @@ def _in_child() -> None:
     if _current is not None:
         _current.recorder.disarm_after_fork()
         errors.send_to(None)
+        facts.send_to(None)
         _current = None
 
 
@@ -310,13 +314,18 @@ def _place(run: Path, who: identity.Identity) -> tuple[Path, list[str]]:
         return run, [f"captured into the run folder directly, as it cannot be copied from elsewhere: {error}"]
 
 
-def _recorder(folder: Path, notes: list[str]) -> tuple[Recorder, bool]:
-    from . import native
-    from .python_recorder import PyRecorder
+def _limit() -> int:
+    """How large the capture may become, bytes. Raises ValueError."""
     from .record import LIMIT_BYTES
 
     given = identity.setting("DSPROF_LIMIT")
-    limit = parse_size(given) if given else LIMIT_BYTES
+    return parse_size(given) if given else LIMIT_BYTES
+
+
+def _recorder(folder: Path, limit: int, notes: list[str]) -> tuple[Recorder, bool]:
+    from . import native
+    from .python_recorder import PyRecorder
+
     choice = identity.setting("DSPROF_NATIVE").lower()
     if choice not in ("0", "off", "false", "no"):
         reasons: list[str] = []

@@ -351,6 +351,9 @@ def open_run(path: str | os.PathLike[str]) -> RunFolder:
     if not folder.path.is_dir():
         raise RunError(f"{path}: no such run folder; runs lie under {DEFAULT_PARENT}/ unless -o said otherwise")
     if not folder.is_run():
+        said = [line for file in sorted(folder.path.glob("error.*.txt")) for line in file.read_text().splitlines()]
+        if said:  # of a job that was armed by DSPROF=1 alone
+            raise RunError(f"{path}: no capture was begun: {'; '.join(dict.fromkeys(said))}")
         raise RunError(f"{path}: not a run folder (no run.json, capture/ or trace/ in it)")
     return folder
 

@@ -266,6 +266,10 @@ def describe_failure(hook: str, count: int, said: str) -> str:
     return f"{hook}: {said}" + (f" ({count} times)" if count > 1 else "")
 
 
+FOLDER_NAME: Final = r"rank(?P<rank>\d{5,})\.(?P<restart>\d+)\.(?P<host>.+)\.(?P<pid>\d+)"
+"""Of a capture's folder."""
+
+
 def chunk_name(index: int) -> str:
     return f"chunk-{index:05d}.bin"
 

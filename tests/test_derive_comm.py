@@ -175,6 +175,14 @@ def test_a_thread_of_the_scripts_communicates_for_nothing_that_trains() -> None:
     assert of(found, "thread", "purpose") == [(9, "other"), (9, "other"), (8, "gradient"), (9, "other")]
 
 
+def test_a_thread_of_autograds_stays_one_where_a_backward_was_not_captured() -> None:
+    """The begin of the last one was given up for the size limit."""
+    backwards = [phase("backward", 100 * i, 100 * i + 60) for i in range(10)]
+    sent = [comm("all_reduce", 100 * i + 20, 100 * i + 21, i, thread=8) for i in range(11)]
+    rows = derive(*backwards, *sent)
+    assert of(rows[rows["kind"] == "comm"], "purpose") == [("gradient",)] * 10 + [("other",)]
+
+
 def test_a_send_is_for_what_the_analyzer_finds_out() -> None:
     rows = derive(phase("forward", 0, 9), comm("send", 5, 6, 0, peer=1, tag=0, p2p=True))
     assert of(rows[rows["kind"] == "comm"], "purpose") == [("other",)]

@@ -148,7 +148,9 @@ def test_an_unknown_device_has_no_mfu() -> None:
 def test_a_cpu_is_compared_with_what_was_measured() -> None:
     run = run_of(facts=[], cpu_peaks=[{"host": "a", "ranks": [0, 1], "threads": 2, "flops": {"bfloat16": 900e12}}])
     assert judge(run, {0: WORK, 1: WORK}).mfu == pytest.approx(0.5)
-    assert judge(run_of(facts=[]), {0: WORK, 1: WORK}).why_no_mfu.startswith("what the CPU can compute was not")
+    assert judge(run_of(facts=[]), {0: WORK, 1: WORK}).why_no_mfu.startswith(
+        "what the CPU of rank 0 can compute was not"
+    )
 
 
 def test_steps_of_unequal_size_have_no_mfu() -> None:

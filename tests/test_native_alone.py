@@ -15,7 +15,7 @@ from captures import build_helper
 from jobs import ABORTED, environment
 
 from dsprof.collectors.native import build
-from dsprof.run import RunFolder
+from dsprof.run import RunError, RunFolder, open_run
 from dsprof.trace import load
 
 TRAIN = """
@@ -182,3 +182,21 @@ def test_nobody_waits_for_a_rank_that_is_not_armed(tmp_path: Path) -> None:
     )  # where one began when the other's compiler had failed already
     machine.until(lambda: machine.found("failed.json"))
     assert machine.runs == 1
+
+
+def test_a_wrong_setting_without_a_launcher_is_told_by_the_report(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters())\n"
+        "for _ in range(3):\n"
+        "    model(torch.ones(2)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    given = {"DSPROF": "1", "DSPROF_DIR": str(tmp_path / "runs"), "DSPROF_LIMIT": "banana"}
+    done = subprocess.run([sys.executable, str(script)], env=environment(**given), capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    (run,) = (tmp_path / "runs").iterdir()
+    with pytest.raises(RunError, match="no capture was begun: starting the capture: ValueError: 'banana' is no size"):
+        open_run(run)

@@ -134,7 +134,9 @@ def test_metadata(built: Built) -> None:
     }
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "dsprof-0.1.0.dist-info/licenses/LICENSE" in names
-    assert set(metadata.get_all("Provides-Extra", [])) == {"test", "frameworks", "notebook", "perfetto", "dask"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {
+        "test", "frameworks", "trainers", "notebook", "perfetto", "dask",
+    }  # fmt: skip
     assert metadata["Requires-Python"] == declared["requires-python"] == ">=3.11"
 
 

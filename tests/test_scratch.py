@@ -130,6 +130,8 @@ def test_chunks_are_copied_as_they_close_and_the_rest_at_the_end(tmp_path: Path,
     (local / "chunk-00000.bin").write_bytes(b"ended 0000")
     os.utime(local / "chunk-00000.bin", ns=(status.st_atime_ns, status.st_mtime_ns))
     (local / "chunk-00001.bin").unlink()
+    copying.step()
+    assert "chunk-00001.bin" not in files(target), "a size limit holds there too"
     wanted = {name: content for name, content in files(local).items() if name not in (CONTROL_FILE, COPYING_FILE)}
     assert copying.finish()
     assert files(target) == wanted

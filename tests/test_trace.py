@@ -104,6 +104,20 @@ def test_merging_again_changes_nothing(tmp_path: Path) -> None:
     } == files
 
 
+def test_what_was_stored_through_a_mapping_is_merged(tmp_path: Path) -> None:
+    """Which changes neither the size nor, on tmpfs, the time of a file."""
+    folder = run_of(Job(), tmp_path)
+    before = len(load(folder).rows)
+    chunk = next(folder.capture.glob("*/chunk-00000.bin"))
+    status = chunk.stat()
+    content = bytearray(chunk.read_bytes())
+    last = schema.CHUNK_HEADER_BYTES + schema.RECORD_BYTES * (schema.CHUNK_RECORDS - 1)
+    content[last:] = content[schema.CHUNK_HEADER_BYTES : schema.CHUNK_HEADER_BYTES + schema.RECORD_BYTES]
+    chunk.write_bytes(content)
+    os.utime(chunk, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert len(load(folder).rows) != before
+
+
 def test_the_table_has_the_columns_of_the_schema(tmp_path: Path) -> None:
     rows = load(run_of(Job(), tmp_path)).rows
     assert {name: str(dtype) for name, dtype in rows.dtypes.items()} == schema.COLUMNS

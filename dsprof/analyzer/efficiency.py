@@ -18,7 +18,7 @@ import pandas as pd
 from dsprof.run import RunInfo
 from dsprof.schema import FLOPS, FLOPS_FOR, SAMPLES, TOKENS, UNCOUNTED
 
-from .modules import counted_step
+from .modules import NOT_COUNTED, counted_step
 from .peaks import find_device
 from .text import clean, count, ranks
 from .topology import Topology
@@ -94,7 +94,7 @@ def sum_work(rows: pd.DataFrame, native: bool) -> RankWork | None:
         return None
     module, samples, tokens = _batch(gauges, rows)
     if counted.empty:
-        why = "no whole step was counted" if native else "the native helper counts them, and it was not there"
+        why = NOT_COUNTED if native else "the native helper counts them, and it was not there"
         return RankWork(why=why, module=module, samples=samples, tokens=tokens)
     found = counted_step(rows)
     if isinstance(found, str):
@@ -258,8 +258,8 @@ def _peak(run: RunInfo, rank: int, dtype: str) -> tuple[float | None, str]:
         return peak, f"{known.name} in {form}, {peak / 1e12:,.4g} TFLOP/s ({known.source})"
     measured = next((item for item in run.cpu_peaks if rank in item["ranks"]), None)
     if measured is None or dtype not in measured["flops"]:
-        why = "`dsprof run --level full` measures it when the job has ended"
-        return None, f"what the CPU can compute was not measured; {why}"
+        why = "`dsprof run --level full` does that on the host of the verdict, when a job has ended well"
+        return None, f"what the CPU of rank {rank} can compute was not measured; {why}"
     peak = float(measured["flops"][dtype])
     threads = count(int(measured["threads"]), "thread")
     return peak, f"the CPU in {dtype}, {peak / 1e9:,.4g} GFLOP/s (measured after the job, {threads}, nothing beside it)"

@@ -27,6 +27,7 @@ COLUMNS: Final = (
     "slowest_own_ms",
 )  # fmt: skip
 SUMS: Final = ("calls", "ns", "own_ns", "backward_ns", "backward_own_ns", "recompute_ns", "flops")
+NOT_COUNTED: Final = "no whole step was counted: of a capture the sixth is, unless it was given up for the size limit"
 BACKWARD: Final = "backward"
 RECOMPUTE: Final = "recompute"
 
@@ -191,7 +192,7 @@ def counted_step(rows: pd.DataFrame) -> tuple[int, int] | str:
         if found and found == each:
             return int(starts[0]), int(ended)
     if not len(spans) or each <= 1:
-        return "no whole step was counted"
+        return NOT_COUNTED
     return f"a step is {each} steps of optimizers, of which {found} were counted"
 
 

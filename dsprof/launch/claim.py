@@ -17,8 +17,8 @@ from .talk import shown
 
 ERROR_LOG: Final = "dsprof-error.log"
 RUN_PARTS: Final = (
-    "run.json", "capture", "trace", "exits", "hosts", "findings.json", "report.html", "tensorboard", "layer_costs.json",
-    CONTROL_FILE, ERROR_LOG,
+    "run.json", "capture", "trace", "memory", "exits", "hosts", "findings.json", "report.html", "tensorboard",
+    "layer_costs.json", CONTROL_FILE, ERROR_LOG,
 )  # fmt: skip
 LEFT_BY_PROCESSES: Final = re.compile(r"error\.\d+\.txt|hint\.\d+\.json")
 """Beside RUN_PARTS, all that dsprof writes into a run folder: see `collectors.errors.report_failure`, `run.Hint`."""

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Any, Final
 
 from dsprof.run import RunFolder, RunInfo
-from dsprof.schema import host_name
+from dsprof.schema import FOLDER_NAME, host_name
 
 SECONDS: Final = 0.6
 """For all formats together."""
@@ -89,7 +90,10 @@ def note_peak(folder: RunFolder, info: RunInfo) -> None:
 def _facts(folder: RunFolder) -> dict[int, dict[str, dict[str, Any]]]:
     """rank -> kind -> the last fact of it that the rank's captures on this host told."""
     found: dict[int, dict[str, dict[str, Any]]] = {}
-    for path in sorted(folder.capture.glob(f"rank*.*.{host_name()}.*/facts.jsonl")):
+    for path in sorted(folder.capture.glob("rank*/facts.jsonl")):
+        name = re.fullmatch(FOLDER_NAME, path.parent.name)
+        if name is None or name["host"] != host_name():
+            continue
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 fact = json.loads(line)

@@ -36,8 +36,6 @@ DIGITS = 10
 MOST_PROBLEMS = 8
 """Lost chunks that are named."""
 
-FOLDER_NAME = r"rank(?P<rank>\d{5,})\.(?P<restart>\d+)\.(?P<host>.+)\.(?P<pid>\d+)"
-
 
 @dataclass(frozen=True)
 class Gap:

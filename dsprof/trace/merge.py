@@ -19,12 +19,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dsprof.run import RankInfo, RunError, RunFolder, RunInfo, from_known
+from dsprof.schema import COUNTERS_NAME, FOLDER_NAME
 
-from .capture import FOLDER_NAME, Capture, read_capture
+from .capture import CHUNK_NAME, Capture, read_capture
 from .derive import missing_steps, trace_rows
 
-MERGE_VERSION = 7
+MERGE_VERSION = 8
 """Part of the signature that tells whether a Parquet file is up to date: raise it when merging changes."""
+MAPPED_CHUNKS = 4
+"""Those that a process may have mapped: the last three, and one that is prepared."""
 SIGNATURE = b"dsprof.signature"
 RANK_INFO = b"dsprof.rank"
 
@@ -283,12 +286,17 @@ def _note_groups(info: RunInfo) -> None:
 
 
 def _signature(folders: list[Path]) -> bytes:
-    """Changes when any file of the captures does."""
+    """Changes when any file of the captures does. What is stored through a mapping need not change a file's time: of
+    the files that are mapped the content counts."""
     digest = hashlib.sha256(f"merge {MERGE_VERSION}".encode())
     for folder in folders:
-        for path in sorted(folder.iterdir()):
+        files = sorted(folder.iterdir())
+        mapped = [path for path in files if CHUNK_NAME.fullmatch(path.name)][-MAPPED_CHUNKS:]
+        for path in files:
             status = path.stat()
             digest.update(f"\n{folder.name}/{path.name} {status.st_size} {status.st_mtime_ns}".encode())
+            if path in mapped or path.name == COUNTERS_NAME:
+                digest.update(path.read_bytes())
     return digest.hexdigest().encode()
 
 

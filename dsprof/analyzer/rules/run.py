@@ -64,10 +64,13 @@ def _gone_before(context: Context, failed: RankExit, rows: pd.DataFrame) -> tupl
     mine, known = captures.get(failed.rank), {item.rank for item in context.run.exits}
     if mine is None or not _communicates(rows):
         return None
-    # Another host's clock has nothing to do with this one's.
-    unknown = [capture for rank, capture in captures.items() if rank not in known and capture.host == mine.host]
+    # Another clock has nothing to do with this one.
+    here = [capture for capture in captures.values() if capture.clock_name == mine.clock_name]
+    unknown = [capture for capture in here if capture.rank not in known]
     ended = {capture.rank: capture.closed_ns for capture in unknown if capture.closed_ns is not None}
-    end_ns = mine.closed_ns or failed.ended_ns
+    # The launcher reads the clock of its ranks, unless they are in containers with clocks of their own.
+    one_clock = len(here) == sum(capture.host == mine.host for capture in captures.values())
+    end_ns = mine.closed_ns or (failed.ended_ns if one_clock else None)
     first = min(ended, key=lambda rank: ended[rank], default=None)
     if first is not None and end_ns is not None and ended[first] < end_ns:
         return first, (end_ns - ended[first]) / 1e9

@@ -13,6 +13,9 @@ from .rows import ends
 
 REDUCTIONS: Final = ("all_reduce", "reduce_scatter", "reduce")
 GATHERS: Final = ("all_gather", "broadcast")
+LEAST_DURING: Final = 0.9
+"""Of what a thread communicates, where it is the autograd engine's: the rest is of backwards whose begin is not in the
+capture."""
 INTEGERS: Final = ("int16", "int32", "int64", "bool")
 """In backward DDP also reduces which parameters were used; gradients are not counted, though they may be quantized."""
 OF_A_NORM: Final = 4096
@@ -61,11 +64,13 @@ def _issued_in(rows: pd.DataFrame, phase: str) -> npt.NDArray[np.bool_]:
 
 def _issued_in_backward(rows: pd.DataFrame) -> npt.NDArray[np.bool_]:
     """Which rows were issued in a backward by the thread that was in it, or by one of the autograd engine's own: they
-    communicate then only. One that also does at other times is a thread of the script's with business of its own."""
+    communicate then only, but for backwards whose begin was not captured. One that does at other times, too, is a
+    thread of the script's with business of its own."""
     phases = rows[(rows["kind"] == "phase") & (rows["name"] == "backward")]
     during = _issued_during(rows, phases)
-    elsewhere = rows.loc[(rows["kind"] == "comm").to_numpy(bool) & ~during, "thread"]
-    engines = during & ~rows["thread"].isin(elsewhere).to_numpy(bool)
+    comm = (rows["kind"] == "comm").to_numpy(bool)
+    share = pd.Series(during[comm]).groupby(rows["thread"].to_numpy()[comm]).mean()
+    engines = during & rows["thread"].isin(share.index[share >= LEAST_DURING]).to_numpy(bool)
     inside: npt.NDArray[np.bool_] = _issued_in(rows, "backward") | engines
     return inside
 
