@@ -80,7 +80,7 @@ def resumed(rank: int, folder: Path, stage: int, by_script: bool, steps: int, si
 
     def data() -> dict[str, Any]:
         if size == 1:
-            return {"training_data": Rows()}
+            return {"training_data": Rows(), "dist_init_required": False}  # this process is that of the tests
         return {"train_dataloader": ShardedLoader(Rows(), batch_size=2, rank=rank, world_size=size, num_workers=0)}
 
     torch.manual_seed(rank)
@@ -220,13 +220,13 @@ def test_a_pass_under_way_goes_on_where_the_checkpoint_was() -> None:
 
 
 def test_a_step_that_is_not_complete_takes_its_samples_again(tmp_path: Path) -> None:
-    engine = begin(0, accumulate=3, train_dataloader=loader(Rows()))
+    engine = begin(0, accumulate=3, train_dataloader=loader(Rows()), dist_init_required=False)
     for batch in itertools.islice(engine.training_dataloader, 5):
         engine.backward(engine(batch))
         engine.step()
     with pytest.warns(UserWarning, match="save_checkpoint in the middle of a step"):
         engine.save_checkpoint(tmp_path)
-    again = begin(0, accumulate=3, train_dataloader=loader(Rows()))
+    again = begin(0, accumulate=3, train_dataloader=loader(Rows()), dist_init_required=False)
     again.load_checkpoint(tmp_path)
     state = again.training_dataloader.state_dict()
     assert state == {"of": 23, "epoch": 0, "samples": 6}
