@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 from ranks import Ranks
 
 
@@ -14,3 +15,11 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def leaves_no_process_group() -> Iterator[None]:
+    """An engine of one process makes itself a group, which tests of other files must not find."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
