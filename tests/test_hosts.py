@@ -18,6 +18,7 @@ from pathlib import Path
 import launcher
 import pytest
 import torch.distributed as dist
+from clocks import SleepingClock
 from jobs import ABORTED, environment
 
 from dsprof.cli import main
@@ -133,29 +134,13 @@ def test_a_folder_that_another_host_is_making_is_waited_for_a_while(
 # --- agreeing -----------------------------------------------------------------------------------
 
 
-class Time:
-    """A clock that only sleeping moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.at: dict[float, Callable[[], object]] = {}
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        for moment in [moment for moment in self.at if moment <= self.now]:
-            self.at.pop(moment)()
-
-    def clock(self) -> float:
-        return self.now
-
-
-def meeting(tmp_path: Path, agreed: Agreed, time: Time) -> Meeting:
+def meeting(tmp_path: Path, agreed: Agreed, time: SleepingClock) -> Meeting:
     part = Participation(agreed, Talk())
     return Meeting(part.file, time.clock, time.sleep)
 
 
 def test_hosts_of_one_job_are_in_one_run(tmp_path: Path, on: As) -> None:
-    store, time = dist.HashStore(), Time()
+    store, time = dist.HashStore(), SleepingClock()
     on("a")
     a = meeting(tmp_path, take(tmp_path / "run"), time)
     on("b")
@@ -175,7 +160,7 @@ def test_a_run_that_nobody_in_the_job_knows_is_left_alone(
     on("dead")
     take(tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    store, time = dist.HashStore(), Time()
+    store, time = dist.HashStore(), SleepingClock()
     met = []
     for host in "ab":
         on(host)
@@ -200,7 +185,7 @@ def test_a_run_that_was_replaced_after_it_was_found_is_found_again(tmp_path: Pat
     on("a")
     take(tmp_path / "run")
     on("b")
-    time, store = Time(), dist.HashStore()
+    time, store = SleepingClock(), dist.HashStore()
     b = meeting(tmp_path, take(tmp_path / "run"), time)
     on("a")
     a = meeting(tmp_path, take(tmp_path / "run", force=True), time)
@@ -214,7 +199,7 @@ def test_a_run_that_was_replaced_after_it_was_found_is_found_again(tmp_path: Pat
 def test_a_folder_that_the_hosts_do_not_share_is_told(
     tmp_path: Path, on: As, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    store, time = dist.HashStore(), Time()
+    store, time = dist.HashStore(), SleepingClock()
     for node, host in enumerate("ab"):
         on(host)
         meeting(tmp_path, take(tmp_path / host / "run"), time).meet(store, node)
@@ -230,7 +215,9 @@ def test_a_folder_that_the_hosts_do_not_share_is_told(
 ENDED = "2026-11-22T00:00:00+00:00"
 
 
-def part_of(folder: RunFolder, on: As, host: str, node: int | None, time: Time, known: bool = True) -> Participation:
+def part_of(
+    folder: RunFolder, on: As, host: str, node: int | None, time: SleepingClock, known: bool = True
+) -> Participation:
     on(host)
     return Participation(Agreed(str(folder.path), "token", known, node), Talk(), time.clock, time.sleep)
 
@@ -246,7 +233,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def test_the_host_of_rank_0_waits_for_the_others_and_concludes(folder: RunFolder, on: As) -> None:
-    time = Time()
+    time = SleepingClock()
     a, b = part_of(folder, on, "a", 0, time), part_of(folder, on, "b", 1, time)
     told: list[bool] = []
     time.at[7.0] = lambda: (on("b"), told.append(b.end(3, ENDED)), on("a"))
@@ -260,7 +247,7 @@ def test_the_host_of_rank_0_waits_for_the_others_and_concludes(folder: RunFolder
 def test_a_host_that_does_not_end_is_waited_for_a_minute_and_named(
     folder: RunFolder, on: As, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    time = Time()
+    time = SleepingClock()
     a, b = part_of(folder, on, "a", 0, time), part_of(folder, on, "b", 1, time)
     on("a")
     assert a.end(0, ENDED)
@@ -285,7 +272,7 @@ def test_ctrl_c_ends_the_waiting(folder: RunFolder, on: As) -> None:
     def press() -> None:
         raise KeyboardInterrupt
 
-    time = Time()
+    time = SleepingClock()
     time.at[2.0] = press
     assert part_of(folder, on, "a", 0, time).end(0, ENDED)
     assert time.now < 3
@@ -294,7 +281,7 @@ def test_ctrl_c_ends_the_waiting(folder: RunFolder, on: As) -> None:
 def test_a_host_that_came_and_never_met_the_others_takes_no_part(
     folder: RunFolder, on: As, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert not part_of(folder, on, "c", None, Time(), known=False).end(1, ENDED)
+    assert not part_of(folder, on, "c", None, SleepingClock(), known=False).end(1, ENDED)
     assert capfd.readouterr().err == (
         f"[dsprof] warning: this host took no part in the run in {folder.path}: the hosts never met, or did not agree\n"
     )
@@ -303,7 +290,7 @@ def test_a_host_that_came_and_never_met_the_others_takes_no_part(
 
 def test_where_hosts_came_and_went_the_last_of_rank_0_concludes(folder: RunFolder, on: As) -> None:
     """a was of rank 0 and left; the job went on with b as such."""
-    time = Time()
+    time = SleepingClock()
     folder.write_host(HostPart("b", 0))
     assert not part_of(folder, on, "a", 0, time).end(1, ENDED)
     assert part_of(folder, on, "b", 0, time).end(0, ENDED)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from armed import both
+from clocks import SleepingClock
 from jobs import environment, profile
 
 from dsprof.collectors import copier, scratch
@@ -138,23 +139,18 @@ def test_chunks_are_copied_as_they_close_and_the_rest_at_the_end(tmp_path: Path,
     assert not (tmp_path / "local" / "run").exists()
 
 
-class Time:
-    """A clock that only sleeping moves; the rank ends at `ends`, or never."""
+class Time(SleepingClock):
+    """That of a rank that ends at `ends`."""
 
     def __init__(self, ends: float = 0.0) -> None:
-        self.now, self._ends = 0.0, ends
-        self.at: dict[float, Callable[[], object]] = {}
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        for moment in [moment for moment in self.at if moment <= self.now]:
-            self.at.pop(moment)()
+        super().__init__()
+        self._ends = ends
 
     def rank_writes(self) -> bool:
         return self.now < self._ends
 
     def watch(self, copying: Copier) -> bool:
-        return watch(copying, self.rank_writes, lambda: self.now, self.sleep)
+        return watch(copying, self.rank_writes, self.clock, self.sleep)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from .finding import ALLOCATOR_TWIN, SEVERITIES, Finding, Gain, severity_of
 from .irregular import FEWEST_JUDGED
 from .rules import FAULTS, LEAST_SHARE, PRICED_BY_REPLAY, RULES, NotConcerned, NotJudged, PartlyJudged
 from .rules.base import need_host, need_steps
+from .standstill import find_standstills
 from .text import ms
 from .trust import ReplayCheck
 from .whatif.work import Change, less
@@ -61,7 +62,9 @@ def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding],
             if change is not None:
                 changes[code] = change
         graph = context.need_graph()
-        found_shares = attribute(graph, {code: less(graph, change, context.teams) for code, change in changes.items()})
+        standstills = find_standstills(graph)  # once: they are the same for all faults
+        whatifs = {code: less(graph, change, context.teams, standstills) for code, change in changes.items()}
+        found_shares = attribute(graph, whatifs)
         noise_ms = context.noise_ms(found_shares.left)
         whole = found_shares.before - found_shares.left
         lost = lost_by_waiting_less(context, float(whole.mean()) if len(whole) else 0.0)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..graph import LAG, PARTS, SHARDING_PART, StepGraph, Steps
-from ..standstill import find_standstills
+from ..standstill import ShapeStandstills, find_standstills
 from . import WhatIf
 
 Float = npt.NDArray[np.float64]
@@ -58,13 +58,18 @@ def scale(factors: Mapping[str, float], threads: Sequence[int] | None = None) ->
     return change
 
 
-def less(measured: StepGraph, change: Change, teams: Sequence[Bool]) -> WhatIf:
+def less(
+    measured: StepGraph,
+    change: Change,
+    teams: Sequence[Bool],
+    standstills: Sequence[ShapeStandstills] | None = None,
+) -> WhatIf:
     """The work of `change` taken away, in the segments in which it was measured to lie, and from the tasks that a
     thread stood still for in lanes of its own; in judged steps only.
 
-    teams: [R] each, ranks that are to do the same work.
+    teams: [R] each, ranks that are to do the same work. `standstills`: of `measured`, found here if they are not given.
     """
-    standstills = find_standstills(measured)
+    standstills = find_standstills(measured) if standstills is None else standstills
     transfers = [np.zeros(steps.transfer.shape) for steps in measured.shapes]
     works = []
     for index, (steps, stood) in enumerate(zip(measured.shapes, standstills, strict=True)):
