@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from prediction_pairs import Pair
+from prediction_pair import Pair
 from scipy.special import stdtrit
 
 Record = dict[str, Any]

@@ -1,11 +1,12 @@
 """Predicted against measured: what dsprof says that mending each planted fault saves, and what it does save.
 
-    python benchmarks/predictions.py                     # three hours; writes benchmarks/results/predictions.json
+    python benchmarks/predictions.py                     # four hours; writes benchmarks/results/predictions.json
     python benchmarks/predictions.py --only c01 --alternations 1 --work /tmp/try --output /tmp/try.json
     python benchmarks/predictions.py --predict-again     # no job is run: the kept captures, today's analyzer
 
-Sixty pairs (`prediction_pairs.py`) of a job with one fault planted and the same job with it mended. Planted and mended
-runs alternate (A B A B ...), five times, so that drift of the host falls on both.
+
+A hundred pairs (`prediction_pairs.py`) of a job with one fault planted and the same job with it mended. Planted and
+mended runs alternate (A B A B ...), five times, so that drift of the host falls on both.
 
 A prediction is the gain (ms, low, high) of the planted run's own finding of that code, made without having seen a
 mended run. What it is held against is the saving of the pair: the median over the alternations of the planted run's
@@ -58,7 +59,8 @@ for folder in (ROOT, HERE, JOBS):
     sys.path.insert(0, str(folder))
 
 from common import multiply  # noqa: E402
-from prediction_pairs import PAIRS, Pair  # noqa: E402
+from prediction_pair import Pair  # noqa: E402
+from prediction_pairs import PAIRS  # noqa: E402
 from prediction_verdict import Run, came_true, judge, problems, said_by, summary  # noqa: E402
 
 ABORTED: Final = "terminate called without an active exception"

@@ -13,7 +13,8 @@ import pytest
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from prediction_pairs import CALIBRATION, FRESH, PAIRS, Pair  # noqa: E402
+from prediction_pair import Pair  # noqa: E402
+from prediction_pairs import CALIBRATION, FRESH, PAIRS  # noqa: E402
 from prediction_verdict import Run, came_true, interval_of, judge, median, problems, said_by, summary  # noqa: E402
 
 PAIR = Pair(
@@ -37,13 +38,13 @@ def finding(ms: float, low: float, high: float, code: str = PAIR.fault, **fix: A
 class TestPairs:
     def test_half_of_each_set_have_real_compute(self) -> None:
         assert Counter((pair.set, pair.real) for pair in PAIRS) == {
-            ("calibration", True): 30, ("calibration", False): 30, ("fresh", True): 10, ("fresh", False): 10,
+            ("calibration", True): 40, ("calibration", False): 40, ("fresh", True): 10, ("fresh", False): 10,
         }  # fmt: skip
-        assert len({pair.name for pair in PAIRS}) == 80
+        assert len({pair.name for pair in PAIRS}) == 100
 
     def test_both_sets_have_the_same_faults_and_no_job_in_common(self) -> None:
         calibration, fresh = (Counter(pair.fault for pair in of) for of in (CALIBRATION, FRESH))
-        assert calibration == {fault: 3 * count for fault, count in fresh.items()}
+        assert calibration == {fault: 4 * count for fault, count in fresh.items()}
         jobs = [{(pair.script, pair.planted_args()) for pair in of} for of in (CALIBRATION, FRESH)]
         assert not jobs[0] & jobs[1]
 
