@@ -4,7 +4,6 @@
     python benchmarks/predictions.py --only c01 --alternations 1 --work /tmp/try --output /tmp/try.json
     python benchmarks/predictions.py --predict-again     # no job is run: the kept captures, today's analyzer
 
-
 A hundred pairs (`prediction_pairs.py`) of a job with one fault planted and the same job with it mended. Planted and
 mended runs alternate (A B A B ...), five times, so that drift of the host falls on both.
 

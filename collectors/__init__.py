@@ -2,7 +2,11 @@
 
 arm          the entry point: decides whether this process is profiled
 arming       has it open a capture once it becomes a rank
-session      one capture: opens the recorder, installs the hooks, closes
+session      one capture: opens it, installs the collectors, follows the steps, closes
+catalogue    the collectors, a line each
+collector    what each of them is given
+opening      what a capture is opened with: its folder, the recorder
+capture_files  its facts.jsonl and meta.json
 window       which part of the run is captured
 errors       errors of our own, which the job must not see
 identity     which rank, of what, and into which run folder
@@ -24,7 +28,10 @@ checkpoints  saving them
 compilation  what torch.compile takes for itself
 frameworks/  what one framework needs beyond that
 sharding     how FSDP was configured, and what it does for each of its units
-host         pauses of the interpreter
+host         pauses of the interpreter, CPU time
+flops        floating-point operations of a step
+devices      which accelerator the job trains on
+process_groups  which there are
 facts        how DDP, DataLoader and process groups were configured, and where
 hints        a script that wants to be started in another way
 imports      hooks in modules that the job imports later

@@ -15,8 +15,8 @@ from typing import Final
 from dsprof.schema import DTYPES, FLOPS, FLOPS_FOR, UNCOUNTED, Kind
 
 from . import facts, optimizers
+from .collector import OpenCapture
 from .native import NativeRecorder
-from .record import Recorder
 from .uninstall import Uninstall
 
 FIRST: Final = 5
@@ -80,12 +80,10 @@ class StepCounter:
         self._recorder.span(Kind.GAUGE, name, start_ns, end_ns, 0, value, -1, 0, 0, -1, -1, module, purpose)
 
 
-def install(
-    recorder: Recorder, capturing: Callable[[], bool], after_step: Callable[[Callable[[], None]], None]
-) -> list[Uninstall]:
-    """Count a step; what is given to `after_step` is called after each optimizer's. The Python recorder cannot."""
-    if not isinstance(recorder, NativeRecorder):
+def install(capture: OpenCapture) -> list[Uninstall]:
+    """Count a step at level full. The Python recorder cannot."""
+    if not (capture.full and isinstance(capture.recorder, NativeRecorder)):
         return []
-    counter = StepCounter(recorder, capturing, optimizers.stepped)
-    after_step(counter.after_step)
+    counter = StepCounter(capture.recorder, capture.is_on, optimizers.stepped)
+    capture.after_step.append(counter.after_step)
     return [counter.stop]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import os
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dsprof.schema import CPU_SECONDS, Kind
 
+from .collector import OpenCapture
 from .interrupts import by_handler
+from .uninstall import Uninstall
 
 if TYPE_CHECKING:
     from .record import Recorder
@@ -35,7 +38,15 @@ _pauses: deque[tuple[int, int, float]] = deque(maxlen=10_000)
 callback only appends here, and `sample` writes them at the end of the step."""
 
 
-def install(recorder: Recorder) -> Callable[[], None]:
+def install(capture: OpenCapture) -> list[Uninstall]:
+    """Record what `sample` does after each step, and pauses of the interpreter."""
+    sampled = functools.partial(sample, capture.recorder)
+    capture.after_step.append(sampled)
+    capture.when_on.append(sampled)
+    return [watch_collections(capture.recorder)]
+
+
+def watch_collections(recorder: Recorder) -> Uninstall:
     """Record collections of 0.1 ms and more; `value` is the generation."""
     clock = time.monotonic_ns
     began = 0

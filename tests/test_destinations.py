@@ -65,8 +65,8 @@ def test_a_local_disk_that_fills_up(tmp_path: Path, disk: Path) -> None:
 def test_a_local_disk_that_fills_up_after_the_capture_has_begun(tmp_path: Path, disk: Path) -> None:
     fill = f"""
 import torch
-from dsprof.collectors import session
-started = session._place
+from dsprof.collectors import opening
+started = opening.place
 def place(*args):
     try:
         return started(*args)
@@ -77,7 +77,7 @@ def place(*args):
                     pass
             except OSError:
                 pass
-session._place = place
+opening.place = place
 """
     said = run(tmp_path, "-o", "run", "--scratch", "disk", before=fill)
     assert "rank 0: no records were written" in said

@@ -82,7 +82,7 @@ def test_a_collection_inside_the_recorder_does_not_deadlock(tmp_path: Path, monk
 
     monkeypatch.setattr(chunks, "_make_chunk", make_and_collect)
     monkeypatch.setattr(host, "SHORTEST_NS", 0)
-    uninstall = host.install(recorder)
+    uninstall = host.watch_collections(recorder)
     try:
         recorder.put(Kind.MARK, recorder.intern("first"), 1, 2)
     finally:
@@ -109,17 +109,15 @@ def test_sampling_from_one_thread_after_another_leaks_no_file(tmp_path: Path) ->
 
 
 def test_many_facts_of_a_kind_leave_room_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsprof.collectors import identity, session
+    from dsprof.collectors import capture_files
 
-    monkeypatch.setattr(session, "MOST_FACTS", 3)
-    recorder = PyRecorder(tmp_path)
-    written = session.Session(tmp_path, identity.identify(), recorder, native=False)
+    monkeypatch.setattr(capture_files, "MOST_FACTS", 3)
+    written = capture_files.FactsFile(tmp_path, rank=0)
     for number in range(5):
-        written.write_fact({"fact": "dataloader", "number": number})
+        written.write({"fact": "dataloader", "number": number})
     for _ in range(2):
-        written.write_fact({"fact": "device", "type": "cuda"})
-    recorder.close()
-    written._facts.close()
+        written.write({"fact": "device", "type": "cuda"})
+    written.close()
     facts = [json.loads(line) for line in (tmp_path / "facts.jsonl").read_text().splitlines()]
     assert [(fact["fact"], fact.get("number")) for fact in facts] == [
         ("dataloader", 0),

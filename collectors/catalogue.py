@@ -1,0 +1,43 @@
+"""The collectors of a capture, in the order in which they are installed. To add one, add a line."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from . import (
+    checkpoints,
+    collectives,
+    compilation,
+    devices,
+    engine_events,
+    flops,
+    host,
+    modules,
+    optimizers,
+    phases,
+    pipelining,
+    process_groups,
+    sharding,
+)
+from .collector import Collector
+from .frameworks import deepspeed, tensor_parallel
+
+COLLECTORS: Final[dict[str, Collector]] = {
+    "collectives": lambda capture: [collectives.install(capture.recorder)],
+    "modules": lambda capture: [modules.install(capture.recorder, every=capture.full)],
+    "phases": lambda capture: phases.install(capture.recorder),
+    "optimizers": lambda capture: [optimizers.install(capture.recorder, capture.step_ended)],
+    "pipelining": lambda capture: pipelining.install(capture.recorder),
+    "checkpoints": lambda capture: checkpoints.install(capture.recorder),
+    "compilation": lambda capture: [compilation.install(capture.recorder)],
+    "sharding": lambda capture: sharding.install(capture.recorder, capture.before_end.append),
+    "tensor-parallelism": lambda capture: tensor_parallel.install(),
+    "deepspeed": lambda capture: deepspeed.install(capture.recorder, capture.step_ended),
+    "engine": lambda capture: [engine_events.install(capture.recorder, capture.step_ended)],
+    "host": host.install,
+    # After the host, so that what a step used does not hold what counting it costs.
+    "flops": flops.install,
+    "devices": devices.install,
+    "process-groups": process_groups.install,
+}
+"""By the names that `DSPROF_WITHOUT` knows them by."""

@@ -1,0 +1,50 @@
+"""What a collector is given when a capture opens. `catalogue` lists the collectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from .uninstall import Uninstall
+
+if TYPE_CHECKING:
+    from .facts import Fact
+    from .record import Recorder
+
+FULL: Final = "full"
+"""The level at which every module is timed."""
+
+
+@dataclass(frozen=True)
+class OpenCapture:
+    """The capture of one rank, as a collector sees it.
+
+    folder:       where its files are
+    level:        `light` or FULL
+    is_on:        whether anything is recorded now (`window`)
+    step_ended:   to be called by what sees a training step end, on the thread that took it
+    write_fact:   appends to facts.jsonl, once for each fact
+    before_end:   called after each step, and once more before the hooks go: what was set up since the last time
+    after_step:   called after each step that ended
+    when_on:      called where the capture begins anew in the middle of a run
+    """
+
+    recorder: Recorder
+    folder: Path
+    level: str
+    is_on: Callable[[], bool]
+    step_ended: Callable[[], None]
+    write_fact: Callable[[Fact], None]
+    before_end: list[Callable[[], None]] = field(default_factory=list)
+    after_step: list[Callable[[], None]] = field(default_factory=list)
+    when_on: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def full(self) -> bool:
+        return self.level == FULL
+
+
+Collector = Callable[[OpenCapture], list[Uninstall]]
+"""Installs itself; gives back what takes it away again."""

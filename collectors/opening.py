@@ -1,0 +1,57 @@
+"""What a capture is opened with: the folder it is written to, the recorder, the size limit."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from dsprof.schema import parse_size
+
+from . import native, scratch
+from .identity import Identity, setting
+from .python_recorder import PyRecorder
+from .record import LIMIT_BYTES, Recorder
+
+
+class CapturePlace(NamedTuple):
+    """Where a capture is written: into `root`/capture. `copied`: not the run folder, a copier brings it there."""
+
+    root: Path
+    copied: bool
+    notes: list[str]
+
+
+def place(run: Path, who: Identity) -> CapturePlace:
+    """Where this rank's capture is written, with a copier beside it where it needs one."""
+    try:
+        chosen = scratch.choose(run, setting("DSPROF_SCRATCH"))
+        if chosen.folder is None:
+            return CapturePlace(run, False, [chosen.note] if chosen.note else [])
+        local = chosen.folder / "capture" / who.folder_name
+        local.mkdir(parents=True, exist_ok=True)
+        scratch.start_copier(local, run, who.host)
+        return CapturePlace(chosen.folder, True, [])
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return CapturePlace(
+            run, False, [f"captured into the run folder directly, as it cannot be copied from elsewhere: {error}"]
+        )
+
+
+def limit() -> int:
+    """How large the capture may become, bytes. Raises ValueError."""
+    given = setting("DSPROF_LIMIT")
+    return parse_size(given) if given else LIMIT_BYTES
+
+
+def recorder(folder: Path, limit: int) -> tuple[Recorder, bool, list[str]]:
+    """The recorder, whether it is the native one, and why not."""
+    choice = setting("DSPROF_NATIVE").lower()
+    if choice in ("0", "off", "false", "no"):
+        return PyRecorder(folder, limit), False, []
+    reasons: list[str] = []
+    helper = native.load_or_build(wait=choice in ("1", "on", "true", "yes"), explain=reasons.append)
+    if helper is not None:
+        return helper.open(folder, limit), True, []
+    note = f"recorded in Python, which is slower, as there is no native helper: {'; '.join(reasons)}"
+    return PyRecorder(folder, limit), False, [note]
