@@ -30,6 +30,7 @@ frameworks/  what one framework needs beyond that
 sharding     how FSDP was configured, and what it does for each of its units
 host         pauses of the interpreter, CPU time
 flops        floating-point operations of a step
+device_times what its streams did when, by events
 devices      which accelerator the job trains on
 process_groups  which there are
 facts        how DDP, DataLoader and process groups were configured, and where

@@ -8,6 +8,7 @@ from . import (
     checkpoints,
     collectives,
     compilation,
+    device_times,
     devices,
     engine_events,
     flops,
@@ -38,6 +39,7 @@ COLLECTORS: Final[dict[str, Collector]] = {
     # After the host, so that what a step used does not hold what counting it costs.
     "flops": flops.install,
     "devices": devices.install,
+    "device-times": device_times.install,
     "process-groups": process_groups.install,
 }
 """By the names that `DSPROF_WITHOUT` knows them by."""

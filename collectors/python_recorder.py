@@ -186,6 +186,9 @@ class PyRecorder(SharedParts):
         if issued is not None:
             self.targets.remember_work(work, issued)
 
+    def coalescing(self, begun: bool, /) -> None:
+        """What a device does is not timed here."""
+
     def enter_blocking(self) -> None:
         self.targets.here.blocking += 1
 

@@ -82,6 +82,10 @@ class Recorder(Protocol):
     def stands_for_issued(self, work: object, /) -> None:
         """A work that no c10d operator returned: it is of the collective that this thread issued last."""
 
+    def coalescing(self, begun: bool, /) -> None:
+        """From now on what this thread issues is begun together with what comes, when the last of it has been issued;
+        or it is not."""
+
     def enter_blocking(self) -> None:
         """This thread enters a call that waits inside C++ for the collectives it issues. From the first of them on it
         waits, always for the last; where it issues none, nothing is recorded. Calls may nest."""

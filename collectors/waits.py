@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from . import dynamo
 from .interrupts import by_handler
-from .uninstall import Uninstall
+from .uninstall import Uninstall, in_reverse
 from .wrap import stands_for
 
 if TYPE_CHECKING:
@@ -163,13 +163,28 @@ def _coalesced(recorder: Recorder) -> Uninstall:
 
     def watched(original: Function) -> Function:
         def _end_coalescing(*args: Any, **kwargs: Any) -> Any:
-            work = original(*args, **kwargs)
+            try:
+                work = original(*args, **kwargs)
+            finally:
+                recorder.coalescing(False)
             recorder.stands_for_issued(work)
             return work
 
         return _end_coalescing
 
-    return _replace(ProcessGroup, "_end_coalescing", watched)
+    def begun(original: Function) -> Function:
+        def _start_coalescing(*args: Any, **kwargs: Any) -> Any:
+            recorder.coalescing(True)
+            return original(*args, **kwargs)
+
+        return _start_coalescing
+
+    return in_reverse(
+        [
+            _replace(ProcessGroup, "_start_coalescing", begun),
+            _replace(ProcessGroup, "_end_coalescing", watched),
+        ]
+    )
 
 
 def _blocking(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:

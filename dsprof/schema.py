@@ -61,7 +61,8 @@ class Family(enum.IntEnum):
     P2P = 3
     """A send or a receive, and a wait for one."""
     KERNEL = 4
-    """A kernel, a copy, a launch: what a device or a lane of its own does."""
+    """A kernel, a copy, a launch: what a device or a lane of its own does; what a phase or a wait of the host is
+    on a device's stream."""
     SAMPLE = 5
     """A sample of memory or of a gauge."""
 
@@ -83,6 +84,8 @@ class Flag(enum.IntFlag):
     """dsprof's engine recorded it, which names and brackets its waits itself."""
     GRAD = 16
     """A forward with gradients on."""
+    DEVICE = 32
+    """Its times are a device's: those of events on its streams, by its clock (DEVICE_CLOCK)."""
 
 
 Field = tuple[str, str]
@@ -189,7 +192,7 @@ USUAL_FAMILY: Final = {
 """Of each kind that is not usually a SPAN. A send or a receive is P2P, and a wait has the family of what it is for."""
 FAMILIES: Final = {
     kind: (Family.COLLECTIVE, Family.P2P) if kind is Kind.COMM
-    else tuple(Family)[:3] if kind is Kind.WAIT
+    else tuple(Family)[:4] if kind is Kind.WAIT
     else (USUAL_FAMILY.get(kind, Family.SPAN),)
     for kind in Kind
 }  # fmt: skip
@@ -392,6 +395,9 @@ BUDGET_PARTS: Final = (
 BACKWARD_DONE: Final = "backward_done"
 """Name of the `mark` row where the last gradient of a backward has been made, and DDP's reducer begins to wait."""
 
+DEVICE_CLOCK: Final = "device_clock"
+"""Name of the `gauge` records that align a device's clock: between `start_ns` and `end_ns` of the host it was `value`,
+in ns, on the device."""
 CPU_SECONDS: Final = "cpu_seconds"
 """Name of the `gauge` row of a process's CPU time so far, written at each step that it counts."""
 FLOPS: Final = "flops."

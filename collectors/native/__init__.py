@@ -67,6 +67,13 @@ class NativeRecorder(SharedParts):
         self.uninstall_modules = module.uninstall_modules
         self.start_counting = module.start_counting
         self.stop_counting = module.stop_counting
+        self.start_device = module.start_device
+        self.stop_device = module.stop_device
+        self.suspend_device = module.suspend_device
+        self.collect_device = module.collect_device
+        self.begin_on_stream = module.begin_on_stream
+        self.end_on_stream = module.end_on_stream
+        self.coalescing = module.coalescing
         self._install_collectives = module.install_collectives
         self._install_modules = module.install_modules
 

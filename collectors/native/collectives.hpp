@@ -19,6 +19,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
 
+#include "device_times.hpp"
 #include "recorder.hpp"
 #include "waits.hpp"
 
@@ -171,15 +172,6 @@ struct Payload {
   }
 };
 
-template <class Guard>
-bool capturing(const Guard& guard, c10::Device device) {
-  if constexpr (requires { guard.isStreamCapturing(guard.getStream(device)); }) {
-    return guard.isStreamCapturing(guard.getStream(device));
-  } else {
-    return true;  // an older torch does not tell
-  }
-}
-
 // Whether this is the first collective in the autograd engine's graph task `task`.
 inline bool first_of(int task) {
   static std::mutex mutex;
@@ -200,13 +192,16 @@ inline void watch_backward(const Payload& payload) try {
   if (task == -1 || task == last_task) return;
   last_task = task;
   if (!first_of(task)) return;
-  if (!payload.cpu && capturing(c10::impl::VirtualGuardImpl(payload.device.type()), payload.device)) return;
+  if (!payload.cpu && !device_times().on()) return;  // the stream may be one that is captured into a graph
   auto mark = [task] {
     if (last_task > task) return;  // the last collective was issued, and waited for, in a re-entrant backward inside
     try {
       const int64_t now = now_ns();
-      if (Recorder* recorder = active.load(std::memory_order_acquire))
-        put(kMark, recorder->intern(kBackwardDone), now, now, kNoValue, -1);
+      if (Recorder* recorder = active.load(std::memory_order_acquire)) {
+        const uint16_t name = recorder->intern(kBackwardDone);
+        put(kMark, name, now, now, kNoValue, -1);
+        device_times().mark(name, now);
+      }
     } catch (...) {
       count_error("the end of backward");
     }
@@ -249,11 +244,12 @@ class CollectiveKernel final : public c10::OperatorKernel {
       return;
     }
     const Target target = this_thread.issued;
-    if (!payload.cpu) {  // device streams end where the host does not see it: state done, end_ns 0
+    if (!payload.cpu) {
+      Moment* moment = device_times().before_communication();
       op.redispatchBoxed(keys & after, stack);
       set_host_time(record);
-      remember(*stack, target);
-      return publish(record, kDone);
+      const auto work = remember(*stack, target);
+      return watch_device(record, moment, work);
     }
     auto issued = std::make_shared<Issued>(record);
     {
@@ -325,6 +321,34 @@ class CollectiveKernel final : public c10::OperatorKernel {
     return {};
   }
 
+  // Arranges for the record of a device's communication to be completed when its stream has done it. Where nothing
+  // tells when that is, it is done without an end.
+  void watch_device(Record* record, Moment* begin, const c10::intrusive_ptr<c10d::Work>& work) try {
+    if (!begin) return publish(record, kDone);
+    record->head.flags |= kDevice;  // under way until its events are read, at the end of a later step
+    if (record->head.family == kCollectiveFamily && !(record->head.flags & kAsync) && async_ >= 0)
+      return device_times().ran_on_stream(record, record->head.name, begin);
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    try {
+      future = work ? work->getFuture() : nullptr;
+    } catch (const c10::Error&) {  // this kind of work has none
+    }
+    if (!future) {
+      record->head.flags &= ~kDevice;
+      return publish(record, kDone);
+    }
+    const uint16_t group = record->head.family == kCollectiveFamily ? record->collective.group : uint16_t{0};
+    // Called when the work is on its stream, with a current stream that waits for its end.
+    future->addCallback(
+        [record, begin, group](c10::ivalue::Future& done) {
+          if (!done.hasError()) device_times().ended_before(record, begin, group);
+        },
+        /*uses_future=*/false);
+  } catch (...) {
+    count_error("the end of a collective on a device");
+    publish(record, kDone);
+  }
+
   // Arranges for the record of a CPU collective to be completed when its work is.
   static void watch(const torch::jit::Stack& stack, const std::shared_ptr<Issued>& issued, const Group& group,
                     const Target& target) {
@@ -374,9 +398,12 @@ class WaitKernel final : public c10::OperatorKernel {
     struct Ending {
       Record* r;
       ~Ending() {
-        if (r) complete(r, now_ns());
+        if (!r) return;
+        device_times().end(r);
+        complete(r, now_ns());
       }
     } ending{r};
+    if (r) device_times().begin(r);
     op.redispatchBoxed(keys & after, stack);
   }
 

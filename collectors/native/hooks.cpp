@@ -6,6 +6,7 @@
 //     waits.hpp        what a wait waits for
 //     modules.hpp      the hook on torch.nn.Module; calls.hpp: which call made a node of the autograd graph
 //     flops.hpp        the operations of a step
+//     device_times.hpp what a device's streams did when, by events
 //     python_*.hpp     what Python may call: the table below
 //
 // Nothing here may change what the training job does: every error of ours is caught and counted.
@@ -14,6 +15,7 @@
 
 #include "python_capture.hpp"
 #include "python_communication.hpp"
+#include "python_device.hpp"
 #include "python_modules.hpp"
 #include "python_records.hpp"
 
@@ -59,6 +61,14 @@ PyMethodDef methods[] = {
     {"stop_counting", py_stop_counting, METH_NOARGS, "() -> ([(module, part, dtype, flops)], [(operator, calls)])"},
     {"name_module", FAST(py_name_module), "name_module(id(module), name's id; 0: forget it)"},
     {"uninstall_modules", py_uninstall_modules, METH_NOARGS, ""},
+    // a device: python_device.hpp
+    {"start_device", py_start_device, METH_VARARGS, "start_device(device, [ids of the phases that are timed])"},
+    {"stop_device", py_stop_device, METH_NOARGS, "Time it no more"},
+    {"suspend_device", py_suspend_device, METH_O, "suspend_device(whether a graph is being captured)"},
+    {"collect_device", py_collect_device, METH_NOARGS, "Complete what is over -> how much is not"},
+    {"begin_on_stream", FAST(py_begin_on_stream), "begin_on_stream(key, name): the current stream begins to wait"},
+    {"end_on_stream", py_end_on_stream, METH_O, "end_on_stream(key): it has waited"},
+    {"coalescing", py_coalescing, METH_O, "coalescing(whether what this thread issues is begun together, later)"},
     {nullptr, nullptr, 0, nullptr},
 };
 PyModuleDef definition = {

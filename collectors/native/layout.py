@@ -77,6 +77,7 @@ def _constants() -> list[str]:
         "kCountersName": schema.COUNTERS_NAME,
         "kTooManyNames": schema.TOO_MANY_NAMES,
         "kBackwardDone": schema.BACKWARD_DONE,
+        "kDeviceClock": schema.DEVICE_CLOCK,
     }
     return [
         *(f"constexpr {declared} = {value};" for declared, value in numbers.items()),

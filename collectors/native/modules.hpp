@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "calls.hpp"
+#include "device_times.hpp"
 #include "flops.hpp"
 #include "recorder.hpp"
 
@@ -132,6 +133,7 @@ inline PyObject* module_call(PyObject* function, PyObject* const* args, size_t n
     fill(r, kPhase, name, now_ns(), 0, static_cast<double>(elements), bytes);
     if (grad) r->head.flags = kGrad;
     publish(r, kBegun);
+    device_times().begin(r);
   }
   ModuleCall module;
   if (module_namer && real) {
@@ -141,15 +143,20 @@ inline PyObject* module_call(PyObject* function, PyObject* const* args, size_t n
     if (!PyErr_Occurred()) module.begin(*recorder, name);
     trained = grad;
   }
+  const auto ended = [r] {
+    if (!r) return;
+    device_times().end(r);
+    complete(r, now_ns());
+  };
   if (PyErr_Occurred()) {
-    if (r) complete(r, now_ns());
+    ended();
     return nullptr;
   }
   inside_module = true;
   PyObject* result = original_call(function, args, nargsf, keywords);
   inside_module = false;
   module.end();
-  if (r) complete(r, now_ns());
+  ended();
   return result;
 }
 

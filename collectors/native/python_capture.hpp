@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "collectives.hpp"
+#include "device_times.hpp"
 #include "python_arguments.hpp"
 #include "recorder.hpp"
 
@@ -50,6 +51,7 @@ PyObject* py_close(PyObject*, PyObject*) {
 
 PyObject* py_disarm_after_fork(PyObject*, PyObject*) {
   active = nullptr;  // and nothing else: its locks may be held by a thread that the child lacks
+  device_times().forget();
   Py_RETURN_NONE;
 }
 

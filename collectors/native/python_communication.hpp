@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "collectives.hpp"
+#include "device_times.hpp"
 #include "python_arguments.hpp"
 #include "waits.hpp"
 
@@ -66,6 +67,7 @@ PyObject* py_begin_wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Record* r = recorder ? recorder->claim(&index) : nullptr;
   if (!r) return PyLong_FromLong(0);
   begin_wait(r, now, target, static_cast<uint16_t>(name));
+  device_times().begin(r);
   return handle_of(*recorder, index);
 }
 

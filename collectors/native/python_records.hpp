@@ -4,6 +4,7 @@
 
 #include <Python.h>
 
+#include "device_times.hpp"
 #include "python_arguments.hpp"
 #include "recorder.hpp"
 #include "waits.hpp"
@@ -23,6 +24,7 @@ PyObject* py_begin(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!r) return PyLong_FromLong(0);
   fill(r, static_cast<uint8_t>(kind), static_cast<uint16_t>(name), now_ns(), 0, value, bytes);
   publish(r, kBegun);
+  if (kind == kPhase) device_times().begin(r);
   return handle_of(*recorder, index);
 }
 
@@ -35,6 +37,7 @@ PyObject* py_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (Record* r = record_of(handle)) {
     if (count > 1 && args[1] != Py_None) r->span.value = value;
     if (bytes != -1) r->span.bytes = bytes;
+    device_times().end(r);
     complete(r, now);
   }
   Py_RETURN_NONE;

@@ -1,7 +1,8 @@
 """What the lanes of a rank did when, whichever runs them: threads, the engine's lanes, a device's streams.
 
 A lane's time is its rows': a copy is `offload`, a kernel `compute`, a phase what phases are, and a communication
-`peer_wait` until the last rank has come, then `comm_exposed`. What a device does for the optimizer, for loading or for
+`peer_wait` until the last rank has come, then `comm_exposed`; of a stream whose phases are timed as a whole, its waits
+come before them. What a device does for the optimizer, for loading or for
 an evaluation is told by when it was launched. A lane that stands still does what it waits for: a wait row says what
 that is, and a stream's gap is for what of another stream ended last before it was over, unless the next operation had
 not been launched by then.
@@ -169,10 +170,11 @@ class Lanes:
         return bool(len(self._work))
 
     def _launches(self) -> Int:
-        """When each operation was launched, NOTHING: unknown."""
+        """When each operation was launched, NOTHING: unknown; by the call that launched it, else as it says itself."""
         rows = self._rows
         calls = rows[["corr", "start_ns"]][(rows["kind"] == "launch") & rows["corr"].notna()]
-        return _look_up(calls["corr"].to_numpy(np.int64), calls["start_ns"].to_numpy(np.int64), self._corr)
+        found = _look_up(calls["corr"].to_numpy(np.int64), calls["start_ns"].to_numpy(np.int64), self._corr)
+        return np.where(found != NOTHING, found, self._work["issue_ns"].to_numpy(np.int64, na_value=NOTHING))
 
     def _tell(self, launched: Mapping[str, Intervals]) -> Int:
         kind = self._work["kind"]
@@ -215,15 +217,15 @@ class Lanes:
 
     def _does(self, lane: int) -> Parts:
         """What a lane did, itself or in others that it waited for."""
-        found = dict(self.busy(lane))
         if not self.names[lane].startswith(STREAM):
-            return found
+            return dict(self.busy(lane))
         waits = bind_waits(self._rows, self._collectives, self._run, self._matches, self, self.names[lane])
         told = waits[waits["collective"] != NOTHING]
         start, arrival = told["start_ns"].to_numpy(np.int64), told["arrival_ns"].to_numpy(np.int64)
-        add(found, {"peer_wait": Intervals.union(start, arrival)})
+        found = {"peer_wait": Intervals.union(start, arrival)}
         add(found, {"comm_exposed": Intervals.union(arrival, told["end_ns"].to_numpy(np.int64))})
         add(found, self.behind(waits, deep=False))
+        add(found, self.busy(lane))  # a phase that is timed as a whole holds its waits
         begin, finish, others = self._gaps(lane)
         for other in np.unique(others).tolist():
             within = Intervals.union(begin[others == other], finish[others == other])

@@ -24,7 +24,7 @@ from dsprof.schema import COUNTERS_NAME, FOLDER_NAME
 from .capture import CHUNK_NAME, Capture, read_capture
 from .derive import missing_steps, trace_rows
 
-MERGE_VERSION = 8
+MERGE_VERSION = 9
 """Part of the signature that tells whether a Parquet file is up to date: raise it when merging changes."""
 MAPPED_CHUNKS = 4
 """Those that a process may have mapped: the last three, and one that is prepared."""
@@ -222,7 +222,14 @@ def _add_rank(rank: int, summary: dict[str, Any], info: RunInfo) -> None:
     for error in dict.fromkeys(summary["errors"]):
         warn(info, f"rank {rank}: error inside dsprof, without effect on the job: {error}")
     if summary["cuda"]:
-        warn(info, f"rank {rank}: ran on a GPU; this version times the host side only, not kernels or NCCL")
+        warn(info, f"rank {rank}: {_of_device(summary)}")
+
+
+def _of_device(summary: dict[str, Any]) -> str:
+    """What is known of what its device did."""
+    if not any(fact["fact"] == "device_times" for fact in summary["facts"]):
+        return "ran on a GPU, of which only the host's side was timed, as it was recorded without the native helper"
+    return "ran on a GPU, whose streams were timed by events: of phases and communications, not of each kernel"
 
 
 def _note_errors(folder: RunFolder, info: RunInfo) -> None:

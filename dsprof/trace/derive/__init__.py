@@ -7,6 +7,7 @@
     steps    where steps begin and end, and what they consist of
     period   the pattern in which several optimizers take turns
     waits    what DDP's reducer waits for
+    streams  what a device's streams did
     purpose  what a communication is for
 
 Every row made here says `source = derived`.
@@ -27,6 +28,7 @@ from .purpose import purposes
 from .records import measured_rows
 from .rows import completed
 from .steps import missing_steps, step_of, step_pattern, step_rows
+from .streams import align_clock, stream_rows
 from .waits import backward_waits, name_inner_waits
 
 __all__ = ["derive", "missing_steps", "step_pattern", "trace_rows"]
@@ -51,14 +53,17 @@ def derive(
     facts: kinds of facts that are known of it, such as `ddp`, `fsdp` and `device`. tensor_parallel: groups that are
     for tensor parallelism. Raises KeyError for rows without a column that is required.
     """
-    rows = completed(rows)
+    rows = align_clock(completed(rows))
+    name_inner_waits(rows)
+    streams = stream_rows(rows)
+    rows = rows[~rows["device"] | (rows["kind"] == "comm")].reset_index(drop=True)
     main = training_thread(rows)
     rows["lane"] = lanes(rows, main)
-    name_inner_waits(rows)
     phases = main_phases(rows, main)
     steps = step_rows(rows, phases, main)
     between = phases_between(rows, phases, main, on_gpu="device" in facts)
-    rows = pd.concat([rows, steps, between, backward_waits(rows)], ignore_index=True)
+    more = [part for part in (steps, between, backward_waits(rows), streams) if len(part)]
+    rows = pd.concat([rows, *more], ignore_index=True)
     rows["step"] = step_of(rows, steps)
     rows["rank"], rows["restart"] = rank, restart
     rows["purpose"] = purposes(rows, facts, tensor_parallel)

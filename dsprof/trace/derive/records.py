@@ -69,6 +69,7 @@ def _rows(capture: Capture) -> pd.DataFrame:
             "host_ns": column("host_ns"),
             "group": names[records["group"]],
             "engine": (records["flags"] & Flag.ENGINE) != 0,
+            "device": (records["flags"] & Flag.DEVICE) != 0,
             "stage": column("stage"),
             "microbatch": column("microbatch"),
             "module": names[records["module"]],

@@ -52,7 +52,9 @@ def backward_waits(rows: pd.DataFrame) -> pd.DataFrame:
             at[moments > stop[at]] = -1
         return at
 
-    comm = rows[(rows["kind"] == "comm") & ~rows["engine"].eq(True) & rows["peer"].isna() & rows["dur_ns"].notna()]
+    # What a device communicates its streams wait for, not this thread.
+    own = (rows["kind"] == "comm") & ~rows["engine"].eq(True) & ~rows["device"].eq(True)
+    comm = rows[own & rows["peer"].isna() & rows["dur_ns"].notna()]
     waits = rows[rows["kind"] == "wait"]
     comm = comm.assign(backward=backward_of(comm["issue_ns"]), key=_key(comm))
     comm = comm[(comm["backward"] >= 0) & ~comm["key"].isin(_key(waits[waits["seq"].notna() & waits["peer"].isna()]))]

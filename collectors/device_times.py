@@ -1,0 +1,102 @@
+"""When the accelerator did what: phases, communications and waits of its streams, by events that are put on them
+(`native/device_times.hpp`). Nothing waits for the device: what is over is read at the end of a later step.
+
+It begins after the first step, when the job has chosen its device: asking the driver earlier could spoil a fork.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from . import facts
+from .collector import OpenCapture
+from .native import NativeRecorder
+from .uninstall import Uninstall, in_reverse, replace_attribute
+from .wrap import stands_for
+
+PHASES: Final = ("forward", "recompute", "backward", "optimizer")
+PATIENCE_S: Final = 1.0
+"""How long is looked, as the capture closes, whether what is on the streams is over."""
+
+Call = Callable[..., Any]
+
+
+def install(capture: OpenCapture) -> list[Uninstall]:
+    """Time the device that this process computes on, once it has one. The Python recorder cannot."""
+    recorder = capture.recorder
+    if not isinstance(recorder, NativeRecorder):
+        return []
+    hooks: list[Uninstall] = []
+
+    def after_step() -> None:
+        if hooks:
+            recorder.collect_device()
+            return
+        import torch
+
+        if torch.cuda.is_initialized():
+            hooks.extend(watch(recorder, f"cuda:{torch.cuda.current_device()}"))
+            facts.state({"fact": "device_times", "streams": "cuda"})
+
+    capture.after_step.append(after_step)
+    return [lambda: in_reverse(hooks)()]
+
+
+def watch(recorder: NativeRecorder, device: str) -> list[Uninstall]:
+    """Time the streams of `device`, such as `cuda:0`, from now on."""
+    import torch
+
+    recorder.start_device(device, [recorder.intern(name) for name in PHASES])
+    # `wait_stream` calls `wait_event`.
+    stream, graph = torch.cuda.Stream, torch.cuda.CUDAGraph
+    wait = recorder.intern("wait")
+
+    def waits(original: Call) -> Call:
+        def call(self: Any, *args: Any) -> Any:
+            if self != torch.cuda.current_stream():
+                return original(self, *args)
+            key = id(args)
+            recorder.begin_on_stream(key, wait)
+            try:
+                return original(self, *args)
+            finally:
+                recorder.end_on_stream(key)
+
+        return call
+
+    def captures(begins: bool) -> Callable[[Call], Call]:
+        def watched(original: Call) -> Call:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if begins:
+                    recorder.suspend_device(True)
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    if not begins:
+                        recorder.suspend_device(False)
+
+            return call
+
+        return watched
+
+    return [
+        recorder.stop_device,
+        lambda: _collect(recorder),
+        _replace(stream, "wait_event", waits),
+        _replace(graph, "capture_begin", captures(True)),
+        _replace(graph, "capture_end", captures(False)),
+    ]
+
+
+def _replace(owner: Any, name: str, watched: Callable[[Call], Call]) -> Uninstall:
+    original = getattr(owner, name)
+    return replace_attribute(owner, name, stands_for(original)(watched(original)))
+
+
+def _collect(recorder: NativeRecorder, clock: Callable[[], float] = time.monotonic) -> None:
+    """What is over by now, or soon: a job that has ended has mostly waited for its device."""
+    until = clock() + PATIENCE_S
+    while recorder.collect_device() and clock() < until:
+        time.sleep(0.001)
