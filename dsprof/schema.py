@@ -394,6 +394,8 @@ BACKWARD_DONE: Final = "backward_done"
 
 CPU_SECONDS: Final = "cpu_seconds"
 """Name of the `gauge` row of a process's CPU time so far, written at each step that it counts."""
+FLOPS_FACT: Final = "flops"
+"""Kind of the facts of a step's floating-point operations (`dsprof.collectors.flops`), which become these rows:"""
 FLOPS: Final = "flops."
 """Beginning of the name of the `gauge` rows of a step's floating-point operations; then comes their dtype. `purpose` is
 one of FLOPS_FOR, `module` in whose call, and the row spans the step that was counted."""
@@ -401,6 +403,9 @@ FLOPS_FOR: Final = ("forward", "backward", "recompute", "other")
 """What they are for: a forward that is trained, its backward, what that computes for a second time, and all else."""
 UNCOUNTED: Final = "uncounted."
 """The same of an operator whose operations are not known; then comes its name. `value`: how many calls."""
+COUNTED: Final = "counted_steps"
+"""Name of the `gauge` row that spans all of these; `value`: how many steps of optimizers it holds. Older captures have
+none."""
 SAMPLES: Final = "samples"
 TOKENS: Final = "tokens"
 """Names of the `gauge` rows of a batch, at the beginning of the forward of `module`."""

@@ -176,7 +176,7 @@ def test_it_is_measured_once_for_ranks_that_are_alike(tmp_path: Path, monkeypatc
         return dict.fromkeys(dtypes, 1e9 * threads)
 
     monkeypatch.setattr("dsprof.launch.peak.measure", fake)
-    counted = {"fact": "flops", "dtypes": ["float32"]}
+    counted = {"fact": "flops", "operations": [["up", "forward", "float32", 8.0], ["", "other", "", 1.0]]}
     tell(folder, 0, {"fact": "process", "threads": 2, "cpus": [0, 1]}, counted)
     tell(folder, 1, {"fact": "process", "threads": 2, "cpus": [2, 3]}, counted)
     tell(folder, 2, {"fact": "process", "threads": 2, "cpus": [0, 1]}, counted, {"fact": "device", "type": "cuda"})
@@ -194,7 +194,7 @@ def test_it_is_measured_once_for_ranks_that_are_alike(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("info", [{"level": "light", "status": 0}, {"level": "full", "status": 1}])
 def test_nothing_is_measured_for_others(info: dict[str, object], tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    tell(folder, 0, {"fact": "process", "threads": 2, "cpus": [0]}, {"fact": "flops", "dtypes": ["no such format"]})
+    tell(folder, 0, {"fact": "process", "threads": 2, "cpus": [0]}, {"fact": "flops", "operations": [["", "forward", "no such format", 1.0]]})
     run = RunInfo(id="run", name="run", command=[], **info)  # type: ignore[arg-type]
     note_peak(folder, run)
     assert run.cpu_peaks == []

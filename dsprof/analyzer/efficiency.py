@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from dsprof.run import RunInfo
-from dsprof.schema import FLOPS, FLOPS_FOR, SAMPLES, TOKENS, UNCOUNTED
+from dsprof.schema import CAPTURE_GAP, COUNTED, FLOPS, FLOPS_FOR, SAMPLES, TOKENS, UNCOUNTED
 
 from .modules import NOT_COUNTED, counted_step
 from .peaks import find_device
@@ -36,6 +36,7 @@ class RankWork:
     flops: (what for, dtype) -> operations of a step; None where no whole step was counted, and `why` says why
     uncounted: operator -> calls in that step whose operations are not known
     sizes: elements of input of the forwards in the counted step, and in the mean of all
+    cut: records of that step are missing, so that its size is not known
     module: whose input the batch is taken from; samples, tokens: a step, None where that does not tell
     """
 
@@ -43,6 +44,7 @@ class RankWork:
     why: str = ""
     uncounted: Mapping[str, int] | None = None
     sizes: tuple[float, float] | None = None
+    cut: bool = False
     module: str = ""
     samples: float | None = None
     tokens: float | None = None
@@ -90,10 +92,11 @@ def sum_work(rows: pd.DataFrame, native: bool) -> RankWork | None:
     gauges = rows.loc[rows["kind"] == "gauge", ["name", "module", "purpose", "start_ns", "dur_ns", "step", "value"]]
     gauges = gauges.assign(name=gauges["name"].astype(str))
     counted = gauges[gauges["name"].str.startswith(FLOPS)]
-    if counted.empty and not gauges["name"].isin([SAMPLES, TOKENS]).any():
+    any_counted = len(counted) or (gauges["name"] == COUNTED).any()
+    if not any_counted and not gauges["name"].isin([SAMPLES, TOKENS]).any():
         return None
     module, samples, tokens = _batch(gauges, rows)
-    if counted.empty:
+    if not any_counted:
         why = NOT_COUNTED if native else "the native helper counts them, and it was not there"
         return RankWork(why=why, module=module, samples=samples, tokens=tokens)
     found = counted_step(rows)
@@ -107,16 +110,24 @@ def sum_work(rows: pd.DataFrame, native: bool) -> RankWork | None:
         if value
     }
     missed = gauges[gauges["name"].str.startswith(UNCOUNTED) & gauges["start_ns"].between(began, ended)]
+    cut = _is_cut(rows, began, ended)
     return RankWork(
         flops=flops,
         uncounted={
             name.removeprefix(UNCOUNTED): int(calls) for name, calls in missed.groupby("name")["value"].sum().items()
         },
-        sizes=_sizes(rows, began, ended),
+        sizes=None if cut else _sizes(rows, began, ended),
+        cut=cut,
         module=module,
         samples=samples,
         tokens=tokens,
     )
+
+
+def _is_cut(rows: pd.DataFrame, began: int, ended: int) -> bool:
+    """Whether records of that time are missing."""
+    gaps = rows[(rows["kind"] == "mark") & (rows["name"] == CAPTURE_GAP)]
+    return bool(((gaps["start_ns"] < ended) & (gaps["start_ns"] + gaps["dur_ns"] > began)).any())
 
 
 def _forwards(rows: pd.DataFrame) -> pd.DataFrame:
@@ -191,6 +202,12 @@ def _not_counted(work: Mapping[int, RankWork]) -> list[str]:
         if item.flops is None:
             reasons.setdefault(item.why, []).append(rank)
     notes += [f"the operations of {ranks(tuple(named))}: {why}" for why, named in reasons.items()]
+    unsized = tuple(rank for rank, item in sorted(work.items()) if item.cut)
+    if unsized:
+        notes.append(
+            f"records of the step that was counted are missing on {ranks(unsized)}: whether its input "
+            "was as large as that of the others is not known"
+        )
     missed: dict[str, int] = {}
     for item in work.values():
         for name, calls in (item.uncounted or {}).items():

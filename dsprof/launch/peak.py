@@ -9,10 +9,11 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Any, Final
 
 from dsprof.run import RunFolder, RunInfo
-from dsprof.schema import FOLDER_NAME, host_name
+from dsprof.schema import FLOPS_FACT, FOLDER_NAME, host_name
 
 SECONDS: Final = 0.6
 """For all formats together."""
@@ -67,14 +68,11 @@ def note_peak(folder: RunFolder, info: RunInfo) -> None:
     only, of a job that ended well, and once a run. Raises as `measure` does."""
     if info.level != "full" or info.status or info.cpu_peaks:
         return
-    told = _facts(folder)
     groups: dict[str, tuple[list[int], dict[str, Any]]] = {}
-    for rank, facts in told.items():
-        process, counted = facts.get("process"), facts.get("flops")
-        if process is None or counted is None or "device" in facts or not counted.get("dtypes"):
-            continue
-        asked = {"dtypes": counted["dtypes"], "threads": process["threads"], "cpus": process["cpus"]}
-        groups.setdefault(json.dumps(asked), ([], asked))[0].append(rank)
+    for rank, facts in _facts(folder).items():
+        asked = _asked(facts)
+        if asked is not None:
+            groups.setdefault(json.dumps(asked), ([], asked))[0].append(rank)
     alike: dict[str, dict[str, float]] = {}
     for ranks, asked in groups.values():
         # Cores of one host are taken to be alike: one measurement for all that ask for as many.
@@ -87,17 +85,24 @@ def note_peak(folder: RunFolder, info: RunInfo) -> None:
         folder.write_info(info)
 
 
-def _facts(folder: RunFolder) -> dict[int, dict[str, dict[str, Any]]]:
-    """rank -> kind -> the last fact of it that the rank's captures on this host told."""
-    found: dict[int, dict[str, dict[str, Any]]] = {}
+def _asked(facts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What is to be measured for a rank that told these facts; None: nothing, it counted none or has a device."""
+    last = {str(fact["fact"]): fact for fact in facts}
+    counted = [row for fact in facts if fact["fact"] == FLOPS_FACT for row in fact.get("operations", ())]
+    dtypes = sorted({str(dtype) for _, _, dtype, _ in counted} - {""})
+    if "process" not in last or "device" in last or not dtypes:
+        return None
+    return {"dtypes": dtypes, "threads": last["process"]["threads"], "cpus": last["process"]["cpus"]}
+
+
+def _facts(folder: RunFolder) -> dict[int, list[dict[str, Any]]]:
+    """rank -> what its captures on this host told."""
+    found: dict[int, list[dict[str, Any]]] = {}
     for path in sorted(folder.capture.glob("rank*/facts.jsonl")):
         name = re.fullmatch(FOLDER_NAME, path.parent.name)
         if name is None or name["host"] != host_name():
             continue
         for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                fact = json.loads(line)
-                found.setdefault(int(fact["rank"]), {})[str(fact["fact"])] = fact
-            except (ValueError, KeyError, TypeError):  # the last line of one that was killed
-                continue
+            with suppress(ValueError):  # the last line of one that was killed
+                found.setdefault(int(name["rank"]), []).append(json.loads(line))
     return found

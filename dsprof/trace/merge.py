@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dsprof.run import RankInfo, RunError, RunFolder, RunInfo, from_known
-from dsprof.schema import COUNTERS_NAME, FOLDER_NAME
+from dsprof.schema import COUNTERS_NAME, FLOPS_FACT, FOLDER_NAME
 
 from .capture import CHUNK_NAME, Capture, read_capture
 from .derive import missing_steps, trace_rows
 
-MERGE_VERSION = 8
+MERGE_VERSION = 9
 """Part of the signature that tells whether a Parquet file is up to date: raise it when merging changes."""
 MAPPED_CHUNKS = 4
 """Those that a process may have mapped: the last three, and one that is prepared."""
@@ -139,7 +139,8 @@ def _derive(rank: int, folders: list[tuple[int, Path]]) -> tuple[pd.DataFrame, d
     captures = list(chosen.values())
     summary: dict[str, Any] = {
         "ranks": [vars(_describe(rank, restart, chosen[restart], table)) for restart, table in tables.items()],
-        "facts": [fact for capture in captures for fact in capture.facts],
+        # Operations are rows of the trace, too many for `run.json`.
+        "facts": [fact for capture in captures for fact in capture.facts if fact["fact"] != FLOPS_FACT],
         "versions": next((capture.meta["versions"] for capture in captures if "versions" in capture.meta), {}),
         "world_size": next((capture.meta["world_size"] for capture in captures if "world_size" in capture.meta), None),
         "problems": [
