@@ -52,7 +52,13 @@ class Session:
         level = identity.setting("DSPROF_LEVEL") or "light"
         self._meta = MetaFile(folder, who, level, native)
         self._capture = OpenCapture(
-            recorder, folder, level, lambda: switch is None or switch.on, self.on_step, self.write_fact
+            recorder,
+            folder,
+            level,
+            lambda: switch is None or switch.on,
+            self.on_step,
+            self.write_fact,
+            ends_after=switch.ends_after if switch is not None else None,
         )
         self._uninstall: list[Uninstall] = []
 

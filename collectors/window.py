@@ -68,6 +68,11 @@ class Switch:
         if not window.holds(0, 0.0):
             self._turn(False)
 
+    @property
+    def ends_after(self) -> int | None:
+        """The window's last step; None where it has none."""
+        return self._window.last
+
     def after_step(self) -> bool:
         """The training thread has taken a step; whether that turned the capture on."""
         self._steps += 1

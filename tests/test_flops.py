@@ -330,6 +330,76 @@ def test_with_several_optimizers_some_steps_are_counted_one_by_one() -> None:
     assert [len(fact["operations"]) for fact in recorder.wrote] == [2, 0] * (TURNS // 2)
 
 
+def counted_steps(first: int, last: int | None, known: bool = True, optimizers: int = 1, of: int = 20) -> list[int]:
+    """Which steps (of optimizers, from 0) are counted where those from `first` on and before `last` are captured; what
+    is `known` beforehand is where that ends."""
+    recorder = FakeRecorder()
+    step = -1
+
+    def captured(number: int) -> bool:
+        return first <= number and (last is None or number < last)
+
+    counter = counter_of(
+        recorder,
+        capturing=lambda: captured(step),
+        last=last if known else None,
+        optimizers=lambda: optimizers,
+        taken=lambda: step,
+    )
+    found = []
+    for step in range(of):
+        counter.after_step()
+        found += [step] * (len(recorder.wrote) - len(found))
+        if captured(step + 1) and not captured(step):
+            counter.turned_on()
+    assert recorder.did.count("stop") == recorder.did.count("start")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [
+        ((0, None), [5]),
+        ((0, 6), [5]),
+        ((0, 3), [2]),
+        ((0, 1), []),  # the first step of a run compiles
+        ((2, 5), [4]),
+        ((10, 50), [11]),
+        ((10, 12), [11]),
+        ((10, 11), [10]),
+    ],
+)
+def test_of_a_window_the_second_step_is_counted_or_its_last(
+    window: tuple[int, int | None], expected: list[int]
+) -> None:
+    assert counted_steps(*window) == expected
+
+
+@pytest.mark.parametrize(("window", "expected"), [((0, 4), []), ((10, 15), [11]), ((10, 11), [])])
+def test_where_its_end_is_not_known_it_is_the_second(window: tuple[int, int], expected: list[int]) -> None:
+    assert counted_steps(*window, known=False) == expected
+
+
+def test_of_several_optimizers_a_short_window_is_counted_whole() -> None:
+    assert counted_steps(10, 14, optimizers=2) == [10, 11, 12, 13]
+
+
+def test_turns_of_several_optimizers_follow_each_other() -> None:
+    """What is captured after a pause is not the next turn."""
+    recorder = FakeRecorder()
+    on = True
+    counter = counter_of(recorder, capturing=lambda: on, optimizers=lambda: 2)
+    for _ in range(FIRST + 2):
+        counter.after_step()
+    on = False
+    counter.after_step()
+    on = True
+    counter.turned_on()
+    for _ in range(4):
+        counter.after_step()
+    assert recorder.did == [*COUNTED * 2, "start", "stop"]
+
+
 def test_a_step_in_which_the_capture_is_turned_off_does_not_count() -> None:
     recorder = FakeRecorder()
     on = True

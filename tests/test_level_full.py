@@ -143,6 +143,36 @@ def _check_modules(done: Finished) -> None:
     assert modules["blocks.0"]["backward_ms"] >= modules["blocks.0.up"]["backward_ms"]
 
 
+PART = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(16):
+    loss = model(torch.randn(2, 8)).square().sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item().hex())
+"""
+
+
+def test_of_two_steps_the_second_is_counted(tmp_path: Path) -> None:
+    script = tmp_path / "part.py"
+    script.write_text(PART)
+    without = subprocess.run([sys.executable, str(script)], env=environment(), capture_output=True, text=True)
+    flags = ("--level", "full", "--native", "on", "--steps", "10:12", "--no-report")
+    done = profile(tmp_path, script, ranks=None, flags=flags)
+    assert done.status == 0, done.stderr
+    assert done.stdout == without.stdout != ""
+    found = done.findings["efficiency"]
+    product = 2 * 2 * 8 * 4
+    assert found["flops"] == {"forward": product, "backward": product, "recompute": 0, "other": 0}
+    assert found["counted"] == [0]
+    assert 0 < found["mfu"] < 1
+    assert [item["module"] for item in done.findings["modules"]] == ["Linear"]
+
+
 @pytest.mark.slow
 def test_level_light_has_none_of_it(script: Path, tmp_path: Path) -> None:
     done = profile(tmp_path, script, "ddp", flags=("--native", "on"))
@@ -194,7 +224,12 @@ def test_it_is_measured_once_for_ranks_that_are_alike(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("info", [{"level": "light", "status": 0}, {"level": "full", "status": 1}])
 def test_nothing_is_measured_for_others(info: dict[str, object], tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    tell(folder, 0, {"fact": "process", "threads": 2, "cpus": [0]}, {"fact": "flops", "operations": [["", "forward", "no such format", 1.0]]})
+    tell(
+        folder,
+        0,
+        {"fact": "process", "threads": 2, "cpus": [0]},
+        {"fact": "flops", "operations": [["", "forward", "no such format", 1.0]]},
+    )
     run = RunInfo(id="run", name="run", command=[], **info)  # type: ignore[arg-type]
     note_peak(folder, run)
     assert run.cpu_peaks == []

@@ -27,7 +27,7 @@ COLUMNS: Final = (
     "slowest_own_ms",
 )  # fmt: skip
 SUMS: Final = ("calls", "ns", "own_ns", "backward_ns", "backward_own_ns", "recompute_ns", "flops")
-NOT_COUNTED: Final = "no whole step was counted: of a capture the sixth is, unless it was given up for the size limit"
+NOT_COUNTED: Final = "no whole step was counted: the sixth is, of a part of a run its second, or the last in it"
 BACKWARD: Final = "backward"
 RECOMPUTE: Final = "recompute"
 
