@@ -5,8 +5,8 @@ sixth of a run, the second of a part that is captured later, or the last of a pa
 What was counted is a fact, as the records of any step may be given up for the size limit: `operations`, each of
 [module, what for (`schema.FLOPS_FOR`), dtype, how many]; `uncounted`, operators whose operations are not known and how
 often they were called; when that began and ended, from one optimizer's step to the next, on which thread, and how many
-steps of optimizers there were in it. Of several optimizers each of some steps is a fact of its own. `dsprof.trace`
-makes rows of them.
+steps of optimizers there were in it; how many threads torch computes with there. Of several optimizers each of some
+steps is a fact of its own. `dsprof.trace` makes rows of them.
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ class StepCounter:
             self._recorder.start_counting()
 
     def _tell(self, began_ns: int, taken: int) -> None:
+        import torch
+
         ended_ns = time.perf_counter_ns()
         counted, missed = self._recorder.stop_counting()
         names = self._names() if counted else {}
@@ -115,6 +117,7 @@ class StepCounter:
                 "begin_ns": began_ns,
                 "end_ns": ended_ns,
                 "thread": threading.get_native_id(),
+                "torch_threads": torch.get_num_threads(),
                 "optimizer_steps": self._taken() - taken,
                 "operations": [
                     [names.get(module, ""), FLOPS_FOR[part], DTYPES[dtype], operations]

@@ -105,6 +105,8 @@ class HostPart:
     """What its `dsprof run` returned."""
     concluded: bool = False
     """It has drawn the run's verdict."""
+    cpu_peaks: list[dict[str, Any]] = field(default_factory=list)
+    """What it measured for `RunInfo.cpu_peaks`, of its own ranks."""
 
 
 @dataclass
@@ -175,8 +177,8 @@ class RunInfo:
     ended_ns: int | None = None
     """Just after it had ended."""
     cpu_peaks: list[dict[str, Any]] = field(default_factory=list)
-    """Measured when a job on CPUs had ended, at level full: {"host": str, "ranks": [global ranks], "threads": int,
-    "flops": {dtype: operations a second}}."""
+    """Measured on each host when a job on CPUs had ended, at level full: {"host": str, "ranks": [global ranks],
+    "threads": int, "flops": {dtype: operations a second}}."""
     nnodes: str = ""
     """Of a run of several hosts how many, as torchrun's flag says it: `2`, `1:4`. Empty: of one."""
     token: str = ""

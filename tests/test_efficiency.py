@@ -15,7 +15,7 @@ from dsprof.analyzer.efficiency import Efficiency, RankWork, judge_efficiency, s
 from dsprof.analyzer.modules import module_times, sum_modules
 from dsprof.analyzer.peaks import DEVICES, find_device
 from dsprof.analyzer.topology import Topology
-from dsprof.run import RunInfo
+from dsprof.run import RankInfo, RunInfo
 from dsprof.schema import Kind
 from dsprof.trace.capture import Gap
 from dsprof.trace.derive import trace_rows
@@ -205,6 +205,29 @@ def test_a_cpu_is_compared_with_what_was_measured() -> None:
     assert judge(run_of(facts=[]), {0: WORK, 1: WORK}).why_no_mfu.startswith(
         "what the CPU of rank 0 can compute was not"
     )
+
+
+def cpu_peak(host: str, ranks: list[int], flops: float) -> dict[str, Any]:
+    return {"host": host, "ranks": ranks, "threads": 2, "flops": {"bfloat16": flops}}
+
+
+def test_each_rank_is_compared_with_its_own_host() -> None:
+    """Rank 1 was on host a before it moved to b."""
+    peaks = [cpu_peak("a", [0, 1], 900e12), cpu_peak("b", [1], 450e12)]
+
+    def place(rank: int, host: str, restart: int = 0) -> RankInfo:
+        return RankInfo(rank, restart, host, 100 + rank, "", True, 0, 0, 0, 0, 0, True)
+
+    run = run_of(facts=[], cpu_peaks=peaks)
+    run.ranks = [place(0, "a"), place(1, "a"), place(1, "b", restart=1)]
+    found = judge(run, {0: WORK, 1: WORK})
+    assert found.mfu == pytest.approx((0.5 + 1.0) / 2)
+    assert found.peak == (
+        "the CPU in bfloat16, 4.5e+05 to 9e+05 GFLOP/s (measured after the job, 2 threads, nothing beside it)"
+    )
+    run.cpu_peaks = peaks[:1]
+    unmeasured = judge(run, {0: WORK, 1: WORK})
+    assert unmeasured.why_no_mfu.startswith("what the CPU of rank 1 can compute was not measured")
 
 
 def test_steps_of_unequal_size_have_no_mfu() -> None:

@@ -309,6 +309,7 @@ def test_one_step_is_counted_after_those_that_warm_up() -> None:
     assert fact == {
         "fact": "flops",
         "thread": threading.get_native_id(),
+        "torch_threads": torch.get_num_threads(),
         "optimizer_steps": 1,
         "operations": [["layers.0", "forward", "float32", 8.0], ["", "other", "float64", 2.0]],
         "uncounted": {"odd": 2},

@@ -124,7 +124,7 @@ class Launch:
             return
         conclusion.gather()
         ended = now()
-        if part.end(ending.status, ended):
+        if part.end(ending.status, ended, conclusion.measure_peaks(info, ending.status)):
             info.id, info.token = folder.path.name, part.token
             conclusion.draw(info, ending)
             part.concluded(ending.status, ended)
