@@ -168,7 +168,6 @@ def start() -> Session | None:
         session.install()
         _current = session
         atexit.register(stop)
-        os.register_at_fork(after_in_child=_in_child)
         return session
 
 
@@ -184,10 +183,15 @@ def stop() -> None:
 
 
 def _in_child() -> None:
-    """A forked child (a DataLoader worker) shares our mappings: it must not write to them."""
-    global _current
+    """A forked child (a DataLoader worker) shares our mappings: it must not write to them. A thread that was opening or
+    closing the capture is not there to free the lock."""
+    global _current, _lock
+    _lock = threading.Lock()
     if _current is not None:
         _current.recorder.disarm_after_fork()
         errors.send_to(None)
         facts.send_to(None)
         _current = None
+
+
+os.register_at_fork(after_in_child=_in_child)
