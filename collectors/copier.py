@@ -208,11 +208,16 @@ def watch(
 
 
 def main(words: list[str]) -> int:
-    """LOCAL RUN HOST PID: in a child that nobody waits for, which takes PID's begin before the parent goes on."""
+    """LOCAL RUN HOST PID: in a child that nobody waits for. PID's begin is taken, and the child has told who it is,
+    before the parent goes on."""
     local, run, host, pid = Path(words[0]), Path(words[1]), words[2], int(words[3])
     rank_began = began(pid)
+    told, telling = os.pipe()
     if os.fork():
+        os.close(telling)
+        os.read(told, 1)  # ends when the child closes it, or is gone
         return 0
+    os.close(told)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the job
         signal.signal(number, signal.SIG_IGN)
     os.chdir("/")
@@ -221,7 +226,9 @@ def main(words: list[str]) -> int:
     def rank_writes() -> bool:
         return rank_began is not None and began(pid) == rank_began and not (local / CLOSED_FILE).exists()
 
-    watch(Copier(local, run, host), rank_writes)
+    copier = Copier(local, run, host)
+    os.close(telling)
+    watch(copier, rank_writes)
     os._exit(0)
 
 

@@ -142,15 +142,26 @@ def start_copier(local: Path, run: Path, host: str) -> None:
     )
 
 
-def close(local: Path) -> None:
-    """The capture is closed. In a container, whose processes all end with its first, wait until it is copied."""
+def close(
+    local: Path, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """The capture is closed. In a container, whose processes all end with its first, wait until it is copied, or nobody
+    copies it any more."""
     try:
         (local / copier.CLOSED_FILE).touch()
-        deadline = time.monotonic() + copier.PATIENCE_S
-        while _in_container() and local.exists() and time.monotonic() < deadline:
-            time.sleep(copier.LOOK_EVERY_S)
+        if not _in_container():
+            return
+        deadline = clock() + copier.PATIENCE_S
+        while local.exists() and not _is_left(local) and clock() < deadline:
+            sleep(copier.LOOK_EVERY_S)
     except OSError:
         pass  # the copier sees the end of this process all the same
+
+
+def _is_left(local: Path) -> bool:
+    """Whether the copier of this capture, which told of itself before it was asked for anything, is gone."""
+    state = _state(local / copier.STATE_FILE)
+    return state is not None and copier.began(state.copier) != state.copier_began
 
 
 def _in_container() -> bool:
@@ -188,10 +199,17 @@ def waiting(run: Path, scratch: Path | None) -> list[Waiting]:
 
 def _states(folder: Path) -> Iterator[tuple[str, copier.CopyState]]:
     for path in folder.glob(f"capture/rank*/{copier.STATE_FILE}"):
-        try:
-            yield path.parent.name, copier.CopyState(**json.loads(path.read_bytes()))
-        except (OSError, ValueError, TypeError):
-            continue
+        state = _state(path)
+        if state is not None:
+            yield path.parent.name, state
+
+
+def _state(path: Path) -> copier.CopyState | None:
+    """What a copier told there; None: nothing that can be read."""
+    try:
+        return copier.CopyState(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def bring(item: Waiting, run: Path) -> bool:

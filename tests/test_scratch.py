@@ -310,6 +310,37 @@ def test_in_a_container_the_copy_is_there_when_the_first_process_ends(tmp_path: 
     assert not scratch.stand_in(run, disk).exists()
 
 
+def test_in_a_container_nobody_waits_for_a_copier_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was killed, and may still be waited for by its parent."""
+    monkeypatch.setattr(scratch, "_in_container", lambda: True)
+    local = tmp_path / "local" / "capture" / "rank00000.0.here.1"
+    local.mkdir(parents=True)
+    scratch.start_copier(local, tmp_path / "run", "here")
+    process = json.loads((local / COPYING_FILE).read_bytes())["copier"]
+    time = SleepingClock()
+    os.kill(process, signal.SIGKILL)
+    while copier.began(process) is not None:
+        pass
+    scratch.close(local, time.clock, time.sleep)
+    assert time.now == 0
+    assert local.exists()
+
+
+def test_in_a_container_a_copier_that_works_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "_in_container", lambda: True)
+    local = tmp_path / "local" / "capture" / "rank00000.0.here.1"
+    local.mkdir(parents=True)
+    time = SleepingClock()
+    copying = Copier(local, tmp_path / "run", "here")  # this process is the copier
+    time.at[5.0] = copying.finish
+    scratch.close(local, time.clock, time.sleep)
+    assert 5 <= time.now < 5.2
+    local.mkdir(parents=True)
+    Copier(local, tmp_path / "run", "here")
+    scratch.close(local, time.clock, time.sleep)
+    assert 65 <= time.now < 66  # it could not bring it there
+
+
 @pytest.fixture
 def dead(tmp_path: Path) -> Iterator[Path]:
     """A real FUSE file system whose server does not answer: whoever asks it for anything stands still until the end."""
