@@ -33,7 +33,7 @@ RECOMPUTE: Final = "recompute"
 
 
 def sum_modules(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of one rank, by name, a step, mean over the steps after the first: calls, time in forward and in backward (ns;
+    """Of one rank, by name, a step, mean over whole steps after the first: calls, time in forward and in backward (ns;
     `own`: without the modules called inside), own time in recomputation, and own floating-point operations of forward
     and backward. Empty where no module was timed.
 
@@ -47,7 +47,8 @@ def sum_modules(rows: pd.DataFrame) -> pd.DataFrame:
         (chosen | again) & rows["dur_ns"].notna() & (rows["step"] >= 0),
         ["step", "kind", "name", "thread", "start_ns", "dur_ns", "purpose", "corr", "value"],
     ]
-    table = table[table["step"] > table["step"].min()]
+    whole = rows.loc[(rows["kind"] == "step") & rows["dur_ns"].notna(), "step"]  # none that a gap has cut
+    table = table[table["step"].isin(whole) & (table["step"] > table["step"].min())]
     in_forward = _in_forward(table, rows)
     steps = table["step"][in_forward].nunique()
     if not steps:
