@@ -20,8 +20,9 @@ from dsprof.collectors import copier, scratch
 from dsprof.collectors.copier import Copier, watch
 from dsprof.launch.gather import Gathering
 from dsprof.launch.talk import Talk
+from dsprof.names import host_name
 from dsprof.run import RunFolder
-from dsprof.schema import CONTROL_FILE, COPYING_FILE, host_name
+from dsprof.schema import CONTROL_FILE, COPYING_FILE
 from dsprof.trace import load
 
 MOUNTS = """\
@@ -157,14 +158,14 @@ class Time(SleepingClock):
 def refusing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[OSError | None], None]:
     """Has every write below tmp_path/run fail in that way, or none."""
     failure: list[OSError] = []
-    write = copier.write
+    write = copier.write_atomically
 
     def fail(path: Path, content: bytes) -> None:
         if failure and path.is_relative_to(tmp_path / "run"):
             raise failure[0]
         write(path, content)
 
-    monkeypatch.setattr(copier, "write", fail)
+    monkeypatch.setattr(copier, "write_atomically", fail)
 
     def refuse(error: OSError | None) -> None:
         failure[:] = [error] if error else []

@@ -22,8 +22,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dsprof.names import new_run_id
 from dsprof.run import RankInfo, RunError, RunInfo
-from dsprof.schema import COLUMNS, LARGEST_PLACE, new_run_id
+from dsprof.schema import COLUMNS, LARGEST_PLACE
 from dsprof.trace import Trace
 from dsprof.trace.derive.lanes import depths
 

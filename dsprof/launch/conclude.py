@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from dsprof.run import RankExit, RunError, RunFolder, RunInfo, failures, write_atomically
-from dsprof.schema import host_name
+from dsprof.atomic import write_atomically
+from dsprof.names import host_name
+from dsprof.run import RankExit, RunError, RunFolder, RunInfo, failures
 
-from .claim import ERROR_LOG
 from .gather import Gathering
 from .peak import measure_here, note_peaks
 from .supervise import Ending
@@ -79,7 +79,7 @@ class Conclusion:
         except Exception as error:
             where = shown(self.folder.path)
             self.talk.warn(f"warning: {what} failed ({type(error).__name__}: {error}); the capture is kept in {where}")
-            with suppress(OSError), (self.folder.path / ERROR_LOG).open("a") as log:
+            with suppress(OSError), self.folder.error_log.open("a") as log:
                 traceback.print_exc(file=log)
         return None
 

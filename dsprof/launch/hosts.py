@@ -19,8 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from dsprof.run import HostPart, RunError, RunFolder, RunInfo, write_atomically
-from dsprof.schema import host_name
+from dsprof.atomic import write_atomically
+from dsprof.names import host_name
+from dsprof.run import HostPart, RunError, RunFolder, RunInfo
 
 from .claim import claim
 from .talk import Talk, shown

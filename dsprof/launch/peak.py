@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from contextlib import suppress
 from typing import Any, Final
 
+from dsprof.names import CaptureName, host_name
 from dsprof.run import RunFolder, RunInfo
-from dsprof.schema import FLOPS_FACT, FOLDER_NAME, host_name
+from dsprof.schema import FLOPS_FACT
 
 SECONDS: Final = 0.6
 """For all formats together."""
@@ -114,10 +114,10 @@ def _facts(folder: RunFolder) -> dict[int, list[dict[str, Any]]]:
     """rank -> what its captures on this host told."""
     found: dict[int, list[dict[str, Any]]] = {}
     for path in sorted(folder.capture.glob("rank*/facts.jsonl")):
-        name = re.fullmatch(FOLDER_NAME, path.parent.name)
-        if name is None or name["host"] != host_name():
+        name = CaptureName.of(path.parent.name)
+        if name is None or name.host != host_name():
             continue
         for line in path.read_text(encoding="utf-8").splitlines():
             with suppress(ValueError):  # the last line of one that was killed
-                found.setdefault(int(name["rank"]), []).append(json.loads(line))
+                found.setdefault(name.rank, []).append(json.loads(line))
     return found
