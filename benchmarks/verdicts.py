@@ -30,6 +30,8 @@ from verdict_cases import FAMILIES, VARIANTS, Draw, variant  # noqa: E402
 from verdict_reference import Reference  # noqa: E402
 from verdict_truth import Job  # noqa: E402
 
+from dsprof.atomic import write_atomically  # noqa: E402
+
 
 def faulty(seed: int) -> Iterator[tuple[str, Job]]:
     for family, draw in FAMILIES.items():
@@ -56,9 +58,7 @@ def run(job: Job, reference: Reference | None) -> dict[str, Any]:
 
 def write(path: Path, result: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(temporary, path)
+    write_atomically(path, json.dumps(result, indent=1) + "\n")
 
 
 def main() -> int:

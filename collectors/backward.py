@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dsprof.schema import BACKWARD_DONE, Kind
 
 from . import dynamo
+from .forks import renew_in_child
 
 if TYPE_CHECKING:
     from .python_recorder import PyRecorder
@@ -36,6 +37,7 @@ class BackwardDone:
         self._recorder = recorder
         self._latest: deque[int] = deque(maxlen=LATEST)
         self._lock = threading.RLock()  # a signal's handler may come in between
+        renew_in_child(self, "_lock")
         self._last = _LastTask()
         self._task = torch._C._current_graph_task_id
         self._engine: Any = torch.autograd.Variable._execution_engine

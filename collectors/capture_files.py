@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -11,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from dsprof.atomic import write_atomically
 from dsprof.schema import FORMAT_VERSION, describe_failure
 
 from . import host
@@ -87,9 +87,7 @@ class MetaFile:
             "errors": [describe_failure(*failure) for failure in recorder.failures()],
             "closed": closed,
         }
-        temporary = self._folder / ".meta.json.tmp"
         try:
-            temporary.write_text(json.dumps(meta, indent=1))
-            os.replace(temporary, self._folder / "meta.json")
+            write_atomically(self._folder / "meta.json", json.dumps(meta, indent=1))
         except OSError as error:
             count_error("meta.json", error)

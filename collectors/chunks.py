@@ -18,6 +18,7 @@ from typing import Final
 from dsprof import schema
 
 from .counters import Counters
+from .forks import renew_in_child
 from .interrupts import by_handler
 
 CHUNK_BYTES: Final = schema.CHUNK_HEADER_BYTES + schema.CHUNK_RECORDS * schema.RECORD_BYTES
@@ -60,6 +61,7 @@ class Chunks:
         """Slots taken for which there was no chunk."""
         self._drops = itertools.count()
         self._making = threading.RLock()
+        renew_in_child(self, "_making")
         self._inside = False
         """A thread is making a chunk; asked under the lock, it is the asking one."""
         self._late = False

@@ -29,6 +29,8 @@ class OpenCapture:
     before_end:   called after each step, and once more before the hooks go: what was set up since the last time
     after_step:   called after each step that ended
     when_on:      called where the capture begins anew in the middle of a run
+    ends_after:   so many steps of optimizers, counted from the opening of the capture, it is asked to end; None: it is
+                  not known beforehand
     """
 
     recorder: Recorder
@@ -40,6 +42,7 @@ class OpenCapture:
     before_end: list[Callable[[], None]] = field(default_factory=list)
     after_step: list[Callable[[], None]] = field(default_factory=list)
     when_on: list[Callable[[], None]] = field(default_factory=list)
+    ends_after: int | None = None
 
     @property
     def full(self) -> bool:

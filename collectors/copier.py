@@ -1,9 +1,9 @@
-"""Copies one capture from a local disk into a run folder on a network: `copier.py LOCAL RUN HOST PID`.
+"""Copies one capture from a local disk into a run folder on a network: `main(LOCAL RUN HOST PID)`.
 
 A process of its own, which the rank PID starts and which outlives it, however that ends: where the network stalls, the
 rank does not. Full chunks are copied as they close, the rest when the capture is closed or the rank gone; the local
 folder goes when all of it is in RUN/capture. What cannot be copied stays, and `copying.json` in both folders says where
-and why. Standard library only, without dsprof: it is run as a script.
+and why. It needs the standard library, and no more of dsprof than does the same.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import os
 import re
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-STATE_FILE: Final = "copying.json"
-CONTROL_FILE: Final = "control.json"
+from dsprof.atomic import write_atomically
+from dsprof.schema import CONTROL_FILE, COPYING_FILE
+
 CLOSED_FILE: Final = ".closed"
 """Where the rank has closed its capture, and writes no more."""
 CHUNK: Final = re.compile(r"chunk-(\d+)\.bin")
@@ -71,7 +70,7 @@ class Mirror:
         self.target.mkdir(parents=True, exist_ok=True)
         left = 0
         for name in names:
-            if name in (STATE_FILE, CONTROL_FILE):
+            if name in (COPYING_FILE, CONTROL_FILE):
                 continue
             if not all_of_it and chunks.get(name, closed) > closed:
                 left += 1
@@ -88,7 +87,7 @@ class Mirror:
         digest = hashlib.blake2b(content, digest_size=16).digest()
         if self._copied.get(name) == digest:
             return
-        write(self.target / name, content)
+        write_atomically(self.target / name, content)
         self._copied[name] = digest
 
     def _remove_others(self, names: list[str]) -> None:
@@ -116,7 +115,7 @@ class Copier:
         try:
             control = (self._run / CONTROL_FILE).read_bytes()
             if control != self._control:
-                write(self._local / CONTROL_FILE, control)
+                write_atomically(self._local / CONTROL_FILE, control)
                 self._control = control
         except OSError:
             pass
@@ -143,7 +142,7 @@ class Copier:
             self.state.left = self._mirror.update(all_of_it=all_of_it)
             self.state.error = None
             if all_of_it:
-                (self._target / STATE_FILE).unlink(missing_ok=True)
+                (self._target / COPYING_FILE).unlink(missing_ok=True)
                 return True
         except OSError as error:
             self.state.left = max(self.state.left, 1)
@@ -157,22 +156,10 @@ class Copier:
             if self._told.get(folder) == content:
                 continue
             try:
-                write(folder / STATE_FILE, content)
+                write_atomically(folder / COPYING_FILE, content)
                 self._told[folder] = content
             except OSError:  # the other one says it
                 continue
-
-
-def write(path: Path, content: bytes) -> None:
-    """In one step. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 def began(pid: int) -> int | None:
@@ -208,11 +195,16 @@ def watch(
 
 
 def main(words: list[str]) -> int:
-    """LOCAL RUN HOST PID: in a child that nobody waits for, which takes PID's begin before the parent goes on."""
+    """LOCAL RUN HOST PID: in a child that nobody waits for. PID's begin is taken, and the child has told who it is,
+    before the parent goes on."""
     local, run, host, pid = Path(words[0]), Path(words[1]), words[2], int(words[3])
     rank_began = began(pid)
+    told, telling = os.pipe()
     if os.fork():
+        os.close(telling)
+        os.read(told, 1)  # ends when the child closes it, or is gone
         return 0
+    os.close(told)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the job
         signal.signal(number, signal.SIG_IGN)
     os.chdir("/")
@@ -221,9 +213,7 @@ def main(words: list[str]) -> int:
     def rank_writes() -> bool:
         return rank_began is not None and began(pid) == rank_began and not (local / CLOSED_FILE).exists()
 
-    watch(Copier(local, run, host), rank_writes)
+    copier = Copier(local, run, host)
+    os.close(telling)
+    watch(copier, rank_writes)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

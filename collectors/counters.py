@@ -12,6 +12,8 @@ from typing import Final
 
 from dsprof import schema
 
+from .forks import renew_in_child
+
 _AT: Final = {name: schema.COUNTERS_HEADER.size + 8 * i for i, name in enumerate(schema.COUNTERS)}
 _COUNT: Final = struct.Struct("<Q")
 _UNLISTED: Final = struct.Struct("<I")
@@ -27,6 +29,7 @@ class Counters:
         with contextlib.suppress(OSError, ValueError):
             self._page = _make_page(folder)
         self._lock = threading.RLock()  # a signal's handler may come in between
+        renew_in_child(self, "_lock")
         self._entries: dict[str, int] = {}
         """Hook -> where its entry is."""
 

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from .forks import renew_in_child
+
 
 @dataclass
 class Group:
@@ -23,6 +25,7 @@ class Groups:
 
     def __init__(self, intern: Callable[[str], int]) -> None:
         self._lock = threading.RLock()  # a signal's handler may call a collective while its thread holds it
+        renew_in_child(self, "_lock")
         self._intern = intern
         self._groups: dict[str, Group] = {}
         self._generation = 1

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from dsprof.schema import host_name, new_run_id, parse_ranks
+from dsprof.names import CaptureName, host_name, new_run_id
+from dsprof.ranges import parse_ranks
 
 RANK_VARIABLES: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 WORLD_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -27,7 +28,7 @@ class Identity:
 
     @property
     def folder_name(self) -> str:
-        return f"rank{self.rank:05d}.{self.restart}.{self.host}.{self.pid}"
+        return str(CaptureName(self.rank, self.restart, self.host, self.pid))
 
 
 _remembered: dict[str, str] = {}

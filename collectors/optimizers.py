@@ -53,6 +53,7 @@ class _Steps:
         self.numbers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self.next_number = itertools.count(1)
         self.stepped_in_backward = False
+        self.taken = 0
 
     def before(self, optimizer: Any, *_: Any) -> None:
         if dynamo.compiling():
@@ -79,6 +80,7 @@ class _Steps:
             return
         if local.optimizers.pop() == id(optimizer) and not local.optimizers:
             self.recorder.end(local.handle)
+            self.taken += 1
             if _in_backward():  # there may be hundreds of them, one for each parameter
                 self.stepped_in_backward = True
             elif self.on_step is not None:
@@ -153,6 +155,7 @@ def enter_engine_step() -> None:
 def leave_engine_step() -> None:
     """It ended."""
     _steps.local.engine = False
+    _steps.taken += 1
 
 
 def in_engine_step() -> bool:
@@ -163,6 +166,11 @@ def in_engine_step() -> bool:
 def stepped() -> int:
     """How many optimizers have been stepped, of those that are still there."""
     return len(_steps.numbers)
+
+
+def taken() -> int:
+    """How many steps of optimizers were recorded so far: of those inside another, and of an engine, the outer ones."""
+    return _steps.taken
 
 
 def number_of(optimizer: Any) -> int | None:

@@ -15,6 +15,7 @@ from dsprof.schema import Family
 
 from .chunks import Chunks
 from .counters import Counters
+from .forks import renew_in_child
 from .groups import Groups
 from .interrupts import by_handler
 from .record import CALLS_AND_WAITS, LIMIT_BYTES, NOTHING, CallContext, SharedParts
@@ -77,6 +78,7 @@ class PyRecorder(SharedParts):
         self._write, self._store = self._chunks.write, self._chunks.store
         self.note_error = self._counters.count_error
         self._lock = threading.RLock()  # a signal's handler may come in between
+        renew_in_child(self, "_lock")
         self._ids: dict[str, int] = {}
         self._numbers = itertools.count(1)
         self.groups = Groups(self.intern)

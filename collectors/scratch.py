@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from dsprof.names import CaptureName
+from dsprof.schema import COPYING_FILE
+
 from . import copier
 
 NETWORK: Final = frozenset(
@@ -37,6 +40,15 @@ HOSTS_PROCESSES: Final = 0xEFFFFFFC
 """Number of the first process namespace (PROC_PID_INIT_INO of Linux)."""
 OFF: Final = ("0", "off", "false", "no")
 START_S: Final = 10.0
+HOME: Final = Path(__file__).parent.parent.parent
+"""Where dsprof is imported from."""
+COPIER: Final = """
+import sys
+sys.path.append({home!r})
+from dsprof.collectors.copier import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""Without site-packages: it starts quickly, and nothing of the job's is run."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +142,9 @@ def _unfit(parent: Path, type_of: Callable[[Path], str]) -> str:
 
 def start_copier(local: Path, run: Path, host: str) -> None:
     """Have the capture folder `local` of this process copied below `run`. Raises OSError or SubprocessError."""
-    program = [sys.executable, "-I", "-S", copier.__file__, str(local), str(run), host, str(os.getpid())]
+    program = [sys.executable, "-I", "-S", "-c", COPIER.format(home=str(HOME)), str(local), str(run), host]
     subprocess.run(
-        program,
+        [*program, str(os.getpid())],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -142,15 +154,26 @@ def start_copier(local: Path, run: Path, host: str) -> None:
     )
 
 
-def close(local: Path) -> None:
-    """The capture is closed. In a container, whose processes all end with its first, wait until it is copied."""
+def close(
+    local: Path, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """The capture is closed. In a container, whose processes all end with its first, wait until it is copied, or nobody
+    copies it any more."""
     try:
         (local / copier.CLOSED_FILE).touch()
-        deadline = time.monotonic() + copier.PATIENCE_S
-        while _in_container() and local.exists() and time.monotonic() < deadline:
-            time.sleep(copier.LOOK_EVERY_S)
+        if not _in_container():
+            return
+        deadline = clock() + copier.PATIENCE_S
+        while local.exists() and not _is_left(local) and clock() < deadline:
+            sleep(copier.LOOK_EVERY_S)
     except OSError:
         pass  # the copier sees the end of this process all the same
+
+
+def _is_left(local: Path) -> bool:
+    """Whether the copier of this capture, which told of itself before it was asked for anything, is gone."""
+    state = _state(local / COPYING_FILE)
+    return state is not None and copier.began(state.copier) != state.copier_began
 
 
 def _in_container() -> bool:
@@ -170,7 +193,9 @@ class Waiting:
 
     @property
     def rank(self) -> int:
-        return int(self.name.removeprefix("rank").partition(".")[0])
+        """-1: its name does not tell."""
+        name = CaptureName.of(self.name)
+        return -1 if name is None else name.rank
 
     def under_way(self, host: str) -> bool:
         """Whether somebody copies it still, as far as `host`, this one, can tell."""
@@ -187,11 +212,18 @@ def waiting(run: Path, scratch: Path | None) -> list[Waiting]:
 
 
 def _states(folder: Path) -> Iterator[tuple[str, copier.CopyState]]:
-    for path in folder.glob(f"capture/rank*/{copier.STATE_FILE}"):
-        try:
-            yield path.parent.name, copier.CopyState(**json.loads(path.read_bytes()))
-        except (OSError, ValueError, TypeError):
-            continue
+    for path in folder.glob(f"capture/rank*/{COPYING_FILE}"):
+        state = _state(path)
+        if state is not None:
+            yield path.parent.name, state
+
+
+def _state(path: Path) -> copier.CopyState | None:
+    """What a copier told there; None: nothing that can be read."""
+    try:
+        return copier.CopyState(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def bring(item: Waiting, run: Path) -> bool:

@@ -52,7 +52,13 @@ class Session:
         level = identity.setting("DSPROF_LEVEL") or "light"
         self._meta = MetaFile(folder, who, level, native)
         self._capture = OpenCapture(
-            recorder, folder, level, lambda: switch is None or switch.on, self.on_step, self.write_fact
+            recorder,
+            folder,
+            level,
+            lambda: switch is None or switch.on,
+            self.on_step,
+            self.write_fact,
+            ends_after=switch.ends_after if switch is not None else None,
         )
         self._uninstall: list[Uninstall] = []
 
@@ -162,7 +168,6 @@ def start() -> Session | None:
         session.install()
         _current = session
         atexit.register(stop)
-        os.register_at_fork(after_in_child=_in_child)
         return session
 
 
@@ -178,10 +183,15 @@ def stop() -> None:
 
 
 def _in_child() -> None:
-    """A forked child (a DataLoader worker) shares our mappings: it must not write to them."""
-    global _current
+    """A forked child (a DataLoader worker) shares our mappings: it must not write to them. A thread that was opening or
+    closing the capture is not there to free the lock."""
+    global _current, _lock
+    _lock = threading.Lock()
     if _current is not None:
         _current.recorder.disarm_after_fork()
         errors.send_to(None)
         facts.send_to(None)
         _current = None
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -10,6 +10,7 @@ import threading
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
+from .forks import renew_in_child
 from .interrupts import by_handler
 
 MOST_TENSORS: Final = 256
@@ -58,6 +59,7 @@ class Targets:
         self._storages: dict[int, tuple[WeakStorage, Target]] = {}
         """By address, which is the storage's own while there is a weak reference to it. The newest last."""
         self._lock = threading.RLock()  # freeing a storage may collect garbage, and so run anything
+        renew_in_child(self, "_lock")
 
     def remember_work(self, work: Any, target: Target) -> None:
         try:

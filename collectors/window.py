@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from dsprof.schema import CAPTURE_OFF, CAPTURE_ON, CONTROL_FILE, Kind, parse_steps
+from dsprof.ranges import parse_steps
+from dsprof.schema import CAPTURE_OFF, CAPTURE_ON, CONTROL_FILE, Kind
 
 from .errors import count_error
 from .interrupts import by_handler
@@ -67,6 +68,11 @@ class Switch:
         self.on = True
         if not window.holds(0, 0.0):
             self._turn(False)
+
+    @property
+    def ends_after(self) -> int | None:
+        """The window's last step; None where it has none."""
+        return self._window.last
 
     def after_step(self) -> bool:
         """The training thread has taken a step; whether that turned the capture on."""

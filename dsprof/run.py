@@ -12,12 +12,18 @@ import glob
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, TypeVar
+
+from .atomic import write_atomically
+from .names import CaptureName
+from .schema import CONTROL_FILE
 
 RUN_SCHEMA: Final = 1
 DEFAULT_PARENT: Final = "dsprof-out"
@@ -105,6 +111,8 @@ class HostPart:
     """What its `dsprof run` returned."""
     concluded: bool = False
     """It has drawn the run's verdict."""
+    cpu_peaks: list[dict[str, Any]] = field(default_factory=list)
+    """What it measured for `RunInfo.cpu_peaks`, of its own ranks."""
 
 
 @dataclass
@@ -175,8 +183,8 @@ class RunInfo:
     ended_ns: int | None = None
     """Just after it had ended."""
     cpu_peaks: list[dict[str, Any]] = field(default_factory=list)
-    """Measured when a job on CPUs had ended, at level full: {"host": str, "ranks": [global ranks], "threads": int,
-    "flops": {dtype: operations a second}}."""
+    """Measured on each host when a job on CPUs had ended, at level full: {"host": str, "ranks": [global ranks],
+    "threads": int, "flops": {dtype: operations a second}}."""
     nnodes: str = ""
     """Of a run of several hosts how many, as torchrun's flag says it: `2`, `1:4`. Empty: of one."""
     token: str = ""
@@ -213,6 +221,8 @@ class Hint:
 
 
 HINT_FILE: Final = re.compile(r"hint\.(\d+)\.json")
+LEFT_BY_PROCESSES: Final = re.compile(rf"error\.\d+\.txt|{HINT_FILE.pattern}")
+"""What processes of the job write where there is no capture: see `collectors.errors.report_failure`, `Hint`."""
 
 
 @dataclass(frozen=True)
@@ -268,6 +278,35 @@ class RunFolder:
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
+    @property
+    def control(self) -> Path:
+        """What the ranks of a job that runs are told (`schema.CONTROL_FILE`)."""
+        return self.path / CONTROL_FILE
+
+    @property
+    def error_log(self) -> Path:
+        """Tracebacks of what failed in the launcher."""
+        return self.path / "dsprof-error.log"
+
+    @property
+    def parts(self) -> tuple[Path, ...]:
+        """All that dsprof writes into a run folder, whether it is there or not; of what processes leave, what is."""
+        left = [path for path in self.path.glob("*.*.*") if LEFT_BY_PROCESSES.fullmatch(path.name)]
+        return (
+            self.run_json, self.capture, self.trace, self.memory, self.exits, self.hosts, self.findings_json,
+            self.report_html, self.tensorboard, self.layer_costs_json, self.control, self.error_log, *left,
+        )  # fmt: skip
+
+    def remove(self) -> None:
+        """Remove the run, and the folder with it unless something else lies there too. Raises OSError."""
+        for part in self.parts:
+            if part.is_dir() and not part.is_symlink():
+                shutil.rmtree(part)
+            else:
+                part.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.rmdir()
+
     def read_exits(self) -> tuple[list[RankExit], list[str]]:
         """How each rank ended, from every host that wrote into this folder; and which files could not be read."""
         exits: list[RankExit] = []
@@ -297,10 +336,10 @@ class RunFolder:
 
     def rank_of(self, host: str, pid: int) -> tuple[int, int] | None:
         """Rank and restart of a process; None if it has not been captured, so is no rank as far as is known."""
-        for path in sorted(self.capture.glob(f"rank*.*.{glob.escape(host)}.{pid}")):
-            rank, restart, _ = path.name.removeprefix("rank").split(".", 2)
-            if rank.isdigit() and restart.isdigit():
-                return int(rank), int(restart)
+        for path in sorted(self.capture.glob(f"rank*.{glob.escape(host)}.{pid}")):
+            name = CaptureName.of(path.name)
+            if name is not None and (name.host, name.pid) == (host, pid):
+                return name.rank, name.restart
         return None
 
     def read_hints(self) -> list[Hint]:
@@ -356,14 +395,3 @@ def open_run(path: str | os.PathLike[str]) -> RunFolder:
             raise RunError(f"{path}: no capture was begun: {'; '.join(dict.fromkeys(said))}")
         raise RunError(f"{path}: not a run folder (no run.json, capture/ or trace/ in it)")
     return folder
-
-
-def write_atomically(path: Path, data: str | bytes) -> None:
-    """Replace `path` in one step: a reader sees the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dsprof.run import RunFolder, write_atomically
+from dsprof.atomic import write_atomically
+from dsprof.run import RunFolder
 
 if TYPE_CHECKING:
     from dsprof.analyzer.analysis import Analysis

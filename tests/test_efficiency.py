@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 import pytest
-from records import Record, derive, phase
+from records import Record, capture_of, derive, phase
+from synthetic import MS
 
 from dsprof.analyzer.efficiency import Efficiency, RankWork, judge_efficiency, sum_work
+from dsprof.analyzer.modules import module_times, sum_modules
 from dsprof.analyzer.peaks import DEVICES, find_device
 from dsprof.analyzer.topology import Topology
-from dsprof.run import RunInfo
+from dsprof.run import RankInfo, RunInfo
 from dsprof.schema import Kind
+from dsprof.trace.capture import Gap
+from dsprof.trace.derive import trace_rows
 
 GFLOP = 1e9
 
@@ -44,8 +49,22 @@ def counted(start: float, end: float, dtype: str = "float32") -> list[Record]:
     ]
 
 
-def work_of(*records: Record, native: bool = True) -> RankWork:
-    found = sum_work(derive(*records), native)
+def told(start: float, end: float, steps: int = 1, dtype: str = "float32") -> dict[str, Any]:
+    """The same as a fact."""
+    of: dict[str, float] = {"forward": 3 * GFLOP, "backward": 6 * GFLOP, "recompute": 1 * GFLOP}
+    return {
+        "fact": "flops",
+        "begin_ns": round(start * MS),
+        "end_ns": round(end * MS),
+        "thread": 7,
+        "optimizer_steps": steps,
+        "operations": [["GPT", what, dtype, value] for what, value in of.items()],
+        "uncounted": {"flash_attn::forward": 12},
+    }
+
+
+def work_of(*records: Record, native: bool = True, facts: list[dict[str, Any]] | None = None) -> RankWork:
+    found = sum_work(derive(*records, facts=facts), native)
     assert found is not None
     return found
 
@@ -55,7 +74,7 @@ FOUR_STEPS = [record for i in range(4) for record in step(100.0 * i)]
 
 def test_a_rank_tells_the_operations_and_the_batch_of_a_step() -> None:
     """The loss is a module of its own and takes less time: its input is not the batch."""
-    assert work_of(*FOUR_STEPS, *counted(193, 294)) == RankWork(
+    expected = RankWork(
         flops={
             ("forward", "float32"): 3 * GFLOP, ("backward", "float32"): 6 * GFLOP, ("recompute", "float32"): GFLOP,
         },
@@ -66,21 +85,56 @@ def test_a_rank_tells_the_operations_and_the_batch_of_a_step() -> None:
         samples=8,
         tokens=128,
     )  # fmt: skip
+    assert work_of(*FOUR_STEPS, facts=[told(193, 294)]) == expected
+    assert work_of(*FOUR_STEPS, *counted(193, 294)) == expected  # a capture of an older version
+
+
+def test_operations_stay_where_the_records_of_their_step_were_given_up() -> None:
+    """Whether that step was as large as the others is then not known, and is said."""
+    steps = [record for i in range(8) for record in step(100.0 * i)]
+    kept = [record for record in steps if not 150 <= record[2] < 450]
+    before = sum(record[2] < 150 for record in kept)
+    capture = capture_of(*kept, facts=[told(193, 294)])
+    rows = trace_rows(replace(capture, gaps=[Gap(before, 4, 3, given_up=True)]), 0, 0)
+    found = sum_work(rows, native=True)
+    assert found is not None
+    assert (found.flops or {})["backward", "float32"] == 6 * GFLOP
+    assert (found.sizes, found.cut) == (None, True)
+    table = module_times([sum_modules(rows)]).set_index("module")
+    assert table["gflop"].to_dict() == {"GPT": 9, "Loss": 0}
+    (note,) = judge(run_of(), {0: replace(found, uncounted={})}).notes
+    assert note == (
+        "records of the step that was counted are missing on rank 0: whether its input was as large as that of the "
+        "others is not known"
+    )
+
+
+def test_a_step_in_which_nothing_is_counted_is_one_all_the_same() -> None:
+    fact = {**told(193, 294), "operations": [], "uncounted": {}}
+    assert work_of(*FOUR_STEPS, facts=[fact]).flops == {}
+
+
+@pytest.mark.parametrize("broken", [{"operations": [[1, 2]]}, {"begin_ns": None}, {"uncounted": 5}, {"end_ns": 0}])
+def test_a_fact_that_is_damaged_says_nothing(broken: dict[str, Any]) -> None:
+    found = work_of(*FOUR_STEPS, facts=[{**told(193, 294), **broken}, {"fact": "flops", "dtypes": ["float32"]}])
+    assert (found.flops, found.samples) == (None, 8)
 
 
 def test_of_several_optimizers_one_turn_of_each_is_a_step() -> None:
     """They were counted in four spans, one for each optimizer's step, the first of them in the middle of a step."""
     steps = [record for i in range(4) for record in step(100.0 * i, optimizers=2)]
     spans = [(190.7, 191.6), (191.7, 290.6), (290.7, 291.6), (291.7, 390.6)]
+    expected = 2 * 3 * GFLOP
+    flops = work_of(*steps, facts=[told(*span) for span in spans]).flops
+    assert (flops or {})["forward", "float32"] == expected
     flops = work_of(*steps, *(row for span in spans for row in counted(*span))).flops
-    assert flops is not None
-    assert flops["forward", "float32"] == 2 * 3 * GFLOP
+    assert (flops or {})["forward", "float32"] == expected
 
 
 def test_a_part_of_a_step_is_none() -> None:
     """One optimizer of two was stepped while operations were counted."""
     steps = [record for i in range(4) for record in step(100.0 * i, optimizers=2)]
-    found = work_of(*steps, *counted(190.7, 191.6))
+    found = work_of(*steps, facts=[told(190.7, 191.6)])
     assert (found.flops, found.why) == (None, "a step is 2 steps of optimizers, of which 1 were counted")
 
 
@@ -151,6 +205,29 @@ def test_a_cpu_is_compared_with_what_was_measured() -> None:
     assert judge(run_of(facts=[]), {0: WORK, 1: WORK}).why_no_mfu.startswith(
         "what the CPU of rank 0 can compute was not"
     )
+
+
+def cpu_peak(host: str, ranks: list[int], flops: float) -> dict[str, Any]:
+    return {"host": host, "ranks": ranks, "threads": 2, "flops": {"bfloat16": flops}}
+
+
+def test_each_rank_is_compared_with_its_own_host() -> None:
+    """Rank 1 was on host a before it moved to b."""
+    peaks = [cpu_peak("a", [0, 1], 900e12), cpu_peak("b", [1], 450e12)]
+
+    def place(rank: int, host: str, restart: int = 0) -> RankInfo:
+        return RankInfo(rank, restart, host, 100 + rank, "", True, 0, 0, 0, 0, 0, True)
+
+    run = run_of(facts=[], cpu_peaks=peaks)
+    run.ranks = [place(0, "a"), place(1, "a"), place(1, "b", restart=1)]
+    found = judge(run, {0: WORK, 1: WORK})
+    assert found.mfu == pytest.approx((0.5 + 1.0) / 2)
+    assert found.peak == (
+        "the CPU in bfloat16, 4.5e+05 to 9e+05 GFLOP/s (measured after the job, 2 threads, nothing beside it)"
+    )
+    run.cpu_peaks = peaks[:1]
+    unmeasured = judge(run, {0: WORK, 1: WORK})
+    assert unmeasured.why_no_mfu.startswith("what the CPU of rank 1 can compute was not measured")
 
 
 def test_steps_of_unequal_size_have_no_mfu() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -265,10 +267,11 @@ class Mlp2(nn.Sequential):
 
 
 class FakeRecorder:
-    """Notes what a counter asks for."""
+    """Notes what a counter asks for, and what it writes."""
 
     def __init__(self) -> None:
         self.did: list[str] = []
+        self.wrote: list[dict[str, Any]] = []
         self.idle = False
 
     def start_counting(self) -> None:
@@ -276,48 +279,132 @@ class FakeRecorder:
 
     def stop_counting(self) -> tuple[list[Any], list[Any]]:
         self.did.append("stop")
-        return [] if self.idle else [(0, 0, 7, 8.0)], [("odd", 2)]
+        return [] if self.idle else [(3, 0, 7, 8.0), (0, 3, 8, 2.0)], [("odd", 2)]
 
-    def intern(self, name: str) -> int:
-        return len(name)
-
-    def span(self, *fields: Any) -> int:
-        self.did.append("row")
-        return 1
+    def write(self, fact: dict[str, Any]) -> None:
+        self.did.append("fact")
+        self.wrote.append(fact)
 
 
-ROWS = ["stop", "row", "row"]
+NAMES = {1: "forward", 3: "layers.0"}
+COUNTED = ["start", "stop", "fact"]
+
+
+def counter_of(recorder: FakeRecorder, **more: Any) -> StepCounter:
+    given: Any = {"capturing": lambda: True, **more}
+    return StepCounter(recorder, recorder.write, names=lambda: NAMES, **given)  # type: ignore[arg-type]
 
 
 def test_one_step_is_counted_after_those_that_warm_up() -> None:
-    recorder: Any = FakeRecorder()
-    counter = StepCounter(recorder, lambda: True)
+    recorder, stepped = FakeRecorder(), itertools.count(40)
+    counter = counter_of(recorder, taken=lambda: next(stepped))
     for _ in range(FIRST):
         assert recorder.did == []
         counter.after_step()
     for _ in range(4):
         counter.after_step()
-    assert recorder.did == ["start", *ROWS]
+    assert recorder.did == COUNTED
+    (fact,) = recorder.wrote
+    assert fact.pop("begin_ns") <= fact.pop("end_ns")
+    assert fact == {
+        "fact": "flops",
+        "thread": threading.get_native_id(),
+        "torch_threads": torch.get_num_threads(),
+        "optimizer_steps": 1,
+        "operations": [["layers.0", "forward", "float32", 8.0], ["", "other", "float64", 2.0]],
+        "uncounted": {"odd": 2},
+    }
 
 
 def test_with_several_optimizers_some_steps_are_counted_one_by_one() -> None:
     """The second optimizer is stepped for the first time in what is counted."""
-    recorder: Any = FakeRecorder()
+    recorder = FakeRecorder()
     optimizers = 1
-    counter = StepCounter(recorder, lambda: True, lambda: optimizers)
+    counter = counter_of(recorder, optimizers=lambda: optimizers)
     for _ in range(FIRST):
         counter.after_step()
     optimizers = 2
     for turn in range(2 * TURNS):
         recorder.idle = turn % 2 == 1  # nothing between the two of them: that is told, too
         counter.after_step()
-    assert recorder.did == ["start", *ROWS] * TURNS
+    assert recorder.did == COUNTED * TURNS
+    assert [len(fact["operations"]) for fact in recorder.wrote] == [2, 0] * (TURNS // 2)
+
+
+def counted_steps(first: int, last: int | None, known: bool = True, optimizers: int = 1, of: int = 20) -> list[int]:
+    """Which steps (of optimizers, from 0) are counted where those from `first` on and before `last` are captured; what
+    is `known` beforehand is where that ends."""
+    recorder = FakeRecorder()
+    step = -1
+
+    def captured(number: int) -> bool:
+        return first <= number and (last is None or number < last)
+
+    counter = counter_of(
+        recorder,
+        capturing=lambda: captured(step),
+        last=last if known else None,
+        optimizers=lambda: optimizers,
+        taken=lambda: step,
+    )
+    found = []
+    for step in range(of):
+        counter.after_step()
+        found += [step] * (len(recorder.wrote) - len(found))
+        if captured(step + 1) and not captured(step):
+            counter.turned_on()
+    assert recorder.did.count("stop") == recorder.did.count("start")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [
+        ((0, None), [5]),
+        ((0, 6), [5]),
+        ((0, 3), [2]),
+        ((0, 1), []),  # the first step of a run compiles
+        ((2, 5), [4]),
+        ((10, 50), [11]),
+        ((10, 12), [11]),
+        ((10, 11), [10]),
+    ],
+)
+def test_of_a_window_the_second_step_is_counted_or_its_last(
+    window: tuple[int, int | None], expected: list[int]
+) -> None:
+    assert counted_steps(*window) == expected
+
+
+@pytest.mark.parametrize(("window", "expected"), [((0, 4), []), ((10, 15), [11]), ((10, 11), [])])
+def test_where_its_end_is_not_known_it_is_the_second(window: tuple[int, int], expected: list[int]) -> None:
+    assert counted_steps(*window, known=False) == expected
+
+
+def test_of_several_optimizers_a_short_window_is_counted_whole() -> None:
+    assert counted_steps(10, 14, optimizers=2) == [10, 11, 12, 13]
+
+
+def test_turns_of_several_optimizers_follow_each_other() -> None:
+    """What is captured after a pause is not the next turn."""
+    recorder = FakeRecorder()
+    on = True
+    counter = counter_of(recorder, capturing=lambda: on, optimizers=lambda: 2)
+    for _ in range(FIRST + 2):
+        counter.after_step()
+    on = False
+    counter.after_step()
+    on = True
+    counter.turned_on()
+    for _ in range(4):
+        counter.after_step()
+    assert recorder.did == [*COUNTED * 2, "start", "stop"]
 
 
 def test_a_step_in_which_the_capture_is_turned_off_does_not_count() -> None:
-    recorder: Any = FakeRecorder()
+    recorder = FakeRecorder()
     on = True
-    counter = StepCounter(recorder, lambda: on)
+    counter = counter_of(recorder, capturing=lambda: on)
     for _ in range(FIRST):
         counter.after_step()
     on = False
@@ -326,4 +413,4 @@ def test_a_step_in_which_the_capture_is_turned_off_does_not_count() -> None:
     on = True
     for _ in range(FIRST + 1):
         counter.after_step()
-    assert recorder.did == ["start", "stop", "start", *ROWS]
+    assert recorder.did == ["start", "stop", *COUNTED]

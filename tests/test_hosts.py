@@ -244,6 +244,16 @@ def test_the_host_of_rank_0_waits_for_the_others_and_concludes(folder: RunFolder
     assert [(part.host, part.ended, part.status) for part in folder.read_hosts()] == [("a", ENDED, 0), ("b", ENDED, 3)]
 
 
+def test_what_a_host_has_measured_stays_when_it_draws_the_verdict(folder: RunFolder, on: As) -> None:
+    on("a")
+    folder.write_host(HostPart("b", 1, ended=ENDED, status=0))
+    a = part_of(folder, on, "a", 0, SleepingClock())
+    peaks = [{"host": "a", "ranks": [0], "threads": 1, "flops": {"float32": 1e9}}]
+    a.end(0, ENDED, peaks)
+    a.concluded(0, ENDED)
+    assert [(part.cpu_peaks, part.concluded) for part in folder.read_hosts()] == [(peaks, True), ([], False)]
+
+
 def test_a_host_that_does_not_end_is_waited_for_a_minute_and_named(
     folder: RunFolder, on: As, capfd: pytest.CaptureFixture[str]
 ) -> None:

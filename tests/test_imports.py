@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # --- the rules ----------------------------------------------------------------------------------
 
 LAYERS: Final = {
-    "schema": ("dsprof.schema", "dsprof.run"),
+    "schema": ("dsprof.atomic", "dsprof.names", "dsprof.ranges", "dsprof.run", "dsprof.schema"),
     "trace": ("dsprof.trace",),
     "importers": ("dsprof.importers",),
     "analyzer": ("dsprof.analyzer",),
@@ -43,7 +43,14 @@ MAY_IMPORT: Final = {
     "analyzer": {"analyzer", "trace", "schema"},
     "reports": {"reports", "analyzer", "trace", "schema"},
     "cli": {"cli", "reports", "importers", "trace", "schema", "public"},
-    "collectors": {"collectors", "dsprof.schema", "dsprof.engine.hooks"},
+    "collectors": {
+        "collectors",
+        "dsprof.atomic",
+        "dsprof.names",
+        "dsprof.ranges",
+        "dsprof.schema",
+        "dsprof.engine.hooks",
+    },
     "engine": {"engine"},
     "public": {"dsprof.collectors.spans"},
 }

@@ -19,7 +19,7 @@ import launcher
 import pytest
 
 from dsprof.launch import Job, LaunchError
-from dsprof.launch.claim import claim, is_run, remove_run
+from dsprof.launch.claim import claim, is_run
 from dsprof.launch.launch import build_native_helper, environment
 from dsprof.launch.talk import Talk
 from dsprof.run import RunError, RunFolder, RunInfo
@@ -270,7 +270,7 @@ def test_a_symbolic_link_inside_a_run_is_not_followed(tmp_path: Path) -> None:
     folder = claim(tmp_path / "a", info())
     (folder.path / "trace").symlink_to(data)
     assert is_run(folder)
-    remove_run(folder)
+    folder.remove()
     assert (data / "precious").exists()
     assert not folder.path.exists()
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from jobs import Finished, environment, profile
 
-from dsprof.launch.peak import measure, note_peak
-from dsprof.run import RunFolder, RunInfo
-from dsprof.schema import host_name
+from dsprof.launch.peak import measure, measure_here, note_peaks
+from dsprof.names import host_name
+from dsprof.run import HostPart, RunFolder, RunInfo
 
 JOB = """
 import os, sys
@@ -143,6 +143,36 @@ def _check_modules(done: Finished) -> None:
     assert modules["blocks.0"]["backward_ms"] >= modules["blocks.0.up"]["backward_ms"]
 
 
+PART = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(16):
+    loss = model(torch.randn(2, 8)).square().sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item().hex())
+"""
+
+
+def test_of_two_steps_the_second_is_counted(tmp_path: Path) -> None:
+    script = tmp_path / "part.py"
+    script.write_text(PART)
+    without = subprocess.run([sys.executable, str(script)], env=environment(), capture_output=True, text=True)
+    flags = ("--level", "full", "--native", "on", "--steps", "10:12", "--no-report")
+    done = profile(tmp_path, script, ranks=None, flags=flags)
+    assert done.status == 0, done.stderr
+    assert done.stdout == without.stdout != ""
+    found = done.findings["efficiency"]
+    product = 2 * 2 * 8 * 4
+    assert found["flops"] == {"forward": product, "backward": product, "recompute": 0, "other": 0}
+    assert found["counted"] == [0]
+    assert 0 < found["mfu"] < 1
+    assert [item["module"] for item in done.findings["modules"]] == ["Linear"]
+
+
 @pytest.mark.slow
 def test_level_light_has_none_of_it(script: Path, tmp_path: Path) -> None:
     done = profile(tmp_path, script, "ddp", flags=("--native", "on"))
@@ -176,25 +206,52 @@ def test_it_is_measured_once_for_ranks_that_are_alike(tmp_path: Path, monkeypatc
         return dict.fromkeys(dtypes, 1e9 * threads)
 
     monkeypatch.setattr("dsprof.launch.peak.measure", fake)
-    counted = {"fact": "flops", "dtypes": ["float32"]}
+    counted = {"fact": "flops", "operations": [["up", "forward", "float32", 8.0], ["", "other", "", 1.0]]}
     tell(folder, 0, {"fact": "process", "threads": 2, "cpus": [0, 1]}, counted)
-    tell(folder, 1, {"fact": "process", "threads": 2, "cpus": [2, 3]}, counted)
+    # It set its threads when its capture was open.
+    tell(folder, 1, {"fact": "process", "threads": 8, "cpus": [2, 3]}, {**counted, "torch_threads": 2})
     tell(folder, 2, {"fact": "process", "threads": 2, "cpus": [0, 1]}, counted, {"fact": "device", "type": "cuda"})
     tell(folder, 3, {"fact": "process", "threads": 2, "cpus": [0, 1]})
     tell(folder, 4, {"fact": "process", "threads": 2, "cpus": [0, 1]}, counted, host="elsewhere")
     info = RunInfo(id="run", name="run", command=[], level="full", status=0)
-    note_peak(folder, info)
-    note_peak(folder, info)
+    note_peaks(folder, info)
+    note_peaks(folder, info)
     assert asked == [(["float32"], 2, [0, 1])]
     assert folder.read_info().cpu_peaks == [
         {"host": host_name(), "ranks": [rank], "threads": 2, "flops": {"float32": 2e9}} for rank in (0, 1)
     ]
 
 
+def test_each_host_measures_for_its_own_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path)
+    speed = {"a": 1e9, "b": 3e9}
+    counted = {"fact": "flops", "operations": [["up", "forward", "float32", 8.0]]}
+    for rank, host in enumerate("ab"):
+        tell(folder, rank, {"fact": "process", "threads": 2, "cpus": [0, 1]}, counted, host=host)
+    info = RunInfo(id="run", name="run", command=[], level="full", status=0)
+    for host in "ba":
+        monkeypatch.setenv("DSPROF_HOST", host)
+        monkeypatch.setattr(
+            "dsprof.launch.peak.measure", lambda dtypes, *_, flops=speed[host]: dict.fromkeys(dtypes, flops)
+        )
+        if host == "b":
+            folder.write_host(HostPart("b", 1, ended="now", status=0, cpu_peaks=measure_here(folder, info)))
+    note_peaks(folder, info)  # on a, the host of rank 0
+    peaks = folder.read_info().cpu_peaks
+    assert [(item["host"], item["ranks"], item["flops"]["float32"]) for item in peaks] == [
+        ("b", [1], 3e9), ("a", [0], 1e9),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("info", [{"level": "light", "status": 0}, {"level": "full", "status": 1}])
 def test_nothing_is_measured_for_others(info: dict[str, object], tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    tell(folder, 0, {"fact": "process", "threads": 2, "cpus": [0]}, {"fact": "flops", "dtypes": ["no such format"]})
+    tell(
+        folder,
+        0,
+        {"fact": "process", "threads": 2, "cpus": [0]},
+        {"fact": "flops", "operations": [["", "forward", "no such format", 1.0]]},
+    )
     run = RunInfo(id="run", name="run", command=[], **info)  # type: ignore[arg-type]
-    note_peak(folder, run)
+    note_peaks(folder, run)
     assert run.cpu_peaks == []

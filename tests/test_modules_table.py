@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from records import Record, derive, phase
+from records import Record, capture_of, derive, phase
 
 from dsprof.analyzer.modules import module_times, sum_modules
 from dsprof.schema import SHARDING, Kind
+from dsprof.trace.capture import Gap
+from dsprof.trace.derive import trace_rows
 
 
 def module(name: str, start: float, end: float, **more: Any) -> Record:
@@ -40,6 +43,18 @@ def test_own_time_is_without_the_modules_inside() -> None:
         "ms": pytest.approx([5, 11, 3]),
         "own_ms": pytest.approx([5, 3, 3]),
     }
+
+
+def test_steps_that_a_gap_has_cut_do_not_count() -> None:
+    """Of step 2 the end is missing, of step 40 the beginning, and step 42 has no end yet."""
+    parts = [step(0), step(1000), step(2000)[:4], step(40_000)[6:], step(41_000), step(42_000)[:6]]
+    kept = [record for part in parts for record in part]
+    capture = replace(capture_of(*kept), gaps=[Gap(len([*step(0), *step(1000)]) + 4, 40, 3, given_up=True)])
+    rows = trace_rows(capture, 0, 0)
+    assert sorted(rows.loc[rows["kind"] == "module", "step"].unique()) == [0, 1, 2, 41, 42]
+    table = module_times([sum_modules(rows)]).set_index("module")
+    assert table["calls"].to_dict() == {"layers.1": 2, "GPT": 1, "layers.0": 1}
+    assert table["own_ms"].to_dict() == pytest.approx({"layers.1": 4, "GPT": 3, "layers.0": 3})
 
 
 def test_the_mean_is_over_the_ranks_that_have_the_module() -> None:

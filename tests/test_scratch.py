@@ -20,8 +20,9 @@ from dsprof.collectors import copier, scratch
 from dsprof.collectors.copier import Copier, watch
 from dsprof.launch.gather import Gathering
 from dsprof.launch.talk import Talk
+from dsprof.names import host_name
 from dsprof.run import RunFolder
-from dsprof.schema import CONTROL_FILE, COPYING_FILE, host_name
+from dsprof.schema import CONTROL_FILE, COPYING_FILE
 from dsprof.trace import load
 
 MOUNTS = """\
@@ -157,14 +158,14 @@ class Time(SleepingClock):
 def refusing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[OSError | None], None]:
     """Has every write below tmp_path/run fail in that way, or none."""
     failure: list[OSError] = []
-    write = copier.write
+    write = copier.write_atomically
 
     def fail(path: Path, content: bytes) -> None:
         if failure and path.is_relative_to(tmp_path / "run"):
             raise failure[0]
         write(path, content)
 
-    monkeypatch.setattr(copier, "write", fail)
+    monkeypatch.setattr(copier, "write_atomically", fail)
 
     def refuse(error: OSError | None) -> None:
         failure[:] = [error] if error else []
@@ -308,6 +309,37 @@ def test_in_a_container_the_copy_is_there_when_the_first_process_ends(tmp_path: 
     (rank,) = load(RunFolder(run)).run.ranks
     assert (rank.last_step, rank.closed) == (19, True)
     assert not scratch.stand_in(run, disk).exists()
+
+
+def test_in_a_container_nobody_waits_for_a_copier_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was killed, and may still be waited for by its parent."""
+    monkeypatch.setattr(scratch, "_in_container", lambda: True)
+    local = tmp_path / "local" / "capture" / "rank00000.0.here.1"
+    local.mkdir(parents=True)
+    scratch.start_copier(local, tmp_path / "run", "here")
+    process = json.loads((local / COPYING_FILE).read_bytes())["copier"]
+    time = SleepingClock()
+    os.kill(process, signal.SIGKILL)
+    while copier.began(process) is not None:
+        pass
+    scratch.close(local, time.clock, time.sleep)
+    assert time.now == 0
+    assert local.exists()
+
+
+def test_in_a_container_a_copier_that_works_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "_in_container", lambda: True)
+    local = tmp_path / "local" / "capture" / "rank00000.0.here.1"
+    local.mkdir(parents=True)
+    time = SleepingClock()
+    copying = Copier(local, tmp_path / "run", "here")  # this process is the copier
+    time.at[5.0] = copying.finish
+    scratch.close(local, time.clock, time.sleep)
+    assert 5 <= time.now < 5.2
+    local.mkdir(parents=True)
+    Copier(local, tmp_path / "run", "here")
+    scratch.close(local, time.clock, time.sleep)
+    assert 65 <= time.now < 66  # it could not bring it there
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from dsprof.analyzer.steps import captured_part, completed_steps, steps_taken
 from dsprof.cli import main
 from dsprof.collectors.record import Recorder
 from dsprof.collectors.window import Switch, Window
-from dsprof.schema import CAPTURE_OFF, CAPTURE_ON, CONTROL_FILE, Kind, parse_steps
+from dsprof.ranges import parse_steps
+from dsprof.schema import CAPTURE_OFF, CAPTURE_ON, CONTROL_FILE, Kind
 
 
 @pytest.mark.parametrize(

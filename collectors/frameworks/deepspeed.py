@@ -142,7 +142,19 @@ def _describe(engine: Any) -> facts.Fact:
         "micro_batch": asked("train_micro_batch_size_per_gpu"),
         "accumulation": asked("gradient_accumulation_steps"),
         "clipping": asked("gradient_clipping"),
+        "reduce_bucket_size": asked("zero_reduce_bucket_size"),
+        "allgather_bucket_size": asked("zero_allgather_bucket_size"),
+        "prefetch_bucket_size": asked("zero_prefetch_bucket_size"),
+        "gradient_dtype": _gradient_dtype(engine),
     }
+
+
+def _gradient_dtype(engine: Any) -> str | None:
+    """In which gradients are reduced, as torch calls it."""
+    try:
+        return str(engine.communication_data_type).removeprefix("torch.")
+    except Exception:  # another version of DeepSpeed
+        return None
 
 
 def _tensor_parallel_group(engine: Any) -> str | None:

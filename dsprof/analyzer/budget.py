@@ -26,8 +26,9 @@ from dsprof.schema import BUDGET_PARTS, SHARDING
 
 from .intervals import Int, Intervals
 from .lane_tasks import LaneTasks
-from .lanes import MAIN, NOTHING, OWN_LANES, PHASE_PART, Lanes, Parts, add, bind_waits, innermost, painted, spans_of
+from .lanes import MAIN, OWN_LANES, Lanes, bind_waits
 from .match import Matches
+from .painting import NOTHING, PHASE_PART, Parts, add, innermost, painted, spans_of
 
 Float = npt.NDArray[np.float64]
 

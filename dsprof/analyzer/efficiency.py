@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from dsprof.run import RunInfo
-from dsprof.schema import FLOPS, FLOPS_FOR, SAMPLES, TOKENS, UNCOUNTED
+from dsprof.run import RunInfo, last_processes
+from dsprof.schema import CAPTURE_GAP, COUNTED, FLOPS, FLOPS_FOR, SAMPLES, TOKENS, UNCOUNTED
 
 from .modules import NOT_COUNTED, counted_step
 from .peaks import find_device
@@ -36,6 +36,7 @@ class RankWork:
     flops: (what for, dtype) -> operations of a step; None where no whole step was counted, and `why` says why
     uncounted: operator -> calls in that step whose operations are not known
     sizes: elements of input of the forwards in the counted step, and in the mean of all
+    cut: records of that step are missing, so that its size is not known
     module: whose input the batch is taken from; samples, tokens: a step, None where that does not tell
     """
 
@@ -43,6 +44,7 @@ class RankWork:
     why: str = ""
     uncounted: Mapping[str, int] | None = None
     sizes: tuple[float, float] | None = None
+    cut: bool = False
     module: str = ""
     samples: float | None = None
     tokens: float | None = None
@@ -90,10 +92,11 @@ def sum_work(rows: pd.DataFrame, native: bool) -> RankWork | None:
     gauges = rows.loc[rows["kind"] == "gauge", ["name", "module", "purpose", "start_ns", "dur_ns", "step", "value"]]
     gauges = gauges.assign(name=gauges["name"].astype(str))
     counted = gauges[gauges["name"].str.startswith(FLOPS)]
-    if counted.empty and not gauges["name"].isin([SAMPLES, TOKENS]).any():
+    any_counted = len(counted) or (gauges["name"] == COUNTED).any()
+    if not any_counted and not gauges["name"].isin([SAMPLES, TOKENS]).any():
         return None
     module, samples, tokens = _batch(gauges, rows)
-    if counted.empty:
+    if not any_counted:
         why = NOT_COUNTED if native else "the native helper counts them, and it was not there"
         return RankWork(why=why, module=module, samples=samples, tokens=tokens)
     found = counted_step(rows)
@@ -107,16 +110,24 @@ def sum_work(rows: pd.DataFrame, native: bool) -> RankWork | None:
         if value
     }
     missed = gauges[gauges["name"].str.startswith(UNCOUNTED) & gauges["start_ns"].between(began, ended)]
+    cut = _is_cut(rows, began, ended)
     return RankWork(
         flops=flops,
         uncounted={
             name.removeprefix(UNCOUNTED): int(calls) for name, calls in missed.groupby("name")["value"].sum().items()
         },
-        sizes=_sizes(rows, began, ended),
+        sizes=None if cut else _sizes(rows, began, ended),
+        cut=cut,
         module=module,
         samples=samples,
         tokens=tokens,
     )
+
+
+def _is_cut(rows: pd.DataFrame, began: int, ended: int) -> bool:
+    """Whether records of that time are missing."""
+    gaps = rows[(rows["kind"] == "mark") & (rows["name"] == CAPTURE_GAP)]
+    return bool(((gaps["start_ns"] < ended) & (gaps["start_ns"] + gaps["dur_ns"] > began)).any())
 
 
 def _forwards(rows: pd.DataFrame) -> pd.DataFrame:
@@ -191,6 +202,12 @@ def _not_counted(work: Mapping[int, RankWork]) -> list[str]:
         if item.flops is None:
             reasons.setdefault(item.why, []).append(rank)
     notes += [f"the operations of {ranks(tuple(named))}: {why}" for why, named in reasons.items()]
+    unsized = tuple(rank for rank, item in sorted(work.items()) if item.cut)
+    if unsized:
+        notes.append(
+            f"records of the step that was counted are missing on {ranks(unsized)}: whether its input "
+            "was as large as that of the others is not known"
+        )
     missed: dict[str, int] = {}
     for item in work.values():
         for name, calls in (item.uncounted or {}).items():
@@ -224,45 +241,63 @@ def _utilization(
     if _differs(work):
         return None, "", "steps differ in the size of their input, and one was counted"
     model = hardware = 0.0
-    seen: dict[str, None] = {}
+    seen: dict[tuple[str, float, str], list[float]] = {}
     counted = {rank: item.flops for rank, item in work.items() if item.flops}
     for rank, flops in counted.items():
         for (what, dtype), operations in flops.items():
             if what == "other" or not operations:
                 continue
-            peak, words = _peak(run, rank, dtype)
-            if peak is None:
-                return None, "", words
-            seen.setdefault(words)
-            seconds = operations / peak
+            peak = _peak(run, rank, dtype)
+            if isinstance(peak, str):
+                return None, "", peak
+            seen.setdefault((peak.of, peak.unit, peak.how), []).append(peak.flops)
+            seconds = operations / peak.flops
             hardware += seconds
             model += seconds if what != "recompute" else 0.0
     if not counted or hardware == 0:
         return None, "", "no matrix product, convolution or attention was seen"
     whole = len(counted) * step_ms / 1e3
-    return (model / whole, hardware / whole), "; ".join(seen), ""
+    words = [f"{of}, {_range(values, unit)} ({how})" for (of, unit, how), values in seen.items()]
+    return (model / whole, hardware / whole), "; ".join(words), ""
 
 
-def _peak(run: RunInfo, rank: int, dtype: str) -> tuple[float | None, str]:
-    """What a rank's device can do in a second, and what that was taken from; or None, and why."""
+@dataclass(frozen=True)
+class Peak:
+    """What a rank's device can do in a second; `of` what, in which `unit` that is said, and `how` it is known."""
+
+    flops: float
+    of: str
+    unit: float
+    how: str
+
+
+def _range(values: list[float], unit: float) -> str:
+    least, most = f"{min(values) / unit:,.4g}", f"{max(values) / unit:,.4g}"
+    return f"{least if least == most else f'{least} to {most}'} {'TFLOP/s' if unit == 1e12 else 'GFLOP/s'}"
+
+
+def _peak(run: RunInfo, rank: int, dtype: str) -> Peak | str:
+    """The peak of a rank's device; or why there is none."""
     device = next((fact for fact in run.facts if fact.get("fact") == "device" and fact.get("rank") == rank), None)
     if device is not None:
         name = str(device.get("name", ""))
         known = find_device(name)
         if known is None:
-            return None, f"no data sheet is known of {clean(name) or 'the device'}"
+            return f"no data sheet is known of {clean(name) or 'the device'}"
         peak = known.flops(dtype, bool(device.get("tf32")))
         if peak is None:
-            return None, f"the data sheet of {known.name} has no peak for {dtype}"
+            return f"the data sheet of {known.name} has no peak for {dtype}"
         form = "tf32" if dtype == "float32" and device.get("tf32") and "tf32" in known.tflops else dtype
-        return peak, f"{known.name} in {form}, {peak / 1e12:,.4g} TFLOP/s ({known.source})"
-    measured = next((item for item in run.cpu_peaks if rank in item["ranks"]), None)
-    if measured is None or dtype not in measured["flops"]:
-        why = "`dsprof run --level full` does that on the host of the verdict, when a job has ended well"
-        return None, f"what the CPU of rank {rank} can compute was not measured; {why}"
-    peak = float(measured["flops"][dtype])
-    threads = count(int(measured["threads"]), "thread")
-    return peak, f"the CPU in {dtype}, {peak / 1e9:,.4g} GFLOP/s (measured after the job, {threads}, nothing beside it)"
+        return Peak(peak, f"{known.name} in {form}", 1e12, known.source)
+    host = next((item.host for item in last_processes(run.ranks) if item.rank == rank), None)
+    # A rank that moved was measured where it was before as well.
+    peaks = [item for item in run.cpu_peaks if rank in item["ranks"] and host in (None, item["host"])]
+    if not peaks or dtype not in peaks[0]["flops"]:
+        why = "`dsprof run --level full` does that on its host, when a job has ended well"
+        return f"what the CPU of rank {rank} can compute was not measured; {why}"
+    threads = count(int(peaks[0]["threads"]), "thread")
+    how = f"measured after the job, {threads}, nothing beside it"
+    return Peak(float(peaks[0]["flops"][dtype]), f"the CPU in {dtype}", 1e9, how)
 
 
 def _throughput(

@@ -14,7 +14,7 @@ from dsprof.schema import TIME_KINDS
 
 from .intervals import Int, Intervals
 from .irregular import KNOWN, USUAL, Irregular
-from .lanes import spans_of
+from .painting import spans_of
 
 Float = npt.NDArray[np.float64]
 

@@ -19,25 +19,12 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 
-from .intervals import Int, Intervals, nest
+from .intervals import Int, Intervals
 from .lane_tasks import LANE_TASK_COLUMNS, LaneTasks, find_lane_tasks
 from .match import PAIRED, Matches, arrivals, codes_of
+from .painting import NOTHING, PHASE_PART, Parts, add, innermost_of, labels
 from .topology import PIPELINE
 
-Parts = dict[str, Intervals]
-"""Part of the budget -> when."""
-
-PHASE_PART: Final = {
-    "data": "data",
-    "loader_start": "data",
-    "optimizer": "optimizer",
-    "clip": "optimizer",
-    "forward": "compute",
-    "loss": "compute",
-    "backward": "compute",
-    "between": "other",
-}
-"""Phases that are not named belong to the one around them."""
 KIND_PART: Final = {"copy": "offload", "kernel": "compute"}
 LAUNCHED_FOR: Final = ("optimizer", "data", "apart")
 """What a launched operation takes over from where it was launched."""
@@ -58,66 +45,6 @@ MOST_UNDER_WAY: Final = 64
 """Collectives that are looked at, of those that ended last, for what an unnamed wait waited for."""
 WAITING: Final = (*PAIRED, "purpose", "source", "corr", "start_ns", "dur_ns")
 WORKING: Final = tuple(dict.fromkeys((*PAIRED, *LANE_TASK_COLUMNS, "lane", "step", "corr", "start_ns", "dur_ns")))
-NOTHING: Final = -1
-"""Row of the matched table, of a wait for something unknown; of a row, that it is not told."""
-
-
-def spans_of(rows: pd.DataFrame) -> Intervals:
-    """When any of `rows`, which have ended, was under way."""
-    start = rows["start_ns"].to_numpy(np.int64)
-    return Intervals.union(start, start + rows["dur_ns"].to_numpy(np.int64))
-
-
-def innermost(phases: pd.DataFrame, parts: Mapping[str, str] = PHASE_PART) -> Parts:
-    """Part -> when a phase of that part was the innermost one under way on the thread. `parts`: of each name."""
-    names = tuple(dict.fromkeys(parts.values()))
-    start = phases["start_ns"].to_numpy(np.int64)
-    return _innermost(start, start + phases["dur_ns"].to_numpy(np.int64), _labels(phases["name"], parts, names), names)
-
-
-def _labels(column: pd.Series[str], parts: Mapping[str, str], names: tuple[str, ...]) -> Int:
-    """Of each value its part's place in `names`, NOTHING: it has none."""
-    codes, words = codes_of(column)
-    places = [names.index(parts[word]) if word in parts else NOTHING for word in words.tolist()]
-    return np.array([*places, NOTHING], np.int64)[codes]
-
-
-def _innermost(start: Int, end: Int, label: Int, names: tuple[str, ...]) -> Parts:
-    """The same of intervals with labels, places in `names`; those without one are passed over."""
-    start, end, label = start[label >= 0], end[label >= 0], label[label >= 0]
-    order = np.lexsort((-end, start))
-    start, end, label = start[order], end[order], label[order]
-    end, parent = nest(start, end)
-    # At each moment of a begin or an end, from then on: what begins, or what it was inside of; of several that end or
-    # begin at once the outermost that ends and the innermost that begins, which is what comes last here.
-    there = np.flatnonzero(end > start)
-    when = np.concatenate([start[there], end[there]])
-    turn = np.concatenate([there, -there - 1])
-    then = np.concatenate([label[there], np.append(label, NOTHING)[parent[there]]])
-    order = np.lexsort((turn, when))
-    when, then = when[order], then[order]
-    found = {}
-    for place, name in enumerate(names):
-        if name == "other":
-            continue
-        mine = np.flatnonzero(then[:-1] == place) if len(then) else np.empty(0, np.int64)
-        found[name] = Intervals.union(when[mine], when[mine + 1])
-    return found
-
-
-def painted(parts: Mapping[str, Intervals]) -> Intervals:
-    """When any of them is."""
-    result = Intervals.empty()
-    for spans in parts.values():
-        result = result | spans
-    return result
-
-
-def add(to: Parts, more: Mapping[str, Intervals]) -> None:
-    """Paint `more` where nothing is painted yet."""
-    there = painted(to)
-    for part, spans in more.items():
-        to[part] = to.get(part, Intervals.empty()) | (spans - there)
 
 
 class Lanes:
@@ -178,9 +105,9 @@ class Lanes:
 
     def _tell(self, launched: Mapping[str, Intervals]) -> Int:
         kind = self._work["kind"]
-        label = _labels(kind, KIND_PART, DOES)
+        label = labels(kind, KIND_PART, DOES)
         of_phase = (kind == "phase").to_numpy(bool)
-        label[of_phase] = _labels(self._work["name"], PHASE_PART, DOES)[of_phase]
+        label[of_phase] = labels(self._work["name"], PHASE_PART, DOES)[of_phase]
         for part in LAUNCHED_FOR:
             inside = launched.get(part, Intervals.empty()).holds(self._launch)
             label[(label >= 0) & ~of_phase & (self._launch != NOTHING) & inside] = DOES.index(part)
@@ -199,7 +126,7 @@ class Lanes:
             arrival = self._arrivals(self._work[sends], start, end)
             add(found, {"peer_wait": Intervals.union(start, arrival)})
             add(found, {"comm_exposed": Intervals.union(arrival, end)})
-        add(found, _innermost(self._start[mine], self._end[mine], self._label[mine], DOES))
+        add(found, innermost_of(self._start[mine], self._end[mine], self._label[mine], DOES))
         return found
 
     def _arrivals(self, comm: pd.DataFrame, start: Int, end: Int) -> Int:

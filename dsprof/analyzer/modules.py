@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dsprof.schema import FLOPS, SHARDING
+from dsprof.schema import COUNTED, FLOPS, SHARDING
 
 from .intervals import nest
 
@@ -27,13 +27,13 @@ COLUMNS: Final = (
     "slowest_own_ms",
 )  # fmt: skip
 SUMS: Final = ("calls", "ns", "own_ns", "backward_ns", "backward_own_ns", "recompute_ns", "flops")
-NOT_COUNTED: Final = "no whole step was counted: of a capture the sixth is, unless it was given up for the size limit"
+NOT_COUNTED: Final = "no whole step was counted: the sixth is, of a part of a run its second, or the last in it"
 BACKWARD: Final = "backward"
 RECOMPUTE: Final = "recompute"
 
 
 def sum_modules(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of one rank, by name, a step, mean over the steps after the first: calls, time in forward and in backward (ns;
+    """Of one rank, by name, a step, mean over whole steps after the first: calls, time in forward and in backward (ns;
     `own`: without the modules called inside), own time in recomputation, and own floating-point operations of forward
     and backward. Empty where no module was timed.
 
@@ -47,7 +47,8 @@ def sum_modules(rows: pd.DataFrame) -> pd.DataFrame:
         (chosen | again) & rows["dur_ns"].notna() & (rows["step"] >= 0),
         ["step", "kind", "name", "thread", "start_ns", "dur_ns", "purpose", "corr", "value"],
     ]
-    table = table[table["step"] > table["step"].min()]
+    whole = rows.loc[(rows["kind"] == "step") & rows["dur_ns"].notna(), "step"]  # none that a gap has cut
+    table = table[table["step"].isin(whole) & (table["step"] > table["step"].min())]
     in_forward = _in_forward(table, rows)
     steps = table["step"][in_forward].nunique()
     if not steps:
@@ -179,21 +180,32 @@ def counted_step(rows: pd.DataFrame) -> tuple[int, int] | str:
     They were counted from one optimizer's step to the next. A step may be several of these: from wherever it begins, a
     turn of all of them is as good as any.
     """
-    counted = _counted(rows)
     steps = rows.loc[rows["kind"] == "step", "value"].dropna()
     each = int(steps.median()) if len(steps) else 0
-    optimizers = (rows["kind"] == "phase") & (rows["name"] == "optimizer")
-    stepped = np.sort(rows.loc[optimizers, "start_ns"].to_numpy(np.int64))
-    found = 0
-    spans = counted[["start_ns", "dur_ns"]].drop_duplicates().sort_values("start_ns").astype("int64")
-    starts, ends = spans["start_ns"].to_numpy(), (spans["start_ns"] + spans["dur_ns"]).to_numpy()
-    for began, ended in zip(starts, ends, strict=True):
-        found += int(np.searchsorted(stepped, ended, "right") - np.searchsorted(stepped, began))
+    spans, found = _counted_spans(rows), 0
+    for _, ended, stepped in spans:
+        found += stepped
         if found and found == each:
-            return int(starts[0]), int(ended)
+            return spans[0][0], ended
     if not len(spans) or each <= 1:
         return NOT_COUNTED
     return f"a step is {each} steps of optimizers, of which {found} were counted"
+
+
+def _counted_spans(rows: pd.DataFrame) -> list[tuple[int, int, int]]:
+    """When operations were counted, in order: begin, end, and how many steps of optimizers there were in between."""
+    told = rows[(rows["kind"] == "gauge") & (rows["name"] == COUNTED)].sort_values("start_ns")
+    if len(told):
+        starts, counts = told["start_ns"].to_numpy(np.int64), told["value"].to_numpy(np.int64)
+        ends = starts + told["dur_ns"].to_numpy(np.int64)
+        return [*zip(starts.tolist(), ends.tolist(), counts.tolist(), strict=True)]
+    # Captures of older versions: operations are records themselves, and the optimizers' beside them are counted.
+    optimizers = (rows["kind"] == "phase") & (rows["name"] == "optimizer")
+    stepped = np.sort(rows.loc[optimizers, "start_ns"].to_numpy(np.int64))
+    spans = _counted(rows)[["start_ns", "dur_ns"]].drop_duplicates().sort_values("start_ns").astype("int64")
+    starts, ends = spans["start_ns"].to_numpy(), (spans["start_ns"] + spans["dur_ns"]).to_numpy()
+    counts = np.searchsorted(stepped, ends, "right") - np.searchsorted(stepped, starts)
+    return [*zip(starts.tolist(), ends.tolist(), counts.tolist(), strict=True)]
 
 
 def _counted(rows: pd.DataFrame) -> pd.DataFrame:
@@ -202,8 +214,7 @@ def _counted(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _operations(rows: pd.DataFrame) -> pd.Series[float] | None:
     """Floating-point operations of forward and backward by module, of the step that was counted; None without one."""
-    counted = _counted(rows)
-    span = counted_step(rows) if len(counted) else ""
+    counted, span = _counted(rows), counted_step(rows)
     if isinstance(span, str):
         return None
     counted = counted[counted["purpose"].isin(["forward", BACKWARD]) & counted["module"].notna()]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Final
 
 from .budget import WORK
-from .lanes import PHASE_PART
+from .painting import PHASE_PART
 
 TRAINING: Final = ("compute", "optimizer")
 """What a step is for: all else of it is lost, or could be."""

@@ -20,7 +20,7 @@ from dsprof.trace import concat_rows
 from .analysis import Analysis, Verdict
 from .finding import MEASURED_EXCESS, Finding
 from .irregular import FEWEST_JUDGED, warm_up
-from .lanes import PHASE_PART
+from .painting import PHASE_PART
 from .parts import TRAINING
 from .steps import early_ends
 from .text import clean, count, ms, percent, ranks, size

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from .budget import RankTime
-from .lanes import NOTHING
+from .painting import NOTHING
 
 WAIT_COLUMNS: Final = ("rank", "start_ns", "end_ns", "arrival_ns", "group", "seq", "issued_step")
 

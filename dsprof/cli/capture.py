@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from dsprof.run import RunError, write_atomically
-from dsprof.schema import CONTROL_FILE
+from dsprof.atomic import write_atomically
+from dsprof.run import RunError
 
 from .runs import UNREADABLE, RunArgument, fail, find_run
 
@@ -30,7 +30,7 @@ def command(
     if info.ended:
         fail(f"{folder.path}: this job ended at {info.ended}; there is nothing to turn {capture}", UNREADABLE)
     try:
-        write_atomically(folder.path / CONTROL_FILE, json.dumps({"capture": capture}) + "\n")
+        write_atomically(folder.control, json.dumps({"capture": capture}) + "\n")
     except OSError as error:
-        fail(f"{folder.path / CONTROL_FILE}: cannot be written ({error.strerror})", UNREADABLE)
+        fail(f"{folder.control}: cannot be written ({error.strerror})", UNREADABLE)
     print(f"{folder.path}: every rank turns its capture {capture} at the end of a step")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -47,7 +46,7 @@ def command(
     folder = RunFolder(Path(DEFAULT_PARENT) / trace.run.id if output is None else output)
     try:
         if force:
-            _clear(folder)
+            folder.remove()
         traces_of_runs.save(folder, trace)
     except OSError as error:
         fail(f"{folder.path}: cannot be written ({error.strerror}); name another folder with -o", USAGE)
@@ -77,12 +76,3 @@ def _free(output: Path, force: bool) -> None:
         fail(f"{output}: {what}, which is never replaced; name another folder with -o", USAGE)
     if not force:
         fail(f"{output}: exists; name another folder with -o, or --force to replace it", USAGE)
-
-
-def _clear(folder: RunFolder) -> None:
-    """Remove what an earlier import, and the reports on it, left."""
-    for path in (folder.trace, folder.memory, folder.tensorboard):
-        if path.is_dir():
-            shutil.rmtree(path)
-    for path in (folder.run_json, folder.findings_json, folder.report_html, folder.layer_costs_json):
-        path.unlink(missing_ok=True)

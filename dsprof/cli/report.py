@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from dsprof.run import DEFAULT_PARENT, RunError, write_atomically
+from dsprof.atomic import write_atomically
+from dsprof.run import DEFAULT_PARENT, RunError
 
 from .runs import UNREADABLE, USAGE, RunArgument, fail, find_run
 

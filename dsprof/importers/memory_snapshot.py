@@ -13,8 +13,9 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
+from dsprof.names import new_run_id
 from dsprof.run import RankInfo, RunError, RunInfo
-from dsprof.schema import COLUMNS, new_run_id
+from dsprof.schema import COLUMNS
 from dsprof.trace import Memory, Trace
 from dsprof.trace.memory import ACTIONS, NO_STACK
 

@@ -11,7 +11,6 @@ whatever it communicates between two computations is what it waited for.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,17 +21,18 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dsprof.run import RankInfo, RunError, RunInfo
-from dsprof.schema import COLUMNS, LARGEST_PLACE, new_run_id
+from dsprof.names import new_run_id
+from dsprof.run import RankInfo, RunInfo
+from dsprof.schema import COLUMNS
 from dsprof.trace import Trace
 from dsprof.trace.derive.lanes import depths
+
+from .straggler_table import checked_table, job_name, sizes_beside
 
 Int = npt.NDArray[np.int64]
 
 DESCRIPTION: Final = "a straggler table (Parquet with dp_rank, stage, step, optype, start_ts, duration, seq_id, mb_id)"
 
-INTEGERS: Final = ("dp_rank", "stage", "step", "seq_id", "mb_id")
-TIMES: Final = ("start_ts", "duration")
 TELLING: Final = frozenset({"dp_rank", "optype", "start_ts"})
 """Columns that tell such a table from any other Parquet file."""
 
@@ -87,8 +87,8 @@ def recognizes(path: Path) -> bool:
 
 def read(path: Path) -> Trace:
     """The table as a trace. Raises RunError for one that cannot be understood."""
-    table = _checked(path)
-    meta, warnings = _meta(path)
+    table = checked_table(path)
+    meta, warnings = sizes_beside(path)
     replicas = max(int(table["dp_rank"].max()) + 1, meta.get("dp_size", 1))
     stages = max(int(table["stage"].max()) + 1, meta.get("pp_size", 1))
     table["rank"] = table["stage"] * replicas + table["dp_rank"]
@@ -106,87 +106,13 @@ def read(path: Path) -> Trace:
             f"{chunks} model chunks a stage: sends and receives are not matched, for they do not name theirs"
         )
     rows = _rows(table, replicas, matched=chunks == 1)
-    groups, name = _groups(rows, replicas), _name(path)
+    groups, name = _groups(rows, replicas), job_name(path)
     info = RunInfo(
         id=new_run_id(name), name=name, command=["dsprof", "import", str(path)], world_size=stages * replicas,
         ranks=[_rank_info(int(rank), of_rank) for rank, of_rank in rows.groupby("rank")],
         groups=groups, facts=_facts(table, groups, path, warnings, meta.get("tp_size", 1)),
     )  # fmt: skip
     return Trace.of(info, rows)
-
-
-# --- reading ------------------------------------------------------------------------------------
-
-
-def _checked(path: Path) -> pd.DataFrame:
-    """The table, columns as `_rows` wants them; RunError says what is wrong with it."""
-    try:
-        table = pd.read_parquet(path)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise RunError(
-            f"{path}: not readable as Parquet ({str(error).splitlines()[0][:200]}); copy it again"
-        ) from error
-    missing = [name for name in (*INTEGERS, *TIMES, "optype") if name not in table]
-    if missing:
-        raise RunError(f"{path}: no column {', '.join(missing)}; a straggler table has them (mb_id -1: no micro-batch)")
-    if table.empty:
-        raise RunError(f"{path}: an empty table; name one with operations")
-    found = pd.DataFrame({"optype": table["optype"].astype(object)})
-    _refuse(path, table, found["optype"].isna(), "without an optype")
-    found["optype"] = found["optype"].astype(str)
-    for name in (*INTEGERS, *TIMES):
-        values = pd.to_numeric(table[name], errors="coerce").astype("float64")
-        _refuse(path, table, ~np.isfinite(values), f"whose {name} is no number")
-        found[name] = values if name in TIMES else values.astype("int64")
-    _refuse(path, table, found["duration"] < 0, "with a negative duration")
-    for name in ("dp_rank", "stage", "step", "seq_id"):
-        _refuse(path, table, found[name] < 0, f"with a negative {name}")
-    for name in ("stage", "mb_id"):
-        _refuse(path, table, found[name] > LARGEST_PLACE, f"whose {name} is over {LARGEST_PLACE}")
-    again = found.duplicated(["dp_rank", "stage", "step", "optype", "seq_id"])
-    what = "that are there twice (dp_rank, stage, step, optype, seq_id; keep one of each tensor-parallel group)"
-    _refuse(path, table, again, what)
-    if "mc" in table:
-        found["mc"] = pd.to_numeric(table["mc"], errors="coerce").fillna(-1).astype("int64")
-    found["file_rank"] = table.get("rank", -1)
-    return found
-
-
-def _refuse(path: Path, table: pd.DataFrame, wrong: pd.Series[bool], what: str) -> None:
-    if wrong.any():
-        at = int(np.flatnonzero(wrong.to_numpy())[0])
-        row = ", ".join(f"{name}={table[name].iloc[at]}" for name in ("step", "stage", "dp_rank", "optype", "seq_id"))
-        raise RunError(f"{path}: {int(wrong.sum())} rows {what}, the first is row {at} ({row}); mend or remove them")
-
-
-def _name(path: Path) -> str:
-    return path.stem.removeprefix("trace-")
-
-
-def _meta(path: Path) -> tuple[dict[str, int], list[str]]:
-    """The sizes in `meta-<name>.yaml` beside the table, or in the only `meta*.yaml` there, and warnings."""
-    beside = path.with_name(f"meta-{_name(path)}.yaml")
-    others = sorted(path.parent.glob("meta*.yaml"))
-    source = beside if beside.exists() else others[0] if len(others) == 1 and path.stem == "trace" else None
-    if source is None:
-        return {}, []
-    found, warnings = {}, []
-    try:
-        lines = source.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        return {}, [f"{source.name}: cannot be read ({error}); sizes are those of the table"]
-    for number, line in enumerate(lines, 1):
-        if line.partition("#")[0].strip() in ("", "---"):
-            continue
-        match = re.fullmatch(r"(\w+):\s*(.*?)\s*(#.*)?", line)
-        if match is None:
-            warnings.append(f"{source.name}, line {number}: not `key: value`, left out: {line[:80]}")
-        elif match[1].endswith("_size"):
-            if match[2].isdecimal() and int(match[2]) > 0:
-                found[match[1]] = int(match[2])
-            else:
-                warnings.append(f"{source.name}, line {number}: {match[1]} is not a positive number, left out")
-    return found, warnings
 
 
 # --- the axis of time -----------------------------------------------------------------------------

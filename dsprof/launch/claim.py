@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
 
 from dsprof.run import RunError, RunFolder, RunInfo
-from dsprof.schema import CONTROL_FILE
 
 from .talk import shown
-
-ERROR_LOG: Final = "dsprof-error.log"
-RUN_PARTS: Final = (
-    "run.json", "capture", "trace", "memory", "exits", "hosts", "findings.json", "report.html", "tensorboard",
-    "layer_costs.json", CONTROL_FILE, ERROR_LOG,
-)  # fmt: skip
-LEFT_BY_PROCESSES: Final = re.compile(r"error\.\d+\.txt|hint\.\d+\.json")
-"""Beside RUN_PARTS, all that dsprof writes into a run folder: see `collectors.errors.report_failure`, `run.Hint`."""
 
 
 def claim(path: Path, info: RunInfo, *, force: bool = False) -> RunFolder:
@@ -33,7 +21,7 @@ def claim(path: Path, info: RunInfo, *, force: bool = False) -> RunFolder:
                 raise RunError(f"{shown(folder.path)}: holds something other than a run; give another folder with -o")
             if not force:
                 raise RunError(f"{shown(folder.path)}: exists; replace it with --force, or give another folder with -o")
-            remove_run(folder)
+            folder.remove()
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.capture.mkdir()  # fails if another launcher was quicker
     except FileExistsError as error:
@@ -45,7 +33,7 @@ def claim(path: Path, info: RunInfo, *, force: bool = False) -> RunFolder:
         folder.write_info(info)
     except OSError as error:
         with suppress(OSError):
-            remove_run(folder)
+            folder.remove()
         raise _cannot_write(folder, error) from error
     return folder
 
@@ -58,19 +46,6 @@ def is_run(folder: RunFolder) -> bool:
         return "id" in json.loads(folder.run_json.read_bytes())
     except (OSError, ValueError, TypeError):
         return False
-
-
-def remove_run(folder: RunFolder) -> None:
-    """Remove the run, and the folder with it unless something else lies there too. Raises OSError."""
-    left = [path.name for path in folder.path.glob("*.*.*") if LEFT_BY_PROCESSES.fullmatch(path.name)]
-    for part in (*RUN_PARTS, *left):
-        item = folder.path / part
-        if item.is_dir() and not item.is_symlink():
-            shutil.rmtree(item)
-        else:
-            item.unlink(missing_ok=True)
-    with suppress(OSError):
-        folder.path.rmdir()
 
 
 def _cannot_write(folder: RunFolder, error: OSError) -> RunError:

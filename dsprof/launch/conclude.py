@@ -9,16 +9,16 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from dsprof.run import RankExit, RunError, RunFolder, RunInfo, failures, write_atomically
-from dsprof.schema import host_name
+from dsprof.atomic import write_atomically
+from dsprof.names import host_name
+from dsprof.run import RankExit, RunError, RunFolder, RunInfo, failures
 
-from .claim import ERROR_LOG
 from .gather import Gathering
-from .peak import note_peak
+from .peak import measure_here, note_peaks
 from .supervise import Ending
 from .talk import Talk, shown
 
@@ -51,7 +51,7 @@ class Conclusion:
         """Write the job's end into run.json, analyze, and say what came of it and what to do next."""
         self.gather()
         self._attempt("recording how the job ended", lambda: self._record_end(info, ending))
-        self._attempt("measuring what the CPU can compute", lambda: note_peak(self.folder, info))
+        self._attempt("measuring what the CPU can compute", lambda: note_peaks(self.folder, info))
         analysis = self._attempt("the analysis", self._analyze)
         if analysis is not None:
             self._attempt("the verdict", lambda: self._show(analysis))
@@ -65,6 +65,11 @@ class Conclusion:
         """Have all captures of this host in the run folder, or say which are not."""
         self._attempt("bringing the captures together", Gathering(self.folder, self.talk, self.place).finish)
 
+    def measure_peaks(self, info: RunInfo, status: int) -> list[dict[str, Any]]:
+        """What the CPU of this host, one of several of the run, can compute, for `HostPart.cpu_peaks`."""
+        ended = replace(info, status=status)
+        return self._attempt("measuring what the CPU can compute", lambda: measure_here(self.folder, ended)) or []
+
     def _attempt(self, what: str, act: Callable[[], Any]) -> Any:
         """What `act` returns; None and one line if it fails, with the traceback in the run folder."""
         try:
@@ -74,7 +79,7 @@ class Conclusion:
         except Exception as error:
             where = shown(self.folder.path)
             self.talk.warn(f"warning: {what} failed ({type(error).__name__}: {error}); the capture is kept in {where}")
-            with suppress(OSError), (self.folder.path / ERROR_LOG).open("a") as log:
+            with suppress(OSError), self.folder.error_log.open("a") as log:
                 traceback.print_exc(file=log)
         return None
 

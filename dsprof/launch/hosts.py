@@ -13,14 +13,15 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from dsprof.run import HostPart, RunError, RunFolder, RunInfo, write_atomically
-from dsprof.schema import host_name
+from dsprof.atomic import write_atomically
+from dsprof.names import host_name
+from dsprof.run import HostPart, RunError, RunFolder, RunInfo
 
 from .claim import claim
 from .talk import Talk, shown
@@ -173,6 +174,7 @@ class Participation:
     ) -> None:
         self._talk, self._clock, self._sleep = talk, clock, sleep
         self.founded = agreed.known
+        self._cpu_peaks: list[dict[str, Any]] = []
         try:
             descriptor, name = tempfile.mkstemp(prefix="dsprof-meeting-")
             os.close(descriptor)
@@ -197,8 +199,9 @@ class Participation:
     def close(self) -> None:
         self.file.unlink(missing_ok=True)
 
-    def end(self, status: int, ended: str) -> bool:
+    def end(self, status: int, ended: str, cpu_peaks: Sequence[dict[str, Any]] = ()) -> bool:
         """This host's job has ended: tell it, and wait for the others' if the verdict is ours. Whether it is."""
+        self._cpu_peaks = list(cpu_peaks)
         agreed, folder, host = self.agreed, self.folder, host_name()
         where = shown(folder.path)
         if not agreed.known:
@@ -206,7 +209,7 @@ class Participation:
                 f"warning: this host took no part in the run in {where}: the hosts never met, or did not agree"
             )
             return False
-        self._write(HostPart(host, agreed.node, ended, status))
+        self._write(HostPart(host, agreed.node, ended, status, cpu_peaks=self._cpu_peaks))
         others = [part for part in folder.read_hosts() if part.host != host]
         # Where hosts came and went, there may have been several of rank 0.
         first = min((part for part in others if part.node == 0), key=lambda part: part.ended is not None, default=None)
@@ -223,7 +226,8 @@ class Participation:
 
     def concluded(self, status: int, ended: str) -> None:
         """The verdict is drawn."""
-        self._write(HostPart(host_name(), self.agreed.node, ended, status, concluded=True))
+        part = HostPart(host_name(), self.agreed.node, ended, status, concluded=True, cpu_peaks=self._cpu_peaks)
+        self._write(part)
 
     def _wait(self, folder: RunFolder, host: str) -> None:
         deadline, said = self._clock() + ENDS_S, False

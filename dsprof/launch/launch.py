@@ -22,11 +22,11 @@ from typing import Final
 
 import dsprof
 from dsprof.collectors import scratch
+from dsprof.names import host_name, new_run_id
 from dsprof.run import RunFolder, RunInfo
-from dsprof.schema import host_name, new_run_id
 from dsprof.settings import Settings
 
-from .claim import claim, remove_run
+from .claim import claim
 from .conclude import Conclusion, now
 from .hints import launch_hints
 from .hosts import MEETING, Participation, take_part
@@ -89,7 +89,7 @@ class Launch:
             except BaseException as error:  # no job, no run
                 with suppress(OSError):
                     if part is None or part.founded:
-                        remove_run(folder)
+                        folder.remove()
                 if isinstance(error, Stopped):
                     return error.status
                 raise
@@ -124,7 +124,7 @@ class Launch:
             return
         conclusion.gather()
         ended = now()
-        if part.end(ending.status, ended):
+        if part.end(ending.status, ended, conclusion.measure_peaks(info, ending.status)):
             info.id, info.token = folder.path.name, part.token
             conclusion.draw(info, ending)
             part.concluded(ending.status, ended)

@@ -1,18 +1,20 @@
 """What the CPU can compute at most: matrix products, measured when the job has ended, in a process of their own with as
-many threads as a rank had and on the same cores. Kept in run.json.
+many threads as a rank had in the step that was counted, and on the same cores. Each host measures for its own ranks.
+Kept in run.json.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Any, Final
 
+from dsprof.names import CaptureName, host_name
 from dsprof.run import RunFolder, RunInfo
-from dsprof.schema import FOLDER_NAME, host_name
+from dsprof.schema import FLOPS_FACT
 
 SECONDS: Final = 0.6
 """For all formats together."""
@@ -62,19 +64,29 @@ def measure(dtypes: list[str], threads: int, cpus: list[int] | None, seconds: fl
     return {str(name): float(flops) for name, flops in json.loads(done.stdout).items()}
 
 
-def note_peak(folder: RunFolder, info: RunInfo) -> None:
-    """Measure for the ranks of this host that counted operations on the CPU, and put it into run.json. At level full
-    only, of a job that ended well, and once a run. Raises as `measure` does."""
-    if info.level != "full" or info.status or info.cpu_peaks:
+def note_peaks(folder: RunFolder, info: RunInfo) -> None:
+    """Put into run.json what the CPUs of a job's hosts can compute, once a run; the others have told theirs, this one
+    is measured if it has not. Raises as `measure` does."""
+    if info.cpu_peaks:
         return
-    told = _facts(folder)
+    told = [peak for part in folder.read_hosts() for peak in part.cpu_peaks]
+    here = [] if any(peak.get("host") == host_name() for peak in told) else measure_here(folder, info)
+    info.cpu_peaks = [*told, *here]
+    if info.cpu_peaks:
+        folder.write_info(info)
+
+
+def measure_here(folder: RunFolder, info: RunInfo) -> list[dict[str, Any]]:
+    """What goes into `RunInfo.cpu_peaks` for the ranks of this host that counted operations on the CPU: at level full
+    only, of a job that ended well. Raises as `measure` does."""
+    if info.level != "full" or info.status:
+        return []
     groups: dict[str, tuple[list[int], dict[str, Any]]] = {}
-    for rank, facts in told.items():
-        process, counted = facts.get("process"), facts.get("flops")
-        if process is None or counted is None or "device" in facts or not counted.get("dtypes"):
-            continue
-        asked = {"dtypes": counted["dtypes"], "threads": process["threads"], "cpus": process["cpus"]}
-        groups.setdefault(json.dumps(asked), ([], asked))[0].append(rank)
+    for rank, facts in _facts(folder).items():
+        asked = _asked(facts)
+        if asked is not None:
+            groups.setdefault(json.dumps(asked), ([], asked))[0].append(rank)
+    found = []
     alike: dict[str, dict[str, float]] = {}
     for ranks, asked in groups.values():
         # Cores of one host are taken to be alike: one measurement for all that ask for as many.
@@ -82,22 +94,30 @@ def note_peak(folder: RunFolder, info: RunInfo) -> None:
         if key not in alike:
             alike[key] = measure(asked["dtypes"], asked["threads"], asked["cpus"])
         entry = {"host": host_name(), "ranks": sorted(ranks), "threads": asked["threads"], "flops": alike[key]}
-        info.cpu_peaks.append(entry)
-    if info.cpu_peaks:
-        folder.write_info(info)
+        found.append(entry)
+    return found
 
 
-def _facts(folder: RunFolder) -> dict[int, dict[str, dict[str, Any]]]:
-    """rank -> kind -> the last fact of it that the rank's captures on this host told."""
-    found: dict[int, dict[str, dict[str, Any]]] = {}
+def _asked(facts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What is to be measured for a rank that told these facts; None: nothing, it counted none or has a device."""
+    last = {str(fact["fact"]): fact for fact in facts}
+    counted = [row for fact in facts if fact["fact"] == FLOPS_FACT for row in fact.get("operations", ())]
+    dtypes = sorted({str(dtype) for _, _, dtype, _ in counted} - {""})
+    if "process" not in last or "device" in last or not dtypes:
+        return None
+    # A script may set its threads after the capture was opened: what counts is what it had in the step.
+    threads = last[FLOPS_FACT].get("torch_threads") or last["process"]["threads"]
+    return {"dtypes": dtypes, "threads": threads, "cpus": last["process"]["cpus"]}
+
+
+def _facts(folder: RunFolder) -> dict[int, list[dict[str, Any]]]:
+    """rank -> what its captures on this host told."""
+    found: dict[int, list[dict[str, Any]]] = {}
     for path in sorted(folder.capture.glob("rank*/facts.jsonl")):
-        name = re.fullmatch(FOLDER_NAME, path.parent.name)
-        if name is None or name["host"] != host_name():
+        name = CaptureName.of(path.parent.name)
+        if name is None or name.host != host_name():
             continue
         for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                fact = json.loads(line)
-                found.setdefault(int(fact["rank"]), {})[str(fact["fact"])] = fact
-            except (ValueError, KeyError, TypeError):  # the last line of one that was killed
-                continue
+            with suppress(ValueError):  # the last line of one that was killed
+                found.setdefault(name.rank, []).append(json.loads(line))
     return found

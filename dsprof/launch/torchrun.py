@@ -21,8 +21,9 @@ from subprocess import Popen
 from types import FrameType
 from typing import Any, Final
 
-from dsprof.run import RankExit, RunFolder, write_atomically
-from dsprof.schema import host_name
+from dsprof.atomic import write_atomically
+from dsprof.names import host_name
+from dsprof.run import RankExit, RunFolder
 
 from .hosts import MEETING, Meeting
 from .supervise import end_with

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dsprof.atomic import replacing
+from dsprof.names import CaptureName
 from dsprof.run import RankInfo, RunError, RunFolder, RunInfo, from_known
-from dsprof.schema import COUNTERS_NAME, FOLDER_NAME
+from dsprof.schema import COUNTERS_NAME, FLOPS_FACT
 
 from .capture import CHUNK_NAME, Capture, read_capture
 from .derive import missing_steps, trace_rows
@@ -93,9 +93,9 @@ def _captures(folder: RunFolder) -> dict[int, list[tuple[int, Path]]]:
     """rank -> [(restart, capture folder)]."""
     found: dict[int, list[tuple[int, Path]]] = defaultdict(list)
     for path in sorted(folder.capture.glob("rank*")):
-        match = re.fullmatch(FOLDER_NAME, path.name)
-        if match and path.is_dir():
-            found[int(match["rank"])].append((int(match["restart"]), path))
+        name = CaptureName.of(path.name)
+        if name and path.is_dir():
+            found[name.rank].append((name.restart, path))
     return found
 
 
@@ -139,7 +139,8 @@ def _derive(rank: int, folders: list[tuple[int, Path]]) -> tuple[pd.DataFrame, d
     captures = list(chosen.values())
     summary: dict[str, Any] = {
         "ranks": [vars(_describe(rank, restart, chosen[restart], table)) for restart, table in tables.items()],
-        "facts": [fact for capture in captures for fact in capture.facts],
+        # Operations are rows of the trace, too many for `run.json`.
+        "facts": [fact for capture in captures for fact in capture.facts if fact["fact"] != FLOPS_FACT],
         "versions": next((capture.meta["versions"] for capture in captures if "versions" in capture.meta), {}),
         "world_size": next((capture.meta["world_size"] for capture in captures if "world_size" in capture.meta), None),
         "problems": [
@@ -155,24 +156,19 @@ def _derive(rank: int, folders: list[tuple[int, Path]]) -> tuple[pd.DataFrame, d
 
 def write_parquet(target: Path, table: pa.Table) -> None:
     target.parent.mkdir(exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(target) as temporary:
         pq.write_table(table, temporary, compression="zstd")
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _describe(rank: int, restart: int, capture: Capture, rows: pd.DataFrame) -> RankInfo:
-    match = _folder_name(capture)
+    name = _capture_name(capture)
     steps = rows.loc[(rows["kind"] == "step") & rows["dur_ns"].notna(), "step"]
     clock = capture.meta.get("clock")
     return RankInfo(
         rank=rank,
         restart=restart,
-        host=match["host"],
-        pid=int(match["pid"]),
+        host=name.host,
+        pid=name.pid,
         capture=capture.path.name,
         native=bool(capture.meta.get("native", False)),
         last_step=int(steps.max()) if len(steps) else -1,
@@ -194,15 +190,15 @@ def _instant(values: Any, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _folder_name(capture: Capture) -> re.Match[str]:
-    match = re.fullmatch(FOLDER_NAME, capture.path.name)
-    assert match is not None  # as `_captures` has found it
-    return match
+def _capture_name(capture: Capture) -> CaptureName:
+    name = CaptureName.of(capture.path.name)
+    assert name is not None  # as `_captures` has found it
+    return name
 
 
 def _process(capture: Capture) -> str:
-    match = _folder_name(capture)
-    return f"{match['pid']} on {match['host']}"
+    name = _capture_name(capture)
+    return f"{name.pid} on {name.host}"
 
 
 def _add_rank(rank: int, summary: dict[str, Any], info: RunInfo) -> None:

@@ -28,7 +28,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.text import clean
-from dsprof.run import write_atomically
+from dsprof.atomic import write_atomically
 
 from .. import tables, wording
 from .text import finding_markdown, verdict_markdown

@@ -25,7 +25,9 @@ from .base import (
     need_steps,
     replay_recut,
 )
+from .deepspeed import stage_of
 from .shards import UNJUDGED, sharded, small_shards
+from .zero import blocking_buckets
 
 Float = npt.NDArray[np.float64]
 
@@ -53,12 +55,16 @@ def bucket_size(context: Context) -> list[Finding]:
         raise NotJudged("collectives ran on a device, whose time this version does not measure")
     if context.ranks_missing:
         raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
+    stage = stage_of(context)
+    if stage in (1, 2):
+        _need_gradients_to_matter(context)
+        return blocking_buckets(context)
     if sharded(context):
         raise PartlyJudged(small_shards(context), ("comm.exposed",), UNJUDGED)
-    if context.facts.get("deepspeed"):
+    if stage is not None:
         _need_gradients_to_matter(context)
         raise NotJudged(
-            "no other reduce_bucket_size was tried: what DeepSpeed does while a bucket is under way is not known here"
+            "DeepSpeed reduces gradients when backward is over, in pieces whose size no key tells (stage 0)"
         )
     waited = float(context.ordinary["comm_exposed"].mean())
     cut = _gradients(context)

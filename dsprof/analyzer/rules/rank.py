@@ -8,7 +8,7 @@ import pandas as pd
 
 from ..context import Context, intervals, once
 from ..finding import Evidence, Finding, Fix, Gain, Where
-from ..lanes import innermost, spans_of
+from ..painting import innermost, spans_of
 from ..parts import OWN_WORK, TRAINING_PHASES
 from ..whatif.work import Change
 from .base import LEAST_SHARE, MOST_LISTED, NotJudged, listed, need_peers

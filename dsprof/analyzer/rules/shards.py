@@ -18,6 +18,7 @@ from ..text import size
 from ..whatif.edit import Edited
 from ..whatif.recut import coalesce
 from .base import LEAST_SHARE, at, code_fix, replay_recut
+from .deepspeed import elements, stage_of, told, zero_fix
 
 Float = npt.NDArray[np.float64]
 
@@ -86,12 +87,7 @@ def _merges(context: Context, link: Link, host_ms: float, a_step: float) -> list
     tried = [together for together in TOGETHER if 2 * together <= a_step / 2]
     if not tried:
         return []
-    links = [link] + [
-        replace(link, latency_ms=link.latency_ms * slower, ms_per_byte=link.ms_per_byte * slower)
-        for slower in (1 - link.spread, 1 + link.spread)
-    ]
-    if not link.fitted:  # all of one size: it may be the bytes that take long
-        links.append(_by_bytes(link, float(of_shards(context)["bytes"].median())))
+    links = links_around(link, float(of_shards(context)["bytes"].median()))
     before = [_replay(context, each, host_ms, 1) for each in links]
     freed = freed_ms(context, before[0], _moved_bytes(context))
     found = []
@@ -103,6 +99,17 @@ def _merges(context: Context, link: Link, host_ms: float, a_step: float) -> list
         gain, ends = context.gain(saved[0]), [float(of_link.mean()) for of_link in saved[1:]]
         found.append(_Merged(together, replace(gain, low=min(gain.low, *ends), high=max(gain.high, *ends))))
     return found
+
+
+def links_around(link: Link, size: float) -> list[Link]:
+    """The link, and others that it may as well be, by what was seen of transfers of `size` bytes."""
+    links = [link] + [
+        replace(link, latency_ms=link.latency_ms * slower, ms_per_byte=link.ms_per_byte * slower)
+        for slower in (1 - link.spread, 1 + link.spread)
+    ]
+    if not link.fitted:  # all of one size: it may be the bytes that take long
+        links.append(_by_bytes(link, size))
+    return links
 
 
 def _by_bytes(link: Link, size: float) -> Link:
@@ -166,4 +173,19 @@ def _fixes(context: Context, best: _Merged) -> tuple[Fix, ...]:
         title = f"wrap {best.together} neighbouring layers in one {call}{at(site)}: {fewer}; each holds more memory"
         grouped = "fully_shard([layer, layer, ...])" if fact.get("version") == 2 else "auto_wrap_policy"
         return (code_fix(title, grouped, "", site, best.gain),)
+    if stage_of(context) is not None:
+        return (_bucket_fix(context, best),)
     return (Fix("code", f"gather and reduce {best.together} neighbours at a time", gain=best.gain),)
+
+
+def _bucket_fix(context: Context, best: _Merged) -> Fix:
+    """Of DeepSpeed's stage 3: as many parameters are gathered, and gradients reduced, at a time as a bucket holds."""
+    largest = of_shards(context).groupby("name", observed=True)["bytes"].max()
+    keys = {
+        "all_gather": ("stage3_prefetch_bucket_size", "prefetch_bucket_size"),
+        "reduce_scatter": ("reduce_bucket_size", "reduce_bucket_size"),
+    }
+    wanted = {keys[str(name)]: elements(context, best.together * float(size)) for name, size in largest.items()}
+    settings = {key: value for (key, setting), value in wanted.items() if value > told(context, setting)}
+    note = f"{best.together} of the present ones at a time; it holds more memory"
+    return zero_fix(settings, note, best.gain) if settings else Fix("code", f"gather {note}", gain=best.gain)

@@ -1,6 +1,7 @@
 """What was recorded, and what that implies but does not say: lanes, steps, the phases in between, waits inside C++.
 
     records  a record of a capture as a row
+    counted  the operations of a step, of which facts tell, as rows
     rows     what rows consist of, before and after
     lanes    which thread trains; lanes, and nesting within them
     phases   the training thread's phases, how they nest, and what lies between them
@@ -22,6 +23,7 @@ import pandas as pd
 from dsprof.schema import COLUMNS
 
 from ..capture import Capture
+from .counted import counted_rows
 from .lanes import depths, lanes, training_thread
 from .phases import main_phases, phases_between
 from .purpose import purposes
@@ -41,7 +43,11 @@ def trace_rows(capture: Capture, rank: int, restart: int) -> pd.DataFrame:
     """The trace table of one rank (columns of `schema.COLUMNS`), ordered by start."""
     kinds = {fact["fact"] for fact in capture.facts}
     tensor_parallel = {str(fact.get("group")) for fact in capture.facts if fact["fact"] == "tensor_parallel"}
-    return derive(measured_rows(capture), kinds, rank, restart, tensor_parallel=tensor_parallel)
+    rows = measured_rows(capture)
+    counted = counted_rows(capture.facts)
+    if len(counted):
+        rows = pd.concat([rows, counted], ignore_index=True)
+    return derive(rows, kinds, rank, restart, tensor_parallel=tensor_parallel)
 
 
 def derive(
