@@ -31,13 +31,14 @@ def _watch() -> None:
     """Wrap `init_process_group`, and hook the first backward pass and the first optimizer step."""
     import torch.distributed as dist
 
-    from . import facts, hints, identity, optimizers, phases
+    from . import facts, hints, identity, memory, optimizers, phases
 
     identity.remember_settings()
     hints.watch()
     facts.watch_dataloaders()
     phases.watch(_start_training)
     optimizers.watch(_start_training)
+    memory.watch()
 
     if dist.is_available():
         from torch.distributed import distributed_c10d as c10d

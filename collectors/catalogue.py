@@ -12,6 +12,7 @@ from . import (
     engine_events,
     flops,
     host,
+    memory,
     modules,
     optimizers,
     phases,
@@ -39,5 +40,6 @@ COLLECTORS: Final[dict[str, Collector]] = {
     "flops": flops.install,
     "devices": devices.install,
     "process-groups": process_groups.install,
+    "memory": memory.install,
 }
 """By the names that `DSPROF_WITHOUT` knows them by."""

@@ -67,7 +67,7 @@ def note_peak(folder: RunFolder, info: RunInfo) -> None:
     only, of a job that ended well, and once a run. Raises as `measure` does."""
     if info.level != "full" or info.status or info.cpu_peaks:
         return
-    told = _facts(folder)
+    told = facts_told(folder)
     groups: dict[str, tuple[list[int], dict[str, Any]]] = {}
     for rank, facts in told.items():
         process, counted = facts.get("process"), facts.get("flops")
@@ -87,7 +87,7 @@ def note_peak(folder: RunFolder, info: RunInfo) -> None:
         folder.write_info(info)
 
 
-def _facts(folder: RunFolder) -> dict[int, dict[str, dict[str, Any]]]:
+def facts_told(folder: RunFolder) -> dict[int, dict[str, dict[str, Any]]]:
     """rank -> kind -> the last fact of it that the rank's captures on this host told."""
     found: dict[int, dict[str, dict[str, Any]]] = {}
     for path in sorted(folder.capture.glob("rank*/facts.jsonl")):

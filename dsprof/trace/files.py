@@ -1,0 +1,26 @@
+"""How files of a run folder are written, and what an error said in a line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+def write_parquet(target: Path, table: pa.Table) -> None:
+    """Replace `target` in one step. Raises OSError."""
+    target.parent.mkdir(exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        pq.write_table(table, temporary, compression="zstd")
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def brief(error: BaseException) -> str:
+    """The first line of what the error says."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
