@@ -210,8 +210,8 @@ def _fixes(
     """The first change, in the order of what they cost in time, that makes room for `missing` bytes; where none does by
     itself, those that make most room."""
     fixes = [
-        Fix("code", f"{_variable(one)} keeps {size(int(one['bytes']))}: keep what is only logged or averaged as a number "
-                    "(.item(), or .detach() at least), and drop the rest when it has been used")
+        Fix("code", f"{_variable(one)} keeps {size(int(one['bytes']))}: keep what is only logged or averaged as a "
+                    "number (.item(), or .detach() at least), and drop the rest when it has been used")
         for one in variables[:1]
         if int(one.get("tensors", 0)) >= KEPT_BY_NUMBER and int(one.get("bytes", 0)) >= max(missing, 1)
     ]  # fmt: skip
