@@ -1,7 +1,8 @@
 """TensorBoard event files of an analysis: curves of the steps, and the verdict as text.
 
 Runs in the dashboard: `mean` and `max` over the ranks (tags `step_ms/...`, `budget_ms/...` and `memory_gib/...`),
-`rank<N>` where they are few (`by_rank_ms/...`, `by_rank_gib/...`), and `verdict` with the text and the kinds of time (`time_s/...`, one point each).
+`rank<N>` where they are few (`by_rank_ms/...`, `by_rank_gib/...`), and `verdict` with the text and the kinds of time
+(`time_s/...`, one point each).
 A TensorBoard chart keeps 1,000 points a tag, chosen at random, so that a rare spike would vanish: above 1,000
 steps, neighbouring steps are joined, `max` and the ranks keep each window's maximum, and `p99` is added.
 """
