@@ -77,7 +77,8 @@ def train(scenario: str, steps: int, output: Path, small: bool) -> None:
             if scenario == "pinned":
                 pin(torch, device, kept, step)
             if scenario == "growing":
-                del [torch.empty((40 + 3 * step + at) * MiB, dtype=torch.uint8, device=device) for at in range(6)][:]
+                held = [torch.empty((40 + 3 * step + at) * MiB, dtype=torch.uint8, device=device) for at in range(6)]
+                del held
             if scenario == "short" and step == steps - 1:
                 size = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() + GiB
                 torch.empty(size, dtype=torch.uint8, device=device)  # ASKS FOR TOO MUCH

@@ -251,11 +251,12 @@ class Sampler:
         if error is None:
             return
         resident, virtual = self._host.now()
+        limits = self._host.limits()  # which the script may have set itself
         said = f"{type(error).__name__}: {error}"
         self._capture.write_fact(
             {
                 "fact": "out_of_memory", "place": HOST, "asked": out_of_memory.asked_for(said),
-                "capacity": self._limits.address_space or self._limits.least, "resident": resident, "virtual": virtual,
+                "capacity": limits.address_space or limits.least, "resident": resident, "virtual": virtual,
                 "resident_peak": self._host.resident_peak(), "step": self._steps, "error": type(error).__name__,
                 "said": said.partition("\n")[0][:500], "stack": out_of_memory.stack_of(error),
                 "parts": self._parts(HOST), "variables": out_of_memory.variables_of(error.__traceback__, HOST),
