@@ -43,6 +43,7 @@ class HostMemory:
 
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc, self._cgroups = proc, cgroups
+        self._peak = 0
         self._statm = os.open(proc / "self" / "statm", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
@@ -53,8 +54,10 @@ class HostMemory:
         virtual, resident = os.pread(self._statm, 96, 0).split()[:2]
         return int(resident) * PAGE, int(virtual) * PAGE
 
-    def resident_peak(self) -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    def resident_peak(self, resident: int = 0) -> int:
+        """The most so far; not all kernels keep it, so it is no less than `resident` and what was told before."""
+        self._peak = max(self._peak, resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        return self._peak
 
     def limits(self) -> Limits:
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)

@@ -123,7 +123,7 @@ class Sampler:
     def _sample_host(self, now: int) -> None:
         resident, virtual = self._host.now()
         self._write(now, HOST, "resident", resident)
-        self._write(now, HOST, "resident_peak", self._host.resident_peak())
+        self._write(now, HOST, "resident_peak", self._host.resident_peak(resident))
         least = self._limits.least
         if least is not None:
             self._write(now, HOST, "capacity", least)
@@ -257,7 +257,7 @@ class Sampler:
             {
                 "fact": "out_of_memory", "place": HOST, "asked": out_of_memory.asked_for(said),
                 "capacity": limits.address_space or limits.least, "resident": resident, "virtual": virtual,
-                "resident_peak": self._host.resident_peak(), "step": self._steps, "error": type(error).__name__,
+                "resident_peak": self._host.resident_peak(resident), "step": self._steps, "error": type(error).__name__,
                 "said": said.partition("\n")[0][:500], "stack": out_of_memory.stack_of(error),
                 "parts": self._parts(HOST), "variables": out_of_memory.variables_of(error.__traceback__, HOST),
             }

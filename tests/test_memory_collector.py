@@ -94,7 +94,7 @@ def test_a_process_without_cuda_is_sampled_and_cuda_is_asked_nothing(watched: Ca
     assert {"resident", "resident_peak", "capacity"} <= names
     resident = run.rows("memory.host", "resident")[0]
     peak = run.rows("memory.host", "resident_peak")[0]
-    assert 50 * MiB < resident.bytes <= peak.bytes == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert 50 * MiB < resident.bytes <= peak.bytes < 100 * 1024 * MiB
     assert run.cuda.calls == []
 
 

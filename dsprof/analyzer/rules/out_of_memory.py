@@ -99,9 +99,8 @@ def _told(context: Context, fact: Mapping[str, Any]) -> Finding:
         evidence.append(Evidence("the error said", str(fact["said"]), ""))
     steps = int(fact.get("step", 0))
     where = Where(ranks=(rank,), steps=(steps, steps))
-    missing = max(asked + used - limit, asked) if limit else asked
-    if place != HOST and limit:
-        missing = max(asked + _bytes(fact, "reserved") - limit, asked - _bytes(fact, "free"), 1)
+    taken = used if place == HOST else _bytes(fact, "reserved")
+    missing = asked if not limit or asked + taken <= limit else asked + taken - limit
     fixes = _fixes(context, rank, place, parts, max(rest, 0), missing, list(fact.get("variables") or []))
     return Finding(CODE, title, "high", where, tuple(evidence), NO_TIME, fixes)
 
