@@ -69,12 +69,12 @@ class TorchCuda:
     def initialized(self) -> bool:
         import torch
 
-        return torch.cuda.is_initialized()
+        return bool(torch.cuda.is_initialized())
 
     def when_initialized(self, call: Callable[[], None]) -> None:
         import torch
 
-        torch.cuda._lazy_call(call)  # type: ignore[no-untyped-call]
+        torch.cuda._lazy_call(call)
 
     def capturing(self) -> bool:
         import torch

@@ -17,7 +17,7 @@ UNLIMITED: Final = 1 << 60
 
 
 @dataclass(frozen=True)
-class Limits:
+class HostLimits:
     """Bytes, None: no limit, or not known.
 
     cgroup:        the lowest of the cgroups that the process is in; path: that cgroup's folder
@@ -59,10 +59,10 @@ class HostMemory:
         self._peak = max(self._peak, resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         return self._peak
 
-    def limits(self) -> Limits:
+    def limits(self) -> HostLimits:
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)
         least, folder = min(self._cgroup_limits(), default=(None, None))
-        return Limits(
+        return HostLimits(
             cgroup=least,
             path="" if folder is None else str(folder),
             address_space=None if soft == resource.RLIM_INFINITY else soft,

@@ -90,7 +90,8 @@ def variables_of(trace: TracebackType | None, place: str, known: Iterable[int] =
 
 
 def _variables(frames: list[FrameType], place: str, known: Iterable[int]) -> list[dict[str, Any]]:
-    seen, left, found = set(known), [MOST_OBJECTS], []
+    seen, left = set(known), [MOST_OBJECTS]
+    found: list[dict[str, Any]] = []
     for frame in frames:  # the outermost first: what a caller holds is not the callee's
         for name, value in list(frame.f_locals.items()):
             sizes = list(_sizes(value, place, seen, left, DEEPEST))
