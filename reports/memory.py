@@ -18,7 +18,7 @@ from .plots import styled
 UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 FAR: Final = 4.0
 """A capacity so many times above the peak is told instead of drawn."""
-LEAST_SHARE: Final = 0.005
+LEAST_SHARE: Final = 0.001
 """A part of less of the peak is left out of a line."""
 
 
@@ -64,12 +64,12 @@ def over_steps(
     far = [limit for limit in limits if limit > FAR * max(top, 1)]
     if far:
         shared = ", which the ranks of a host share" if on_host and len(uses) > 1 else ""
-        notes.append(f"there are {' and '.join(map(text.size, far))}{shared}")
+        notes.append(f"what was used, of {' and '.join(map(text.size, far))}{shared}")
     figure = styled(traces, title, "; ".join(notes), height=320, hovermode="x unified")
     for limit in limits:
         if limit not in far:
             figure.add_hline(
-                y=limit / factor, line={"color": palette.HIGHLIGHT, "width": 1.5, "dash": "dash"},
+                y=limit / factor, line={"color": palette.NEUTRAL, "width": 1.5, "dash": "dash"},
                 annotation={"text": f"capacity {text.size(limit)}", "xanchor": "right", "yanchor": "bottom"},
             )  # fmt: skip
     figure.update_xaxes(title="step")
