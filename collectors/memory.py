@@ -27,6 +27,10 @@ from .uninstall import Uninstall
 
 WRITTEN_EVERY: Final = 16
 """Steps after which a number is written although it has not changed: some of a long capture's records may go."""
+ALWAYS: Final = 2
+"""After so many steps it is asked what memory is for, however long that takes: optimizers have made their states."""
+MOST_LOOKING: Final = 0.001
+"""Share of the time that it may take after that."""
 PEAKS: Final = ("allocated", "reserved")
 MOST_OOMS: Final = 3
 """That are told of: a script may look for the batch size that fits by running out of memory."""
@@ -36,15 +40,9 @@ THEIRS: Final = (
 )
 
 
-def watch() -> None:
-    """Before there is a capture: know of what is made from now on, and begin the history."""
-    memory_parts.watch()
-    memory_history.watch()
-
-
 def install(capture: OpenCapture) -> list[Uninstall]:
     """Sample memory after each step."""
-    watch()
+    memory_parts.watch()
     sampler = Sampler(capture, TorchCuda(), HostMemory(), memory_parts.live(), memory_history.history())
     return sampler.install(phases.before_backward)
 
@@ -65,7 +63,10 @@ class Sampler:
         self._ids: dict[str, int] = {"": 0}
         self._steps = 0
         self._next_look = 1
-        """In which step it is asked what memory is for."""
+        """In which step it is asked what memory is for, if that has not taken too long so far."""
+        self._opened = clock()
+        self._looking = 0
+        """How long that took all in all, ns."""
         self._devices: list[int] = []
         """Those that hold something."""
         self._edge: dict[str, int] | None = None
@@ -97,8 +98,10 @@ class Sampler:
             self._turned_off()
             return
         self._steps += 1
-        looks = self._steps >= self._next_look
         now = self._clock()
+        looks = self._steps >= self._next_look and (
+            self._steps <= ALWAYS or self._looking <= MOST_LOOKING * (now - self._opened)
+        )
         self._sample_host(now)
         on_device = self._cuda.initialized() and not self._cuda.capturing()
         levels = {HOST: self._host.now()[0]}
@@ -119,6 +122,7 @@ class Sampler:
         if looks:
             self._next_look = 2 * self._steps
             self._look(now, levels, on_device)
+            self._looking += self._clock() - now
 
     def _sample_host(self, now: int) -> None:
         resident, virtual = self._host.now()
@@ -160,6 +164,7 @@ class Sampler:
         """Gradients that went since the step began made room for what is kept for backward."""
         if self._edge is None or not self._capture.is_on():
             return
+        began = self._clock()
         gradients = self._live.gradients()
         on_device = self._cuda.initialized() and not self._cuda.capturing()
         for place, before in self._edge.items():
@@ -172,6 +177,7 @@ class Sampler:
             gone = self._gradients.get((place, "gradients"), 0) - gradients.get((place, "gradients"), 0)
             held = max(level - before + gone, 0)
             self._activations[place] = max(held, self._activations.get(place, 0))
+        self._looking += self._clock() - began
 
     def _write(self, now: int, place: str, name: str, value: int, pool: str = "", counts: bool = False) -> None:
         """A sample, unless it was written lately and is the same."""

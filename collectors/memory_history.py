@@ -128,8 +128,7 @@ def history() -> History:
 
 
 def watch() -> None:
-    """At level full record from the first use of CUDA on, which is before a capture opens: the model is made before
-    it is trained. Not of a run of which a part is captured only."""
-    whole = not (identity.setting("DSPROF_STEPS") or identity.setting("DSPROF_DELAY"))
-    if identity.setting("DSPROF_LEVEL") == "full" and whole:
+    """Record from the first use of CUDA on, which is before a capture opens: the model is made before it is trained.
+    Not of a run of which a part is captured only."""
+    if not (identity.setting("DSPROF_STEPS") or identity.setting("DSPROF_DELAY")):
         history().begin()

@@ -47,7 +47,10 @@ print("trained")
 LIMITED = """
         used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 300 * 2**20, resource.RLIM_INFINITY))
+        while True:
+            keep(step)
 """
+"""Nothing else asks for memory from then on."""
 
 
 def hoarder(tmp_path: Path, limit: str = LIMITED, steps: int = 400) -> Path:
@@ -70,6 +73,7 @@ def test_a_job_whose_address_space_is_limited(tmp_path: Path) -> None:
     assert "out of memory: 16.0 MiB more were asked for" in died["title"]
     assert done.findings["verdict"]["status"] == "failed"
     assert oom["severity"] == "high"
+    assert died["where"]["steps"] == [3, 3]
     line = 1 + (tmp_path / "hoard.py").read_text().splitlines().index(
         "    outputs.append(torch.ones(4 * 2**20))  # 16 MiB"
     )
