@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from .collector import FULL
 from .wrap import stands_for
 
 _armed = False
@@ -31,13 +32,18 @@ def _watch() -> None:
     """Wrap `init_process_group`, and hook the first backward pass and the first optimizer step."""
     import torch.distributed as dist
 
-    from . import facts, hints, identity, optimizers, phases
+    from . import facts, hints, identity, memory_parts, optimizers, phases
 
     identity.remember_settings()
     hints.watch()
     facts.watch_dataloaders()
     phases.watch(_start_training)
     optimizers.watch(_start_training)
+    memory_parts.watch()
+    if identity.setting("DSPROF_LEVEL") == FULL:
+        from . import memory_history
+
+        memory_history.watch()
 
     if dist.is_available():
         from torch.distributed import distributed_c10d as c10d

@@ -13,6 +13,7 @@ from . import (
     engine_events,
     flops,
     host,
+    memory,
     modules,
     optimizers,
     phases,
@@ -41,5 +42,6 @@ COLLECTORS: Final[dict[str, Collector]] = {
     "devices": devices.install,
     "device-times": device_times.install,
     "process-groups": process_groups.install,
+    "memory": memory.install,
 }
 """By the names that `DSPROF_WITHOUT` knows them by."""

@@ -65,6 +65,7 @@ class _Backwards:
         self.on_first: Callable[[], None] | None = None
         self.recorder: Recorder | None = None
         self.name = 0
+        self.watchers: list[Callable[[], None]] = []
 
     def enter(self) -> Entered | None:
         """A backward pass begins: what `leave` wants to know at its end."""
@@ -76,6 +77,11 @@ class _Backwards:
             return None
         if recorder.enter_backward() > 1:  # re-entrant checkpointing: part of the outer one
             return recorder, -1
+        for watcher in self.watchers:
+            try:
+                watcher()
+            except Exception as error:
+                recorder.count_error("the beginning of backward", error)
         return recorder, recorder.begin(Kind.PHASE, self.name)
 
     def leave(self, entered: Entered | None) -> None:
@@ -95,6 +101,12 @@ _backwards = _Backwards()
 def enter_backward() -> Entered | None:
     """A framework begins what it calls backward; the autograd engine's is part of it. What `leave_backward` wants."""
     return _backwards.enter()
+
+
+def before_backward(call: Callable[[], None]) -> Uninstall:
+    """Call it, while a capture is open, when an outermost backward pass begins."""
+    _backwards.watchers.append(call)
+    return lambda: _backwards.watchers.remove(call) if call in _backwards.watchers else None
 
 
 def leave_backward(entered: Entered | None) -> None:

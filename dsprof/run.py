@@ -185,6 +185,9 @@ class RunInfo:
     cpu_peaks: list[dict[str, Any]] = field(default_factory=list)
     """Measured on each host when a job on CPUs had ended, at level full: {"host": str, "ranks": [global ranks],
     "threads": int, "flops": {dtype: operations a second}}."""
+    oom_kills: list[dict[str, Any]] = field(default_factory=list)
+    """Seen when the job had ended: {"ranks": [global ranks], "path": cgroup, "kills": processes of it that the kernel
+    killed for want of memory while the job ran}."""
     nnodes: str = ""
     """Of a run of several hosts how many, as torchrun's flag says it: `2`, `1:4`. Empty: of one."""
     token: str = ""

@@ -355,6 +355,25 @@ none."""
 SAMPLES: Final = "samples"
 TOKENS: Final = "tokens"
 """Names of the `gauge` rows of a batch, at the beginning of the forward of `module`."""
+MEMORY_LANE: Final = "memory."
+"""Beginning of the lane of `mem` rows; then comes `host`, or a device such as `cuda.0`."""
+HOST: Final = "host"
+MEMORY_NOW: Final = ("allocated", "reserved", "active", "inactive_split", "resident", "virtual")
+"""Names of `mem` rows at the end of a step: of a device's caching allocator, and of the process; `purpose` is the pool,
+`small_pool` or `large_pool`, none of both together."""
+MEMORY_PEAKS: Final = ("allocated_peak", "reserved_peak", "resident_peak")
+"""The most so far, or since the job had torch forget it."""
+MEMORY_LIMITS: Final = ("capacity", "free", "largest_free")
+"""What there is at most for the process; what the device had left; the largest free block of the cache."""
+MEMORY_COUNTS: Final = ("retries", "ooms")
+"""How often so far the allocator gave its cache back for want of memory, and how often that was not enough; `value`."""
+MEMORY_PARTS: Final = ("parameters", "gradients", "optimizer_states", "buffers", "activations")
+"""What tensors are for, in some steps only. Activations: what was allocated, or the process had grown by, when backward
+began, beyond what there was when the step before had ended."""
+SNAPSHOT_NAME: Final = "memory.pickle"
+OOM_SNAPSHOT_NAME: Final = "memory-oom.pickle"
+"""In a capture: snapshots of the devices' allocators, as `torch.cuda.memory._dump_snapshot` writes them; of the end,
+and of when a device had no more."""
 CAPTURE_ON: Final = "capture_on"
 CAPTURE_OFF: Final = "capture_off"
 """Names of the `mark` rows where a rank begins and ceases to record; `value`: its optimizer steps so far."""

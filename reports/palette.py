@@ -47,6 +47,18 @@ TIMES: Final = {
 """Kinds of the run's wall time, in the order of schema.TIME_KINDS."""
 
 
+MEMORY: Final = {
+    "parameters": Part("parameters", "#2F86EE", BLACK, "of models, where they lie on this rank"),
+    "gradients": Part("gradients", "#E0914A", BLACK, "of parameters"),
+    "optimizer_states": Part("optimizer states", "#45C8F5", BLACK, "moments, and copies in a wider format"),
+    "buffers": Part("buffers", "#DCCB1E", BLACK, "of models"),
+    "activations": Part("activations", "#A01C8C", WHITE, "what is kept for backward, when that began"),
+    "rest": Part("rest", "#ADADAD", BLACK, "what else was in use: temporary tensors; on the host libraries, too"),
+    "cached": Part("cached", "#7A2CEB", WHITE, "held by the allocator, and not in use"),
+}
+"""What memory is for (schema.MEMORY_PARTS), and what remains."""
+
+
 @dataclass(frozen=True)
 class Mark:
     """How a step that is not ordinary is marked."""

@@ -16,7 +16,7 @@ from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
 from dsprof.analyzer.memory import DeviceMemory
 
-from . import efficiency, palette, wording
+from . import efficiency, memory, palette, wording
 
 DEFAULT_WIDTH = 100
 MAX_WIDTH = 110
@@ -72,6 +72,7 @@ def _verdict(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
     if analysis.step_ms is not None:
         _step_tree(console, glyphs, analysis)
     _efficiency(console, analysis)
+    _memory_line(console, analysis)
     for held in analysis.memory[:SHOWN_DEVICES]:
         _memory(console, glyphs, held, analysis.run.cwd)
     if len(analysis.memory) > SHOWN_DEVICES:
@@ -193,6 +194,16 @@ def _efficiency(console: Console, analysis: Analysis) -> None:
     grid = _labelled()
     for label, words in lines:
         grid.add_row(Text(label, style="bold"), _prose(words, "dim" if label == "not counted" else ""))
+    console.print()
+    console.print(grid)
+
+
+def _memory_line(console: Console, analysis: Analysis) -> None:
+    words = memory.line(analysis.memory_uses)
+    if not words:
+        return
+    grid = _labelled()
+    grid.add_row(Text("memory", style="bold"), _prose(words))
     console.print()
     console.print(grid)
 

@@ -26,14 +26,15 @@ from dsprof.analyzer.allocator import (
     replay,
 )
 from dsprof.analyzer.allocator.blocks import Block
-from dsprof.importers import import_trace, memory_snapshot
+from dsprof.importers import import_trace
+from dsprof.trace.snapshot import SnapshotTables
 
 REAL = Path(os.environ.get("DSPROF_REAL_TRACES", Path(__file__).parents[2] / "shared" / "data" / "traces"))
 KiB = 1 << 10
 
 
 def recorded(device: Device) -> Recording:
-    memory = memory_snapshot.SnapshotTables(Path("snapshot"), 1 << 30).of(device.snapshot())
+    memory = SnapshotTables(Path("snapshot"), 1 << 30).of(device.snapshot())
     return record(memory, 0, device.settings)
 
 
@@ -368,7 +369,7 @@ def test_what_cannot_be_played_is_said(spoil: Any, why: str) -> None:
     device.alloc(20 * MiB)
     told = device.snapshot()
     spoil(told)
-    memory = memory_snapshot.SnapshotTables(Path("snapshot"), 1 << 30).of(told)
+    memory = SnapshotTables(Path("snapshot"), 1 << 30).of(told)
     with pytest.raises(Unplayable, match=why):
         record(memory, 0, AllocatorSettings())
 

@@ -58,7 +58,11 @@ MAY_IMPORT: Final = {
 
 EXCEPTIONS: Final = {
     "dsprof.analyzer": {"dsprof.engine.schedule", "dsprof.engine.partition", "dsprof.engine.config"},
-    "dsprof.launch": {"dsprof.collectors.native.build", "dsprof.collectors.scratch"},
+    "dsprof.launch": {
+        "dsprof.collectors.host_memory",
+        "dsprof.collectors.native.build",
+        "dsprof.collectors.scratch",
+    },
     "dsprof.doctor": {"dsprof.engine.config"},
     "dsprof.cli.doctor": {"dsprof.engine.config"},
     "dsprof.collectors.bootstrap.sitecustomize": {"dsprof"},

@@ -132,7 +132,7 @@ def test_a_dashboard_is_laid_out(tmp_path: Path) -> None:
     stored = read(tmp_path / "mean").Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     layout = layout_pb2.Layout.FromString(stored)
     assert [chart.multiline.tag[0] for chart in layout.category[0].chart] == [
-        "budget_ms/.*", "by_rank_ms/own_work", "by_rank_ms/(peer_wait|comm_exposed|bubble)",
+        "budget_ms/.*", "by_rank_ms/own_work", "by_rank_ms/(peer_wait|comm_exposed|bubble)", "by_rank_gib/.*",
     ]  # fmt: skip
 
 

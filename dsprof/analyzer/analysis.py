@@ -15,6 +15,7 @@ from .efficiency import Efficiency
 from .finding import Finding
 from .layers import LayerCost
 from .memory import DeviceMemory
+from .memory_use import MemoryUse, nothing
 from .modules import COLUMNS as MODULE_COLUMNS
 from .trust import ReplayCheck
 
@@ -85,6 +86,8 @@ class Analysis:
     modules:     what each module takes (`modules.COLUMNS`); empty unless every module was timed.
     efficiency:  operations, MFU, samples and tokens a second; None below level full, or without a step.
     memory:      what the devices' allocators held in the end, of the ranks of which that is known.
+    memory_steps: what the ranks had after each step (`memory_use.COLUMNS`), and
+    memory_uses: the most of it, by rank and place.
     findings:    worst first.
     passed:      codes of the rules that ran and found nothing above `info`.
     not_judged:  code -> why a rule could not be judged on this capture.
@@ -116,6 +119,8 @@ class Analysis:
     capture: CaptureQuality
     layer_costs: tuple[LayerCost, ...] = ()
     memory: tuple[DeviceMemory, ...] = ()
+    memory_steps: pd.DataFrame = field(default_factory=nothing)
+    memory_uses: tuple[MemoryUse, ...] = ()
     modules: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(MODULE_COLUMNS)))
     efficiency: Efficiency | None = None
 
@@ -151,6 +156,7 @@ class Analysis:
             "noise_ms": self.noise_ms if math.isfinite(self.noise_ms) else None,
             "notes": list(self.notes),
             "memory": [asdict(held) for held in self.memory],
+            **({"memory_use": [use.to_dict() for use in self.memory_uses]} if self.memory_uses else {}),
             **({"efficiency": self.efficiency.to_dict()} if self.efficiency is not None else {}),
             **({"modules": self.modules.to_dict("records")} if len(self.modules) else {}),
             "capture": {

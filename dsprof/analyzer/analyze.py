@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import pandas as pd
+
 from dsprof.run import RunInfo
 from dsprof.schema import BUDGET_PARTS
 from dsprof.trace import Trace, concat_rows
@@ -24,6 +26,7 @@ from .layers import layer_costs
 from .load import Gauges, measure_load
 from .match import Matches, match_collectives
 from .memory import summarize_memory
+from .memory_use import memory_uses, nothing
 from .modules import module_times
 from .numbering import mismatches
 from .overhead import estimate_overhead
@@ -68,6 +71,9 @@ def analyze(trace: Trace) -> Analysis:
     # The step graph; what every rule says of it.
     graph = build_graph(times, {rank: summary.program for rank, summary in ranks.items()}, collectives, steps, run)
     checked = check(graph, aligned.clock_error_us / 1e3) if graph is not None else None
+    held = [summary.memory for summary in ranks.values() if len(summary.memory)]
+    memory = pd.concat(held, ignore_index=True) if held else nothing()
+    uses = memory_uses(memory, run)
     facts, gauges, waits = _facts_by_kind(run), Gauges(rows, steps), waits_table(times, collectives, steps)
     context = Context(
         run=run,
@@ -84,6 +90,8 @@ def analyze(trace: Trace) -> Analysis:
         irregular=irregular,
         topology=topology,
         clock_error_ms=aligned.clock_error_us / 1e3,
+        memory=memory,
+        memory_uses=uses,
     )
     findings, passed, not_judged, noise_ms = judge(context, checked)
 
@@ -123,6 +131,8 @@ def analyze(trace: Trace) -> Analysis:
             topology,
         ),
         memory=summarize_memory(trace.memory),
+        memory_steps=memory,
+        memory_uses=uses,
         findings=tuple(findings),
         passed=tuple(passed),
         not_judged=not_judged,

@@ -22,6 +22,7 @@ from .finding import MEASURED_EXCESS, Gain
 from .graph import StepGraph
 from .irregular import Irregular
 from .load import Gauges, HostLoad
+from .memory_use import MemoryUse, nothing
 from .topology import Topology
 
 Float = npt.NDArray[np.float64]
@@ -52,6 +53,8 @@ class Context:
     irregular:    the steps that are not ordinary, and what they cost.
     topology:     which ranks are stages of a pipeline.
     clock_error_ms: how far the clocks of ranks may be apart.
+    memory:       what the ranks had after each step (`memory_use.COLUMNS`).
+    memory_uses:  the most of it, by rank and place.
     """
 
     run: RunInfo
@@ -68,6 +71,8 @@ class Context:
     irregular: Irregular = field(default_factory=Irregular)
     topology: Topology = field(default_factory=Topology)
     clock_error_ms: float = 0.0
+    memory: pd.DataFrame = field(default_factory=nothing)
+    memory_uses: tuple[MemoryUse, ...] = ()
     kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What functions marked `once` found."""
 

@@ -12,6 +12,7 @@ MEASURED_EXCESS: Final = "measured excess"
 """`Gain.method` of costs outside ordinary steps."""
 
 ALLOCATOR_TWIN: Final = "allocator twin"
+MEASURED_MEMORY: Final = "measured memory"
 """`Gain.method` of what saves memory and no time: its ms are 0, and its rule says how severe it is."""
 
 LOW_PERCENT: Final = 1.0

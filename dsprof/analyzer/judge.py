@@ -12,7 +12,7 @@ from .attribution import attribute
 from .calibration import confidence, with_model_error
 from .contention import busy, lost_by_waiting_less
 from .context import Context
-from .finding import ALLOCATOR_TWIN, SEVERITIES, Finding, Gain, severity_of
+from .finding import ALLOCATOR_TWIN, MEASURED_MEMORY, SEVERITIES, Finding, Gain, severity_of
 from .irregular import FEWEST_JUDGED
 from .rules import FAULTS, LEAST_SHARE, PRICED_BY_REPLAY, RULES, NotConcerned, NotJudged, PartlyJudged
 from .rules.base import need_host, need_steps
@@ -137,7 +137,7 @@ COUNTS_CORES: Final = frozenset({"data.stall"})
 def _rated(finding: Finding, context: Context, noise_ms: float, lost: float, few: bool) -> Finding:
     """With the model's error in its intervals, and as severe as they allow. `lost`: the share of the gains of FAULTS
     that was taken off since cores are busy."""
-    if finding.code.startswith("run.") or finding.gain.method == ALLOCATOR_TWIN:
+    if finding.code.startswith("run.") or finding.gain.method in (ALLOCATOR_TWIN, MEASURED_MEMORY):
         return finding
 
     def surely(gain: Gain) -> Gain:

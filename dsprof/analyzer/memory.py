@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -158,6 +158,16 @@ def sites_of(stacks: pd.DataFrame) -> dict[int, tuple[str, str]]:
                 site = f"{operator[1]}, in backward" if operator[1] else operator[2]
             found[stack] = kind, site, str(function)
     return {stack: (site, function if kind >= LIBRARY else "") for stack, (kind, site, function) in found.items()}
+
+
+def site_of(frames: Sequence[Sequence[Any]]) -> tuple[str, str]:
+    """Of a stack (function, file, line; innermost first) the innermost line that is the user's own, or of a library,
+    and its function."""
+    best = max(((_kind(str(file)), -at) for at, (_, file, _) in enumerate(frames)), default=(NATIVE, 0))
+    if best[0] < LIBRARY:
+        return UNKNOWN, ""
+    function, file, line = frames[-best[1]]
+    return f"{file}:{line}", str(function)
 
 
 def _kind(file: str) -> int:

@@ -14,6 +14,7 @@ from .efficiency import RankWork, sum_work
 from .kinds import apart_spans
 from .layers import staged_rows
 from .match import Matches
+from .memory_use import sum_memory
 from .modules import sum_modules
 from .overhead import count_records
 from .points import Program, find_program
@@ -29,6 +30,7 @@ class RankSummary:
     staged:   of a pipeline, its layers and actions (`layers.staged_rows`)
     modules:  what each module takes a step (`modules.sum_modules`)
     work:     floating-point operations and the batch of a step (`efficiency.sum_work`); None below level full
+    memory:   what it had after each step (`memory_use.sum_memory`)
     taken:    how many steps it took, where somebody asked for a part of them only (`steps.steps_taken`)
     """
 
@@ -39,6 +41,7 @@ class RankSummary:
     staged: pd.DataFrame
     modules: pd.DataFrame
     work: RankWork | None
+    memory: pd.DataFrame
     taken: int | None
 
 
@@ -62,5 +65,6 @@ def _summarize(rows: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, 
         staged=staged_rows(rows),
         modules=sum_modules(rows),
         work=sum_work(rows, all(item.native for item in run.ranks if item.rank == rank)),
+        memory=sum_memory(rows, rank),
         taken=steps_taken(rows),
     )

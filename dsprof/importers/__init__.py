@@ -2,7 +2,7 @@
 
     straggler.py        tables of 'Understanding Stragglers in Large Model Training Using What-if Analysis' (OSDI '25);
                         straggler_table.py reads and checks them
-    memory_snapshot.py  CUDA memory snapshots of torch.cuda.memory._dump_snapshot (plain_pickle.py reads pickles)
+    memory_snapshot.py  CUDA memory snapshots of torch.cuda.memory._dump_snapshot (read by dsprof.trace.snapshot)
 
 A format's module has a DESCRIPTION, `recognizes(path)`, which looks at one file and never raises, and `read(path)`, its
 `Trace`; what is wrong with the file is a RunError that says what, where, and what to write instead.

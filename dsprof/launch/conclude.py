@@ -18,6 +18,7 @@ from dsprof.names import host_name
 from dsprof.run import RankExit, RunError, RunFolder, RunInfo, failures
 
 from .gather import Gathering
+from .oom import note_oom_kills
 from .peak import measure_here, note_peaks
 from .supervise import Ending
 from .talk import Talk, shown
@@ -88,6 +89,7 @@ class Conclusion:
         with suppress(OSError):  # no exit is less than no end at all
             self._record_exit(ending)
         info.exits = self.folder.read_exits()[0]
+        self._attempt("asking the kernel whom it killed for want of memory", lambda: note_oom_kills(self.folder, info))
         if info.status:
             self.talk.say(describe_end(info.status, info.exits))
             info.hints = self.advice()

@@ -82,7 +82,7 @@ def measure_here(folder: RunFolder, info: RunInfo) -> list[dict[str, Any]]:
     if info.level != "full" or info.status:
         return []
     groups: dict[str, tuple[list[int], dict[str, Any]]] = {}
-    for rank, facts in _facts(folder).items():
+    for rank, facts in facts_told(folder).items():
         asked = _asked(facts)
         if asked is not None:
             groups.setdefault(json.dumps(asked), ([], asked))[0].append(rank)
@@ -110,7 +110,7 @@ def _asked(facts: list[dict[str, Any]]) -> dict[str, Any] | None:
     return {"dtypes": dtypes, "threads": threads, "cpus": last["process"]["cpus"]}
 
 
-def _facts(folder: RunFolder) -> dict[int, list[dict[str, Any]]]:
+def facts_told(folder: RunFolder) -> dict[int, list[dict[str, Any]]]:
     """rank -> what its captures on this host told."""
     found: dict[int, list[dict[str, Any]]] = {}
     for path in sorted(folder.capture.glob("rank*/facts.jsonl")):

@@ -5,6 +5,8 @@ records  its records as arrays, of every format there was
 derive/  records as rows, and what they imply; table to table, whoever recorded them
 merge    captures into Parquet files and run.json
 memory   side tables: segments, blocks and history of a device's allocator
+snapshot reads them from what torch dumps (plain_pickle: pickles that hold nothing but data)
+files    how the folder's files are written
 load     a run folder as a Trace, whose ranks are read one at a time
 save     a Trace as a run folder, for importers
 """

@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 from dsprof.run import RunFolder, RunInfo
 from dsprof.schema import COLUMNS
 
+from .files import brief
 from .memory import Memory, StoredMemory
-from .merge import brief, bring_up_to_date, derive_anew, parquet_files, warn
+from .merge import bring_up_to_date, derive_anew, parquet_files, warn
 
 EVERY_COLUMN: Final = tuple(COLUMNS)
 

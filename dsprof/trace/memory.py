@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from dsprof.run import RunError, RunFolder
 
-from .merge import brief, write_parquet
+from .files import brief, write_parquet
 
 NO_STACK: Final = -1
 DEFAULT_POOL: Final = "0.0"

@@ -16,13 +16,15 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dsprof.atomic import replacing
 from dsprof.names import CaptureName
 from dsprof.run import RankInfo, RunError, RunFolder, RunInfo, from_known
-from dsprof.schema import COUNTERS_NAME, FLOPS_FACT
+from dsprof.schema import COUNTERS_NAME, FLOPS_FACT, OOM_SNAPSHOT_NAME, SNAPSHOT_NAME
 
 from .capture import CHUNK_NAME, Capture, read_capture
 from .derive import missing_steps, trace_rows
+from .files import brief, write_parquet
+from .memory import save_memory
+from .snapshot import read_snapshot
 
 MERGE_VERSION = 9
 """Part of the signature that tells whether a Parquet file is up to date: raise it when merging changes."""
@@ -111,6 +113,7 @@ def _merge_rank(folder: RunFolder, rank: int, folders: list[tuple[int, Path]], i
         _add_rank(rank, json.loads(stored[RANK_INFO]), info)
         return None
     rows, summary = _derive(rank, folders)
+    summary["problems"] += _merge_snapshot(folder, rank, folders)
     _add_rank(rank, summary, info)
     table = pa.Table.from_pandas(rows, preserve_index=False)
     about = {SIGNATURE: signature, RANK_INFO: json.dumps(summary).encode()}
@@ -120,6 +123,22 @@ def _merge_rank(folder: RunFolder, rank: int, folders: list[tuple[int, Path]], i
         warn(info, f"trace/{target.name}: not written ({brief(error)}); the capture is analyzed all the same")
         return rows
     return None
+
+
+def _merge_snapshot(folder: RunFolder, rank: int, folders: list[tuple[int, Path]]) -> list[str]:
+    """Write the side tables from the snapshot of the rank's last process, if it left one; what was odd about it. One
+    that was taken when there was no memory left tells more than one of the end."""
+    last = max(restart for restart, _ in folders)
+    names = [path / name for name in (OOM_SNAPSHOT_NAME, SNAPSHOT_NAME) for restart, path in folders if restart == last]
+    path = next((path for path in names if path.exists()), None)
+    if path is None:
+        return []
+    try:
+        snapshot = read_snapshot(path)
+        save_memory(folder, rank, snapshot.memory)
+    except (RunError, OSError) as error:
+        return [f"{path.name}: not read ({brief(error)})"]
+    return [f"{path.name}: {text}" for text in snapshot.warnings if path.name == SNAPSHOT_NAME]
 
 
 def _derive(rank: int, folders: list[tuple[int, Path]]) -> tuple[pd.DataFrame, dict[str, Any]]:
@@ -152,12 +171,6 @@ def _derive(rank: int, folders: list[tuple[int, Path]]) -> tuple[pd.DataFrame, d
         "cuda": any(fact["fact"] == "device" for capture in captures for fact in capture.facts),
     }
     return pd.concat(tables.values(), ignore_index=True), summary
-
-
-def write_parquet(target: Path, table: pa.Table) -> None:
-    target.parent.mkdir(exist_ok=True)
-    with replacing(target) as temporary:
-        pq.write_table(table, temporary, compression="zstd")
 
 
 def _describe(rank: int, restart: int, capture: Capture, rows: pd.DataFrame) -> RankInfo:
@@ -314,8 +327,3 @@ def warn(info: RunInfo, text: str) -> None:
     """Add a warning to run.json's content, once."""
     if text not in info.warnings:
         info.warnings.append(text)
-
-
-def brief(error: BaseException) -> str:
-    """The first line of what the error says."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

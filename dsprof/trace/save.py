@@ -8,9 +8,10 @@ import pyarrow as pa
 
 from dsprof.run import RunFolder
 
+from .files import write_parquet
 from .load import Trace
 from .memory import save_memory
-from .merge import RANK_INFO, merge, write_parquet
+from .merge import RANK_INFO, merge
 
 
 def save(folder: RunFolder, trace: Trace) -> None:

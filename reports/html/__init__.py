@@ -23,7 +23,7 @@ from dsprof.analyzer.finding import Finding
 from dsprof.run import last_processes
 from dsprof.trace import concat_rows
 
-from .. import efficiency, palette, plots, tables, wording
+from .. import efficiency, memory, palette, plots, tables, wording
 from ..timeline import timeline
 
 HERE: Final = Path(__file__).parent
@@ -53,6 +53,7 @@ def render(analysis: Analysis) -> str:
         rank_rows=_rank_rows(analysis),
         blamed=_blamed(analysis),
         memory=analysis.memory,
+        memory_line=memory.line(analysis.memory_uses),
         efficiency_tiles=efficiency.tiles(analysis),
         efficiency_lines=efficiency.lines(analysis),
         module_rows=efficiency.module_rows(analysis, MOST_MODULES),
@@ -133,6 +134,10 @@ def _figures(analysis: Analysis) -> dict[str, Any]:
     collectives = plots.collectives(analysis.collectives)
     if collectives.data:
         figures["collectives"] = collectives
+    uses = memory.main_uses(analysis.memory_uses)
+    if uses:
+        figures["memory"] = memory.over_steps(analysis.memory_steps, uses, highlight=_hungry(analysis))
+        figures["memory-parts"] = memory.by_part(uses)
     step, why = _step_to_show(analysis)
     if step is not None:
         named = [rank for finding in analysis.findings for rank in finding.where.ranks or ()]
@@ -164,6 +169,12 @@ def _blamed(analysis: Analysis) -> int | None:
     waited_for = [item for item in wording.problems(analysis) if palette.part_of(item.code) in palette.WAITING]
     named = {rank for finding in waited_for for rank in finding.where.ranks or ()}
     return analysis.slowest_rank if analysis.slowest_rank in named else None
+
+
+def _hungry(analysis: Analysis) -> int | None:
+    """The rank that a finding about memory names."""
+    about = [item for item in wording.problems(analysis) if item.code.startswith("memory.")]
+    return next((rank for finding in about for rank in finding.where.ranks or ()), None)
 
 
 def _card(finding: Finding, cwd: str) -> dict[str, Any]:

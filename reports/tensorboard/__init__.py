@@ -1,7 +1,8 @@
 """TensorBoard event files of an analysis: curves of the steps, and the verdict as text.
 
-Runs in the dashboard: `mean` and `max` over the ranks (tags `step_ms/...` and `budget_ms/...`), `rank<N>` where
-they are few (`by_rank_ms/...`), and `verdict` with the text and the kinds of time (`time_s/...`, one point each).
+Runs in the dashboard: `mean` and `max` over the ranks (tags `step_ms/...`, `budget_ms/...` and `memory_gib/...`),
+`rank<N>` where they are few (`by_rank_ms/...`, `by_rank_gib/...`), and `verdict` with the text and the kinds of time
+(`time_s/...`, one point each).
 A TensorBoard chart keeps 1,000 points a tag, chosen at random, so that a rare spike would vanish: above 1,000
 steps, neighbouring steps are joined, `max` and the ranks keep each window's maximum, and `p99` is added.
 """
@@ -37,6 +38,10 @@ MAX_POINTS: Final = 1000
 WINDOWS: Final = 500
 MAX_RANKS: Final = 16
 
+SAMPLED: Final = ("allocated", "reserved", "resident")
+"""Numbers of `Analysis.memory_steps` that are drawn."""
+GIB: Final = 1 << 30
+
 SUFFIX: Final = ".dsprof"
 """Ends the names of our event files, so that writing again removes these and nothing else."""
 
@@ -70,6 +75,7 @@ def _curves(analysis: Analysis) -> dict[str, pd.DataFrame]:
         "step_ms/whole": tables.step_ms(steps), "step_ms/own_work": tables.own_work_ms(steps),
         **{f"budget_ms/{part}": steps[part] for part in parts},
     })  # fmt: skip
+    values = values.merge(_memory(analysis), how="left", on=["rank", "step"])
     numbers = np.sort(values["step"].unique())
     width = -(-len(numbers) // WINDOWS) if len(numbers) > MAX_POINTS else 1
     window = np.searchsorted(numbers, values["step"].to_numpy()) // width
@@ -85,9 +91,21 @@ def _curves(analysis: Analysis) -> dict[str, pd.DataFrame]:
     if len(ranks) > 1:
         for rank in shown:
             own = values[values["rank"] == rank].drop(columns="rank").groupby("step").max()
-            tags = {name: f"by_rank_ms/{name.rpartition('/')[2]}" for name in own if "/" in name}
+            tags = {name: f"by_rank_{_unit(name)}/{name.rpartition('/')[2]}" for name in own if "/" in name}
             curves[f"rank{rank}"] = own.rename(columns=tags)
     return curves
+
+
+def _unit(tag: str) -> str:
+    return tag.partition("/")[0].rpartition("_")[2]
+
+
+def _memory(analysis: Analysis) -> pd.DataFrame:
+    """rank, step, and a column a tag: what was in use, and what allocators held; of several devices the most."""
+    table = analysis.memory_steps
+    known = [name for name in SAMPLED if table[name].notna().any()]
+    by_step = table.groupby(["rank", "step"])[known].max() / GIB
+    return by_step.rename(columns={name: f"memory_gib/{name}" for name in known}).reset_index()
 
 
 def _scalar_events(values: pd.DataFrame, start: float) -> Iterator[Any]:
@@ -138,6 +156,7 @@ def _layout_event(start: float) -> Any:
         chart("where the step goes, ms: mean and maximum over the ranks", r"budget_ms/.*"),
         chart("each rank's own work, ms", r"by_rank_ms/own_work"),
         chart("each rank's waiting for others, ms", r"by_rank_ms/(peer_wait|comm_exposed|bubble)"),
+        chart("each rank's memory, GiB", r"by_rank_gib/.*"),
     ]
     layout = layout_pb2.Layout(category=[layout_pb2.Category(title="budget", chart=charts)])
     metadata = custom_scalar.create_summary_metadata()

@@ -30,7 +30,7 @@ from ..context import Context, once
 from ..finding import ALLOCATOR_TWIN, HIGH_PERCENT, Evidence, Finding, Fix, Gain, Severity, Where
 from ..memory import UNKNOWN, Holder, holders_of, sites_of
 from ..text import count, percent, size
-from .base import NotConcerned, NotJudged, PartlyJudged
+from .base import NotConcerned, PartlyJudged
 
 LEAST_STRANDED: Final = 5.0
 """Percent of the peak that is free between blocks in use: what matters."""
@@ -64,7 +64,7 @@ class Played:
 
 
 @once
-def _played(context: Context) -> tuple[list[Played], list[str]]:
+def played(context: Context) -> tuple[list[Played], list[str]]:
     """The devices whose history the twin can play, and of the others why not."""
     found, reasons = [], []
     told_by = {fact.get("rank"): fact.get("settings") or {} for fact in context.facts.get("allocator", [])}
@@ -83,9 +83,9 @@ def fragmentation(context: Context) -> list[Finding]:
     """Memory that is reserved and of no use, where it is, and the setting under which there is least of it."""
     if not context.trace.memory:
         raise NotConcerned
-    played, reasons = _played(context)
+    found, reasons = played(context)
     findings = []
-    for one in played:
+    for one in found:
         try:
             findings += _fragmentation(one)
         except Unplayable as reason:
@@ -155,18 +155,8 @@ def _fragmentation(one: Played) -> list[Finding]:
     return [Finding("memory.fragmentation", title, severity, Where(ranks=(one.rank,)), tuple(evidence), NO_TIME, fixes)]
 
 
-def oom_risk(context: Context) -> list[Finding]:
-    """The device had no more memory: who held it."""
-    if not context.trace.memory:
-        raise NotConcerned
-    played, reasons = _played(context)
-    found = [_out_of_memory(one) for one in played if one.recording.ooms]
-    if not found:
-        raise NotJudged("; ".join(reasons) or "the recording does not tell how much memory the device has")
-    return found
-
-
-def _out_of_memory(one: Played) -> Finding:
+def out_of_memory(one: Played) -> Finding:
+    """Of a history in which the device had no more memory: who held it, and the setting under which it fits."""
     recording = one.recording
     at = next(number for number, event in enumerate(recording.events) if event.act == FAILED)
     event, held = recording.events[at], in_use_at(recording, at)

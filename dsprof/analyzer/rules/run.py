@@ -13,6 +13,7 @@ from dsprof.run import BY_HAND, RankExit, failures, last_processes
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from .base import NotJudged, listed
+from .out_of_memory import killed_for_memory, why_out_of_memory
 
 COLUMNS: Final = ("kind", "name", "step", "start_ns", "dur_ns", "ended", "group", "seq")
 
@@ -40,7 +41,13 @@ def rank_died(context: Context) -> list[Finding]:
     title = f"rank {first.rank} ended by {first.how} after step {last_step}" if last_step >= 0 else (
         f"rank {first.rank} ended by {first.how} before it completed a step")  # fmt: skip
     where = Where(ranks=(first.rank,), steps=(last_step, last_step) if last_step >= 0 else None)
-    fixes = (Fix("code", _advice(first)),)
+    advice = _advice(first)
+    memory = _of_memory(context, first)
+    if memory is not None:
+        title += f": {memory}"
+        evidence.append(Evidence("memory", memory, ""))
+        advice = "memory.oom-risk says what held the memory, and what makes room"
+    fixes = (Fix("code", advice),)
     gone = _gone_before(context, first, mine)
     if gone is not None:
         before, seconds = gone
@@ -78,6 +85,15 @@ def _gone_before(context: Context, failed: RankExit, rows: pd.DataFrame) -> tupl
     killed = [item.rank for item in unknown if not item.closed]
     alone = [rank for rank in killed if not _communicates(context.trace.read(rank, COLUMNS))]
     return (alone[0], None) if len(alone) == 1 else None
+
+
+def _of_memory(context: Context, failed: RankExit) -> str | None:
+    """In words, if it was for want of memory."""
+    told = why_out_of_memory(context, failed.rank)
+    if told is None and failed.signal == signal.SIGKILL:
+        told = killed_for_memory(context, failed.rank)
+        return None if told is None else f"killed for want of memory, says {told}"
+    return told
 
 
 def _unended(rows: pd.DataFrame) -> pd.DataFrame:
