@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Final
 
 from . import (
@@ -12,7 +13,10 @@ from . import (
     engine_events,
     flops,
     host,
+    host_load,
+    host_sync,
     modules,
+    nvml,
     optimizers,
     phases,
     pipelining,
@@ -39,5 +43,19 @@ COLLECTORS: Final[dict[str, Collector]] = {
     "flops": flops.install,
     "devices": devices.install,
     "process-groups": process_groups.install,
+    "nvml": nvml.install,
+    "host-load": host_load.install,
+    "host-sync": host_sync.install,
 }
 """By the names that `DSPROF_WITHOUT` knows them by."""
+
+
+def without(names: str) -> frozenset[str]:
+    """The collectors that `nvml,host-sync` names; nothing for an empty text. Raises ValueError."""
+    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    for name in chosen:
+        if name not in COLLECTORS:
+            near = get_close_matches(name, COLLECTORS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(COLLECTORS))}"
+            raise ValueError(f"{name!r} is no collector; {hint}")
+    return frozenset(chosen)

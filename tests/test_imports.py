@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # --- the rules ----------------------------------------------------------------------------------
 
 LAYERS: Final = {
-    "schema": ("dsprof.schema", "dsprof.run"),
+    "schema": ("dsprof.schema", "dsprof.gauges", "dsprof.run"),
     "trace": ("dsprof.trace",),
     "importers": ("dsprof.importers",),
     "analyzer": ("dsprof.analyzer",),
@@ -43,7 +43,7 @@ MAY_IMPORT: Final = {
     "analyzer": {"analyzer", "trace", "schema"},
     "reports": {"reports", "analyzer", "trace", "schema"},
     "cli": {"cli", "reports", "importers", "trace", "schema", "public"},
-    "collectors": {"collectors", "dsprof.schema", "dsprof.engine.hooks"},
+    "collectors": {"collectors", "dsprof.schema", "dsprof.gauges", "dsprof.engine.hooks"},
     "engine": {"engine"},
     "public": {"dsprof.collectors.spans"},
 }
@@ -54,10 +54,12 @@ EXCEPTIONS: Final = {
     "dsprof.launch": {"dsprof.collectors.native.build", "dsprof.collectors.scratch"},
     "dsprof.doctor": {"dsprof.engine.config"},
     "dsprof.cli.doctor": {"dsprof.engine.config"},
+    "dsprof.settings": {"dsprof.collectors.catalogue"},
+    "dsprof.machine": {"dsprof.collectors.catalogue"},
     "dsprof.collectors.bootstrap.sitecustomize": {"dsprof"},
 }
 """Module or package -> what else it may import: what the engine shares with the analyzer and with `dsprof doctor`, the
-helper's build, and the bootstrap, which looks whether dsprof is installed at all."""
+helper's build, the names of the collectors, and the bootstrap, which looks whether dsprof is installed at all."""
 
 THIRD_PARTY: Final = {
     "schema": set(),
@@ -106,6 +108,9 @@ HEAVY: Final = (
     "pandas", "pyarrow", "plotly", "pydantic", "typer", "rich", "tensorboard", "jinja2", "scipy", "orjson",
 )  # fmt: skip
 """What has no place in a training process."""
+
+BESIDE: Final = ("psutil", "pynvml")
+"""What a training process loads, but not on its training thread (`collectors/beside.py`)."""
 
 
 # --- reading the source -------------------------------------------------------------------------
@@ -406,8 +411,9 @@ def test_an_armed_rank_imports_no_analysis_package(tmp_path: Path, unarmed: Unar
     added = armed - unarmed.modules
     assert "dsprof.collectors.session" in added
     assert not {name.partition(".")[0] for name in added} & set(HEAVY)
-    beyond = {name for name in added if name.partition(".")[0] not in {"dsprof", "torch", *sys.stdlib_module_names}}
-    assert beyond <= {"dsprof_native"}
+    outside = {"dsprof", "torch", *sys.stdlib_module_names}
+    beyond = {top for name in added if (top := name.partition(".")[0]) not in outside}
+    assert beyond <= {"dsprof_native", *BESIDE}
     ours = {name for name in armed if name.partition(".")[0] == "dsprof"}
     assert {layer_of(name) for name in ours} <= {"public", "schema", "collectors", "engine"}
 

@@ -6,6 +6,7 @@
 //     waits.hpp        what a wait waits for
 //     modules.hpp      the hook on torch.nn.Module; calls.hpp: which call made a node of the autograd graph
 //     flops.hpp        the operations of a step
+//     syncs.hpp        where the host waits for a device, and sites.hpp: at which line of the script
 //     python_*.hpp     what Python may call: the table below
 //
 // Nothing here may change what the training job does: every error of ours is caught and counted.
@@ -16,6 +17,7 @@
 #include "python_communication.hpp"
 #include "python_modules.hpp"
 #include "python_records.hpp"
+#include "python_syncs.hpp"
 
 namespace dsprof {
 namespace {
@@ -59,6 +61,9 @@ PyMethodDef methods[] = {
     {"stop_counting", py_stop_counting, METH_NOARGS, "() -> ([(module, part, dtype, flops)], [(operator, calls)])"},
     {"name_module", FAST(py_name_module), "name_module(id(module), name's id; 0: forget it)"},
     {"uninstall_modules", py_uninstall_modules, METH_NOARGS, ""},
+    // waits for a device: python_syncs.hpp
+    {"install_syncs", py_install_syncs, METH_VARARGS, "install_syncs(files to pass over, standard library)"},
+    {"uninstall_syncs", py_uninstall_syncs, METH_NOARGS, ""},
     {nullptr, nullptr, 0, nullptr},
 };
 PyModuleDef definition = {

@@ -12,7 +12,7 @@ from typing import Final
 from ..context import Context
 from ..finding import Finding, Gain
 from ..whatif.work import Change
-from . import checkpoint, comm, data, evaluation, memory, pause, pipeline, rank, run, stall
+from . import checkpoint, comm, data, device, evaluation, host_sync, memory, pause, pipeline, rank, run, stall
 from .base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged
 
 __all__ = ["FAULTS", "LEAST_SHARE", "PRICED_BY_REPLAY", "RULES", "NotConcerned", "NotJudged", "PartlyJudged"]
@@ -41,6 +41,8 @@ RULES: Final[dict[tuple[str, ...], Callable[[Context], list[Finding]]]] = {
     ("pause.stop",): pause.stops,
     ("memory.fragmentation",): memory.fragmentation,
     ("memory.oom-risk",): memory.oom_risk,
+    ("compute.host-sync",): host_sync.stops,
+    ("compute.throttle",): device.throttle,
 }
 """A rule or a fault that cannot be told from this capture raises NotJudged; one that is about something that the job
 does not have, NotConcerned; one that can tell some of its codes, PartlyJudged."""
