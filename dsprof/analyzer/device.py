@@ -49,7 +49,7 @@ NONE: Final = Readings(np.empty(0, np.int64), np.empty(0))
 
 
 @dataclass(frozen=True)
-class Device:
+class WatchedDevice:
     """One rank's device. `index`: NVML's, on its host; `model`: its name, empty if not known."""
 
     rank: int
@@ -75,7 +75,7 @@ class Device:
 
 def devices_of(
     rows: pd.DataFrame, within: tuple[int, int], facts: Sequence[Mapping[str, Any]], hosts: Mapping[int, str]
-) -> list[Device]:
+) -> list[WatchedDevice]:
     """The devices of which `rows` hold gauges, by rank, with what they read in that time; of a gauge that is seldom
     read, the last reading before it as well.
 
@@ -95,5 +95,5 @@ def devices_of(
             readings[str(name)] = Readings(when[first:last], value[first:last])
         fact = about.get(rank, {})
         model, index = str(fact.get("name") or ""), int(fact.get("index") or 0)
-        found.append(Device(int(str(rank)), hosts.get(int(str(rank)), ""), index, model, readings))
+        found.append(WatchedDevice(int(str(rank)), hosts.get(int(str(rank)), ""), index, model, readings))
     return found

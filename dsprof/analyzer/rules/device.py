@@ -11,7 +11,7 @@ import numpy as np
 from dsprof import gauges
 
 from ..context import Context, once
-from ..device import Device, devices_of
+from ..device import WatchedDevice, devices_of
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..text import number, percent
 from .base import NotConcerned, NotJudged, listed
@@ -48,7 +48,7 @@ class Clock:
     held: share of the readings in which something held it down; reasons: bit -> the same of each.
     """
 
-    device: Device
+    device: WatchedDevice
     mean: float
     could: float
     held: float
@@ -61,7 +61,7 @@ class Clock:
 
 
 @once
-def _devices(context: Context) -> list[Device]:
+def _devices(context: Context) -> list[WatchedDevice]:
     ordinary = context.ordinary
     begin = int(ordinary["start_ns"].min())
     end = int((ordinary["start_ns"] + ordinary["dur_ns"]).max())
@@ -178,7 +178,7 @@ def _lag(context: Context, clock: Clock) -> float:
 # --- links and memory -----------------------------------------------------------------------------
 
 
-def _links(context: Context, devices: Sequence[Device]) -> list[Finding]:
+def _links(context: Context, devices: Sequence[WatchedDevice]) -> list[Finding]:
     """PCIe that came up with fewer lanes, or slower, than card and slot have; NVLinks that are down."""
     found = []
     for device in devices:
@@ -216,7 +216,7 @@ ERRORS: Final = {
 }
 
 
-def _errors(context: Context, devices: Sequence[Device]) -> list[Finding]:
+def _errors(context: Context, devices: Sequence[WatchedDevice]) -> list[Finding]:
     found = []
     for device in devices:
         risen = {words: device.of(gauge).rise for gauge, words in ERRORS.items() if device.of(gauge).rise > 0}
@@ -228,7 +228,7 @@ def _errors(context: Context, devices: Sequence[Device]) -> list[Finding]:
     return found
 
 
-def _finding(context: Context, device: Device, what: str, evidence: list[Evidence], fix: Fix) -> Finding:
+def _finding(context: Context, device: WatchedDevice, what: str, evidence: list[Evidence], fix: Fix) -> Finding:
     where = Where(ranks=(device.rank,), steps=context.step_range)
     title = f"{device} (rank {device.rank}) {what}"
     return Finding(CODE, title, "info", where, tuple(evidence), NO_GAIN, (fix,))

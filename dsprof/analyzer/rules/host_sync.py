@@ -120,7 +120,7 @@ def _finding(context: Context, found: pd.DataFrame, by_rank: pd.Series[float]) -
     lines.columns = pd.Index(["ms", "times", "idle_ms"])
     known = bool(found["idle_ms"].notna().any())
     lines = lines.sort_values("idle_ms" if known else "ms", ascending=False, kind="stable")
-    listed = [(str(site), str(call), line) for (site, call), line in lines.head(SHOWN).iterrows()]  # type: ignore[misc]
+    listed = [(str(site), str(call), line) for (site, call), line in lines.head(SHOWN).iterrows()]
     site, call, _ = listed[0]
     idle_ms = found.groupby("rank")["idle_ms"].sum() / steps
     times = len(found) / a_rank
