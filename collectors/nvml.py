@@ -58,6 +58,13 @@ def _reasons(nvml: Any, handle: Any) -> float:
         return float(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
 
 
+def _memory(nvml: Any, handle: Any) -> Any:
+    try:
+        return nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
+    except (AttributeError, nvml.NVMLError_FunctionNotFound):  # older: what the driver keeps for itself counts as used
+        return nvml.nvmlDeviceGetMemoryInfo(handle)
+
+
 def _active_links(nvml: Any, handle: Any) -> list[int]:
     active = []
     for link in range(LINKS):
@@ -80,8 +87,8 @@ def _link_errors(nvml: Any, handle: Any) -> float:
 METRICS: Final = (
     Metric(gauges.UTILIZATION, lambda n, h: n.nvmlDeviceGetUtilizationRates(h).gpu, of_instance=True),
     Metric(gauges.MEMORY_UTILIZATION, lambda n, h: n.nvmlDeviceGetUtilizationRates(h).memory, of_instance=True),
-    Metric(gauges.MEMORY_USED, lambda n, h: n.nvmlDeviceGetMemoryInfo(h).used, of_instance=True),
-    Metric(gauges.MEMORY_TOTAL, lambda n, h: n.nvmlDeviceGetMemoryInfo(h).total, 60, of_instance=True),
+    Metric(gauges.MEMORY_USED, lambda n, h: _memory(n, h).used, of_instance=True),
+    Metric(gauges.MEMORY_TOTAL, lambda n, h: _memory(n, h).total, 60, of_instance=True),
     Metric(gauges.POWER, lambda n, h: n.nvmlDeviceGetPowerUsage(h) / 1000),
     Metric(gauges.POWER_LIMIT, lambda n, h: n.nvmlDeviceGetEnforcedPowerLimit(h) / 1000, 60),
     Metric(gauges.SM_CLOCK, lambda n, h: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM)),

@@ -19,7 +19,7 @@ namespace dsprof {
 enum SyncCall : uint8_t { kItemCall, kNonzeroCall, kToHostCall, kToDeviceCall };
 
 // What need not wait and takes longer than this waited all the same: memory that is not pinned.
-constexpr int64_t kStoodNs = 20'000;
+constexpr int64_t kStoodNs = 100'000;
 
 inline std::atomic<bool> watching_syncs{false};
 inline thread_local bool inside_sync = false;  // a copy may be made of copies
