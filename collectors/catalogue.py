@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Final
 
 from . import (
@@ -13,8 +14,11 @@ from . import (
     engine_events,
     flops,
     host,
+    host_load,
+    host_sync,
     memory,
     modules,
+    nvml,
     optimizers,
     phases,
     pipelining,
@@ -43,5 +47,19 @@ COLLECTORS: Final[dict[str, Collector]] = {
     "device-times": device_times.install,
     "process-groups": process_groups.install,
     "memory": memory.install,
+    "nvml": nvml.install,
+    "host-load": host_load.install,
+    "host-sync": host_sync.install,
 }
 """By the names that `DSPROF_WITHOUT` knows them by."""
+
+
+def without(names: str) -> frozenset[str]:
+    """The collectors that `nvml,host-sync` names; nothing for an empty text. Raises ValueError."""
+    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    for name in chosen:
+        if name not in COLLECTORS:
+            near = get_close_matches(name, COLLECTORS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(COLLECTORS))}"
+            raise ValueError(f"{name!r} is no collector; {hint}")
+    return frozenset(chosen)

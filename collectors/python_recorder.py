@@ -148,7 +148,7 @@ class PyRecorder(SharedParts):
     def _write_span(
         self, kind: int, state: int, flags: int, name: int, start_ns: int, end_ns: int, value: float | None,
         bytes: int, issue_ns: int = 0, lane: int = 0, stage: int = -1, microbatch: int = -1, module: int = 0,
-        purpose: int = 0, corr: int = -1,
+        purpose: int = 0, corr: int = -1, site: int = 0,
     ) -> int:  # fmt: skip
         """A record of any family but those of communications."""
         family = _FAMILY[kind]
@@ -158,7 +158,7 @@ class PyRecorder(SharedParts):
         elif family == _SAMPLE:
             fields = (number, bytes, module, purpose)
         else:
-            fields = (number, bytes, corr, module, purpose)
+            fields = (number, bytes, corr, module, purpose, site)
         head = (_LAYOUT[family], family, kind, state, flags, name, start_ns, end_ns)
         return self._write(*head, lane, stage, microbatch, *fields)
 
@@ -252,10 +252,10 @@ class PyRecorder(SharedParts):
 
     def span(
         self, kind: int, name: int, start_ns: int, end_ns: int, issue_ns: int, value: float | None, bytes: int,
-        flags: int, lane: int, stage: int, microbatch: int, module: int, purpose: int, corr: int = -1, /,
+        flags: int, lane: int, stage: int, microbatch: int, module: int, purpose: int, corr: int = -1, site: int = 0, /,
     ) -> int:  # fmt: skip
         state = _DONE if end_ns else _BEGUN
-        place = (issue_ns, lane, stage, microbatch, module, purpose, corr)
+        place = (issue_ns, lane, stage, microbatch, module, purpose, corr, site)
         return self._write_span(kind, state, flags, name, start_ns, end_ns, value, bytes, *place)
 
     def span_end(self, handle: int, start_ns: int, end_ns: int, seq: int, /) -> None:

@@ -112,12 +112,12 @@ class Recorder(Protocol):
 
     def span(
         self, kind: int, name: int, start_ns: int, end_ns: int, issue_ns: int, value: float | None, bytes: int,
-        flags: int, lane: int, stage: int, microbatch: int, module: int, purpose: int, corr: int = -1, /,
+        flags: int, lane: int, stage: int, microbatch: int, module: int, purpose: int, corr: int = -1, site: int = 0, /,
     ) -> int:  # fmt: skip
         """Record anything else, with its place; a handle for `span_end`, 0 if it was not recorded.
 
         `issue_ns` is of kinds of the family KERNEL, 0: unknown; `lane` 0: the thread's; `corr`: what a copy and the
-        waits for it have in common, -1: none.
+        waits for it have in common, -1: none; `site`, 0: unknown, is of kinds of the family SPAN.
         """
 
     def span_end(self, handle: int, start_ns: int, end_ns: int, seq: int, /) -> None:

@@ -32,6 +32,7 @@ class Session:
     """The capture of one rank. Use `start` and `stop`, which keep it to one a process.
 
     copied: `folder` is not in the run folder, and a copier brings it there
+    without: collectors that are not installed
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class Session:
         native: bool,
         switch: Switch | None = None,
         copied: bool = False,
+        without: frozenset[str] = frozenset(),
     ) -> None:
         self.folder = folder
         self.recorder = recorder
         self.copied = copied
         self.pid = os.getpid()
         self._switch = switch
+        self._without = without
         self._facts = FactsFile(folder, who.rank)
         level = identity.setting("DSPROF_LEVEL") or "light"
         self._meta = MetaFile(folder, who, level, native)
@@ -70,7 +73,11 @@ class Session:
         facts.watch_ddp()
         facts.send_to(self.write_fact)
         self.write_fact(facts.process())
+        if self._without:
+            self.write_fact({"fact": "without", "collectors": sorted(self._without)})
         for name, install in COLLECTORS.items():
+            if name in self._without:
+                continue
             try:
                 self._uninstall += install(self._capture)
             except Exception as error:
@@ -154,15 +161,17 @@ def start() -> Session | None:
         who = identity.identify()
         if not identity.selected(who.rank, identity.setting("DSPROF_RANKS")):
             return None
-        from . import opening
+        from . import catalogue, opening
 
-        window, limit = Window.of_settings(identity.setting), opening.limit()  # raise before anything is opened
+        # What raises does so before anything is opened.
+        window, limit = Window.of_settings(identity.setting), opening.limit()
+        without = catalogue.without(identity.setting("DSPROF_WITHOUT"))
         place = opening.place(identity.run_folder(who), who)
         folder = place.root / "capture" / who.folder_name
         folder.mkdir(parents=True, exist_ok=True)
         recorder, native, notes = opening.recorder(folder, limit)
         switch = Switch(recorder, window, folder if place.copied else place.root)
-        session = Session(folder, who, recorder, native, switch, place.copied)
+        session = Session(folder, who, recorder, native, switch, place.copied, without)
         for note in (*place.notes, *notes):
             session.write_fact({"fact": "note", "text": note})
         session.install()

@@ -78,6 +78,8 @@ class Machine:
     gpus: tuple[Gpu, ...] = ()
     visible_gpus: int = 0
     """Of these, those that CUDA_VISIBLE_DEVICES leaves."""
+    nvml: str = ""
+    """What NVML, which tells of clocks, power and errors while a job runs, does not answer for; empty: it answers."""
     links: Mapping[str, str] = field(default_factory=dict)
     """Pair of GPUs, such as `0-1` -> what connects them."""
     ports: tuple[Port, ...] = ()
@@ -91,6 +93,8 @@ class Machine:
     """Variables with a value that costs time -> what it does."""
     compiler: str | None = None
     """C++ compiler for the native helper."""
+    collectors: tuple[str, ...] = ()
+    """What `--without` can leave out of a capture."""
 
 
 def inspect(
@@ -98,7 +102,7 @@ def inspect(
 ) -> Machine:
     """Look at this machine. Imports torch, and asks the NVIDIA driver where there is one."""
     torch, torch_error = _torch()
-    driver, gpus, links = _nvidia()
+    driver, gpus, links, silent = _nvidia()
     size, free = _room(shm)
     return Machine(
         versions={
@@ -117,6 +121,7 @@ def inspect(
         memory_bytes=_memory(),
         gpus=gpus,
         visible_gpus=visible_gpus(environ),
+        nvml=silent,
         links=links,
         ports=(*_interfaces(sys_class / "net"), *_infiniband(sys_class / "infiniband")),
         limits=_limits(),
@@ -125,7 +130,14 @@ def inspect(
         allocator={name: environ[name] for name in ALLOCATOR if environ.get(name)},
         costly={name: cost for (name, value), cost in COSTLY.items() if environ.get(name) == value},
         compiler=_compiler(environ),
+        collectors=_collectors(),
     )
+
+
+def _collectors() -> tuple[str, ...]:
+    from dsprof.collectors.catalogue import COLLECTORS
+
+    return tuple(sorted(COLLECTORS))
 
 
 def _torch() -> tuple[dict[str, str], str | None]:
@@ -164,14 +176,14 @@ def _nvcc(environ: Mapping[str, str]) -> str | None:
     return said.partition("release ")[2].partition(",")[0] or None
 
 
-def _nvidia() -> tuple[dict[str, str], tuple[Gpu, ...], dict[str, str]]:
-    """Driver, GPUs and what connects them; nothing where there is no driver."""
+def _nvidia() -> tuple[dict[str, str], tuple[Gpu, ...], dict[str, str], str]:
+    """Driver, GPUs and what connects them; nothing where there is no driver, and why."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # no library, no driver, no permission
-        return {}, (), {}
+    except Exception as error:  # no library, no driver, no permission
+        return {}, (), {}, _why(error)
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         number = int(pynvml.nvmlSystemGetCudaDriverVersion())
@@ -183,11 +195,15 @@ def _nvidia() -> tuple[dict[str, str], tuple[Gpu, ...], dict[str, str]]:
             f"{one}-{two}": _link(pynvml, handles[one], handles[two])
             for one, two in combinations(range(len(handles)), 2)
         }
-        return driver, tuple(_gpu(pynvml, handle) for handle in handles), links
-    except Exception:  # a driver and a library that do not fit
-        return {}, (), {}
+        return driver, tuple(_gpu(pynvml, handle) for handle in handles), links, ""
+    except Exception as error:  # a driver and a library that do not fit
+        return {}, (), {}, _why(error)
     finally:
         pynvml.nvmlShutdown()
+
+
+def _why(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _gpu(pynvml: Any, handle: Any) -> Gpu:

@@ -90,7 +90,7 @@ COMMON_FIELDS: Final[tuple[Field, ...]] = (
     ("start_ns", "q"),  # monotonic clock; for a communication a bound unless flag START_MEASURED
     ("end_ns", "q"),  # 0: it has not ended, or (state DONE) nothing told its end
     ("thread", "I"),  # OS thread id
-    ("name", "H"),  # id in names.txt, as are lane, group, module and purpose: 0 is none
+    ("name", "H"),  # id in names.txt, as are lane, group, module, purpose and site: 0 is none
     ("kind", "B"),
     ("state", "B"),  # stored last, so that a reader never sees half a record
     ("flags", "B"),
@@ -106,7 +106,8 @@ FAMILY_FIELDS: Final[dict[Family, tuple[Field, ...]]] = {
         ("corr", "q"),  # -1: none
         ("module", "H"),
         ("purpose", "H"),
-        ("", "4x"),
+        ("site", "H"),
+        ("", "2x"),
     ),
     Family.COLLECTIVE: (
         ("dtype", "B"),  # index into DTYPES
@@ -338,6 +339,12 @@ BACKWARD_DONE: Final = "backward_done"
 DEVICE_CLOCK: Final = "device_clock"
 """Name of the `gauge` records that align a device's clock: between `start_ns` and `end_ns` of the host it was `value`,
 in ns, on the device."""
+HOST_SYNC: Final = "host_sync"
+"""Name of the `mark` rows in which a thread of the host stands still until a device has done what it was given.
+`purpose` is the call that does it, of SYNC_CALLS where it is an operator; `site`, where it was called, outside of
+torch; `bytes`, what was copied. A row says that the host stood, not that the device did."""
+SYNC_CALLS: Final = ("item", "nonzero", "copy to host", "copy to device")
+
 CPU_SECONDS: Final = "cpu_seconds"
 """Name of the `gauge` row of a process's CPU time so far, written at each step that it counts."""
 FLOPS_FACT: Final = "flops"

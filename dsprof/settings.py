@@ -27,6 +27,7 @@ VARIABLES: Final = {
     "duration": "DSPROF_DURATION",
     "limit": "DSPROF_LIMIT",
     "scratch": "DSPROF_SCRATCH",
+    "without": "DSPROF_WITHOUT",
     "engine": "DSPROF_ENGINE",
 }
 NATIVE_WORDS: Final = {"0": "off", "false": "off", "no": "off", "1": "on", "true": "on", "yes": "on"}
@@ -48,9 +49,15 @@ def _some_seconds(text: str) -> float:
     return _seconds(text)
 
 
+def _collectors(text: str) -> object:
+    from dsprof.collectors.catalogue import without
+
+    return without(text) if text else None
+
+
 PARSERS: Final[dict[str, Callable[[str], object]]] = {
     "ranks": parse_ranks, "steps": parse_steps, "delay": _seconds, "duration": _some_seconds,
-    "limit": parse_size,
+    "limit": parse_size, "without": _collectors,
 }  # fmt: skip
 """What reads a setting's text, and raises ValueError for one that it cannot."""
 
@@ -80,6 +87,8 @@ class Settings:
     scratch: str = ""
     """Local folder in which captures are written first, and from which they are copied into the run folder; `off`:
     none. Empty: TMPDIR or /tmp where the run folder lies on a network file system, else none."""
+    without: str = ""
+    """Collectors that are left out, such as `nvml,host-sync`; `dsprof doctor` lists them."""
     native: str = "auto"
     """The native helper: auto (Python twin where it cannot be built), on (an error instead), off."""
     report: bool = True

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pandas as pd
 import plotly.graph_objects as go
 
+from dsprof import gauges
 from dsprof.analyzer import text
 
 from . import palette, tables, wording
@@ -113,6 +114,55 @@ def budget_bar(
     figure.update_xaxes(title="ms a step, mean of the ordinary steps", rangemode="tozero")
     figure.update_yaxes(autorange="reversed", showgrid=False)
     figure.update_layout(legend={"traceorder": "normal"})
+    return figure
+
+
+# --- devices ----------------------------------------------------------------------------------------
+
+DEVICE_GAUGES = {
+    gauges.SM_CLOCK: "SM clock, MHz",
+    gauges.POWER: "power, W",
+    gauges.TEMPERATURE: "temperature, C",
+    gauges.UTILIZATION: "utilization, %",
+}
+"""What is drawn of what devices tell, in rows."""
+
+
+def devices(told: pd.DataFrame, *, of_ranks: int | None = None, max_points: int = 1000) -> go.Figure:
+    """Clock, power, temperature and utilization of each rank's device over time: a row each, a line a rank.
+
+    told: rank, name, start_ns, value (`tables.device_gauges`). of_ranks: how many there are, if `told` is of some.
+    Above `max_points` readings of a rank, the clock keeps the least of its neighbours, the others the most.
+    """
+    drawn = {name: label for name, label in DEVICE_GAUGES.items() if (told["name"] == name).any()}
+    ranks = sorted(int(rank) for rank in told["rank"].unique())
+    begin = int(told["start_ns"].min()) if len(told) else 0
+    traces, notes = [], []
+    for row, name in enumerate(drawn, 1):
+        of_gauge = told[told["name"] == name]
+        for index, rank in enumerate(ranks):
+            mine = of_gauge[of_gauge["rank"] == rank].sort_values("start_ns")
+            width = -(-len(mine) // max_points)
+            if width > 1:
+                window = np.arange(len(mine)) // width
+                joined = mine.groupby(window)
+                value = joined["value"].min() if name == gauges.SM_CLOCK else joined["value"].max()
+                mine = pd.DataFrame({"start_ns": joined["start_ns"].first(), "value": value})
+            axis = "" if row == 1 else str(row)
+            color = palette.SERIES[index % len(palette.SERIES)]
+            line = _line((mine["start_ns"] - begin) / 1e9, mine["value"], f"rank {rank}", color, 1.5)
+            line.update(yaxis=f"y{axis}", legendgroup=str(rank), showlegend=row == 1, hovertemplate="%{y:,.4g}")
+            traces.append(line)
+    if of_ranks is not None and of_ranks > len(ranks):
+        notes.append(f"{len(ranks)} of {of_ranks} ranks")
+    figure = styled(traces, "Devices", "; ".join(notes), height=60 + 130 * max(len(drawn), 1), hovermode="x")
+    gap = 0.04
+    high = (1 - gap * (len(drawn) - 1)) / max(len(drawn), 1)
+    for row, label in enumerate(drawn.values()):
+        top = 1 - row * (high + gap)
+        place = {"domain": [max(top - high, 0), top], "title": label, "rangemode": "tozero", "anchor": "x"}
+        figure.update_layout({f"yaxis{row + 1 if row else ''}": {**AXIS, **place}})
+    figure.update_xaxes(title="s since the first reading", anchor=f"y{len(drawn) if len(drawn) > 1 else ''}")
     return figure
 
 

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
+from dsprof import gauges
+from dsprof.trace import Trace, concat_rows
+
 from .palette import WAITING
 
 NS_PER_MS = 1e6
@@ -116,3 +119,15 @@ def pack(starts: Sequence[float], ends: Sequence[float], limit: int) -> list[int
             free[lane] = max(free[lane], end)
         lanes.append(lane)
     return lanes
+
+
+def device_gauges(trace: Trace, ranks: Sequence[int]) -> pd.DataFrame:
+    """What the devices of these ranks told: rank, name (`dsprof.gauges`), start_ns, step, value, by rank and time."""
+    columns = ("rank", "step", "kind", "name", "start_ns", "value")
+    tables = []
+    for rank in ranks:
+        rows = trace.read(rank, columns)
+        rows = rows[(rows["kind"] == "gauge") & rows["value"].notna()]
+        tables.append(rows[rows["name"].astype(str).str.startswith(gauges.DEVICE)])
+    told = concat_rows(tables) if tables else pd.DataFrame(columns=list(columns))
+    return told.assign(name=told["name"].astype(str))[["rank", "step", "name", "start_ns", "value"]]

@@ -50,6 +50,7 @@ class Row:
     module: str = ""
     purpose: str = ""
     lane: str = ""
+    site: str = ""
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -113,6 +114,7 @@ def _row(record: np.void, names: dict[int, str]) -> Row:
         module=names[int(record["module"])],
         purpose=names[int(record["purpose"])],
         lane=names[int(record["lane"])],
+        site=names[int(record["site"])],
     )
 
 

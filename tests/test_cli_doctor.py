@@ -32,6 +32,7 @@ HEALTHY = Machine(
     shm_bytes=256 * GIB,
     shm_free_bytes=200 * GIB,
     compiler="/usr/bin/g++",
+    collectors=("collectives", "host", "nvml"),
 )  # fmt: skip
 
 THIS_MACHINE = """\
@@ -47,6 +48,7 @@ this machine
   GPU 2         NVIDIA H200, 141 GiB, PCIe x16
   interconnect  NVLink between 0-1
   interconnect  across NUMA nodes between 0-2, 1-2
+  NVML          answers
   CPU           64 cores, 512 GiB
   eth0          ethernet, up, 25000 Mb/s
   mlx5_0:1      infiniband, up, 400 Gb/sec (4X NDR)
@@ -54,6 +56,7 @@ this machine
   /dev/shm      200.00 GiB free of 256.00
   allocator     defaults of torch and the C library
   C++ compiler  /usr/bin/g++
+  collectors    collectives, host, nvml
 """
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # --- the rules ----------------------------------------------------------------------------------
 
 LAYERS: Final = {
-    "schema": ("dsprof.atomic", "dsprof.names", "dsprof.ranges", "dsprof.run", "dsprof.schema"),
+    "schema": ("dsprof.atomic", "dsprof.gauges", "dsprof.names", "dsprof.ranges", "dsprof.run", "dsprof.schema"),
     "trace": ("dsprof.trace",),
     "importers": ("dsprof.importers",),
     "analyzer": ("dsprof.analyzer",),
@@ -46,6 +46,7 @@ MAY_IMPORT: Final = {
     "collectors": {
         "collectors",
         "dsprof.atomic",
+        "dsprof.gauges",
         "dsprof.names",
         "dsprof.ranges",
         "dsprof.schema",
@@ -65,10 +66,12 @@ EXCEPTIONS: Final = {
     },
     "dsprof.doctor": {"dsprof.engine.config"},
     "dsprof.cli.doctor": {"dsprof.engine.config"},
+    "dsprof.settings": {"dsprof.collectors.catalogue"},
+    "dsprof.machine": {"dsprof.collectors.catalogue"},
     "dsprof.collectors.bootstrap.sitecustomize": {"dsprof"},
 }
 """Module or package -> what else it may import: what the engine shares with the analyzer and with `dsprof doctor`, the
-helper's build, and the bootstrap, which looks whether dsprof is installed at all."""
+helper's build, the names of the collectors, and the bootstrap, which looks whether dsprof is installed at all."""
 
 THIRD_PARTY: Final = {
     "schema": set(),
@@ -117,6 +120,9 @@ HEAVY: Final = (
     "pandas", "pyarrow", "plotly", "pydantic", "typer", "rich", "tensorboard", "jinja2", "scipy", "orjson",
 )  # fmt: skip
 """What has no place in a training process."""
+
+BESIDE: Final = ("psutil", "pynvml")
+"""What a training process loads, but not on its training thread (`collectors/beside.py`)."""
 
 
 # --- reading the source -------------------------------------------------------------------------
@@ -417,8 +423,9 @@ def test_an_armed_rank_imports_no_analysis_package(tmp_path: Path, unarmed: Unar
     added = armed - unarmed.modules
     assert "dsprof.collectors.session" in added
     assert not {name.partition(".")[0] for name in added} & set(HEAVY)
-    beyond = {name for name in added if name.partition(".")[0] not in {"dsprof", "torch", *sys.stdlib_module_names}}
-    assert beyond <= {"dsprof_native"}
+    outside = {"dsprof", "torch", *sys.stdlib_module_names}
+    beyond = {top for name in added if (top := name.partition(".")[0]) not in outside}
+    assert beyond <= {"dsprof_native", *BESIDE}
     ours = {name for name in armed if name.partition(".")[0] == "dsprof"}
     assert {layer_of(name) for name in ours} <= {"public", "schema", "collectors", "engine"}
 

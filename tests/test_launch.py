@@ -404,6 +404,7 @@ def test_the_environment_of_the_job() -> None:
         "DSPROF_DURATION": "",
         "DSPROF_LIMIT": "2GiB",
         "DSPROF_SCRATCH": "",
+        "DSPROF_WITHOUT": "",
         "DSPROF_NATIVE": "auto",
     }
     off = Settings(native="off", scratch="fast")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -74,6 +74,8 @@ class NativeRecorder(SharedParts):
         self.begin_on_stream = module.begin_on_stream
         self.end_on_stream = module.end_on_stream
         self.coalescing = module.coalescing
+        self.uninstall_syncs = module.uninstall_syncs
+        self._install_syncs = module.install_syncs
         self._install_collectives = module.install_collectives
         self._install_modules = module.install_modules
 
@@ -104,6 +106,11 @@ class NativeRecorder(SharedParts):
         import torch
 
         self._install_modules(torch.nn.Module.__call__, torch.Tensor, name_all, note_input, by_handler)
+
+    def install_syncs(self, inside: Sequence[str], library: str) -> None:
+        """Record every operator that waits for a device. The place of a call is outside of the files that begin with
+        one of `inside`, and of the standard library."""
+        self._install_syncs(list(inside), library)
 
 
 def load(explain: Callable[[str], None] = lambda reason: None) -> Native | None:

@@ -7,6 +7,7 @@
 //     modules.hpp      the hook on torch.nn.Module; calls.hpp: which call made a node of the autograd graph
 //     flops.hpp        the operations of a step
 //     device_times.hpp what a device's streams did when, by events
+//     syncs.hpp        where the host waits for a device, and sites.hpp: at which line of the script
 //     python_*.hpp     what Python may call: the table below
 //
 // Nothing here may change what the training job does: every error of ours is caught and counted.
@@ -18,6 +19,7 @@
 #include "python_device.hpp"
 #include "python_modules.hpp"
 #include "python_records.hpp"
+#include "python_syncs.hpp"
 
 namespace dsprof {
 namespace {
@@ -69,6 +71,9 @@ PyMethodDef methods[] = {
     {"begin_on_stream", FAST(py_begin_on_stream), "begin_on_stream(key, name): the current stream begins to wait"},
     {"end_on_stream", py_end_on_stream, METH_O, "end_on_stream(key): it has waited"},
     {"coalescing", py_coalescing, METH_O, "coalescing(whether what this thread issues is begun together, later)"},
+    // waits for a device: python_syncs.hpp
+    {"install_syncs", py_install_syncs, METH_VARARGS, "install_syncs(files to pass over, standard library)"},
+    {"uninstall_syncs", py_uninstall_syncs, METH_NOARGS, ""},
     {nullptr, nullptr, 0, nullptr},
 };
 PyModuleDef definition = {

@@ -78,10 +78,13 @@ def _constants() -> list[str]:
         "kTooManyNames": schema.TOO_MANY_NAMES,
         "kBackwardDone": schema.BACKWARD_DONE,
         "kDeviceClock": schema.DEVICE_CLOCK,
+        "kHostSync": schema.HOST_SYNC,
     }
+    calls = ", ".join(f'"{call}"' for call in schema.SYNC_CALLS)
     return [
         *(f"constexpr {declared} = {value};" for declared, value in numbers.items()),
         *(f'constexpr char {name}[] = "{value}";' for name, value in texts.items()),
+        f"constexpr const char* kSyncCalls[] = {{{calls}}};",
     ]
 
 

@@ -90,13 +90,13 @@ PyObject* py_comm(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return handle_of(*recorder, index);
 }
 
-// span(kind, name, start_ns, end_ns, issue_ns, value, bytes, flags, lane, stage, microbatch, module, purpose, corr=-1)
-// -> handle
+// span(kind, name, start_ns, end_ns, issue_ns, value, bytes, flags, lane, stage, microbatch, module, purpose, corr=-1,
+// site=0) -> handle
 PyObject* py_span(PyObject*, PyObject* const* args, Py_ssize_t count) {
   std::array<int64_t, 13> numbers;
-  if (!integers(args, count, numbers, 5, 1)) return PyLong_FromLong(0);
+  if (!integers(args, count, numbers, 5, 2)) return PyLong_FromLong(0);
   const double number = value_of(args, count, 5);
-  const int64_t corr = integer(args, count, 13, -1);
+  const int64_t corr = integer(args, count, 13, -1), site = integer(args, count, 14, 0);
   if (misread()) return PyLong_FromLong(0);
   const auto [kind, name, start, end, issue, value, bytes, flags, lane, stage, microbatch, module, purpose] = numbers;
   Recorder* recorder = active.load(std::memory_order_acquire);
@@ -106,6 +106,7 @@ PyObject* py_span(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const Place place{static_cast<uint16_t>(lane), context_of(stage, microbatch, module, purpose)};
   fill(r, static_cast<uint8_t>(kind), static_cast<uint16_t>(name), start, end, number, bytes, issue, place, corr);
   r->head.flags = static_cast<uint8_t>(flags);
+  if (r->head.family == kSpanFamily) r->span.site = static_cast<uint16_t>(site);
   publish(r, end ? kDone : kBegun);
   return handle_of(*recorder, index);
 }

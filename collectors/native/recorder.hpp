@@ -133,6 +133,7 @@ inline void fill(Record* r, uint8_t kind, uint16_t name, int64_t start, int64_t 
     r->span.value = value;
     r->span.bytes = bytes;
     r->span.corr = corr;
+    r->span.site = 0;
   }
 }
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
 
+from . import switched_off
 from .attribution import attribute
 from .calibration import confidence, with_model_error
 from .contention import busy, lost_by_waiting_less
@@ -16,6 +17,7 @@ from .finding import ALLOCATOR_TWIN, MEASURED_MEMORY, SEVERITIES, Finding, Gain,
 from .irregular import FEWEST_JUDGED
 from .rules import FAULTS, LEAST_SHARE, PRICED_BY_REPLAY, RULES, NotConcerned, NotJudged, PartlyJudged
 from .rules.base import need_host, need_steps
+from .rules.device import with_cause
 from .standstill import find_standstills
 from .text import ms
 from .trust import ReplayCheck
@@ -37,8 +39,14 @@ def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding],
     found: dict[str, list[Finding]] = {}
     not_judged: dict[str, str] = {}
     not_concerned: set[str] = set()
+    every = dict.fromkeys((*FAULTS, *(code for of_rule in RULES for code in of_rule)))
+    off = switched_off.reasons(context.facts, every)
 
     def ask(codes: tuple[str, ...], rule: Callable[[], Judged]) -> Judged | None:
+        missing = next((off[code] for code in codes if code in off), None)
+        if missing is not None:
+            not_judged.update(dict.fromkeys(codes, missing))
+            return None
         try:
             return rule()
         except NotConcerned:
@@ -50,7 +58,7 @@ def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding],
         return None
 
     noise_ms, lost = math.nan, 0.0
-    refusal = _refusal(context, checked)
+    refusal = off.get(switched_off.EVERYTHING) or _refusal(context, checked)
     if refusal is not None:
         not_judged |= dict.fromkeys(FAULTS, refusal)
         if context.graph is not None and not context.on_gpu:
@@ -81,8 +89,8 @@ def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding],
             continue
         for finding in ask(codes, partial(_whole, rule, context, not_judged)) or []:
             found.setdefault(finding.code, []).append(finding)
+    with_cause(found)
     few = len(context.step_numbers) < FEWEST_JUDGED
-    every = dict.fromkeys((*FAULTS, *(code for of_rule in RULES for code in of_rule)))
     rated = {code: [_rated(finding, context, noise_ms, lost, few) for finding in found.get(code, [])] for code in every}
     left_out = {*not_judged, *not_concerned}
     passed = [code for code, of in rated.items() if code not in left_out and all(f.severity == "info" for f in of)]

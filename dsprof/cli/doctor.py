@@ -150,6 +150,7 @@ def _facts(machine: Machine) -> Iterator[tuple[str, str]]:
     yield "DeepSpeed", versions["deepspeed"] or "none"
     yield "driver", f"{versions['driver']}, for CUDA {versions['driver cuda']}" if versions["driver"] else "none"
     yield from _gpus(machine)
+    yield "NVML", machine.nvml or "answers"
     memory = "" if machine.memory_bytes is None else f", {machine.memory_bytes / GIB:.0f} GiB"
     yield "CPU", f"{machine.cpus} {'core' if machine.cpus == 1 else 'cores'}{memory}"
     for port in machine.ports:
@@ -160,6 +161,7 @@ def _facts(machine: Machine) -> Iterator[tuple[str, str]]:
     variables = [f"{name}={value}" for name, value in machine.allocator.items()]
     yield "allocator", ", ".join(variables) or "defaults of torch and the C library"
     yield "C++ compiler", machine.compiler or "none"
+    yield "collectors", ", ".join(machine.collectors)
 
 
 def _torch(machine: Machine) -> str:

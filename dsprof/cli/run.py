@@ -87,6 +87,15 @@ def _command(
             "folder lies on a network file system.",
         ),
     ] = None,
+    without: Annotated[
+        str | None,
+        typer.Option(
+            "--without",
+            metavar="NAMES",
+            show_default=False,
+            help="Collectors to leave out, such as nvml,host-sync. `dsprof doctor` lists them.",
+        ),
+    ] = None,
     native: Annotated[
         Literal["auto", "on", "off"] | None,
         typer.Option("--native", show_default=False, help="The native helper. Default: auto, built if it can be."),
@@ -122,6 +131,7 @@ def _command(
     report = False if no_report else None
     given = {"level": level, "ranks": ranks, "native": native, "report": report, "engine": engine}
     given |= {"steps": steps, "delay": delay, "duration": duration, "limit": limit, "scratch": scratch}
+    given |= {"without": without}
     chosen = settings.load(given, os.environ)
     check_ranks(flags)
     what = read_job(job or [], no_python=bool(flags["no_python"]))
@@ -198,7 +208,7 @@ def own_flags(given: Mapping[str, Any], output: Path | None, *, quiet: bool, as_
     """dsprof's own flags, as one would type them to run again: the run folder is there now."""
     if output is not None:
         yield from ("-o", str(output), "--force")
-    for name in ("level", "ranks", "steps", "delay", "duration", "limit", "scratch", "native", "engine"):
+    for name in ("level", "ranks", "steps", "delay", "duration", "limit", "scratch", "without", "native", "engine"):
         if given[name] is not None:
             yield from (f"--{name}", given[name])
     if given["report"] is False:

@@ -213,6 +213,7 @@ def environment(base: Mapping[str, str], folder: RunFolder, settings: Settings, 
     env["DSPROF_RANKS"] = settings.ranks
     env |= {"DSPROF_STEPS": settings.steps, "DSPROF_DELAY": settings.delay, "DSPROF_DURATION": settings.duration}
     env["DSPROF_LIMIT"] = settings.limit
+    env["DSPROF_WITHOUT"] = settings.without
     env["DSPROF_SCRATCH"] = scratch.absolute(settings.scratch)
     env["DSPROF_NATIVE"] = settings.native
     env.pop("DSPROF_ENGINE", None)

@@ -33,9 +33,9 @@ Bool = npt.NDArray[np.bool_]
 
 FIELDS: Final = {
     "start_ns": "i8", "end_ns": "i8", "thread": "i8", "name": "i4", "kind": "u1", "state": "u1", "flags": "u1",
-    "family": "u1", "lane": "i4", "stage": "i4", "microbatch": "i4", "module": "i4", "purpose": "i4", "value": "f8",
-    "bytes": "i8", "corr": "i8", "dtype": "u1", "host_ns": "i8", "issue_ns": "i8", "seq": "i8", "group": "i4",
-    "root": "i4", "peer": "i4", "tag": "i4", "grad": "i1",
+    "family": "u1", "lane": "i4", "stage": "i4", "microbatch": "i4", "module": "i4", "purpose": "i4", "site": "i4",
+    "value": "f8", "bytes": "i8", "corr": "i8", "dtype": "u1", "host_ns": "i8", "issue_ns": "i8", "seq": "i8",
+    "group": "i4", "root": "i4", "peer": "i4", "tag": "i4", "grad": "i1",
 }  # fmt: skip
 """Of a decoded record. Beside those of `schema.COMMON_FIELDS` and `schema.FAMILY_FIELDS` there is `grad`: 1 where a
 forward had gradients on, 0 where not, -1 where it is not known, or no forward."""
@@ -44,7 +44,7 @@ ABSENT: Final = {
     "value": np.nan, "bytes": -1, "corr": -1, "stage": -1, "microbatch": -1, "host_ns": -1, "issue_ns": -1, "seq": -1,
     "root": -1, "peer": -1, "tag": -1, "grad": -1,
 }  # fmt: skip
-IDS: Final = ("name", "lane", "group", "module", "purpose")
+IDS: Final = ("name", "lane", "group", "module", "purpose", "site")
 """Fields that are ids of names."""
 
 

@@ -29,6 +29,7 @@ from ..timeline import timeline
 HERE: Final = Path(__file__).parent
 
 TIMELINE_RANKS: Final = 8
+DEVICE_RANKS: Final = 8
 MOST_MODULES: Final = 40
 """That are listed."""
 
@@ -138,6 +139,12 @@ def _figures(analysis: Analysis) -> dict[str, Any]:
     if uses:
         figures["memory"] = memory.over_steps(analysis.memory_steps, uses, highlight=_hungry(analysis))
         figures["memory-parts"] = memory.by_part(uses)
+    watched = sorted({int(fact["rank"]) for fact in analysis.run.facts if fact.get("fact") == "gpu"})
+    if watched:
+        named = [rank for finding in analysis.findings for rank in finding.where.ranks or ()]
+        told = tables.device_gauges(analysis.trace, tables.pick_ranks(watched, named, DEVICE_RANKS))
+        if len(told):
+            figures["devices"] = plots.devices(told, of_ranks=len(watched))
     step, why = _step_to_show(analysis)
     if step is not None:
         named = [rank for finding in analysis.findings for rank in finding.where.ranks or ()]

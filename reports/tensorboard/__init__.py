@@ -1,8 +1,8 @@
 """TensorBoard event files of an analysis: curves of the steps, and the verdict as text.
 
 Runs in the dashboard: `mean` and `max` over the ranks (tags `step_ms/...`, `budget_ms/...` and `memory_gib/...`),
-`rank<N>` where they are few (`by_rank_ms/...`, `by_rank_gib/...`), and `verdict` with the text and the kinds of time
-(`time_s/...`, one point each).
+`rank<N>` where they are few (`by_rank_ms/...`, `by_rank_gib/...`), `device<N>` what the device of rank N told
+(`device/...`), and `verdict` with the text and the kinds of time (`time_s/...`, one point each).
 A TensorBoard chart keeps 1,000 points a tag, chosen at random, so that a rare spike would vanish: above 1,000
 steps, neighbouring steps are joined, `max` and the ranks keep each window's maximum, and `p99` is added.
 """
@@ -27,6 +27,7 @@ from tensorboard.plugins.custom_scalar import metadata as custom_scalar
 from tensorboard.plugins.text import metadata as text_plugin
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from dsprof import gauges
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.text import clean
 from dsprof.atomic import write_atomically
@@ -50,7 +51,7 @@ def write(analysis: Analysis, folder: Path) -> None:
     """Write the event files under `folder`, in place of those of an earlier call."""
     remove(folder)
     start = _start_seconds(analysis)
-    for name, values in _curves(analysis).items():
+    for name, values in {**_curves(analysis), **_device_curves(analysis)}.items():
         events = [_layout_event(start)] if name == "mean" else []
         events += list(_scalar_events(values, start))
         _save(folder / name, events, start)
@@ -106,6 +107,26 @@ def _memory(analysis: Analysis) -> pd.DataFrame:
     known = [name for name in SAMPLED if table[name].notna().any()]
     by_step = table.groupby(["rank", "step"])[known].max() / GIB
     return by_step.rename(columns={name: f"memory_gib/{name}" for name in known}).reset_index()
+
+
+def _device_curves(analysis: Analysis) -> dict[str, pd.DataFrame]:
+    """The same of what devices tell about once a second, as means of a step, or of as many as there is room for."""
+    watched = sorted({int(fact["rank"]) for fact in analysis.run.facts if fact.get("fact") == "gpu"})
+    begin = int(analysis.steps["start_ns"].min()) if len(analysis.steps) else 0
+    curves = {}
+    for rank in tables.pick_ranks(watched, (), MAX_RANKS):
+        told = tables.device_gauges(analysis.trace, [rank])
+        told = told[told["step"] >= 0]
+        if told.empty or not begin:
+            continue
+        numbers = np.unique(told["step"].to_numpy(np.int64))
+        width = -(-len(numbers) // WINDOWS)
+        step = numbers[np.searchsorted(numbers, told["step"].to_numpy(np.int64)) // width * width]
+        tag = told["name"].str.replace(gauges.DEVICE, "device/", n=1, regex=False)
+        values = told["value"].groupby([step, tag]).mean().unstack()
+        seconds = (told["start_ns"] - begin).groupby(step).mean() / 1e9
+        curves[f"device{rank}"] = values.assign(seconds=seconds)
+    return curves
 
 
 def _scalar_events(values: pd.DataFrame, start: float) -> Iterator[Any]:

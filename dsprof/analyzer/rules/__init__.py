@@ -12,7 +12,22 @@ from typing import Final
 from ..context import Context
 from ..finding import Finding, Gain
 from ..whatif.work import Change
-from . import checkpoint, comm, data, evaluation, memory, memory_use, out_of_memory, pause, pipeline, rank, run, stall
+from . import (
+    checkpoint,
+    comm,
+    data,
+    device,
+    evaluation,
+    host_sync,
+    memory,
+    memory_use,
+    out_of_memory,
+    pause,
+    pipeline,
+    rank,
+    run,
+    stall,
+)
 from .base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged
 
 __all__ = ["FAULTS", "LEAST_SHARE", "PRICED_BY_REPLAY", "RULES", "NotConcerned", "NotJudged", "PartlyJudged"]
@@ -43,6 +58,8 @@ RULES: Final[dict[tuple[str, ...], Callable[[Context], list[Finding]]]] = {
     ("memory.oom-risk",): out_of_memory.oom_risk,
     ("memory.growth",): memory_use.growth,
     ("memory.headroom",): memory_use.headroom,
+    ("compute.host-sync",): host_sync.stops,
+    ("compute.throttle",): device.throttle,
 }
 """A rule or a fault that cannot be told from this capture raises NotJudged; one that is about something that the job
 does not have, NotConcerned; one that can tell some of its codes, PartlyJudged."""

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from dsprof import gauges
+
 from ..context import Context, interval, once
 from ..finding import LOW_PERCENT, Evidence, Finding, Gain, Where
 from ..load import SharedCores
@@ -233,6 +235,8 @@ def _stall(context: Context, found: Supply, gain: Gain, alone: Gain) -> Finding:
         Evidence("share of the step", round(100 * worst_ms / context.step_ms, 1), "%"),
         Evidence("DataLoader workers", found.now if found.loader else "unknown", "", found.workers if worth else None),
     ]
+    if found.now:
+        evidence += _workers_were(context)
     site = (found.loader or {}).get("site")
     if site:
         evidence.append(Evidence("the DataLoader was made in", at(site).strip(" ()"), ""))
@@ -254,6 +258,33 @@ def _stall(context: Context, found: Supply, gain: Gain, alone: Gain) -> Finding:
         title += f"; no core is free for {more}" if crowded else f"; {more} would hardly shorten it"
     where = Where(ranks=context.ranks_where(mean > 0.5 * worst_ms), op="DataLoader", steps=context.step_range)
     return Finding("data.stall", title, "info", where, tuple(evidence), gain, tuple(fixes))
+
+
+FEWEST_LOOKS: Final = 5
+"""At workers, before it is said what they do."""
+
+
+def _workers_were(context: Context) -> list[Evidence]:
+    """What DataLoader workers did when they were looked at while the judged steps went on: computed, or waited for a
+    disk, and in which function of the kernel."""
+    ordinary = context.ordinary
+    begin, end = ordinary["start_ns"].min(), (ordinary["start_ns"] + ordinary["dur_ns"]).max()
+    rows = context.rows[["kind", "name", "start_ns", "value"]]
+    looks = rows[(rows["kind"] == "gauge") & rows["start_ns"].between(begin, end)]
+    counted = looks.groupby(looks["name"].astype(str))["value"].agg(["sum", "size"])
+    if gauges.WORKERS not in counted.index or counted["size"][gauges.WORKERS] < FEWEST_LOOKS:
+        return []
+
+    def share(gauge: str) -> float:
+        seen = float(counted["sum"].get(gauge, 0.0))
+        return round(100 * seen / max(float(counted["sum"][gauges.WORKERS]), 1.0), 1)
+
+    found = [Evidence("of the workers, computing when looked at", share(gauges.WORKERS_BUSY), "%")]
+    if share(gauges.WORKERS_ON_DISK):
+        places = counted["sum"][counted.index.str.startswith(gauges.WORKERS_IN)]
+        most = f", most in {str(places.idxmax()).removeprefix(gauges.WORKERS_IN)}" if len(places) else ""
+        found.append(Evidence(f"of the workers, waiting for a disk{most}", share(gauges.WORKERS_ON_DISK), "%"))
+    return found
 
 
 # --- what no fault of ordinary steps tells -------------------------------------------------------

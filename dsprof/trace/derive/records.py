@@ -82,6 +82,7 @@ def _rows(capture: Capture) -> pd.DataFrame:
             "dtype": np.array([None, *DTYPES[1:]], dtype=object)[records["dtype"]],
             "value": records["value"],
             "corr": column("corr"),
+            "site": names[records["site"]],
             "grad": pd.Series(pd.array(records["grad"] > 0, "boolean")).where(forward & (records["grad"] >= 0)),
             "source": "measured",
             "ended": records["state"] == State.DONE,

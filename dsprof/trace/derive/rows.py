@@ -14,8 +14,8 @@ GIVEN: Final = {
     "kind": "object", "name": "object", "lane": "object", "thread": "int64", "start_ns": "int64", "dur_ns": "Int64",
     "issue_ns": "Int64", "host_ns": "Int64", "group": "object", "engine": "bool", "device": "bool", "stage": "Int64",
     "microbatch": "Int64", "module": "object", "purpose": "object", "seq": "Int64", "peer": "Int64", "tag": "Int64",
-    "root": "Int64", "bytes": "Int64", "dtype": "object", "value": "float64", "corr": "Int64", "grad": "boolean",
-    "source": "object", "ended": "bool",
+    "root": "Int64", "bytes": "Int64", "dtype": "object", "value": "float64", "corr": "Int64", "site": "object",
+    "grad": "boolean", "source": "object", "ended": "bool",
 }  # fmt: skip
 """Columns of the rows of one process that derivation starts from, before the order, steps and nesting of the table.
 

@@ -1,0 +1,91 @@
+"""Where a thread of the host stands still until a device has done what it was given, and at which line of the script:
+`.item()`, `.tolist()`, `.cpu()`, `if tensor:`, `x[mask]`, copies from memory that is not pinned, and `synchronize` of
+the device, of a stream or of an event.
+
+Operators are seen by the native helper (`native/syncs.hpp`); a kernel in Python in front of every copy would cost more
+than it tells, so without the helper they are not. Functions that wait without an operator are wrapped here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dsprof.schema import HOST_SYNC, Kind
+
+from . import dynamo
+from .collector import OpenCapture
+from .native import NativeRecorder
+from .record import Recorder
+from .sites import LIBRARY, Sites, passed_over
+from .uninstall import Uninstall, replace_attribute
+from .wrap import stands_for
+
+
+def install(capture: OpenCapture) -> list[Uninstall]:
+    """Watch after the first step, if the job uses a device: on the CPU there is nothing to wait for."""
+    uninstalls: list[Uninstall] = []
+
+    def begin() -> None:
+        import torch
+
+        capture.after_step.remove(begin)
+        if torch.cuda.is_initialized():
+            uninstalls.extend(watch(capture.recorder))
+            operators = isinstance(capture.recorder, NativeRecorder)
+            capture.write_fact({"fact": "host_sync", "operators": operators})
+
+    def uninstall() -> None:
+        while uninstalls:
+            uninstalls.pop()()
+
+    capture.after_step.append(begin)
+    return [uninstall]
+
+
+def watch(recorder: Recorder) -> list[Uninstall]:
+    """Record from now on what the host waits for a device in."""
+    sites = Sites(recorder)
+    found = [_watch_call(place, name, call, recorder, sites) for place, name, call in _calls()]
+    if isinstance(recorder, NativeRecorder):
+        recorder.install_syncs(passed_over(), LIBRARY)
+        found.append(recorder.uninstall_syncs)
+    return found
+
+
+def _calls() -> list[tuple[Any, str, str]]:
+    """What waits without an operator: where it is, its name there, and what a row calls it. Of a torch that was built
+    without CUDA, nothing."""
+    import torch
+
+    places = (
+        (torch._C, "_cuda_synchronize", "torch.cuda.synchronize"),  # under whichever name the script has it
+        (torch.cuda.Stream, "synchronize", "Stream.synchronize"),
+        (torch.cuda.Event, "synchronize", "Event.synchronize"),
+    )
+    return [found for found in places if callable(getattr(found[0], found[1], None))]
+
+
+def _watch_call(place: Any, name: str, call: str, recorder: Recorder, sites: Sites) -> Uninstall:
+    original: Callable[..., Any] = getattr(place, name)
+    row, purpose = recorder.intern(HOST_SYNC), recorder.intern(call)
+    span, end, here = recorder.span, recorder.span_end, sites.here
+
+    @stands_for(original)
+    def synchronize(*args: Any, **kwargs: Any) -> Any:
+        if dynamo.compiling():
+            return original(*args, **kwargs)
+        began = time.monotonic_ns()
+        try:
+            handle = span(Kind.MARK, row, began, 0, 0, None, -1, 0, 0, -1, -1, 0, purpose, -1, here())
+        except Exception as error:
+            recorder.count_error("a wait for the device", error)
+            handle = 0
+        try:
+            return original(*args, **kwargs)
+        finally:
+            end(handle, began, time.monotonic_ns(), -1)
+
+    dynamo.skip_frame(synchronize)
+    return replace_attribute(place, name, synchronize)

@@ -1,0 +1,158 @@
+"""The host waits for the device: `.item()`, printing, copies and `synchronize` keep it from giving the device more.
+
+That it stands is no loss by itself: a host that has nothing to do but to wait is ahead of its device. Lost is what the
+device then stands, from when it has done all that it was given until the next kernel. Where kernels were not recorded
+that is not known.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dsprof.schema import HOST_SYNC
+
+from ..context import Context, once
+from ..finding import Evidence, Finding, Fix, Gain, Where
+from ..intervals import Intervals
+from ..lanes import MAIN, STREAM
+from ..text import ms, number
+from .base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged, at, code_fix, need_steps
+
+Float = npt.NDArray[np.float64]
+
+CODE: Final = "compute.host-sync"
+SHOWN: Final = 5
+"""Lines that are listed."""
+MENDED: Final = 3
+"""Lines for which there is a fix."""
+COLUMNS: Final = ("step", "kind", "name", "lane", "start_ns", "dur_ns", "purpose", "site")
+UNKNOWN: Final = "an unknown line"
+
+REMEDIES: Final = {
+    "item": "read it every so many steps, or once at the end: keep it on the device until then (detach())",
+    "nonzero": "a mask whose size the host must know: torch.where, or a size that is fixed",
+    "copy to host": "copy into pinned memory with non_blocking=True, and read it a step later",
+    "copy to device": "pin_memory=True in the DataLoader, and .to(device, non_blocking=True)",
+}
+"""`purpose` of a row -> what to do instead; of what waits by its own name, to leave it out."""
+
+
+def stops(context: Context) -> list[Finding]:
+    """Where the training thread waits for the device, and what the device stood idle after it, at most."""
+    need_steps(context)
+    if not context.on_gpu:
+        raise NotConcerned
+    watched = context.facts.get("host_sync", [])
+    if not watched:
+        raise NotJudged("what the host waits for the device in was not captured")
+    operators = all(fact.get("operators") for fact in watched)
+    found = _stops(context)
+    by_rank = found.groupby("rank")["ms"].sum().reindex(context.ranks, fill_value=0.0) / len(context.step_numbers)
+    findings = []
+    if len(found) and float(by_rank.max()) >= LEAST_SHARE * context.step_ms:
+        findings.append(_finding(context, found, by_rank))
+    if not operators:
+        reason = "without the native helper only synchronize is seen, not .item() and copies"
+        raise PartlyJudged(findings, (CODE,), reason)
+    if findings and found["idle_ms"].isna().all():
+        reason = (
+            f"the host waits {ms(float(by_rank.max()))} of each step for the device, and kernels were not recorded: "
+            "whether the device then stands idle is not known"
+        )
+        raise PartlyJudged(findings, (CODE,), reason)
+    return findings
+
+
+@once
+def _stops(context: Context) -> pd.DataFrame:
+    """Waits for the device on training threads in ordinary steps: rank, step, call, site, ms; idle_ms, for how long the
+    device stood idle after it, NaN where that was not recorded."""
+    tables = []
+    for rank in context.ranks:
+        rows = context.trace.read(rank, COLUMNS)
+        chosen = (rows["kind"] == "mark") & (rows["name"] == HOST_SYNC) & (rows["lane"] == MAIN)
+        mine = rows[chosen & rows["purpose"].notna() & rows["dur_ns"].notna() & rows["step"].isin(context.step_numbers)]
+        end = (mine["start_ns"] + mine["dur_ns"]).to_numpy(np.int64)
+        tables.append(
+            pd.DataFrame({
+                "rank": rank,
+                "step": mine["step"].to_numpy(np.int64),
+                "call": mine["purpose"].astype(str).to_numpy(object),
+                "site": mine["site"].astype(object).where(mine["site"].notna(), UNKNOWN).to_numpy(object),
+                "ms": mine["dur_ns"].to_numpy(np.float64) / 1e6,
+                "idle_ms": _idle_after(rows, end),
+            })
+        )  # fmt: skip
+    return pd.concat(tables, ignore_index=True)
+
+
+def _idle_after(rows: pd.DataFrame, moments: npt.NDArray[np.int64]) -> Float:
+    """For how long the device had nothing to do around each of these moments, when a wait for it was over, ms: from the
+    end of its last kernel to the next. Of waits that end in one such time, the first has it. NaN without kernels."""
+    kernels = rows[(rows["kind"] == "kernel") & rows["dur_ns"].notna()]
+    kernels = kernels[kernels["lane"].astype(str).str.startswith(STREAM)]
+    if kernels.empty:
+        return np.full(len(moments), np.nan)
+    start = kernels["start_ns"].to_numpy(np.int64)
+    busy = Intervals.union(start, start + kernels["dur_ns"].to_numpy(np.int64))
+    if not len(busy.start):
+        return np.full(len(moments), np.nan)
+    following = np.searchsorted(busy.start, moments, "right")
+    between = (following > 0) & (following < len(busy.start))
+    idle = np.zeros(len(moments))
+    before, after = busy.end[following[between] - 1], busy.start[following[between]]
+    drained = moments[between] >= before  # else it had other work
+    _, first = np.unique(following[between], return_index=True)
+    taken = np.zeros(int(between.sum()), bool)
+    taken[first] = True
+    idle[between] = np.where(drained & taken, after - before, 0) / 1e6
+    return idle
+
+
+def _finding(context: Context, found: pd.DataFrame, by_rank: pd.Series[float]) -> Finding:
+    steps = len(context.step_numbers)
+    a_rank = steps * len(context.ranks)
+    lines = found.groupby(["site", "call"])[["ms", "idle_ms"]].agg({"ms": ["sum", "size"], "idle_ms": "sum"})
+    lines.columns = pd.Index(["ms", "times", "idle_ms"])
+    known = bool(found["idle_ms"].notna().any())
+    lines = lines.sort_values("idle_ms" if known else "ms", ascending=False, kind="stable")
+    listed = [(str(site), str(call), line) for (site, call), line in lines.head(SHOWN).iterrows()]
+    site, call, _ = listed[0]
+    idle_ms = found.groupby("rank")["idle_ms"].sum() / steps
+    times = len(found) / a_rank
+    evidence = [
+        Evidence("waiting for the device a step, the rank that does most", round(float(by_rank.max()), 3), "ms"),
+        Evidence("such waits a step", round(times, 2), "count"),
+    ]
+    if known:
+        evidence.append(Evidence("device idle after them a step, at most", round(float(idle_ms.max()), 3), "ms", 0.0))
+    for place, what, line in listed:
+        said = f"{what} at {_short(place)}, {number(line['times'] / a_rank)} a step"
+        evidence.append(Evidence(said, round(float(line["ms"]) / a_rank, 3), "ms"))
+    title = (
+        f"the host waits for the device {number(times)} times a step, {ms(float(by_rank.max()))} in all, "
+        f"most of it in {call} at {_short(site)}"
+    )
+    if known:
+        title += f"; the device then stands idle for {ms(float(idle_ms.max()))} at most"
+    # What is waited for may be needed, so that nothing is gained; more than the idle time cannot be.
+    most = float(idle_ms.max()) if known else 0.0
+    gain = Gain(most, 100 * most / context.step_ms, 0.0, most, method="upper bound")
+    ranks = context.ranks_where(by_rank.to_numpy(np.float64) > 0.5 * float(by_rank.max()))
+    where = Where(ranks=ranks, op=call, steps=context.step_range)
+    fixes = tuple(_fix(site, call) for site, call, _ in listed[:MENDED])
+    return Finding(CODE, title, "info", where, tuple(evidence), gain, fixes)
+
+
+def _fix(site: str, call: str) -> Fix:
+    remedy = REMEDIES.get(call, f"leave {call}() out of the loop; it is for measuring")
+    return code_fix(f"{call} at {_short(site)}: {remedy}", "", "", None if site == UNKNOWN else site)
+
+
+def _short(site: str) -> str:
+    """`train.py:12`."""
+    return UNKNOWN if site == UNKNOWN else at(site).strip(" ()")

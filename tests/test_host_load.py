@@ -1,0 +1,190 @@
+"""What the host is busy with: readings of psutil and of /proc, and the thread that takes them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from captures import read_rows
+
+from dsprof import gauges
+from dsprof.collectors import host_load
+from dsprof.collectors.collector import OpenCapture
+from dsprof.collectors.python_recorder import PyRecorder
+from dsprof.schema import Kind
+
+
+class FakeProcess:
+    def memory_info(self) -> Any:
+        return SimpleNamespace(rss=3 << 30)
+
+    def num_ctx_switches(self) -> Any:
+        return SimpleNamespace(voluntary=7, involuntary=11)
+
+    def io_counters(self) -> Any:
+        return SimpleNamespace(read_bytes=1000, write_bytes=2000)
+
+
+class FakePsutil:
+    Error = psutil.Error
+    Process = FakeProcess
+
+    def cpu_times_percent(self) -> Any:
+        return SimpleNamespace(user=60.0, system=10.0, idle=20.0, iowait=5.0, steal=5.0)
+
+    def virtual_memory(self) -> Any:
+        return SimpleNamespace(available=64 << 30)
+
+    def disk_io_counters(self) -> Any:
+        return SimpleNamespace(read_bytes=10_000, write_bytes=20_000)
+
+    def net_io_counters(self, pernic: bool) -> Any:
+        assert pernic
+        card = SimpleNamespace(bytes_sent=100, bytes_recv=1000)
+        return {"lo": SimpleNamespace(bytes_sent=9999, bytes_recv=9999), "eth0": card, "ib0": card}
+
+
+OF_PROCESS = {
+    "process.resident_bytes": 3.0 * 2**30, "process.involuntary_switches": 11.0, "process.read_bytes": 1000.0,
+    "process.written_bytes": 2000.0,
+}  # fmt: skip
+OF_MACHINE = {
+    "host.cpu_percent": 75.0, "host.cpu_steal_percent": 5.0, "host.memory_available_bytes": 64.0 * 2**30,
+    "host.disk_read_bytes": 10_000.0, "host.disk_written_bytes": 20_000.0, "host.network_sent_bytes": 200.0,
+    "host.network_received_bytes": 2000.0,
+}  # fmt: skip
+
+
+def capture(folder: Path) -> OpenCapture:
+    (folder / "capture").mkdir()
+    recorder = PyRecorder(folder / "capture")
+    return OpenCapture(recorder, folder, "light", lambda: True, lambda: None, lambda fact: None)
+
+
+def told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Any, *, first: bool, looks: int = 1
+) -> list[dict[str, float | None]]:
+    """What each of so many looks writes."""
+    monkeypatch.setattr(host_load, "import_beside", lambda name: {"psutil": fake}[name])
+    monkeypatch.setattr("multiprocessing.process._children", set())
+    opened = capture(tmp_path)
+    seen = host_load.looks(opened, first, lambda: False)
+    found = []
+    next(seen)  # nothing yet: shares are since the one before
+    for _ in range(looks):
+        before = len(read_rows(tmp_path / "capture"))
+        next(seen)
+        rows = read_rows(tmp_path / "capture")[before:]
+        assert {row.kind for row in rows} <= {Kind.GAUGE}
+        found.append({row.name: row.value for row in rows})
+    seen.close()
+    opened.recorder.close()
+    return found
+
+
+def test_the_first_rank_of_a_machine_tells_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told(tmp_path, monkeypatch, FakePsutil(), first=True) == [{**OF_PROCESS, **OF_MACHINE}]
+
+
+def test_other_ranks_tell_of_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told(tmp_path, monkeypatch, FakePsutil(), first=False) == [OF_PROCESS]
+
+
+@pytest.mark.parametrize(
+    "error", [psutil.AccessDenied(1), PermissionError("no"), NotImplementedError(), AttributeError()]
+)
+def test_what_is_not_told_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    asked: list[int] = []
+
+    class Refuses(FakeProcess):
+        def io_counters(self) -> Any:
+            asked.append(1)
+            raise error
+
+    fake = FakePsutil()
+    fake.Process = Refuses  # type: ignore[misc]
+    fake.disk_io_counters = lambda: None  # type: ignore[method-assign]
+    refused = ("read_bytes", "written_bytes")
+    less = {name: value for name, value in {**OF_PROCESS, **OF_MACHINE}.items() if not name.endswith(refused)}
+    assert told(tmp_path, monkeypatch, fake, first=True, looks=2) == [less, less]
+    assert asked == [1]
+
+
+def test_psutil_itself_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = told(tmp_path, monkeypatch, psutil, first=True)
+    assert found[gauges.RESIDENT] is not None
+    assert found[gauges.RESIDENT] > 1 << 20
+    assert 0 <= (found[gauges.CPU_BUSY] or 0) <= 100
+    assert {gauges.SWITCHED_OUT, gauges.MEMORY_AVAILABLE, gauges.NETWORK_SENT} <= set(found)
+
+
+# --- workers --------------------------------------------------------------------------------------
+
+
+def proc(folder: Path, **states: tuple[str, str]) -> str:
+    """A /proc with these processes: state, and the function of the kernel."""
+    for pid, (state, function) in states.items():
+        (folder / pid[1:]).mkdir()
+        (folder / pid[1:] / "stat").write_text(f"{pid[1:]} (a (pt) D) {state} 1 2 3")
+        (folder / pid[1:] / "wchan").write_text(function)
+    return str(folder)
+
+
+def test_where_workers_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = proc(
+        tmp_path, p11=("R", "0"), p12=("D", "folio_wait_bit"), p13=("D", "folio_wait_bit"), p14=("D", "0"),
+        p15=("S", "pipe_read"), p16=("Z", "0"), p17=("D", "nfs_wait"),
+    )  # fmt: skip
+    processes = [type("Child", (), {"pid": pid})() for pid in (11, 12, 13, 14, 15, 16, 17, 99, None)]
+    monkeypatch.setattr("multiprocessing.process._children", set(processes))
+    assert dict(host_load.read_workers(folder)) == {
+        "workers.alive": 6, "workers.busy": 1, "workers.on_disk": 4, "workers.in.folio_wait_bit": 2,
+        "workers.in.nfs_wait": 1,
+    }  # fmt: skip
+    monkeypatch.setattr("multiprocessing.process._children", set(processes[-2:]))
+    assert dict(host_load.read_workers(folder)) == {}
+
+
+def test_workers_of_this_process() -> None:
+    fork = multiprocessing.get_context("fork")
+    sleeper = fork.Process(target=time.sleep, args=(60,), daemon=True)
+    sleeper.start()
+    try:
+        found = dict(host_load.read_workers("/proc"))
+        assert found["workers.alive"] >= 1
+        assert found["workers.busy"] + found["workers.on_disk"] <= found["workers.alive"]
+    finally:
+        sleeper.kill()
+        sleeper.join()
+
+
+# --- the thread -----------------------------------------------------------------------------------
+
+
+def test_it_is_imported_and_asked_on_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[tuple[str, str]] = []
+    asked = threading.Event()
+
+    class Tells(FakePsutil):
+        def cpu_times_percent(self) -> Any:
+            asked.set()
+            return super().cpu_times_percent()
+
+    def import_beside(name: str) -> Any:
+        imported.append((name, threading.current_thread().name))
+        return Tells()
+
+    monkeypatch.setattr(host_load, "import_beside", import_beside)
+    monkeypatch.setattr(host_load.identity, "identify", lambda: SimpleNamespace(local_rank=0))
+    opened = capture(tmp_path)
+    (stop,) = host_load.install(opened)
+    assert asked.wait(60)
+    stop()
+    assert imported == [("psutil", "dsprof-host-load")]
+    opened.recorder.close()
