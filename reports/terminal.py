@@ -16,7 +16,7 @@ from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
 from dsprof.analyzer.memory import DeviceMemory
 
-from . import efficiency, palette, wording
+from . import device, efficiency, palette, wording
 
 DEFAULT_WIDTH = 100
 MAX_WIDTH = 110
@@ -71,7 +71,8 @@ def _verdict(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
     _run_line(console, glyphs, analysis)
     if analysis.step_ms is not None:
         _step_tree(console, glyphs, analysis)
-    _efficiency(console, analysis)
+    _lines(console, efficiency.lines(analysis))
+    _lines(console, device.lines(analysis))
     for held in analysis.memory[:SHOWN_DEVICES]:
         _memory(console, glyphs, held, analysis.run.cwd)
     if len(analysis.memory) > SHOWN_DEVICES:
@@ -186,8 +187,7 @@ def _step_tree(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
     console.print(grid)
 
 
-def _efficiency(console: Console, analysis: Analysis) -> None:
-    lines = efficiency.lines(analysis)
+def _lines(console: Console, lines: list[tuple[str, str]]) -> None:
     if not lines:
         return
     grid = _labelled()

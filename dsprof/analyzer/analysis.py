@@ -11,6 +11,7 @@ import pandas as pd
 from dsprof.run import RunInfo
 from dsprof.trace import Trace
 
+from .device import Devices
 from .efficiency import Efficiency
 from .finding import Finding
 from .layers import LayerCost
@@ -85,6 +86,7 @@ class Analysis:
     modules:     what each module takes (`modules.COLUMNS`); empty unless every module was timed.
     efficiency:  operations, MFU, samples and tokens a second; None below level full, or without a step.
     memory:      what the devices' allocators held in the end, of the ranks of which that is known.
+    device:      what the devices' streams did; None where their kernels were not traced.
     findings:    worst first.
     passed:      codes of the rules that ran and found nothing above `info`.
     not_judged:  code -> why a rule could not be judged on this capture.
@@ -118,6 +120,7 @@ class Analysis:
     memory: tuple[DeviceMemory, ...] = ()
     modules: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(MODULE_COLUMNS)))
     efficiency: Efficiency | None = None
+    device: Devices | None = None
 
     @property
     def rows(self) -> pd.DataFrame:
@@ -152,6 +155,7 @@ class Analysis:
             "notes": list(self.notes),
             "memory": [asdict(held) for held in self.memory],
             **({"efficiency": self.efficiency.to_dict()} if self.efficiency is not None else {}),
+            **({"device": self.device.to_dict()} if self.device is not None else {}),
             **({"modules": self.modules.to_dict("records")} if len(self.modules) else {}),
             "capture": {
                 "overhead_percent": self.capture.overhead_percent,

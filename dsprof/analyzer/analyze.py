@@ -16,6 +16,7 @@ from .analysis import Analysis, CaptureQuality, Verdict
 from .budget import step_budget
 from .build import build_graph
 from .context import Context
+from .device import compare_devices
 from .efficiency import judge_efficiency
 from .irregular import find_irregular, mark_ordinary
 from .judge import judge
@@ -68,6 +69,8 @@ def analyze(trace: Trace) -> Analysis:
     # The step graph; what every rule says of it.
     graph = build_graph(times, {rank: summary.program for rank, summary in ranks.items()}, collectives, steps, run)
     checked = check(graph, aligned.clock_error_us / 1e3) if graph is not None else None
+    traced = {rank: summary.device for rank, summary in ranks.items() if summary.device is not None}
+    devices = compare_devices(traced, collectives, run)
     facts, gauges, waits = _facts_by_kind(run), Gauges(rows, steps), waits_table(times, collectives, steps)
     context = Context(
         run=run,
@@ -84,6 +87,7 @@ def analyze(trace: Trace) -> Analysis:
         irregular=irregular,
         topology=topology,
         clock_error_ms=aligned.clock_error_us / 1e3,
+        device=devices,
     )
     findings, passed, not_judged, noise_ms = judge(context, checked)
 
@@ -123,6 +127,7 @@ def analyze(trace: Trace) -> Analysis:
             topology,
         ),
         memory=summarize_memory(trace.memory),
+        device=devices,
         findings=tuple(findings),
         passed=tuple(passed),
         not_judged=not_judged,

@@ -12,13 +12,18 @@ from typing import Final
 from ..context import Context
 from ..finding import Finding, Gain
 from ..whatif.work import Change
-from . import checkpoint, comm, data, evaluation, memory, pause, pipeline, rank, run, stall
+from . import checkpoint, comm, data, device, evaluation, memory, pause, pipeline, rank, run, stall
 from .base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged
 
-__all__ = ["FAULTS", "LEAST_SHARE", "PRICED_BY_REPLAY", "RULES", "NotConcerned", "NotJudged", "PartlyJudged"]
+__all__ = [
+    "FAULTS", "LEAST_SHARE", "ON_DEVICES", "PRICED_BY_REPLAY", "RULES", "NotConcerned", "NotJudged", "PartlyJudged",
+]  # fmt: skip
 
 PRICED_BY_REPLAY: Final = frozenset({"comm.small-messages", "comm.exposed", "pipeline.bubble"})
 """Of RULES: they say nothing where the replay does not give the measured steps."""
+
+ON_DEVICES: Final = frozenset({"rank.straggler"})
+"""Of RULES: they judge by themselves, where kernels were traced, what the faults of that code cannot."""
 
 Describe = Callable[[Context, Change, Gain, Gain], Finding]
 """(context, change, its share of the lost time, the gain of mending it alone) -> finding."""
@@ -41,6 +46,9 @@ RULES: Final[dict[tuple[str, ...], Callable[[Context], list[Finding]]]] = {
     ("pause.stop",): pause.stops,
     ("memory.fragmentation",): memory.fragmentation,
     ("memory.oom-risk",): memory.oom_risk,
+    ("compute.launch-bound",): device.launch_bound,
+    ("rank.straggler",): device.late_rank,
+    (): device.exposed,
 }
 """A rule or a fault that cannot be told from this capture raises NotJudged; one that is about something that the job
 does not have, NotConcerned; one that can tell some of its codes, PartlyJudged."""

@@ -1,0 +1,166 @@
+"""What the devices' own kernels show, where they were traced: measured in the traced steps, without a replay.
+
+So a finding here says what something costs, not what a change gains: its interval runs from the least to the most that
+it costs any rank that it concerns.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..context import Context, interval
+from ..device import Devices
+from ..finding import MEASURED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
+from ..irregular import FEWEST_JUDGED
+from ..text import count, ms, percent
+from .base import NotConcerned, NotJudged
+
+Float = npt.NDArray[np.float64]
+
+MOST_CLOCK_ERROR: Final = 0.2
+"""Of what is waited."""
+LEAST_LATE: Final = 0.5
+"""Of the collectives that make others wait, those to which a straggler is the last to come."""
+
+
+def launch_bound(context: Context) -> list[Finding]:
+    """The device does nothing, and what it does next has not been launched."""
+    devices = _need(context)
+    if all(one.delay_us is None for one in devices.ranks.values()):
+        raise NotJudged("the trace does not tell when kernels were launched")
+    host, steps = _by_step(context, devices, "host_ms")
+    if not host.size:
+        raise NotJudged("no step is there on all traced ranks")
+    gain = _cost(context, host)
+    worst = int(host.mean(axis=1).argmax())
+    rank = list(devices.ranks)[worst]
+    idle = sum(one.idle_ns for one in devices.ranks.values()) / sum(
+        one.kernel_time_ns for one in devices.ranks.values()
+    )
+    delays = [one.delay_us for one in devices.ranks.values() if one.delay_us is not None]
+    evidence = (
+        Evidence("the device does nothing", round(100 * idle, 1), "%"),
+        Evidence("of it, the next kernel was not launched yet, a step", round(gain.ms, 3), "ms"),
+        Evidence(f"most on rank {rank}", round(float(host[worst].mean()), 3), "ms"),
+        Evidence("from a launch to its kernel, median", round(float(np.median(delays)), 1), "us"),
+    )
+    title = (
+        f"the device waits for its host between kernels for {percent(gain.percent)} of the step"
+        f"{_in_steps(len(steps))}: launches come too slowly to keep it busy"
+    )
+    fixes = (
+        Fix("code", "torch.compile(model), or mode='reduce-overhead' for CUDA graphs: fewer launches a step"),
+        Fix("code", "a larger micro-batch: the same launches for more work"),
+        Fix("code", "a fused optimizer (fused=True, or foreach=True): one launch for many parameters"),
+    )
+    where = Where(steps=(int(steps[0]), int(steps[-1])))
+    return [Finding("compute.launch-bound", title, "info", where, evidence, gain, fixes)]
+
+
+def late_rank(context: Context) -> list[Finding]:
+    """The rank that the others' devices wait for in collectives."""
+    if context.device is None:
+        return []
+    devices = context.device
+    if len(devices.ranks) < 2:
+        raise NotJudged("the device of only one rank was traced")
+    if not devices.matched:
+        raise NotJudged("no collective was matched on several ranks")
+    waits = devices.waits[devices.waits["step"].isin(context.step_numbers.tolist())]
+    late = devices.late()
+    if waits.empty or not float(late["peer_ms"].iloc[0]) > 0:
+        return []
+    waited = float(waits["peer_ms"].sum()) / len(waits)
+    if context.clock_error_ms > MOST_CLOCK_ERROR * waited:
+        raise NotJudged(f"the clocks of the ranks may be {ms(context.clock_error_ms)} apart, and waits are as short")
+    rank = int(late["rank"].iloc[0])
+    steps = context.step_numbers
+    others = [one for one in devices.ranks if one != rank]
+    saved = np.zeros((len(others), len(steps)))
+    mine = waits[(waits["late_rank"] == rank) & waits["rank"].isin(others)]
+    at = np.searchsorted(others, mine["rank"]), np.searchsorted(steps, mine["step"])
+    np.add.at(saved, at, mine["saved_ms"].to_numpy(np.float64))
+    gain = _cost(context, saved)
+    collectives = waits.drop_duplicates("row")
+    times, every = int((collectives["late_rank"] == rank).sum()), len(collectives)
+    by_op = collectives.assign(ms=waits.groupby("row")["peer_ms"].mean().reindex(collectives["row"]).to_numpy())
+    worst = by_op[by_op["late_rank"] == rank].sort_values("ms").iloc[-1]
+    name = str(context.collectives["name"].iloc[int(worst["row"])])
+    evidence = (
+        Evidence(f"rank {rank} comes last", f"{times} of {every}", "matched collectives"),
+        Evidence("the others stand still for it, mean a step", round(float(saved.mean()), 3), "ms"),
+        Evidence(f"most for one {name}, mean over ranks", round(float(worst["ms"]), 3), "ms"),
+    )
+    often = times > LEAST_LATE * every
+    title = (
+        f"rank {rank} comes late to {'most' if often else 'some'} collectives ({times} of {every}), and the devices of "
+        f"the others stand still for it{_in_steps(len(steps))}"
+    )
+    where = Where(ranks=(rank,), steps=(int(steps[0]), int(steps[-1])))
+    fix = Fix("code", f"look at what rank {rank} does before it, beside another rank's timeline")
+    return [Finding("rank.straggler", title, "info", where, evidence, gain, (fix,))]
+
+
+def exposed(context: Context) -> list[Finding]:
+    """Transfers during which nothing is computed. What of them could be hidden is not judged."""
+    if context.device is None or not context.device.matched:
+        return []
+    devices = context.device
+    steps = context.step_numbers
+    waits = devices.waits[devices.waits["step"].isin(steps.tolist())]
+    if waits.empty:
+        return []
+    spent = np.zeros((len(devices.ranks), len(steps)))
+    at = np.searchsorted(list(devices.ranks), waits["rank"]), np.searchsorted(steps, waits["step"])
+    np.add.at(spent, at, waits["transfer_ms"].to_numpy(np.float64))
+    mean = float(spent.mean())
+    share = 100 * mean / context.step_ms if context.step_ms else 0.0
+    gain = Gain(mean, share, 0.0, float(spent.max(axis=0).mean()), method=MEASURED_ON_DEVICE)
+    evidence = tuple(
+        Evidence(f"{one.name} of {one.bytes:,} bytes on {one.ranks} ranks, bus bandwidth", round(one.busbw_gbps, 2),
+                 "GB/s or more" if one.at_least else "GB/s")
+        for one in devices.bandwidths[:4]
+    )  # fmt: skip
+    title = (
+        f"transfers take {ms(mean)} of the step ({percent(share)}) during which the device computes nothing"
+        f"{_in_steps(len(steps))}; how much of it could be hidden is not judged"
+    )
+    where = Where(steps=(int(steps[0]), int(steps[-1])))
+    return [Finding("comm.exposed", title, "info", where, evidence, gain)]
+
+
+def _need(context: Context) -> Devices:
+    if context.device is None:
+        raise NotConcerned
+    return context.device
+
+
+def _by_step(context: Context, devices: Devices, column: str) -> tuple[Float, npt.NDArray[np.int64]]:
+    """[R, S] over the ordinary steps."""
+    steps = context.step_numbers
+    tables = [one.steps.set_index("step")[column].reindex(steps) for one in devices.ranks.values()]
+    wide: Float = np.stack([table.to_numpy(np.float64) for table in tables])
+    known = ~np.isnan(wide).any(axis=0)
+    return wide[:, known], steps[known]
+
+
+def _cost(context: Context, spent: Float) -> Gain:
+    """Of `spent`, [R, S] ms: its mean, and an interval from the rank (and, of few, the step) with least to that with
+    most."""
+    mean = float(spent.mean())
+    low, high = float(spent.min(axis=0).mean()), float(spent.max(axis=0).mean())
+    if spent.shape[1] >= FEWEST_JUDGED:
+        ends = interval(spent.mean(axis=0))
+        low, high = min(low, ends[0]), max(high, ends[1])
+    else:
+        of_step = spent.mean(axis=0)
+        low, high = min(low, float(of_step.min())), max(high, float(of_step.max()))
+    percent_of_step = 100 * mean / context.step_ms if context.step_ms else 0.0
+    return Gain(mean, percent_of_step, max(low, 0.0), high, method=MEASURED_ON_DEVICE)
+
+
+def _in_steps(steps: int) -> str:
+    return f", in the {count(steps, 'step')} traced" if steps < FEWEST_JUDGED else ""
