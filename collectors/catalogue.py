@@ -8,6 +8,7 @@ from . import (
     checkpoints,
     collectives,
     compilation,
+    deep,
     devices,
     engine_events,
     flops,
@@ -39,5 +40,7 @@ COLLECTORS: Final[dict[str, Collector]] = {
     "flops": flops.install,
     "devices": devices.install,
     "process-groups": process_groups.install,
+    # Last, so that of the steps that it profiles nothing else is disturbed by its beginning.
+    "deep": deep.install,
 }
 """By the names that `DSPROF_WITHOUT` knows them by."""

@@ -328,6 +328,21 @@ def parse_steps(text: str) -> tuple[int, int | None]:
     return int(match[1] or 0), int(match[2]) if match[2] else None
 
 
+MOST_DEEP: Final = 50
+"""Steps that `--deep` profiles: a step is a megabyte or more of trace."""
+DEEP_FILE: Final = "deep.pt.trace.json"
+"""In a capture: what torch.profiler saw of the steps of `--deep`. A fact `deep` says from when to when (`start_ns`,
+`end_ns`, monotonic), with what beginning and ending took."""
+
+
+def parse_deep(text: str) -> tuple[int, int]:
+    """The few steps that `20:23` names: 20, 21 and 22. Raises ValueError."""
+    first, last = parse_steps(text)
+    if last is None or last - first > MOST_DEEP or not text.strip():
+        raise ValueError(f"{text!r} is no range of at most {MOST_DEEP} steps; write a few, such as 20:23")
+    return first, last
+
+
 SIZES: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SMALLEST_LIMIT: Final = 4 << 20
 LARGEST_LIMIT: Final = 1 << 40

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .run import DEFAULT_PARENT
-from .schema import parse_ranks, parse_size, parse_steps
+from .schema import parse_deep, parse_ranks, parse_size, parse_steps
 
 CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "level": ("light", "full"),
@@ -25,6 +25,7 @@ VARIABLES: Final = {
     "steps": "DSPROF_STEPS",
     "delay": "DSPROF_DELAY",
     "duration": "DSPROF_DURATION",
+    "deep": "DSPROF_DEEP",
     "limit": "DSPROF_LIMIT",
     "scratch": "DSPROF_SCRATCH",
     "engine": "DSPROF_ENGINE",
@@ -48,9 +49,13 @@ def _some_seconds(text: str) -> float:
     return _seconds(text)
 
 
+def _deep(text: str) -> object:
+    return parse_deep(text) if text else None
+
+
 PARSERS: Final[dict[str, Callable[[str], object]]] = {
     "ranks": parse_ranks, "steps": parse_steps, "delay": _seconds, "duration": _some_seconds,
-    "limit": parse_size,
+    "limit": parse_size, "deep": _deep,
 }  # fmt: skip
 """What reads a setting's text, and raises ValueError for one that it cannot."""
 
@@ -75,6 +80,8 @@ class Settings:
     """Seconds after which the capture begins; empty: at once."""
     duration: str = ""
     """Seconds for which it lasts; empty: to the end."""
+    deep: str = ""
+    """A few steps that torch.profiler looks at, such as `20:23`; empty: none."""
     limit: str = "2GiB"
     """How large the capture of a rank may become."""
     scratch: str = ""

@@ -18,7 +18,7 @@ from .build import build_graph
 from .context import Context
 from .device import compare_devices
 from .efficiency import judge_efficiency
-from .irregular import find_irregular, mark_ordinary
+from .irregular import find_irregular, mark_ordinary, profiled_steps
 from .judge import judge
 from .kinds import divide_time, run_span
 from .layers import layer_costs
@@ -62,7 +62,7 @@ def analyze(trace: Trace) -> Analysis:
 
     # All ranks together: their steps, and which of them are ordinary.
     steps = step_budget(times, completed_steps(rows[rows["rank"].isin(list(ranks))]))
-    irregular = find_irregular(steps, rows)
+    irregular = find_irregular(steps, rows, profiled_steps(run))
     steps = mark_ordinary(steps, irregular)
     ordinary, step_ms = steps[steps["ordinary"]], step_time(steps)
 

@@ -153,6 +153,12 @@ class Devices:
     waits: pd.DataFrame
     bandwidths: tuple[Bandwidth, ...]
 
+    @cached_property
+    def steps(self) -> Int:
+        """Numbers of the steps in which every rank's device was traced, in order."""
+        tables = [one.steps["step"].to_numpy(np.int64) for one in self.ranks.values()]
+        return np.unique(tables[0][np.all([np.isin(tables[0], other) for other in tables], axis=0)])
+
     @property
     def matched(self) -> int:
         """How many collectives were matched on several ranks."""
@@ -276,12 +282,15 @@ def _steps(rows: pd.DataFrame, start: Int, end: Int, launch: Int) -> pd.DataFram
     def within(spans: Intervals) -> Float:
         return (spans.before(finish) - spans.before(begin)) / 1e6
 
-    return pd.DataFrame(
+    when = np.sort(start)
+    seen = np.searchsorted(when, finish) > np.searchsorted(when, begin)  # only some may have been traced
+    found = pd.DataFrame(
         {
             "step": told["step"].to_numpy(np.int64), "start_ns": begin, "end_ns": finish, "idle_ms": within(idle),
             "host_ms": within(for_host & issuing), "data_ms": within(for_host & phases["data"]),
         }
     )  # fmt: skip
+    return found[seen].reset_index(drop=True)
 
 
 def _communications(comm: pd.DataFrame, matches: Matches, run: RunInfo) -> pd.DataFrame:

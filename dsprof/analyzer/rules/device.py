@@ -31,9 +31,11 @@ def launch_bound(context: Context) -> list[Finding]:
     devices = _need(context)
     if all(one.delay_us is None for one in devices.ranks.values()):
         raise NotJudged("the trace does not tell when kernels were launched")
-    host, steps = _by_step(context, devices, "host_ms")
-    if not host.size:
+    steps = _steps(context, devices)
+    if not len(steps):
         raise NotJudged("no step is there on all traced ranks")
+    tables = [one.steps.set_index("step")["host_ms"].reindex(steps) for one in devices.ranks.values()]
+    host: Float = np.stack([table.to_numpy(np.float64) for table in tables])
     gain = _cost(context, host)
     worst = int(host.mean(axis=1).argmax())
     rank = list(devices.ranks)[worst]
@@ -69,7 +71,8 @@ def late_rank(context: Context) -> list[Finding]:
         raise NotJudged("the device of only one rank was traced")
     if not devices.matched:
         raise NotJudged("no collective was matched on several ranks")
-    waits = devices.waits[devices.waits["step"].isin(context.step_numbers.tolist())]
+    steps = _steps(context, devices)
+    waits = devices.waits[devices.waits["step"].isin(steps.tolist())]
     late = devices.late()
     if waits.empty or not float(late["peer_ms"].iloc[0]) > 0:
         return []
@@ -77,7 +80,6 @@ def late_rank(context: Context) -> list[Finding]:
     if context.clock_error_ms > MOST_CLOCK_ERROR * waited:
         raise NotJudged(f"the clocks of the ranks may be {ms(context.clock_error_ms)} apart, and waits are as short")
     rank = int(late["rank"].iloc[0])
-    steps = context.step_numbers
     others = [one for one in devices.ranks if one != rank]
     saved = np.zeros((len(others), len(steps)))
     mine = waits[(waits["late_rank"] == rank) & waits["rank"].isin(others)]
@@ -109,7 +111,7 @@ def exposed(context: Context) -> list[Finding]:
     if context.device is None or not context.device.matched:
         return []
     devices = context.device
-    steps = context.step_numbers
+    steps = _steps(context, devices)
     waits = devices.waits[devices.waits["step"].isin(steps.tolist())]
     if waits.empty:
         return []
@@ -138,13 +140,10 @@ def _need(context: Context) -> Devices:
     return context.device
 
 
-def _by_step(context: Context, devices: Devices, column: str) -> tuple[Float, npt.NDArray[np.int64]]:
-    """[R, S] over the ordinary steps."""
-    steps = context.step_numbers
-    tables = [one.steps.set_index("step")[column].reindex(steps) for one in devices.ranks.values()]
-    wide: Float = np.stack([table.to_numpy(np.float64) for table in tables])
-    known = ~np.isnan(wide).any(axis=0)
-    return wide[:, known], steps[known]
+def _steps(context: Context, devices: Devices) -> npt.NDArray[np.int64]:
+    """Those that are judged: the ordinary ones among the traced, or, where --deep traced a few, those."""
+    ordinary = devices.steps[np.isin(devices.steps, context.step_numbers)]
+    return ordinary if len(ordinary) else devices.steps
 
 
 def _cost(context: Context, spent: Float) -> Gain:
