@@ -27,7 +27,7 @@ from .wrap import stands_for
 NOTHING_DISTURBED: Final = "so no steps were profiled by --deep"
 
 
-class Window:
+class DeepWindow:
     """From the end of step `first` - 1 to that of step `last` - 1. `profile`: begins a profiler, and gives back what
     ends it, called with the file to write, or None for nothing."""
 
@@ -160,14 +160,14 @@ def install(capture: OpenCapture) -> list[Uninstall]:
     if not asked:
         return []
     first, last = parse_deep(asked)
-    window = Window(first, last, capture.folder, capture.recorder, capture.write_fact, begin_profile)
+    window = DeepWindow(first, last, capture.folder, capture.recorder, capture.write_fact, begin_profile)
     unwatch = _watch(window)
     window.install()
     capture.after_step.append(window.after_step)
     return [unwatch, window.close]
 
 
-def _watch(window: Window) -> Uninstall:
+def _watch(window: DeepWindow) -> Uninstall:
     """See profilers of the job's own begin and end."""
     import torch.autograd.profiler as profiler
 

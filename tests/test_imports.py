@@ -61,7 +61,7 @@ helper's build, and the bootstrap, which looks whether dsprof is installed at al
 
 THIRD_PARTY: Final = {
     "schema": set(),
-    "trace": {"numpy", "pandas", "pyarrow"},
+    "trace": {"numpy", "orjson", "pandas", "pyarrow"},
     "importers": {"numpy", "pandas", "pyarrow"},
     "analyzer": {"numpy", "pandas", "scipy"},
     "reports": {"jinja2", "markupsafe", "numpy", "orjson", "pandas", "plotly", "rich", "tensorboard"},

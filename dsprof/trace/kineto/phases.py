@@ -31,7 +31,7 @@ MOST_STRAY: Final = 2
 
 
 @dataclass(frozen=True)
-class Steps:
+class ProfiledSteps:
     """number, start_ns, end_ns: in order of time. `marked`: by the profiler, else all of the trace is one step."""
 
     number: Int
@@ -47,7 +47,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Phases:
+class ThreadPhases:
     name: list[str]
     start_ns: Int
     end_ns: Int
@@ -67,7 +67,7 @@ def main_thread(events: Events) -> int:
     return int(spent.argmax())
 
 
-def find_steps(events: Events, main: int) -> Steps:
+def find_steps(events: Events, main: int) -> ProfiledSteps:
     found = []
     for note in events.annotations:
         match = STEP.match(note.name)
@@ -75,14 +75,14 @@ def find_steps(events: Events, main: int) -> Steps:
             found.append((note.start_ns, note.start_ns + note.dur_ns, int(match[1])))
     if not found:
         low, high = extent(events)
-        return Steps(np.array([0]), np.array([low]), np.array([high]), marked=False)
+        return ProfiledSteps(np.array([0]), np.array([low]), np.array([high]), marked=False)
     found.sort()
     kept = [found[0]]
     for one in found[1:]:  # a step that a damaged trace tells twice
         if one[0] >= kept[-1][1] and one[2] not in {known[2] for known in kept[-4:]}:
             kept.append(one)
     start, end, number = (np.array(column, np.int64) for column in zip(*kept, strict=True))
-    return Steps(number, start, end, marked=True)
+    return ProfiledSteps(number, start, end, marked=True)
 
 
 def extent(events: Events) -> tuple[int, int]:
@@ -108,7 +108,7 @@ def backward_names(events: Events) -> npt.NDArray[np.bool_]:
     return np.array([name.startswith(BACKWARD) for name in events.names], bool)
 
 
-def find_phases(events: Events, main: int, steps: Steps) -> Phases:
+def find_phases(events: Events, main: int, steps: ProfiledSteps) -> ThreadPhases:
     """In order of time; they are disjoint."""
     told: list[tuple[int, int, str]] = []
     for note in events.annotations:
@@ -142,7 +142,7 @@ def find_phases(events: Events, main: int, steps: Steps) -> Phases:
             name = _named(runs, index, next_told, later) if trains else "forward"
             phases.append((low, max(limit, low), name, True))
     phases.sort()
-    return Phases(
+    return ThreadPhases(
         [one[2] for one in phases], np.array([one[0] for one in phases], np.int64),
         np.array([one[1] for one in phases], np.int64), [one[3] for one in phases],
     )  # fmt: skip

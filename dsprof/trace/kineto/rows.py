@@ -22,7 +22,7 @@ from dsprof.schema import COLUMNS
 
 from .events import COPY, KERNEL, UNKNOWN, Annotation, Events
 from .names import ANNOTATIONS, MESSAGES, bytes_of, collective_name, dtype_of
-from .phases import NO_PHASE, Steps, backward_names, find_phases, find_steps, main_thread, outermost, told_by
+from .phases import NO_PHASE, ProfiledSteps, backward_names, find_phases, find_steps, main_thread, outermost, told_by
 
 Int = npt.NDArray[np.int64]
 
@@ -52,7 +52,7 @@ class TraceRows:
 
     rows: pd.DataFrame
     groups: dict[str, dict[str, Any]]
-    steps: Steps
+    steps: ProfiledSteps
     has_device: bool
     numbered: tuple[int, int]
     notes: list[str] = field(default_factory=list)
@@ -78,7 +78,7 @@ def trace_rows_of(events: Events) -> TraceRows:
 
 
 class _Builder:
-    def __init__(self, events: Events, main: int, steps: Steps) -> None:
+    def __init__(self, events: Events, main: int, steps: ProfiledSteps) -> None:
         self._events, self._main, self._steps = events, main, steps
         self._blocks: list[tuple[int, dict[str, Any]]] = []
         self.groups: dict[str, dict[str, Any]] = _groups_told(events.about)
