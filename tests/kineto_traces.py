@@ -54,9 +54,11 @@ def as_kineto(events: list[Event], **about: Any) -> str:
         head = [key for key in event if key not in ("ts", "dur", "args")]
         lines = [", ".join(f'"{key}": {json.dumps(event[key])}' for key in head)]
         lines.append(", ".join(f'"{key}": {json.dumps(event[key])}' for key in ("ts", "dur") if key in event))
-        if "args" in event:
+        if isinstance(event.get("args"), dict):
             inner = ", ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in event["args"].items())
             lines.append('"args": {\n      ' + inner + "\n    }")
+        elif "args" in event:
+            lines.append(f'"args": {json.dumps(event["args"])}')
         blocks.append("  {\n    " + ",\n    ".join(lines) + "\n  }")
     beside = "".join(f'  "{key}": {json.dumps(value)},\n' for key, value in about.items())
     text = '{\n  "schemaVersion": 1,\n' + beside + '  "traceEvents": [\n' + ",\n".join(blocks)
@@ -78,11 +80,14 @@ COLLECTIVE = {
 }  # fmt: skip
 
 
-def training(first: int = 3, steps: int = 1, late_us: float = 0, args: dict[str, Any] | None = None) -> list[Event]:
+def training(
+    first: int = 3, steps: int = 1, late_us: float = 0, args: dict[str, Any] | None = None, adam: float = 800
+) -> list[Event]:
     """Steps of 1000 us: forward, backward with an all-reduce beside its second kernel, optimizer.
 
     Stream 7 computes from 50 to 150, 200 to 300, 400 to 500 and 800 to 850; stream 20 communicates from 410 (and
-    `late_us`) to 600. The kernels at 200 and 800 are launched after the ones before them have ended.
+    `late_us`) to 600. All kernels of stream 7 are launched after the ones before them have ended. `adam`: when the last
+    one begins.
     """
     events: list[Event] = []
     for number in range(first, first + steps):
@@ -99,7 +104,7 @@ def training(first: int = 3, steps: int = 1, late_us: float = 0, args: dict[str,
             kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)", corr + 4, base + 410 + late_us,
                    190 - late_us, 20, **({**args, "Seq": number} if args else {})),
             note("Optimizer.step#SGD.step", base + 700, 200),
-            call(corr + 5, base + 790), kernel("adam", corr + 5, base + 800, 50),
+            call(corr + 5, base + adam - 10), kernel("adam", corr + 5, base + adam, 50),
         ]  # fmt: skip
     return events
 

@@ -45,12 +45,16 @@ WAIT_COLUMNS: Final = ("rank", "step", "row", "late_rank", "start_ns", "arrival_
 
 @dataclass(frozen=True)
 class StreamIdle:
-    """What one stream's gaps were for, ns. Kernels of one stream that overlap make them shorter."""
+    """What one stream's gaps were for, ns. Kernels of one stream that overlap make them shorter.
+
+    unknown_ns: the part of host_wait_ns before kernels whose launch was not traced, which HTA counts there
+    """
 
     stream: str
     host_wait_ns: int
     kernel_wait_ns: int
     other_ns: int
+    unknown_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,8 @@ class DeviceTime:
             "kernel_types_us": {name: ns / 1e3 for name, ns in self.types_ns.items()},
             "idle_time_breakdown": [
                 {"stream": one.stream, "host_wait_us": one.host_wait_ns / 1e3,
-                 "kernel_wait_us": one.kernel_wait_ns / 1e3, "other_us": one.other_ns / 1e3}
+                 "kernel_wait_us": one.kernel_wait_ns / 1e3, "other_us": one.other_ns / 1e3,
+                 "of_host_wait_unknown_us": one.unknown_ns / 1e3}
                 for one in self.streams
             ],
             "launch_delay_us": self.delay_us,
@@ -256,9 +261,10 @@ def _streams(names: npt.NDArray[np.object_], lane: Int, start: Int, end: Int, la
         mine = np.flatnonzero(lane == one)
         mine = mine[np.argsort(start[mine], kind="stable")]
         before, gap = end[mine][:-1], start[mine][1:] - end[mine][:-1]
-        host = launch[mine][1:] > before
+        unknown = launch[mine][1:] == UNKNOWN
+        host = unknown | (launch[mine][1:] > before)
         near = ~host & (gap < KERNEL_WAIT_NS)
-        parts = (int(gap[chosen].sum()) for chosen in (host, near, ~host & ~near))
+        parts = (int(gap[chosen].sum()) for chosen in (host, near, ~host & ~near, unknown))
         found.append(StreamIdle(str(names[one]).removeprefix(STREAM), *parts))
     return tuple(found)
 
@@ -367,7 +373,7 @@ def _bandwidths(comm: pd.DataFrame, collectives: pd.DataFrame, run: RunInfo) -> 
         if size < 2:
             continue
         seen = np.zeros(len(of), np.int64)
-        begin = of["start_ns"].to_numpy(np.int64)
+        begin = of["start_ns"].to_numpy(np.int64, copy=True)
         row = of["row"].to_numpy(np.int64)
         matched = row != UNKNOWN
         seen[matched] = collectives["ranks"].to_numpy(np.int64)[row[matched]]

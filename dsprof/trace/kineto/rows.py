@@ -382,10 +382,11 @@ class _Builder:
             elif kind.startswith("Int"):
                 values = self._column(name, total, UNKNOWN)[order]
                 columns[name] = pd.arrays.IntegerArray(values.astype(kind.lower()), values == UNKNOWN)
-            elif name == "ended":
-                columns[name] = pd.arrays.BooleanArray(np.ones(total, bool), np.zeros(total, bool))
+            elif kind == "boolean":
+                known = name == "ended"
+                columns[name] = pd.arrays.BooleanArray(np.full(total, known), np.full(total, not known))
             else:
-                columns[name] = pd.array([pd.NA], kind).take(np.zeros(total, np.int64)) if total else pd.array([], kind)
+                columns[name] = np.full(total, np.nan)
         return pd.DataFrame(columns, copy=False)
 
     def _column(self, name: str, total: int, missing: int) -> Int:
