@@ -173,7 +173,7 @@ def _watch(window: DeepWindow) -> Uninstall:
 
     kind: Any = profiler.profile
     prepare, leave = kind._prepare_trace, kind.__exit__
-    starts = profiler._run_on_profiler_start
+    starts: Any = profiler._run_on_profiler_start
     ours: set[int] = set()
 
     @stands_for(prepare)

@@ -112,8 +112,8 @@ def test_the_budget_sums_to_the_step(analysis: Analysis) -> None:
 
 
 def test_a_gap_that_ends_with_a_collective_was_for_it(tmp_path: Path) -> None:
-    """The next kernel begins at 605 and was launched at 595; from 500 to 600 the collective was all there was. The device
-    goes on after the thread, so its stream is what the step is followed along."""
+    """The next kernel begins at 605 and was launched at 595; from 500 to 600 the collective was all there was. The
+    device goes on after the thread, so its stream is what the step is followed along."""
     for rank, late in enumerate((0, 140)):
         events = kt.training(late_us=late, adam=605)
         events[-1]["dur"] = 350

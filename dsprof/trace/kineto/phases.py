@@ -199,8 +199,8 @@ def _named(
     _, _, kind, step = runs[index]
     if kind == BACKWARDS:
         return "backward"
-    optimizer_first = next_told is not None and next_told[2] == "optimizer"
-    optimizer_first = optimizer_first and (not later or next_told[0] < later[0][0])
+    told_at = next_told[0] if next_told is not None and next_told[2] == "optimizer" else None
+    optimizer_first = told_at is not None and (not later or told_at < later[0][0])
     before = index > 0 and runs[index - 1][2] == BACKWARDS and runs[index - 1][3] == step
     if before and optimizer_first:
         return "clip"

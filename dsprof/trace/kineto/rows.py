@@ -252,13 +252,13 @@ class _Builder:
         table, found = self._events.calls, list[Annotation | None]()
         for call in calls.tolist():
             thread = int(table["thread"][call]) if call != UNKNOWN else UNKNOWN
-            note = None
+            around: Annotation | None = None
             if thread in by_thread:
                 when = int(table["start_ns"][call])
                 at = int(np.searchsorted(begins[thread], when, "right")) - 1
                 last = by_thread[thread][at] if at >= 0 else None
-                note = last if last is not None and when < last.start_ns + last.dur_ns else None
-            found.append(note)
+                around = last if last is not None and when < last.start_ns + last.dur_ns else None
+            found.append(around)
         return found
 
     def launches(self) -> None:
