@@ -71,6 +71,7 @@ class _File:
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     device: str = ""
+    host: str = ""
     notes: list[str] = field(default_factory=list)
     ends: dict[str, Int] = field(default_factory=dict)
     """When its synchronizing collectives ended, in the order of their launch, by group and name."""
@@ -156,7 +157,7 @@ def _convert(path: Path, target: Path, comm_kernels: tuple[str, ...]) -> _File:
         path, rows=target, rank=_number(told.get("rank")), world_size=_number(told.get("world_size")),
         count=events.count, last_step=int(found.steps.number.max()), marked=found.steps.marked,
         has_device=found.has_device, numbered=found.numbered, groups=found.groups, versions=_versions(events.about),
-        device=_device_name(events.about), notes=notes, ends=_ends(found),
+        device=_device_name(events.about), host=_host(events.about), notes=notes, ends=_ends(found),
     )  # fmt: skip
 
 
@@ -180,6 +181,11 @@ def _device_name(about: dict[str, Any]) -> str:
     first = told[0] if isinstance(told, list) and told else None
     name = first.get("name") if isinstance(first, dict) else None
     return name[:80] if isinstance(name, str) else ""
+
+
+def _host(about: dict[str, Any]) -> str:
+    told = about.get("host_name")
+    return told[:80] if isinstance(told, str) else ""
 
 
 def _ends(found: TraceRows) -> dict[str, Int]:
@@ -256,7 +262,7 @@ def _info(path: Path, files: list[_File], refused: list[_File]) -> RunInfo:
         groups=_groups(files),
         ranks=[
             RankInfo(
-                rank=one.rank or 0, restart=0, host="", pid=0, capture="", native=True, last_step=one.last_step,
+                rank=one.rank or 0, restart=0, host=one.host, pid=0, capture="", native=True, last_step=one.last_step,
                 records=one.count, dropped=0, damaged=0, errors=0, closed=not one.notes, clock=clock,
             )
             for one, clock in zip(files, clocks, strict=True)
@@ -290,11 +296,14 @@ def _of_all(files: list[_File], clocks: list[str]) -> Iterable[str]:
             "group are matched in the order of their launch, where all ranks have equally many"
         )
     if len(set(clocks)) > 1:
-        yield f"the clocks of the ranks are apart, and were taken for {len(set(clocks))} clocks, by their collectives"
+        yield f"the ranks read {len(set(clocks))} clocks, which were aligned by the ends of their collectives"
 
 
 def _clocks(files: list[_File]) -> list[str]:
-    """A name for the clock of each rank: the same, unless their collectives end at different times throughout."""
+    """A name for the clock of each rank: its host's, or where that is not told, the same, unless their collectives end
+    at different times throughout."""
+    if all(one.host for one in files):
+        return [f"epoch of {one.host}" for one in files]
     apart = np.zeros(len(files))
     for at, one in enumerate(files[1:], 1):
         common = [key for key in one.ends if len(one.ends[key]) == len(files[0].ends.get(key, ()))]

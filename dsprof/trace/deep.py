@@ -12,8 +12,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+from pandas.api.types import union_categoricals
 
-from dsprof.schema import DEEP_FILE
+from dsprof.schema import COLUMNS, DEEP_FILE
 
 from .capture import Capture
 from .kineto import TraceError, read_events, trace_rows_of
@@ -53,8 +54,16 @@ def add_deep(capture: Capture, rows: pd.DataFrame) -> tuple[pd.DataFrame, list[s
         rank=rows["rank"].iloc[0], restart=rows["restart"].iloc[0], step=_step_of(rows, added["start_ns"]),
         source="imported",
     )  # fmt: skip
-    whole = pd.concat([rows.astype(object), added.astype(object)], ignore_index=True).astype(rows.dtypes.to_dict())
+    whole = pd.DataFrame({name: _one_behind_the_other(rows[name], added[name], kind) for name, kind in COLUMNS.items()})
     return whole.sort_values("start_ns", kind="stable", ignore_index=True), problems
+
+
+def _one_behind_the_other(first: pd.Series[Any], second: pd.Series[Any], kind: str) -> Any:
+    first, second = first.astype(kind), second.astype(kind)
+    if kind == "category":  # of different categories concat would make objects
+        alike = [one.cat.rename_categories(one.cat.categories.astype(object)) for one in (first, second)]
+        return union_categoricals(alike)
+    return pd.concat([first, second], ignore_index=True)
 
 
 def _steps_in(rows: pd.DataFrame, fact: dict[str, Any]) -> list[int]:

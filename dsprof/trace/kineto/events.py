@@ -148,7 +148,11 @@ def read_events(path: Path, comm: CommNames | None = None) -> Events:
     return events
 
 
-TELLING: Final = 31
+LAYOUTS: Final = (
+    b'    "ph": "X", "cat": "%s", "name": ', b'    "ph": "X",\n    "cat": "%s",\n    "name": ',
+)  # fmt: skip
+"""How Kineto writes an event: of old, and as torch 2.13 has it."""
+TELLING: Final = 35
 """So many bytes of an event tell its category, by the first eight letters of that."""
 ARROWS: Final = (b'    "ph": "s"', b'    "ph": "f"')
 ARROW: Final = len(ARROWS[0])
@@ -172,9 +176,9 @@ class _Reader:
         self._takes: dict[bytes, Callable[[bytes], None]] = {}
         self._lists: dict[str, list[bytes]] = {}
         for category in (*OPERATORS, *CALLS, *DEVICE_CATEGORIES, *ANNOTATED, *PASSED_OVER):
-            begins = b'    "ph": "X", "cat": "%s", "name"' % category.encode()
-            passed = category in PASSED_OVER
-            self._takes[begins[:TELLING]] = _pass_over if passed else self._lists.setdefault(category, []).append
+            take = _pass_over if category in PASSED_OVER else self._lists.setdefault(category, []).append
+            for layout in LAYOUTS:
+                self._takes[(layout % category.encode())[:TELLING]] = take
         self._rest: list[bytes] = []
 
     def take(self, piece: bytes) -> None:
@@ -198,7 +202,7 @@ class _Reader:
             if not chosen:
                 continue
             if category in OPERATORS:  # without their arguments
-                chosen = [text.partition(b',\n    "args"')[0] for text in chosen]
+                chosen = [text.partition(b'\n    "args"')[0].rstrip(b", \n") for text in chosen]
             self._take(category, _parsed(b"[{" + b"},{".join(chosen) + b"}]"))
             self._lists[category].clear()
         if rest:
