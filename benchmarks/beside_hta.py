@@ -3,9 +3,11 @@
     python -m venv /tmp/hta && /tmp/hta/bin/pip install traceinsight
     python benchmarks/analysis.py --hta /tmp/hta/bin/python              # eight ranks of half a million events each
 
-The files are real ones repeated (DLRM on eight V100, `$DSPROF_REAL_TRACES`): a step after the other, gzipped. HTA loads them and gives its breakdown, overlap and idle time, and no more; dsprof imports them into a run and goes
-on to the verdict. Each in fresh processes, interpreters and imports included; CPU time is that of all of a tool's
-processes, memory the sum of what they hold at one moment (proportional set size, looked at ten times a second).
+The files are real ones repeated (DLRM on eight V100, `$DSPROF_REAL_TRACES`): a step after the other, gzipped. HTA loads
+them and gives its breakdown, overlap and idle time, and no more; dsprof imports them into a run and goes on to the
+verdict. Each in fresh processes, interpreters and imports included; CPU time is that of all of a tool's processes,
+memory the sum of what they hold at one moment (proportional set size, looked at ten times a second). HTA leaves out the
+last step.
 """
 
 from __future__ import annotations

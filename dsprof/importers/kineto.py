@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -110,7 +112,9 @@ def _read_all(paths: list[Path], folder: Path, comm_kernels: tuple[str, ...]) ->
     processes = min(len(paths), len(os.sched_getaffinity(0)))
     if processes < 2 or size < IN_PROCESSES_FROM:
         return [_convert(*one) for one in work]
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), max_tasks_per_child=None) as pool:
+    # A fork has all that is imported; of a process that runs other threads it may hold a lock of theirs for ever.
+    start = "fork" if threading.active_count() == 1 and sys.version_info < (3, 12) else "spawn"
+    with ProcessPoolExecutor(processes, mp_context=get_context(start)) as pool:
         return _in_pool(pool, work)
 
 

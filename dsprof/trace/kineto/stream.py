@@ -19,9 +19,10 @@ import orjson
 
 Int = npt.NDArray[np.int64]
 
-BLOCK: Final = 4 << 20
-"""Bytes of text that are looked at together."""
-READ: Final = 1 << 18
+BLOCK: Final = 1 << 20
+"""Bytes of text that are looked at together: no more than stays in a core's cache."""
+READ: Final = 1 << 14
+"""Compressed bytes that are unpacked at once: zlib copies what of them it has not come to, again and again."""
 MOST_EVENT: Final = 32 << 20
 """Bytes of one event, and of all that stands before or behind the events."""
 MOST_RATIO: Final = 200
@@ -105,6 +106,8 @@ class TraceText:
 
     def _inflated(self, compressed: Iterator[bytes]) -> Iterator[bytes]:
         inflate, taken = zlib.decompressobj(31), 0
+        parts: list[bytes] = []
+        length = 0
         for data in compressed:
             taken += len(data)
             while data:
@@ -115,11 +118,16 @@ class TraceText:
                 self._read += len(block)
                 if self._read > max(RATIO_FROM, MOST_RATIO * taken):
                     raise TraceError(f"becomes more than {MOST_RATIO} times as large as it is, as no trace does")
-                if block:
-                    yield block
+                parts.append(block)
+                length += len(block)
+                if length >= BLOCK:
+                    yield b"".join(parts)
+                    parts, length = [], 0
                 data = inflate.unconsumed_tail
                 if inflate.eof:
                     data, inflate = inflate.unused_data.lstrip(b"\0"), zlib.decompressobj(31)
+        if parts:
+            yield b"".join(parts)
 
     # --- what stands around the events
 
@@ -165,7 +173,7 @@ def _first_events(text: bytes, *, last: bool = False) -> tuple[bytes, bytes, boo
     """As many whole events as `text` begins with, what follows them, and whether that is behind the last of all."""
     if not last:
         at = text.rfind(BETWEEN)
-        if at >= 0 and text.find(b"\n  ]", 0, at) < 0:
+        if at >= 0 and text.rfind(b"\n  ]", 0, at) < 0:
             return text[: at + 4], text[at + 5 :], False
     end, bracket = _whole(text)
     if bracket >= 0:
