@@ -11,6 +11,7 @@ import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -263,22 +264,24 @@ class _Reader:
     # --- a list of events as arrays
 
     def _ops(self, found: list[Event]) -> None:
+        name, thread, start, length = zip(*map(OF_A_THREAD, found), strict=True)
         self.events.ops.add(
-            name=self._name_codes(found), thread=self._thread_codes(found), start_ns=_ns(found, "ts"),
-            dur_ns=_ns(found, "dur"),
-        )  # fmt: skip
+            name=self._name_codes(name), thread=self._thread_codes(thread), start_ns=_ns(start), dur_ns=_ns(length)
+        )
 
     def _calls(self, found: list[Event]) -> None:
+        name, thread, start, length = zip(*map(OF_A_THREAD, found), strict=True)
         self.events.calls.add(
-            name=self._name_codes(found), thread=self._thread_codes(found), start_ns=_ns(found, "ts"),
-            dur_ns=_ns(found, "dur"), corr=_whole([event["args"].get("correlation", UNKNOWN) for event in found]),
+            name=self._name_codes(name), thread=self._thread_codes(thread), start_ns=_ns(start), dur_ns=_ns(length),
+            corr=_whole([event["args"].get("correlation", UNKNOWN) for event in found]),
         )  # fmt: skip
 
     def _device(self, found: list[Event], what: int) -> None:
         args = [event["args"] for event in found]
-        names, first = self._name_codes(found), len(self.events.device)
+        name, start, length = zip(*map(OF_A_DEVICE, found), strict=True)
+        names, first = self._name_codes(name), len(self.events.device)
         self.events.device.add(
-            name=names, what=np.full(len(found), what), start_ns=_ns(found, "ts"), dur_ns=_ns(found, "dur"),
+            name=names, what=np.full(len(found), what), start_ns=_ns(start), dur_ns=_ns(length),
             device=_whole([one.get("device", 0) for one in args]),
             stream=_whole([one.get("stream", 0) for one in args]),
             corr=_whole([one.get("correlation", UNKNOWN) for one in args]),
@@ -289,8 +292,9 @@ class _Reader:
                 self.events.comm_args[first + at] = {key: args[at][key] for key in COMM_ARGS if key in args[at]}
 
     def _annotations(self, found: list[Event]) -> None:
-        start, duration, thread = _ns(found, "ts"), _ns(found, "dur"), self._thread_codes(found)
-        for event, begin, length, of in zip(found, start.tolist(), duration.tolist(), thread.tolist(), strict=True):
+        _, thread, start, duration = zip(*map(OF_A_THREAD, found), strict=True)
+        places = self._thread_codes(thread).tolist(), _ns(start).tolist(), _ns(duration).tolist()
+        for event, of, begin, length in zip(found, *places, strict=True):
             name = event["name"][:MOST_NAME]
             args = event.get("args") if name.startswith(ANNOTATIONS) else None
             self.events.annotations.append(Annotation(name, of, begin, length, args if isinstance(args, dict) else {}))
@@ -298,17 +302,16 @@ class _Reader:
     def _memory(self, found: list[Event]) -> None:
         args = [event["args"] for event in found]
         self.events.memory.add(
-            start_ns=_ns(found, "ts"), kind=_whole([one["Device Type"] for one in args]),
+            start_ns=_ns([event["ts"] for event in found]), kind=_whole([one["Device Type"] for one in args]),
             device=_whole([one["Device Id"] for one in args], least=-1),
             allocated=_whole([one.get("Total Allocated", UNKNOWN) for one in args]),
             reserved=_whole([one.get("Total Reserved", UNKNOWN) for one in args]),
         )  # fmt: skip
 
-    def _name_codes(self, found: list[Event]) -> Int:
-        known = self._names
-        codes = [known.get(event["name"], UNKNOWN) for event in found]
-        for at in [at for at, code in enumerate(codes) if code == UNKNOWN]:
-            codes[at] = self._new_name(found[at]["name"])
+    def _name_codes(self, names: Sequence[Any]) -> Int:
+        codes = list(map(self._names.get, names))
+        if None in codes:
+            codes = [self._new_name(name) if code is None else code for code, name in zip(codes, names, strict=True)]
         return np.array(codes, np.int64)
 
     def _new_name(self, name: Any) -> int:
@@ -325,19 +328,20 @@ class _Reader:
             self._names[name] = code
         return code
 
-    def _thread_codes(self, found: list[Event]) -> Int:
-        threads = self._threads
-        codes = []
-        for event in found:
-            thread = event["tid"]
-            code = threads.get(thread)
-            if code is None:
-                if not isinstance(thread, (int, str)) or len(threads) >= MOST_DISTINCT:
-                    raise _Odd
-                code = threads[thread] = len(threads)
-                self.events.threads.append(thread)
-            codes.append(code)
+    def _thread_codes(self, threads: Sequence[Any]) -> Int:
+        codes = list(map(self._threads.get, threads))
+        if None in codes:
+            codes = [self._new_thread(one) if code is None else code for code, one in zip(codes, threads, strict=True)]
         return np.array(codes, np.int64)
+
+    def _new_thread(self, thread: Any) -> int:
+        code = self._threads.get(thread)
+        if code is None:
+            if not isinstance(thread, (int, str)) or len(self._threads) >= MOST_DISTINCT:
+                raise _Odd
+            code = self._threads[thread] = len(self._threads)
+            self.events.threads.append(thread)
+        return code
 
 
 def _parsed(text: bytes) -> list[Any]:
@@ -348,9 +352,13 @@ def _parsed(text: bytes) -> list[Any]:
     return found
 
 
-def _ns(found: Sequence[Event], key: str) -> Int:
-    """Microseconds, whole or with a fraction, as ns. Raises _Odd and what a wrong type raises."""
-    values = np.array([event[key] for event in found])
+OF_A_THREAD: Final = itemgetter("name", "tid", "ts", "dur")
+OF_A_DEVICE: Final = itemgetter("name", "ts", "dur")
+
+
+def _ns(microseconds: Sequence[Any]) -> Int:
+    """Whole or with a fraction, as ns. Raises _Odd and what a wrong type raises."""
+    values = np.array(microseconds)
     if values.dtype.kind not in "iuf":
         raise _Odd
     if not ((values >= 0) & (values < LATEST_US)).all():  # NaN is neither
