@@ -3,6 +3,7 @@
     python benchmarks/analysis.py                          # the cases of the result file, about ten minutes
     python benchmarks/analysis.py --ranks 64 --steps 100 --rows 500
     python benchmarks/analysis.py --plot                   # only draws benchmarks/results/analysis.svg anew
+    python benchmarks/analysis.py --hta PYTHON             # importing torch.profiler traces beside HTA (beside_hta.py)
 
 The runs are made up, one Parquet file a rank beside a run.json, as `dsprof run` leaves them: eight ranks a host, whose
 clocks are apart and drift; the ranks of a host reduce activations with one another in every layer (of a run of at least
@@ -32,6 +33,7 @@ import numpy as np
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "analysis.json"
+IMPORT_RESULTS = HERE / "results" / "import.json"
 PLOT = HERE / "results" / "analysis.svg"
 CASES = [(2, 100, 500), (8, 100, 500), (64, 100, 500), (64, 100, 100), (8, 20, 500), (32, 20, 500), (128, 20, 500),
          (512, 20, 500)]  # fmt: skip
@@ -415,6 +417,19 @@ def draw(cases: list[dict[str, Any]], file: Path) -> None:
     )
 
 
+def compare_with_hta(python: Path, times: int) -> int:
+    import beside_hta
+
+    found = {
+        "what": "traces of torch.profiler: to HTA's breakdown, overlap and idle time, and to dsprof's verdict",
+        "machine": {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()},
+        **beside_hta.measure(python, times),
+    }
+    IMPORT_RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", help="numbers of ranks, such as 8,64,512")
@@ -424,11 +439,15 @@ def main() -> int:
     parser.add_argument("--force", action="store_true", help="measure again what the result file holds")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--plot", action="store_true")
+    parser.add_argument("--hta", type=Path, metavar="PYTHON", help="an interpreter that has HTA (pip: traceinsight)")
+    parser.add_argument("--times", type=int, default=160, help="with --hta: how often each trace's step is repeated")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         analyze_and_tell(args.child)
         return 0
+    if args.hta:
+        return compare_with_hta(args.hta, args.times)
     cases = [(int(ranks), args.steps, args.rows) for ranks in args.ranks.split(",")] if args.ranks else CASES
     known = json.loads(args.output.read_text())["cases"] if args.output.exists() else []
     for case in [] if args.plot else cases:

@@ -9,6 +9,7 @@ from . import (
     checkpoints,
     collectives,
     compilation,
+    deep,
     device_times,
     devices,
     engine_events,
@@ -50,6 +51,8 @@ COLLECTORS: Final[dict[str, Collector]] = {
     "nvml": nvml.install,
     "host-load": host_load.install,
     "host-sync": host_sync.install,
+    # Last, so that of the steps that it profiles nothing else is disturbed by its beginning.
+    "deep": deep.install,
 }
 """By the names that `DSPROF_WITHOUT` knows them by."""
 

@@ -8,6 +8,8 @@ from typing import Final
 SIZES: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SMALLEST_LIMIT: Final = 4 << 20
 LARGEST_LIMIT: Final = 1 << 40
+MOST_DEEP: Final = 50
+"""Steps that `--deep` profiles: a step is a megabyte or more of trace."""
 
 
 def parse_ranks(text: str) -> list[range]:
@@ -29,6 +31,14 @@ def parse_steps(text: str) -> tuple[int, int | None]:
     if match is None or (match[1] and match[2] and int(match[2]) <= int(match[1])):
         raise ValueError(f"{text!r} is no range of steps; write the first and the one after the last, such as 20:50")
     return int(match[1] or 0), int(match[2]) if match[2] else None
+
+
+def parse_deep(text: str) -> tuple[int, int]:
+    """The few steps that `20:23` names: 20, 21 and 22. Raises ValueError."""
+    first, last = parse_steps(text)
+    if last is None or last - first > MOST_DEEP or not text.strip():
+        raise ValueError(f"{text!r} is no range of at most {MOST_DEEP} steps; write a few, such as 20:23")
+    return first, last
 
 
 def parse_size(text: str) -> int:

@@ -287,6 +287,10 @@ def unescape_name(text: str) -> str:
     return "".join(out)
 
 
+DEEP_FILE: Final = "deep.pt.trace.json"
+"""In a capture: what torch.profiler saw of the steps of `--deep`. A fact `deep` says from when to when (`start_ns`,
+`end_ns`, monotonic), with what beginning and ending took."""
+
 # --- names ------------------------------------------------------------------------------------
 
 COLLECTIVE_NAMES: Final = {

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
-from .ranges import parse_ranks, parse_size, parse_steps
+from .ranges import parse_deep, parse_ranks, parse_size, parse_steps
 from .run import DEFAULT_PARENT
 
 CHOICES: Final[dict[str, tuple[str, ...]]] = {
@@ -25,6 +25,7 @@ VARIABLES: Final = {
     "steps": "DSPROF_STEPS",
     "delay": "DSPROF_DELAY",
     "duration": "DSPROF_DURATION",
+    "deep": "DSPROF_DEEP",
     "limit": "DSPROF_LIMIT",
     "scratch": "DSPROF_SCRATCH",
     "without": "DSPROF_WITHOUT",
@@ -55,9 +56,13 @@ def _collectors(text: str) -> object:
     return without(text) if text else None
 
 
+def _deep(text: str) -> object:
+    return parse_deep(text) if text else None
+
+
 PARSERS: Final[dict[str, Callable[[str], object]]] = {
     "ranks": parse_ranks, "steps": parse_steps, "delay": _seconds, "duration": _some_seconds,
-    "limit": parse_size, "without": _collectors,
+    "deep": _deep, "limit": parse_size, "without": _collectors,
 }  # fmt: skip
 """What reads a setting's text, and raises ValueError for one that it cannot."""
 
@@ -82,6 +87,8 @@ class Settings:
     """Seconds after which the capture begins; empty: at once."""
     duration: str = ""
     """Seconds for which it lasts; empty: to the end."""
+    deep: str = ""
+    """A few steps that torch.profiler looks at, such as `20:23`; empty: none."""
     limit: str = "2GiB"
     """How large the capture of a rank may become."""
     scratch: str = ""

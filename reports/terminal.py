@@ -16,7 +16,7 @@ from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
 from dsprof.analyzer.memory import DeviceMemory
 
-from . import efficiency, memory, palette, wording
+from . import device, efficiency, memory, palette, wording
 
 DEFAULT_WIDTH = 100
 MAX_WIDTH = 110
@@ -71,8 +71,10 @@ def _verdict(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
     _run_line(console, glyphs, analysis)
     if analysis.step_ms is not None:
         _step_tree(console, glyphs, analysis)
-    _efficiency(console, analysis)
-    _memory_line(console, analysis)
+    _lines(console, efficiency.lines(analysis))
+    _lines(console, device.lines(analysis))
+    memory_line = memory.line(analysis.memory_uses)
+    _lines(console, [("memory", memory_line)] if memory_line else [])
     for held in analysis.memory[:SHOWN_DEVICES]:
         _memory(console, glyphs, held, analysis.run.cwd)
     if len(analysis.memory) > SHOWN_DEVICES:
@@ -187,23 +189,12 @@ def _step_tree(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
     console.print(grid)
 
 
-def _efficiency(console: Console, analysis: Analysis) -> None:
-    lines = efficiency.lines(analysis)
+def _lines(console: Console, lines: list[tuple[str, str]]) -> None:
     if not lines:
         return
     grid = _labelled()
     for label, words in lines:
         grid.add_row(Text(label, style="bold"), _prose(words, "dim" if label == "not counted" else ""))
-    console.print()
-    console.print(grid)
-
-
-def _memory_line(console: Console, analysis: Analysis) -> None:
-    words = memory.line(analysis.memory_uses)
-    if not words:
-        return
-    grid = _labelled()
-    grid.add_row(Text("memory", style="bold"), _prose(words))
     console.print()
     console.print(grid)
 

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any, Final, Literal
 
 from dsprof.analyzer.analysis import Analysis, StepTime
-from dsprof.analyzer.finding import MEASURED_EXCESS, Evidence, Finding, Fix, Gain, Where
+from dsprof.analyzer.finding import MEASURED_EXCESS, MEASURED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
 from dsprof.analyzer.memory import DeviceMemory, Holder
 from dsprof.analyzer.text import clean, count, ms, number, percent, quantity, ranks, spans
 from dsprof.run import RankExit, last_processes
@@ -171,7 +171,8 @@ def gain(value: Gain) -> str:
     if value.ms <= 0:
         return ""
     low, high = (_beside(value.ms, end) for end in (value.low, value.high))
-    return f"saves {ms(value.ms)} {a_step(value)}" + (f" [{low}, {high}]" if low != high else "")
+    verb = "costs" if value.method == MEASURED_ON_DEVICE else "saves"
+    return f"{verb} {ms(value.ms)} {a_step(value)}" + (f" [{low}, {high}]" if low != high else "")
 
 
 def confidence(finding: Finding) -> str:
@@ -193,6 +194,8 @@ def how(value: Gain) -> str:
     method = f"predicted by {clean(value.method)}"
     if value.method == MEASURED_EXCESS:
         method = "measured as excess over ordinary steps"
+    if value.method == MEASURED_ON_DEVICE:
+        return f"from {between(value.low, value.high)} by rank, {clean(value.method)}"
     wide = number(value.low) != number(value.high)
     return (f"95 % interval {between(value.low, value.high)}, " if wide else "") + method
 

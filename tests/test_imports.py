@@ -75,7 +75,7 @@ helper's build, the names of the collectors, and the bootstrap, which looks whet
 
 THIRD_PARTY: Final = {
     "schema": set(),
-    "trace": {"numpy", "pandas", "pyarrow"},
+    "trace": {"numpy", "orjson", "pandas", "pyarrow"},
     "importers": {"numpy", "pandas", "pyarrow"},
     "analyzer": {"numpy", "pandas", "scipy"},
     "reports": {"jinja2", "markupsafe", "numpy", "orjson", "pandas", "plotly", "rich", "tensorboard"},

@@ -11,6 +11,7 @@ import pandas as pd
 from dsprof.run import RunInfo
 from dsprof.trace import Trace
 
+from .device import Devices
 from .efficiency import Efficiency
 from .finding import Finding
 from .layers import LayerCost
@@ -88,6 +89,7 @@ class Analysis:
     memory:      what the devices' allocators held in the end, of the ranks of which that is known.
     memory_steps: what the ranks had after each step (`memory_use.COLUMNS`), and
     memory_uses: the most of it, by rank and place.
+    device:      what the devices' streams did; None where their kernels were not traced.
     findings:    worst first.
     passed:      codes of the rules that ran and found nothing above `info`.
     not_judged:  code -> why a rule could not be judged on this capture.
@@ -123,6 +125,7 @@ class Analysis:
     memory_uses: tuple[MemoryUse, ...] = ()
     modules: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(MODULE_COLUMNS)))
     efficiency: Efficiency | None = None
+    device: Devices | None = None
 
     @property
     def rows(self) -> pd.DataFrame:
@@ -158,6 +161,7 @@ class Analysis:
             "memory": [asdict(held) for held in self.memory],
             **({"memory_use": [use.to_dict() for use in self.memory_uses]} if self.memory_uses else {}),
             **({"efficiency": self.efficiency.to_dict()} if self.efficiency is not None else {}),
+            **({"device": self.device.to_dict()} if self.device is not None else {}),
             **({"modules": self.modules.to_dict("records")} if len(self.modules) else {}),
             "capture": {
                 "overhead_percent": self.capture.overhead_percent,

@@ -18,8 +18,9 @@ from .analysis import Analysis, CaptureQuality, Verdict
 from .budget import step_budget
 from .build import build_graph
 from .context import Context
+from .device import compare_devices
 from .efficiency import judge_efficiency
-from .irregular import find_irregular, mark_ordinary
+from .irregular import find_irregular, mark_ordinary, profiled_steps
 from .judge import judge
 from .kinds import divide_time, run_span
 from .layers import layer_costs
@@ -64,7 +65,7 @@ def analyze(trace: Trace) -> Analysis:
 
     # All ranks together: their steps, and which of them are ordinary.
     steps = step_budget(times, completed_steps(rows[rows["rank"].isin(list(ranks))]))
-    irregular = find_irregular(steps, rows)
+    irregular = find_irregular(steps, rows, profiled_steps(run))
     steps = mark_ordinary(steps, irregular)
     ordinary, step_ms = steps[steps["ordinary"]], step_time(steps)
 
@@ -74,6 +75,8 @@ def analyze(trace: Trace) -> Analysis:
     held = [summary.memory for summary in ranks.values() if len(summary.memory)]
     memory = pd.concat(held, ignore_index=True) if held else nothing()
     uses = memory_uses(memory, run)
+    traced = {rank: summary.device for rank, summary in ranks.items() if summary.device is not None}
+    devices = compare_devices(traced, collectives, run)
     facts, gauges, waits = _facts_by_kind(run), Gauges(rows, steps), waits_table(times, collectives, steps)
     context = Context(
         run=run,
@@ -92,6 +95,7 @@ def analyze(trace: Trace) -> Analysis:
         clock_error_ms=aligned.clock_error_us / 1e3,
         memory=memory,
         memory_uses=uses,
+        device=devices,
     )
     findings, passed, not_judged, noise_ms = judge(context, checked)
 
@@ -133,6 +137,7 @@ def analyze(trace: Trace) -> Analysis:
         memory=summarize_memory(trace.memory),
         memory_steps=memory,
         memory_uses=uses,
+        device=devices,
         findings=tuple(findings),
         passed=tuple(passed),
         not_judged=not_judged,

@@ -40,6 +40,7 @@ BACKENDS: Final = {
     "gloo": Backend(workers=2, messages_queue=False),  # ProcessGroupGloo: two threads a group; unbound buffers
     "nccl": Backend(workers=1, messages_queue=False),  # a stream a communicator; batched messages share a kernel
     "stream": Backend(workers=1, messages_queue=True),  # a device's stream, or a lane of dsprof's engine
+    "kernels": Backend(workers=None, messages_queue=False),  # a device's kernels, whose own beginning was traced
     "unlimited": Backend(workers=None, messages_queue=False),
 }
 DEFAULT: Final = "gloo"

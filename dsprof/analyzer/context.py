@@ -18,6 +18,7 @@ from scipy.special import chdtri, stdtrit
 from dsprof.run import RunInfo
 from dsprof.trace import Trace
 
+from .device import Devices
 from .finding import MEASURED_EXCESS, Gain
 from .graph import StepGraph
 from .irregular import Irregular
@@ -55,6 +56,7 @@ class Context:
     clock_error_ms: how far the clocks of ranks may be apart.
     memory:       what the ranks had after each step (`memory_use.COLUMNS`).
     memory_uses:  the most of it, by rank and place.
+    device:       what the devices' streams did; None: their kernels were not traced.
     """
 
     run: RunInfo
@@ -73,6 +75,7 @@ class Context:
     clock_error_ms: float = 0.0
     memory: pd.DataFrame = field(default_factory=nothing)
     memory_uses: tuple[MemoryUse, ...] = ()
+    device: Devices | None = None
     kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What functions marked `once` found."""
 
@@ -110,7 +113,9 @@ class Context:
 
     @cached_property
     def on_gpu(self) -> bool:
-        """Whether the job computed or communicated on devices, whose time this version does not measure."""
+        """Whether the job computed or communicated on devices, for which steps are not replayed in this version."""
+        if self.device is not None:
+            return True
         comm = self._issued[self._issued["step"] >= 0]
         unknown = comm["dur_ns"].isna() & comm["ended"].fillna(False).astype(bool)
         return bool(self.facts.get("device")) or (len(comm) > 0 and bool(unknown.mean() > 0.5))

@@ -15,6 +15,9 @@ ALLOCATOR_TWIN: Final = "allocator twin"
 MEASURED_MEMORY: Final = "measured memory"
 """`Gain.method` of what saves memory and no time: its ms are 0, and its rule says how severe it is."""
 
+MEASURED_ON_DEVICE: Final = "measured on the device"
+"""`Gain.method` of what devices' own kernels show in the traced steps: what it costs, not what a change would gain."""
+
 LOW_PERCENT: Final = 1.0
 MEDIUM_PERCENT: Final = 5.0
 HIGH_PERCENT: Final = 15.0
@@ -61,7 +64,8 @@ class Gain:
 
     `percent` is of the mean step. `method` says how it was predicted: by "replay" of the measured steps, by
     "simulation" of a pipeline's schedule, or as "measured excess": what irregular steps took beyond ordinary ones,
-    divided over all steps; its percent is of a step with its share of that.
+    divided over all steps; its percent is of a step with its share of that. "measured on the device" is what something
+    cost in the traced steps.
     """
 
     ms: float

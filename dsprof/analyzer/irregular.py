@@ -7,12 +7,15 @@ over all. Only the excess over the ordinary step is a cost; it is divided over t
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+
+from dsprof.run import RunInfo
 
 from .parts import OWN_WORK
 
@@ -98,12 +101,24 @@ def warm_up(count: int) -> int:
     return min(count // WARM_UP_SHARE, MOST_WARM_UP)
 
 
-def find_irregular(steps: pd.DataFrame, rows: pd.DataFrame) -> Irregular:
+def profiled_steps(run: RunInfo) -> frozenset[int]:
+    """Steps that torch.profiler looked at on some rank (`--deep`): what that takes is in them, on all ranks."""
+    return frozenset(
+        step
+        for fact in run.facts
+        if fact.get("fact") == "deep"
+        for step in fact.get("profiled") or ()
+        if isinstance(step, int)
+    )
+
+
+def find_irregular(steps: pd.DataFrame, rows: pd.DataFrame, profiled: Collection[int] = frozenset()) -> Irregular:
     """Look at the steps that every rank completed, after warm-up. `steps`: rank, step, dur_ns, the budget's parts, and
-    `<kind>_ms` of what is not training (`budget.step_budget`)."""
+    `<kind>_ms` of what is not training (`budget.step_budget`). Steps that were `profiled` are none of them."""
     shared = steps.groupby("step").size()
     common = np.sort(shared[shared == steps["rank"].nunique()].index.to_numpy(np.int64))
     common = common[common >= warm_up(len(common))]
+    common = common[~np.isin(common, list(profiled))]
     if len(common) == 0:
         return Irregular()
     ranks = tuple(int(rank) for rank in np.sort(steps["rank"].unique()))

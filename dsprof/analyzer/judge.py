@@ -13,11 +13,11 @@ from .attribution import attribute
 from .calibration import confidence, with_model_error
 from .contention import busy, lost_by_waiting_less
 from .context import Context
-from .finding import ALLOCATOR_TWIN, MEASURED_MEMORY, SEVERITIES, Finding, Gain, severity_of
+from .finding import ALLOCATOR_TWIN, MEASURED_MEMORY, MEASURED_ON_DEVICE, SEVERITIES, Finding, Gain, severity_of
 from .irregular import FEWEST_JUDGED
-from .rules import FAULTS, LEAST_SHARE, PRICED_BY_REPLAY, RULES, NotConcerned, NotJudged, PartlyJudged
+from .rules import FAULTS, LEAST_SHARE, ON_DEVICES, PRICED_BY_REPLAY, RULES, NotConcerned, NotJudged, PartlyJudged
 from .rules.base import need_host, need_steps
-from .rules.device import with_cause
+from .rules.throttle import with_cause
 from .standstill import find_standstills
 from .text import ms
 from .trust import ReplayCheck
@@ -87,7 +87,11 @@ def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding],
         if refusal is not None and PRICED_BY_REPLAY & set(codes):
             not_judged |= dict.fromkeys(codes, refusal)
             continue
-        for finding in ask(codes, partial(_whole, rule, context, not_judged)) or []:
+        said = ask(codes, partial(_whole, rule, context, not_judged))
+        if said is not None and context.device is not None:
+            for code in ON_DEVICES.intersection(codes):
+                not_judged.pop(code, None)
+        for finding in said or []:
             found.setdefault(finding.code, []).append(finding)
     with_cause(found)
     few = len(context.step_numbers) < FEWEST_JUDGED
@@ -149,12 +153,16 @@ def _rated(finding: Finding, context: Context, noise_ms: float, lost: float, few
         return finding
 
     def surely(gain: Gain) -> Gain:
+        if gain.method == MEASURED_ON_DEVICE:
+            return gain
         counted = finding.code in FAULTS and finding.code not in COUNTS_CORES
         contention_ms = gain.ms * lost / (1 - lost) if counted else 0.0
         return with_model_error(gain, finding.code, context.step_ms, busy(context), contention_ms)
 
     fixes = tuple(fix if fix.gain is None else replace(fix, gain=surely(fix.gain)) for fix in finding.fixes)
-    finding = replace(finding, gain=surely(finding.gain), fixes=fixes, confidence=confidence(finding.code))
-    if few:
+    measured = finding.gain.method == MEASURED_ON_DEVICE
+    sure = None if measured else confidence(finding.code)
+    finding = replace(finding, gain=surely(finding.gain), fixes=fixes, confidence=sure)
+    if few and finding.gain.method != MEASURED_ON_DEVICE:  # that is of the traced steps, and says so
         return replace(finding, severity="info")
     return replace(finding, severity=severity_of(finding.gain, 0.0 if math.isnan(noise_ms) else noise_ms))

@@ -10,6 +10,7 @@ from dsprof.run import RunInfo
 from dsprof.trace import Trace
 
 from .budget import RankTime, paint
+from .device import DeviceTime, device_time
 from .efficiency import RankWork, sum_work
 from .kinds import apart_spans
 from .layers import staged_rows
@@ -32,6 +33,7 @@ class RankSummary:
     work:     floating-point operations and the batch of a step (`efficiency.sum_work`); None below level full
     memory:   what it had after each step (`memory_use.sum_memory`)
     taken:    how many steps it took, where somebody asked for a part of them only (`steps.steps_taken`)
+    device:   what its device's streams did, where that was traced (`device.device_time`)
     """
 
     time: RankTime
@@ -43,6 +45,7 @@ class RankSummary:
     work: RankWork | None
     memory: pd.DataFrame
     taken: int | None
+    device: DeviceTime | None
 
 
 def summarize_ranks(trace: Trace, collectives: pd.DataFrame, matches: Matches) -> dict[int, RankSummary]:
@@ -67,4 +70,5 @@ def _summarize(rows: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, 
         work=sum_work(rows, all(item.native for item in run.ranks if item.rank == rank)),
         memory=sum_memory(rows, rank),
         taken=steps_taken(rows),
+        device=device_time(rows, rank, matches, run),
     )

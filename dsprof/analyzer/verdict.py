@@ -18,7 +18,7 @@ from dsprof.schema import BUDGET_PARTS
 from dsprof.trace import concat_rows
 
 from .analysis import Analysis, Verdict
-from .finding import MEASURED_EXCESS, Finding
+from .finding import MEASURED_EXCESS, MEASURED_ON_DEVICE, Finding
 from .irregular import FEWEST_JUDGED, warm_up
 from .painting import PHASE_PART
 from .parts import TRAINING
@@ -82,6 +82,8 @@ def answer(analysis: Analysis, *, on_gpu: bool = False, slowdown: str = "", miss
         return Verdict("failed", "no complete step was captured, so nothing can be said about its speed")
     if not analysis.passed and not analysis.findings:
         return Verdict("inconclusive", f"no rule could be judged on this capture; a step takes {ms(step.mean)}")
+    if analysis.device is not None:
+        return Verdict("inconclusive", f"{_of_devices(analysis)}; nothing found that surely shortens the step")
     if on_gpu:
         text = f"the job ran on a GPU, whose kernels this version does not time; a step takes {ms(step.mean)}"
         return Verdict("inconclusive", text)
@@ -133,6 +135,8 @@ def _of_finding(analysis: Analysis, finding: Finding) -> Verdict:
         return Verdict("failed", title)
     if step is None or gain.ms <= 0:
         return Verdict("bottleneck", title)
+    if gain.method == MEASURED_ON_DEVICE:
+        return Verdict("bottleneck", f"{title}; that is {ms(gain.ms)} of the {ms(step.mean)} step")
     if gain.method == MEASURED_EXCESS:
         share = f"{percent(gain.percent)} of the run's time per step"
         saved = f"fixing it saves {ms(gain.ms)} a step on average ({share})"
@@ -149,6 +153,19 @@ def _of_memory(analysis: Analysis) -> str:
     reason = analysis.not_judged.get(FRAGMENTATION)
     judged = "fragmentation costs next to nothing in its history" if reason is None else f"not judged: {clean(reason)}"
     return f"{text}; {judged}. How fast the job is, a snapshot does not tell"
+
+
+def _of_devices(analysis: Analysis) -> str:
+    """What the devices did in the traced time, mean over ranks."""
+    assert analysis.device is not None
+    ranks = list(analysis.device.ranks.values())
+    whole = sum(one.kernel_time_ns for one in ranks)
+    compute, idle = (
+        100 * sum(ns) / whole for ns in zip(*((one.compute_ns, one.idle_ns) for one in ranks), strict=True)
+    )
+    rest = max(100 - compute - idle, 0.0)
+    does = f"the device computes {percent(compute)} of the time, only communicates or copies {percent(rest)}"
+    return f"{does} and does nothing {percent(idle)}"
 
 
 def _lost(analysis: Analysis) -> dict[str, float]:

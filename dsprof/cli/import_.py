@@ -14,7 +14,9 @@ from .runs import UNREADABLE, USAGE, fail
 
 
 def command(
-    traces: Annotated[Path, typer.Argument(metavar="TRACES", help="A trace, or the folder that holds one.")],
+    traces: Annotated[
+        Path, typer.Argument(metavar="TRACES", help="A trace, or the folder that holds one, or one of each rank.")
+    ],
     *,
     output: Annotated[
         Path | None,
@@ -27,10 +29,20 @@ def command(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace RUN if it was imported, too.")] = False,
+    comm_kernels: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--comm-kernels",
+            metavar="REGEX",
+            show_default=False,
+            help="Kernels of these names communicate, beside those of NCCL and RCCL. May be given several times.",
+        ),
+    ] = None,
 ) -> None:
     """Make a run folder of another tool's trace, for all other commands, and print its path.
 
-    So far: straggler tables (Parquet) of the OSDI '25 what-if analysis, and CUDA memory snapshots
+    So far: traces of torch.profiler (*.pt.trace.json, also gzipped, any number of ranks),
+    straggler tables (Parquet) of the OSDI '25 what-if analysis, and CUDA memory snapshots
     (torch.cuda.memory._dump_snapshot), whose file is read without running anything in it.
     """  # fmt: skip
     from dsprof.importers import import_trace
@@ -38,7 +50,7 @@ def command(
     if output is not None:
         _free(output, force)
     try:
-        trace = import_trace(traces)
+        trace = import_trace(traces, comm_kernels or ())
     except RunError as error:
         fail(error, UNREADABLE)
     from dsprof import trace as traces_of_runs

@@ -71,6 +71,15 @@ def _command(
         str | None,
         typer.Option("--duration", metavar="SECONDS", show_default=False, help="Capture for so long."),
     ] = None,
+    deep: Annotated[
+        str | None,
+        typer.Option(
+            "--deep",
+            metavar="A:B",
+            show_default=False,
+            help="Look at these few steps with torch.profiler, such as 20:23; they count as profiled, not as ordinary.",
+        ),
+    ] = None,
     limit: Annotated[
         str | None,
         typer.Option(
@@ -130,7 +139,7 @@ def _command(
     """
     report = False if no_report else None
     given = {"level": level, "ranks": ranks, "native": native, "report": report, "engine": engine}
-    given |= {"steps": steps, "delay": delay, "duration": duration, "limit": limit, "scratch": scratch}
+    given |= {"steps": steps, "delay": delay, "duration": duration, "deep": deep, "limit": limit, "scratch": scratch}
     given |= {"without": without}
     chosen = settings.load(given, os.environ)
     check_ranks(flags)
@@ -208,7 +217,20 @@ def own_flags(given: Mapping[str, Any], output: Path | None, *, quiet: bool, as_
     """dsprof's own flags, as one would type them to run again: the run folder is there now."""
     if output is not None:
         yield from ("-o", str(output), "--force")
-    for name in ("level", "ranks", "steps", "delay", "duration", "limit", "scratch", "without", "native", "engine"):
+    of_text = (
+        "level",
+        "ranks",
+        "steps",
+        "delay",
+        "duration",
+        "deep",
+        "limit",
+        "scratch",
+        "without",
+        "native",
+        "engine",
+    )
+    for name in of_text:
         if given[name] is not None:
             yield from (f"--{name}", given[name])
     if given["report"] is False:

@@ -3,21 +3,24 @@
     straggler.py        tables of 'Understanding Stragglers in Large Model Training Using What-if Analysis' (OSDI '25);
                         straggler_table.py reads and checks them
     memory_snapshot.py  CUDA memory snapshots of torch.cuda.memory._dump_snapshot (read by dsprof.trace.snapshot)
+    kineto.py           traces of torch.profiler, one file a rank
 
 A format's module has a DESCRIPTION, `recognizes(path)`, which looks at one file and never raises, and `read(path)`, its
-`Trace`; what is wrong with the file is a RunError that says what, where, and what to write instead.
+`Trace`; what is wrong with the file is a RunError that says what, where, and what to write instead. Traces of
+torch.profiler may be several, one a rank.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Protocol, cast
 
 from dsprof.run import RunError
 from dsprof.trace import Trace
 
-FORMATS: Final = ("straggler", "memory_snapshot")
+FORMATS: Final = ("straggler", "memory_snapshot", "kineto")
 MOST_NAMED: Final = 8
 """Files of a folder that are named, of those one could mean."""
 
@@ -26,14 +29,16 @@ class Format(Protocol):
     """What the module of a format has."""
 
     DESCRIPTION: str
+    __name__: str
 
     def recognizes(self, path: Path) -> bool: ...
 
     def read(self, path: Path) -> Trace: ...
 
 
-def import_trace(path: Path) -> Trace:
-    """The trace in a file, or in the one file of a folder that a format recognizes. Raises RunError."""
+def import_trace(path: Path, comm_kernels: Sequence[str] = ()) -> Trace:
+    """The trace in a file, or in the one of a folder that a format recognizes, or, of torch.profiler, in all of them.
+    `comm_kernels`: see `kineto.read`. Raises RunError."""
     formats = [cast(Format, importlib.import_module(f".{name}", __name__)) for name in FORMATS]
     if not path.exists():
         raise RunError(f"{path}: no such file or folder; name a trace, or the folder that holds one")
@@ -42,6 +47,13 @@ def import_trace(path: Path) -> Trace:
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
     found = [(file, known) for file in files for known in formats if known.recognizes(file)]
+    traces_of_profiler = bool(found) and all(known.__name__.endswith(".kineto") for _, known in found)
+    if comm_kernels and not traces_of_profiler:
+        raise RunError(f"{path}: no trace of torch.profiler, which --comm-kernels is for; leave the flag out")
+    if traces_of_profiler:
+        from . import kineto
+
+        return kineto.read(path if len(found) > 1 else found[0][0], comm_kernels)
     if len({file for file, _ in found}) > 1:
         names = ", ".join(file.name for file, _ in found[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
         raise RunError(f"{path}: holds {len(found)} traces ({names}); name one of them")

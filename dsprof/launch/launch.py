@@ -212,6 +212,7 @@ def environment(base: Mapping[str, str], folder: RunFolder, settings: Settings, 
     env = {**base, "DSPROF": "1", "DSPROF_RUN": str(folder.path), "DSPROF_LEVEL": settings.level}
     env["DSPROF_RANKS"] = settings.ranks
     env |= {"DSPROF_STEPS": settings.steps, "DSPROF_DELAY": settings.delay, "DSPROF_DURATION": settings.duration}
+    env |= {"DSPROF_DEEP": settings.deep}
     env["DSPROF_LIMIT"] = settings.limit
     env["DSPROF_WITHOUT"] = settings.without
     env["DSPROF_SCRATCH"] = scratch.absolute(settings.scratch)

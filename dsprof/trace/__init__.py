@@ -3,6 +3,8 @@
 capture  reads what a rank wrote
 records  its records as arrays, of every format there was
 derive/  records as rows, and what they imply; table to table, whoever recorded them
+kineto/  traces of torch.profiler
+deep     such a trace of a few steps, as rows of a capture
 merge    captures into Parquet files and run.json
 memory   side tables: segments, blocks and history of a device's allocator
 snapshot reads them from what torch dumps (plain_pickle: pickles that hold nothing but data)

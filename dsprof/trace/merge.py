@@ -21,6 +21,7 @@ from dsprof.run import RankInfo, RunError, RunFolder, RunInfo, from_known
 from dsprof.schema import COUNTERS_NAME, FLOPS_FACT, OOM_SNAPSHOT_NAME, SNAPSHOT_NAME
 
 from .capture import CHUNK_NAME, Capture, read_capture
+from .deep import add_deep
 from .derive import missing_steps, trace_rows
 from .files import brief, write_parquet
 from .memory import save_memory
@@ -155,6 +156,10 @@ def _derive(rank: int, folders: list[tuple[int, Path]]) -> tuple[pd.DataFrame, d
         if len(captures) > 1
     ]
     tables = {restart: trace_rows(capture, rank, restart) for restart, capture in sorted(chosen.items())}
+    deep_problems: list[str] = []
+    for restart, capture in chosen.items():
+        tables[restart], wrong = add_deep(capture, tables[restart])
+        deep_problems += wrong
     captures = list(chosen.values())
     summary: dict[str, Any] = {
         "ranks": [vars(_describe(rank, restart, chosen[restart], table)) for restart, table in tables.items()],
@@ -166,6 +171,7 @@ def _derive(rank: int, folders: list[tuple[int, Path]]) -> tuple[pd.DataFrame, d
             *(problem for capture in captures for problem in capture.problems),
             *(problem for restart, capture in chosen.items() for problem in missing_steps(capture, tables[restart])),
             *problems,
+            *deep_problems,
         ],
         "errors": [error for capture in captures for error in capture.errors],
         "cuda": any(fact["fact"] == "device" for capture in captures for fact in capture.facts),

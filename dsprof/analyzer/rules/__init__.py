@@ -27,13 +27,19 @@ from . import (
     rank,
     run,
     stall,
+    throttle,
 )
 from .base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged
 
-__all__ = ["FAULTS", "LEAST_SHARE", "PRICED_BY_REPLAY", "RULES", "NotConcerned", "NotJudged", "PartlyJudged"]
+__all__ = [
+    "FAULTS", "LEAST_SHARE", "ON_DEVICES", "PRICED_BY_REPLAY", "RULES", "NotConcerned", "NotJudged", "PartlyJudged",
+]  # fmt: skip
 
 PRICED_BY_REPLAY: Final = frozenset({"comm.small-messages", "comm.exposed", "pipeline.bubble"})
 """Of RULES: they say nothing where the replay does not give the measured steps."""
+
+ON_DEVICES: Final = frozenset({"rank.straggler"})
+"""Of RULES: they judge by themselves, where kernels were traced, what the faults of that code cannot."""
 
 Describe = Callable[[Context, Change, Gain, Gain], Finding]
 """(context, change, its share of the lost time, the gain of mending it alone) -> finding."""
@@ -59,7 +65,10 @@ RULES: Final[dict[tuple[str, ...], Callable[[Context], list[Finding]]]] = {
     ("memory.growth",): memory_use.growth,
     ("memory.headroom",): memory_use.headroom,
     ("compute.host-sync",): host_sync.stops,
-    ("compute.throttle",): device.throttle,
+    ("compute.throttle",): throttle.throttle,
+    ("compute.launch-bound",): device.launch_bound,
+    ("rank.straggler",): device.late_rank,
+    (): device.exposed,
 }
 """A rule or a fault that cannot be told from this capture raises NotJudged; one that is about something that the job
 does not have, NotConcerned; one that can tell some of its codes, PartlyJudged."""

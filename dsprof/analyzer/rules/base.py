@@ -70,6 +70,8 @@ def need_peers(context: Context) -> None:
 
 def need_host(context: Context) -> None:
     """Raises NotJudged where the job ran on devices."""
+    if context.device is not None:
+        raise NotJudged("the device's kernels were traced, but this version replays no steps on a device")
     if context.on_gpu:
         raise NotJudged("the job ran on a device, whose time this version does not measure")
 

@@ -1,0 +1,336 @@
+"""Traces of torch.profiler: one file a rank, any number of them, read each in a process of its own.
+
+A file that breaks off costs its tail; one that cannot be read costs its rank, and a warning says why. The rank is what
+the file says of itself (distributedInfo), else what its name says. Times are the epoch's, which the ranks of one host
+share; where the ends of their collectives say that clocks are apart, each of them is one of its own, and the analyzer
+aligns them. What is read, and what is not: docs/importing.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import pyarrow as pa
+
+from dsprof.names import new_run_id
+from dsprof.run import RankInfo, RunError, RunInfo
+from dsprof.trace import Trace
+from dsprof.trace.kineto import CommNames, TraceError, TraceRows, looks_like_trace, read_events, trace_rows_of
+from dsprof.trace.load import EVERY_COLUMN
+
+Int = npt.NDArray[np.int64]
+
+DESCRIPTION: Final = "a trace of torch.profiler (Chrome trace JSON, plain or gzipped; a folder of one a rank)"
+
+IN_PROCESSES_FROM: Final = 4 << 20
+"""Bytes of all files together, compressed, from which on they are read by several processes."""
+RANK_IN_NAME: Final = (
+    re.compile(r"(?:^|[^a-z])ranks?[-_.=]?(\d+)", re.IGNORECASE), re.compile(r"worker[-_.]?(\d+)", re.IGNORECASE),
+    re.compile(r"(?:^|[_.-])(?:r|gpu|device)[-_]?(\d+)(?=[_.-]|$)", re.IGNORECASE), re.compile(r"^(\d+)\."),
+)  # fmt: skip
+"""Of which the first that fits counts: rank3.json, trace_8_rank_1.json, worker0_step_12.1694.pt.trace.json, 3.json."""
+MOST_RANK: Final = 1 << 20
+APART_NS: Final = 1_000_000
+"""The ends of one collective lie microseconds apart where clocks are the same."""
+MOST_NAMED: Final = 4
+
+
+def recognizes(path: Path) -> bool:
+    return looks_like_trace(path)
+
+
+@dataclass
+class _File:
+    """What reading one file gave: its rows as an Arrow file, and what `run.json` says of it. `refused`: why it gave
+    nothing."""
+
+    path: Path
+    refused: str = ""
+    rows: Path | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    count: int = 0
+    last_step: int = -1
+    marked: bool = True
+    has_device: bool = True
+    numbered: tuple[int, int] = (0, 0)
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    device: str = ""
+    host: str = ""
+    notes: list[str] = field(default_factory=list)
+    ends: dict[str, Int] = field(default_factory=dict)
+    """When its synchronizing collectives ended, in the order of their launch, by group and name."""
+
+
+def read(path: Path, comm_kernels: Sequence[str] = ()) -> Trace:
+    """The trace in a file, or those in a folder, one a rank. `comm_kernels`: regular expressions of kernels that
+    communicate, beside those that are known. Raises RunError."""
+    try:
+        CommNames(comm_kernels)
+        paths = sorted(child for child in path.iterdir() if recognizes(child)) if path.is_dir() else [path]
+    except ValueError as error:
+        raise RunError(f"--comm-kernels: {error}") from error
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
+    folder = Path(tempfile.mkdtemp(prefix="dsprof-import-"))
+    try:
+        files = _read_all(paths, folder, tuple(comm_kernels))
+        good = _with_ranks(path, [one for one in files if not one.refused])
+        if not good:
+            one = files[0]
+            raise RunError(f"{one.path}: {one.refused}; record it again, or copy it again")
+        source = _Converted(folder, {one.rank: one.rows for one in good if one.rank is not None and one.rows})
+        return Trace(_info(path, good, [one for one in files if one.refused]), source)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def _read_all(paths: list[Path], folder: Path, comm_kernels: tuple[str, ...]) -> list[_File]:
+    work = [(path, folder / f"{number}.arrow", comm_kernels) for number, path in enumerate(paths)]
+    size = sum(path.stat().st_size for path in paths)
+    processes = min(len(paths), len(os.sched_getaffinity(0)))
+    if processes < 2 or size < IN_PROCESSES_FROM:
+        return [_convert(*one) for one in work]
+    # A fork has all that is imported; of a process that runs other threads it may hold a lock of theirs for ever.
+    start = "fork" if threading.active_count() == 1 and sys.version_info < (3, 12) else "spawn"
+    with ProcessPoolExecutor(processes, mp_context=get_context(start)) as pool:
+        return _in_pool(pool, work)
+
+
+def _in_pool(pool: Executor, work: list[tuple[Path, Path, tuple[str, ...]]]) -> list[_File]:
+    found = []
+    for one, future in [(one, pool.submit(_convert, *one)) for one in work]:
+        try:
+            found.append(future.result())
+        except BrokenProcessPool:
+            found.append(_File(one[0], refused="the process that read it was ended, perhaps for want of memory"))
+    return found
+
+
+def _convert(path: Path, target: Path, comm_kernels: tuple[str, ...]) -> _File:
+    """Read one file, and write its rows to `target`. Never raises for what is wrong with the file."""
+    try:
+        events = read_events(path, CommNames(comm_kernels))
+        if not (len(events.ops) or len(events.device) or len(events.calls) or len(events.annotations)):
+            return _File(path, refused=f"none of its {events.count:,} events is an operator, a kernel or an annotation")
+        found = trace_rows_of(events)
+    except TraceError as error:
+        return _File(path, refused=str(error))
+    except OSError as error:
+        return _File(path, refused=f"cannot be read ({error.strerror})")
+    except MemoryError:
+        return _File(path, refused="there was not enough memory to read it")
+    notes = list(found.notes)
+    if events.cut:
+        notes.append(events.cut)
+    if events.odd:
+        notes.append(
+            f"{events.odd:,} events were left out, which lack a name or a time or have an impossible one, such as "
+            f"{events.first_odd}"
+        )
+    table = pa.Table.from_pandas(found.rows, preserve_index=False)
+    try:
+        with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    except OSError as error:
+        return _File(path, refused=f"its rows could not be kept in {target.parent} ({error}); set TMPDIR")
+    about = events.about.get("distributedInfo")
+    told = about if isinstance(about, dict) else {}
+    return _File(
+        path, rows=target, rank=_number(told.get("rank")), world_size=_number(told.get("world_size")),
+        count=events.count, last_step=int(found.steps.number.max()), marked=found.steps.marked,
+        has_device=found.has_device, numbered=found.numbered, groups=found.groups, versions=_versions(events.about),
+        device=_device_name(events.about), host=_host(events.about), notes=notes, ends=_ends(found),
+    )  # fmt: skip
+
+
+def _number(value: Any) -> int | None:
+    if isinstance(value, str) and value.isdecimal() and len(value) < 8:
+        value = int(value)
+    return value if type(value) is int and 0 <= value < MOST_RANK else None
+
+
+def _versions(about: dict[str, Any]) -> dict[str, str]:
+    told = about.get("distributedInfo")
+    found = {
+        "torch": about.get("pytorch_version"),
+        "nccl": told.get("nccl_version") if isinstance(told, dict) else None,
+    }
+    return {name: value[:40] for name, value in found.items() if isinstance(value, str)}
+
+
+def _device_name(about: dict[str, Any]) -> str:
+    told = about.get("deviceProperties")
+    first = told[0] if isinstance(told, list) and told else None
+    name = first.get("name") if isinstance(first, dict) else None
+    return name[:80] if isinstance(name, str) else ""
+
+
+def _host(about: dict[str, Any]) -> str:
+    told = about.get("host_name")
+    return told[:80] if isinstance(told, str) else ""
+
+
+def _ends(found: TraceRows) -> dict[str, Int]:
+    rows = found.rows
+    comm = rows[(rows["kind"] == "comm") & rows["group"].notna() & rows["name"].isin(SYNCHRONIZING)]
+    end = comm["start_ns"] + comm["dur_ns"].astype("int64")
+    keys = comm["group"].astype(str) + "/" + comm["name"].astype(str)
+    return {str(key): of.to_numpy(np.int64) for key, of in end.groupby(keys)}
+
+
+SYNCHRONIZING: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+
+
+# --- ranks --------------------------------------------------------------------------------------
+
+
+def _with_ranks(path: Path, files: list[_File]) -> list[_File]:
+    """By rank: what each says of itself, else what its name says. Raises RunError where that cannot be told."""
+    if len(files) == 1 and files[0].rank is None and _rank_in(files[0].path.name) is None:
+        return [replace(files[0], rank=0)]
+    named = [one if one.rank is not None else replace(one, rank=_rank_in(one.path.name)) for one in files]
+    unknown = [one.path.name for one in named if one.rank is None]
+    if unknown:
+        raise RunError(
+            f"{path}: which rank is {_some(unknown)} of? Neither the file (distributedInfo) nor its name tells; rename "
+            "it to rank<N>.json"
+        )
+    by_rank: dict[int, list[str]] = {}
+    for one in named:
+        by_rank.setdefault(one.rank or 0, []).append(one.path.name)
+    twice = next(((rank, names) for rank, names in sorted(by_rank.items()) if len(names) > 1), None)
+    if twice:
+        raise RunError(f"{path}: rank {twice[0]} is there {len(twice[1])} times ({_some(twice[1])}); leave one of them")
+    return sorted(named, key=lambda one: one.rank or 0)
+
+
+def _rank_in(name: str) -> int | None:
+    for pattern in RANK_IN_NAME:
+        match = pattern.search(name)
+        if match:
+            return _number(match[1])
+    return None
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(name[:100] for name in names[:MOST_NAMED])
+    return shown + (", ..." if len(names) > MOST_NAMED else "")
+
+
+# --- run.json -----------------------------------------------------------------------------------
+
+
+def _info(path: Path, files: list[_File], refused: list[_File]) -> RunInfo:
+    clocks = _clocks(files)
+    facts: list[dict[str, Any]] = []
+    for one in files:
+        notes = list(one.notes)
+        if not one.marked:
+            notes.append("no ProfilerStep in it, so all of it counts as one step: call profiler.step() after each one")
+        facts.append(
+            {"fact": "import", "rank": one.rank, "format": "kineto", "file": one.path.name[:200], "warnings": notes,
+             "device": one.device}
+        )  # fmt: skip
+        facts += [{"fact": "group", "rank": one.rank, "name": name, **about} for name, about in one.groups.items()]
+    first = next(fact for fact in facts if fact["fact"] == "import")
+    first["warnings"] += [f"{one.path.name[:200]} was left out: {one.refused}" for one in refused]
+    first["warnings"] += list(_of_all(files, clocks))
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.name.split(".")[0])[:60] or "trace"
+    told = max((one.world_size or 0 for one in files), default=0)
+    return RunInfo(
+        id=new_run_id(name), name=name, command=["dsprof", "import", str(path)],
+        world_size=max(told, 1 + max(one.rank or 0 for one in files)), facts=facts,
+        versions={key: value for one in files for key, value in one.versions.items()},
+        groups=_groups(files),
+        ranks=[
+            RankInfo(
+                rank=one.rank or 0, restart=0, host=one.host, pid=0, capture="", native=True, last_step=one.last_step,
+                records=one.count, dropped=0, damaged=0, errors=0, closed=not one.notes, clock=clock,
+            )
+            for one, clock in zip(files, clocks, strict=True)
+        ],
+    )  # fmt: skip
+
+
+def _groups(files: list[_File]) -> dict[str, dict[str, Any]]:
+    """As the first file tells that knows each; of a group whose members nobody tells, those that took part."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in files:
+        for name, about in one.groups.items():
+            known = found.setdefault(name, {**about, "ranks": list(about["ranks"])})
+            known["ranks"] = known["ranks"] or about["ranks"]
+    for name, about in found.items():
+        if not about["ranks"]:
+            about["ranks"] = sorted(one.rank or 0 for one in files if name in one.groups)
+            about["size"] = about["size"] or len(about["ranks"])
+        for one in files:
+            if name in one.groups:
+                one.groups[name] = about
+    return found
+
+
+def _of_all(files: list[_File], clocks: list[str]) -> Iterable[str]:
+    """What is to be said of all of them together."""
+    numbered, every = sum(one.numbered[0] for one in files), sum(one.numbered[1] for one in files)
+    if every and numbered < every and len(files) > 1:
+        yield (
+            f"{every - numbered:,} of {every:,} communications have no number in the traces: those of one name and "
+            "group are matched in the order of their launch, where all ranks have equally many"
+        )
+    if len(set(clocks)) > 1:
+        yield f"the ranks read {len(set(clocks))} clocks, which were aligned by the ends of their collectives"
+
+
+def _clocks(files: list[_File]) -> list[str]:
+    """A name for the clock of each rank: its host's, or where that is not told, the same, unless their collectives end
+    at different times throughout."""
+    if all(one.host for one in files):
+        return [f"epoch of {one.host}" for one in files]
+    apart = np.zeros(len(files))
+    for at, one in enumerate(files[1:], 1):
+        common = [key for key in one.ends if len(one.ends[key]) == len(files[0].ends.get(key, ()))]
+        ends = [one.ends[key] - files[0].ends[key] for key in common]
+        apart[at] = float(np.median(np.concatenate(ends))) if ends else 0.0
+    order = np.argsort(apart, kind="stable")
+    number = np.empty(len(files), np.int64)
+    number[order] = np.cumsum(np.append(0, np.diff(apart[order]) > APART_NS))
+    return [f"epoch {one}" if number.max() else "epoch" for one in number.tolist()]
+
+
+class _Converted:
+    """Rows that lie in Arrow files, in a folder that goes when nobody needs it any more."""
+
+    def __init__(self, folder: Path, files: dict[int, Path]) -> None:
+        self._files = files
+        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(self._files))
+
+    def read(self, rank: int, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
+        with pa.memory_map(str(self._files[rank])) as file:
+            rows = pa.ipc.open_file(file).read_all().select(list(columns)).to_pandas()
+        return rows.assign(rank=np.int32(rank)) if "rank" in columns else rows

@@ -1,0 +1,19 @@
+"""Traces of torch.profiler (Kineto's Chrome trace format), old and new, of devices and of CPUs alone.
+
+stream   a file's events, piece by piece, whatever its size: neither the file nor its events are ever held as a whole
+events   what of them is kept, as arrays
+names    which kernels communicate, and what collectives are called
+phases   what the training thread did, from its operators and annotations
+rows     the trace's rows
+
+`dsprof.importers.kineto` makes a run of them, `dsprof.trace.deep` rows of a rank that was captured besides.
+"""
+
+from __future__ import annotations
+
+from .events import Events, read_events
+from .names import CommNames
+from .rows import TraceRows, trace_rows_of
+from .stream import TraceError, looks_like_trace
+
+__all__ = ["CommNames", "Events", "TraceError", "TraceRows", "looks_like_trace", "read_events", "trace_rows_of"]

@@ -1,0 +1,154 @@
+"""What is said of devices whose kernels were traced: HTA's numbers, lateness, exposed time, findings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import kineto_traces as kt
+import pytest
+
+from dsprof.analyzer import analyze
+from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.device import Devices, DeviceTime, StreamIdle
+from dsprof.importers import import_trace
+
+
+@pytest.fixture(scope="module")
+def analysis(tmp_path_factory: pytest.TempPathFactory) -> Analysis:
+    return analyze(import_trace(kt.two_ranks(tmp_path_factory.mktemp("traces"), args=kt.COLLECTIVE)))
+
+
+def devices(analysis: Analysis) -> Devices:
+    assert analysis.device is not None
+    return analysis.device
+
+
+def of(analysis: Analysis, rank: int) -> DeviceTime:
+    return devices(analysis).ranks[rank]
+
+
+def test_breakdown_and_overlap(analysis: Analysis) -> None:
+    first, second = of(analysis, 0), of(analysis, 1)
+    assert (first.kernel_time_ns, first.idle_ns, first.compute_ns, first.non_compute_ns) == (
+        800_000, 350_000, 350_000, 100_000,
+    )  # fmt: skip
+    assert dict(first.types_ns) == {
+        "COMPUTATION": 260_000, "COMMUNICATION": 100_000, "COMPUTATION overlapping COMMUNICATION": 90_000,
+    }  # fmt: skip
+    assert (first.communication_ns, first.overlap_ns) == (190_000, 90_000)
+    assert first.to_dict()["comp_comm_overlap_pctg"] == 47.37
+    assert dict(second.types_ns) == {"COMPUTATION": 350_000, "COMMUNICATION": 50_000}
+    assert second.idle_ns == 400_000
+
+
+def test_gaps_of_streams_by_their_cause(analysis: Analysis) -> None:
+    """50, 100 and 300 us of stream 7, each launched after what was before it had ended."""
+    assert of(analysis, 0).streams == (StreamIdle("20", 0, 0, 0), StreamIdle("7", 450_000, 0, 0))
+    assert of(analysis, 0).delay_us == 30
+
+
+@pytest.mark.parametrize(
+    ("launched", "gap", "expected"),
+    [(30, 29, (0, 29_000, 0)), (30, 30, (0, 0, 30_000)), (51, 10, (10_000, 0, 0)), (50, 10, (0, 10_000, 0))],
+)
+def test_kernel_wait_is_a_short_gap_that_was_launched_before(
+    tmp_path: Path, launched: int, gap: int, expected: tuple[int, int, int]
+) -> None:
+    events = [kt.call(1, 5), kt.kernel("a", 1, 10, 40), kt.call(2, launched, 1), kt.kernel("b", 2, 50 + gap, 5)]
+    (idle,) = of(analyze(import_trace(kt.write(tmp_path, kt.as_kineto(events)))), 0).streams
+    assert (idle.host_wait_ns, idle.kernel_wait_ns, idle.other_ns) == expected
+
+
+def test_what_the_device_waits_for_its_host_in_a_step(analysis: Analysis) -> None:
+    """Of 350 us in which it does nothing 250 had the next kernel not launched, 150 of these in a phase."""
+    (step,) = of(analysis, 0).steps.to_dict("records")
+    assert (step["step"], step["idle_ms"], step["host_ms"], step["data_ms"]) == (3, 0.35, pytest.approx(0.15), 0)
+
+
+def test_who_was_late_and_what_of_it_was_exposed(analysis: Analysis) -> None:
+    """Rank 0 comes at 410, computes until 500, and waits for rank 1, which comes at 550; the transfer ends at 600."""
+    waits = devices(analysis).waits
+    assert waits[["rank", "late_rank", "peer_ms", "saved_ms", "transfer_ms"]].to_numpy().tolist() == [
+        [0, 1, 0.05, 0.05, 0.05], [1, 1, 0, 0, 0.05],
+    ]  # fmt: skip
+    assert devices(analysis).late().to_numpy().tolist() == [[1, 1, 0.025]]
+
+
+def test_bandwidth_counts_from_the_last_arrival(analysis: Analysis) -> None:
+    """4,000 bytes in 50 us."""
+    (found,) = devices(analysis).bandwidths
+    assert (found.name, found.group, found.ranks, found.count, found.bytes, found.at_least) == (
+        "all_reduce", "0", 2, 1, 4000, False,
+    )  # fmt: skip
+    assert (found.algbw_gbps, found.busbw_gbps) == (pytest.approx(0.08), pytest.approx(0.08))
+
+
+def test_a_rank_that_is_missing_makes_the_bandwidth_a_bound(tmp_path: Path) -> None:
+    path = kt.write(tmp_path, kt.as_kineto(kt.training(args=kt.COLLECTIVE)))
+    (found,) = devices(analyze(import_trace(path))).bandwidths
+    assert found.at_least
+    assert found.algbw_gbps == pytest.approx(4000 / 190_000)
+
+
+def test_findings_are_ranked_and_say_that_one_step_was_traced(analysis: Analysis) -> None:
+    assert [(found.code, found.severity, round(found.gain.ms, 6)) for found in analysis.findings] == [
+        ("compute.launch-bound", "high", 0.15), ("rank.straggler", "medium", 0.05), ("comm.exposed", "info", 0.05),
+    ]  # fmt: skip
+    assert analysis.verdict.status == "bottleneck"
+    assert "waits for its host between kernels for 15 % of the step, in the 1 step traced" in analysis.verdict.headline
+    straggler = analysis.findings[1]
+    assert straggler.where.ranks == (1,)
+    assert "rank 1 comes late to most collectives (1 of 1)" in straggler.title
+    assert "rank.straggler" not in analysis.not_judged
+    assert "replays no steps on a device" in analysis.not_judged["comm.exposed"]
+
+
+def test_the_budget_sums_to_the_step(analysis: Analysis) -> None:
+    """The gap that ends at 800 is for the kernel's launch at 790, which the collective had nothing to do with."""
+    assert analysis.step_ms is not None
+    assert analysis.step_ms.mean == 1.0
+    assert sum(analysis.budget.values()) == pytest.approx(1.0)
+    assert analysis.budget["peer_wait"] == 0
+
+
+def test_a_gap_that_ends_with_a_collective_was_for_it(tmp_path: Path) -> None:
+    """The next kernel begins at 605 and was launched at 595; from 500 to 600 the collective was all there was. The
+    device goes on after the thread, so its stream is what the step is followed along."""
+    for rank, late in enumerate((0, 140)):
+        events = kt.training(late_us=late, adam=605)
+        events[-1]["dur"] = 350
+        kt.write(tmp_path, kt.as_kineto(events), f"rank{rank}.json")
+    analysis = analyze(import_trace(tmp_path))
+    of_first = analysis.budget_by_rank.loc[0]
+    assert (of_first["peer_wait"], of_first["comm_exposed"]) == (pytest.approx(0.05), pytest.approx(0.05))
+    assert sum(analysis.budget.values()) == pytest.approx(1.0)
+
+
+def busy(ranks: int, folder: Path) -> Path:
+    """Six steps in which the device is busy all the time and launches come long before."""
+    events: list[kt.Event] = []
+    for number in range(6):
+        base = 1000 * (1 + number)
+        events += [kt.note(f"ProfilerStep#{number}", base, 1000), kt.op("aten::linear", base + 1, 900)]
+        for part in range(10):
+            corr = 100 * number + part + 1
+            events += [kt.call(corr, base + part - 50, 1), kt.kernel("gemm", corr, base + 100 * part, 100)]
+    for rank in range(ranks):
+        kt.write(folder, kt.as_kineto(events), f"rank{rank}.json")
+    return folder
+
+
+def test_a_busy_device_has_no_finding_and_is_not_called_healthy(tmp_path: Path) -> None:
+    analysis = analyze(import_trace(busy(1, tmp_path)))
+    assert [found for found in analysis.findings if found.is_problem] == []
+    assert "compute.launch-bound" in analysis.passed
+    assert analysis.verdict.status == "inconclusive"
+    assert "the device computes 100 % of the time" in analysis.verdict.headline
+
+
+def test_without_kernels_there_is_no_device(tmp_path: Path) -> None:
+    events = [kt.note("ProfilerStep#0", 0, 100), kt.op("aten::linear", 1, 90)]
+    analysis = analyze(import_trace(kt.write(tmp_path, kt.as_kineto(events))))
+    assert analysis.device is None
+    assert "device" not in analysis.to_dict()
+    assert "compute.launch-bound" not in {*analysis.passed, *analysis.not_judged}
