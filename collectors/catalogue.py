@@ -18,6 +18,7 @@ from . import (
     pipelining,
     process_groups,
     sharding,
+    watchdog,
 )
 from .collector import Collector
 from .frameworks import deepspeed, tensor_parallel
@@ -39,5 +40,6 @@ COLLECTORS: Final[dict[str, Collector]] = {
     "flops": flops.install,
     "devices": devices.install,
     "process-groups": process_groups.install,
+    "watchdog": watchdog.install,
 }
 """By the names that `DSPROF_WITHOUT` knows them by."""

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from .schema import HANGS_FILE
+
 RUN_SCHEMA: Final = 1
 DEFAULT_PARENT: Final = "dsprof-out"
 
@@ -181,6 +183,9 @@ class RunInfo:
     """Of a run of several hosts how many, as torchrun's flag says it: `2`, `1:4`. Empty: of one."""
     token: str = ""
     """Tells such a run from others that are made in the same folder."""
+    hangs: list[dict[str, Any]] = field(default_factory=list)
+    """The times that the launcher called the job hung (hangs.json): {"code", "kind", "words", "culprits", "waiters",
+    "operation", "still_s", "went_on", ...}; see `dsprof.launch.watch`."""
     hints: list[str] = field(default_factory=list)
     """Of a job that failed or was interrupted, and wanted to be started in another way: what to type instead."""
     schema: int = RUN_SCHEMA
@@ -302,6 +307,14 @@ class RunFolder:
             if rank.isdigit() and restart.isdigit():
                 return int(rank), int(restart)
         return None
+
+    def read_hangs(self) -> list[dict[str, Any]]:
+        """The times that the launcher called the job hung."""
+        try:
+            found = json.loads((self.path / HANGS_FILE).read_bytes())
+        except (OSError, ValueError):
+            return []
+        return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
 
     def read_hints(self) -> list[Hint]:
         """What the processes of the job left, the first to write first. One that cannot be read is left out."""

@@ -343,6 +343,24 @@ def parse_size(text: str) -> int:
     return size
 
 
+HANG_TIMEOUT: Final = "600"
+"""Seconds, unless DSPROF_HANG_TIMEOUT says otherwise."""
+SHORTEST_HANG_TIMEOUT: Final = 2.0
+
+
+def parse_hang_timeout(text: str) -> float:
+    """The seconds that `600` names; 0: none. Raises ValueError."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if seconds and not SHORTEST_HANG_TIMEOUT <= seconds < float("inf"):
+        raise ValueError(
+            f"{text!r} is no time-out; write seconds, {SHORTEST_HANG_TIMEOUT:g} or more, such as 600, or 0 for none"
+        )
+    return seconds
+
+
 # --- names ------------------------------------------------------------------------------------
 
 COLLECTIVE_NAMES: Final = {
@@ -410,6 +428,16 @@ CAPTURE_OFF: Final = "capture_off"
 CAPTURE_GAP: Final = "capture_gap"
 """Name of the `mark` row for the time whose records were given up, from the last one before to the first one after it;
 `value`: how many steps the rank had counted by its end; 0 where it counts none."""
+STANDSTILL: Final = "standstill"
+"""Fact of a rank that has recorded nothing for the time-out: since when, whether it works all the same, its stacks."""
+LOCKED: Final = "locked"
+"""Fact of the stacks in STACKS_FILE."""
+WENT_ON: Final = "went_on"
+"""Fact that it did go on."""
+STACKS_FILE: Final = "stacks.txt"
+"""In a capture: Python stacks written without the interpreter's lock, where a thread held it and did not give it up."""
+HANGS_FILE: Final = "hangs.json"
+"""In the run folder: the times that the launcher called the job hung."""
 CONTROL_FILE: Final = "control.json"
 """In the run folder: {"capture": "on" or "off"}, for the ranks of a job that runs."""
 COPYING_FILE: Final = "copying.json"

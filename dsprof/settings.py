@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from .run import DEFAULT_PARENT
-from .schema import parse_ranks, parse_size, parse_steps
+from .schema import HANG_TIMEOUT, parse_hang_timeout, parse_ranks, parse_size, parse_steps
 
 CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "level": ("light", "full"),
     "native": ("auto", "on", "off"),
     "engine": ("script", "dsprof"),
+    "on_hang": ("report", "abort"),
 }
 VARIABLES: Final = {
     "level": "DSPROF_LEVEL",
@@ -28,6 +29,8 @@ VARIABLES: Final = {
     "limit": "DSPROF_LIMIT",
     "scratch": "DSPROF_SCRATCH",
     "engine": "DSPROF_ENGINE",
+    "hang_timeout": "DSPROF_HANG_TIMEOUT",
+    "on_hang": "DSPROF_ON_HANG",
 }
 NATIVE_WORDS: Final = {"0": "off", "false": "off", "no": "off", "1": "on", "true": "on", "yes": "on"}
 
@@ -50,7 +53,7 @@ def _some_seconds(text: str) -> float:
 
 PARSERS: Final[dict[str, Callable[[str], object]]] = {
     "ranks": parse_ranks, "steps": parse_steps, "delay": _seconds, "duration": _some_seconds,
-    "limit": parse_size,
+    "limit": parse_size, "hang_timeout": parse_hang_timeout,
 }  # fmt: skip
 """What reads a setting's text, and raises ValueError for one that it cannot."""
 
@@ -86,6 +89,10 @@ class Settings:
     """Write the HTML report and the TensorBoard files at the end."""
     engine: str = "script"
     """What trains: script (what the script imports), dsprof (our engine, where the script imports deepspeed)."""
+    hang_timeout: str = HANG_TIMEOUT
+    """Seconds without progress on any rank after which a job whose ranks wait for one is called hung; 0: never."""
+    on_hang: str = "report"
+    """What is done about it: report (say so, and wait on), abort (end the job, too)."""
 
 
 def load(
@@ -100,7 +107,7 @@ def load(
             values[key] = _checked(key, value, variable)
     for key, value in (given or {}).items():
         if value is not None:
-            values[key] = _checked(key, value, f"--{key}")
+            values[key] = _checked(key, value, f"--{key.replace('_', '-')}")
     return Settings(**values)
 
 
@@ -125,7 +132,7 @@ def _from_pyproject(path: Path) -> dict[str, Any]:
 
 def _checked(key: str, value: Any, where: str) -> Any:
     wanted: type = bool if key == "report" else str
-    if key in ("delay", "duration") and isinstance(value, (int, float)) and not isinstance(value, bool):
+    if key in ("delay", "duration", "hang_timeout") and isinstance(value, (int, float)) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, wanted):
         raise SettingsError(f"{where}: {value!r} is not a {'true or false' if wanted is bool else 'string'}")

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # --- the rules ----------------------------------------------------------------------------------
 
 LAYERS: Final = {
-    "schema": ("dsprof.schema", "dsprof.run"),
+    "schema": ("dsprof.schema", "dsprof.run", "dsprof.live"),
     "trace": ("dsprof.trace",),
     "importers": ("dsprof.importers",),
     "analyzer": ("dsprof.analyzer",),
@@ -43,7 +43,10 @@ MAY_IMPORT: Final = {
     "analyzer": {"analyzer", "trace", "schema"},
     "reports": {"reports", "analyzer", "trace", "schema"},
     "cli": {"cli", "reports", "importers", "trace", "schema", "public"},
-    "collectors": {"collectors", "dsprof.schema", "dsprof.engine.hooks"},
+    "collectors": {
+        "collectors", "dsprof.schema", "dsprof.engine.hooks", "dsprof.live.activity", "dsprof.live.frames",
+        "dsprof.live.tail", "dsprof.live.waiting",
+    },  # fmt: skip
     "engine": {"engine"},
     "public": {"dsprof.collectors.spans"},
 }
@@ -92,7 +95,7 @@ NO_FILES_NO_PRINTING: Final = {"io", "logging", "os", "pathlib", "shutil", "subp
 
 ROOMS: Final = (
     "dsprof.engine", "dsprof.collectors", "dsprof.reports", "dsprof.analyzer", "dsprof.importers", "dsprof.cli",
-    "dsprof.launch", "dsprof.trace", "dsprof",
+    "dsprof.launch", "dsprof.trace", "dsprof.live", "dsprof",
 )  # fmt: skip
 """Inside one, imports are relative; between two, by full name. The last is what lies in dsprof/ itself."""
 

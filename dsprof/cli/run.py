@@ -100,6 +100,24 @@ def _command(
             "Default: script",
         ),
     ] = None,
+    hang_timeout: Annotated[
+        str | None,
+        typer.Option(
+            "--hang-timeout",
+            metavar="SECONDS",
+            show_default=False,
+            help="Call the job hung when ranks wait for one and none of all makes progress for so long; 0: never. "
+            "Default: 600",
+        ),
+    ] = None,
+    on_hang: Annotated[
+        Literal["report", "abort"] | None,
+        typer.Option(
+            "--on-hang",
+            show_default=False,
+            help="Of a hung job: say which rank it waits for and wait on, or end it, too. Default: report",
+        ),
+    ] = None,
     no_report: Annotated[
         bool, typer.Option("--no-report", metavar="", help="No HTML report and no TensorBoard files.")
     ] = False,
@@ -122,6 +140,7 @@ def _command(
     report = False if no_report else None
     given = {"level": level, "ranks": ranks, "native": native, "report": report, "engine": engine}
     given |= {"steps": steps, "delay": delay, "duration": duration, "limit": limit, "scratch": scratch}
+    given |= {"hang_timeout": hang_timeout, "on_hang": on_hang}
     chosen = settings.load(given, os.environ)
     check_ranks(flags)
     what = read_job(job or [], no_python=bool(flags["no_python"]))
@@ -198,9 +217,12 @@ def own_flags(given: Mapping[str, Any], output: Path | None, *, quiet: bool, as_
     """dsprof's own flags, as one would type them to run again: the run folder is there now."""
     if output is not None:
         yield from ("-o", str(output), "--force")
-    for name in ("level", "ranks", "steps", "delay", "duration", "limit", "scratch", "native", "engine"):
+    for name in (
+        "level", "ranks", "steps", "delay", "duration", "limit", "scratch", "native", "engine", "hang_timeout",
+        "on_hang",
+    ):  # fmt: skip
         if given[name] is not None:
-            yield from (f"--{name}", given[name])
+            yield from (f"--{name.replace('_', '-')}", given[name])
     if given["report"] is False:
         yield "--no-report"
     if as_json:

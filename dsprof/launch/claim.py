@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Final
 
 from dsprof.run import RunError, RunFolder, RunInfo
-from dsprof.schema import CONTROL_FILE
+from dsprof.schema import CONTROL_FILE, HANGS_FILE
 
 from .talk import shown
 
 ERROR_LOG: Final = "dsprof-error.log"
 RUN_PARTS: Final = (
     "run.json", "capture", "trace", "memory", "exits", "hosts", "findings.json", "report.html", "tensorboard",
-    "layer_costs.json", CONTROL_FILE, ERROR_LOG,
+    "layer_costs.json", CONTROL_FILE, HANGS_FILE, ERROR_LOG,
 )  # fmt: skip
 LEFT_BY_PROCESSES: Final = re.compile(r"error\.\d+\.txt|hint\.\d+\.json")
 """Beside RUN_PARTS, all that dsprof writes into a run folder: see `collectors.errors.report_failure`, `run.Hint`."""

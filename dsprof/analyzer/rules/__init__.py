@@ -12,7 +12,7 @@ from typing import Final
 from ..context import Context
 from ..finding import Finding, Gain
 from ..whatif.work import Change
-from . import checkpoint, comm, data, evaluation, memory, pause, pipeline, rank, run, stall
+from . import checkpoint, comm, data, evaluation, hang, memory, pause, pipeline, rank, run, stall
 from .base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged
 
 __all__ = ["FAULTS", "LEAST_SHARE", "PRICED_BY_REPLAY", "RULES", "NotConcerned", "NotJudged", "PartlyJudged"]
@@ -32,6 +32,7 @@ FAULTS: Final[dict[str, tuple[Callable[[Context], Change | None], Describe]]] = 
 }
 
 RULES: Final[dict[tuple[str, ...], Callable[[Context], list[Finding]]]] = {
+    ("run.hang", "run.desync"): hang.hang_or_desync,
     ("run.rank-died",): run.rank_died,
     ("data.stall",): stall.loaders,
     ("comm.small-messages", "comm.exposed"): comm.bucket_size,
