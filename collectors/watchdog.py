@@ -125,7 +125,7 @@ class Watchdog:
         process_groups.state_groups(self._capture.write_fact)
         state = self._own_state()
         threads = stacks.python_threads(self._training)
-        training = next((thread["frames"] for thread in threads if thread["trains"]), [])
+        training: list[stacks.Frame] = next((thread["frames"] for thread in threads if thread["trains"]), [])
         return {
             "fact": STANDSTILL,
             "since_ns": self._moved_ns,

@@ -405,6 +405,7 @@ def test_the_environment_of_the_job() -> None:
         "DSPROF_LIMIT": "2GiB",
         "DSPROF_SCRATCH": "",
         "DSPROF_NATIVE": "auto",
+        "DSPROF_HANG_TIMEOUT": "600",
     }
     off = Settings(native="off", scratch="fast")
     armed = environment({"PYTHONPATH": "mine"}, folder, off, bootstrap=True)

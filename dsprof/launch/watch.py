@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsprof.live.activity import Activity, kernel_threads, process_state
-from dsprof.live.frames import user_site
+from dsprof.live.frames import short, user_site
 from dsprof.live.tail import Tail, captures
 from dsprof.live.waiting import RankState, Stall, find_stall
 from dsprof.run import RunFolder, write_atomically
@@ -237,11 +237,11 @@ class HangWatch:
         stacks = [thread for thread in one.tail.lock_stacks() if thread["trains"]] if told is None else []
         site = user_site(stacks[0]["frames"]) if stacks else (told or {}).get("site")
         if told is None and self._here(rank):
-            inside = f" at {site}" if site else ""
+            inside = f" at {short(site)}" if site else ""
             return f"rank {rank} does not answer: native code{inside} holds the interpreter's lock"
         phases = (told or {}).get("phases") or []
         phase = f" in {phases[-1]}" if phases else ""
-        return f"rank {rank} is at {site}{phase}" if site else f"rank {rank} is{phase}" if phase else ""
+        return f"rank {rank} is at {short(site)}{phase}" if site else f"rank {rank} is{phase}" if phase else ""
 
 
 def _kind(stall: Stall) -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 HOME: Final = f"{Path(__file__).parent.parent}/"
+WRAPPED: Final = "<"
+"""Begins the file of a frame that is no file's, such as of functions of ours that stand for the job's."""
 INSTALLED: Final = re.compile(r"-packages/|/lib(64)?/python3\.\d+/|^<|/bin/[^/]+$")
 MOST_SHOWN: Final = 8
 LINE: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
@@ -24,9 +26,15 @@ def user_site(frames: Iterable[Sequence[Any]]) -> str | None:
 
 
 def in_words(frames: Sequence[Sequence[Any]]) -> str:
-    """`sleep (train.py:33) < work (train.py:50)`: the innermost of the user's frames and what is inside of it."""
-    shown = [f"{function} ({str(file).rpartition('/')[2]}:{line})" for file, line, function in frames[:MOST_SHOWN]]
-    return " < ".join(shown) + (" < ..." if len(frames) > MOST_SHOWN else "")
+    """`fetch (loader.py:33) < work (train.py:50)`: the innermost ones, without ours."""
+    others = [frame for frame in frames if not str(frame[0]).startswith((HOME, WRAPPED))]
+    shown = [f"{function} ({str(file).rpartition('/')[2]}:{line})" for file, line, function in others[:MOST_SHOWN]]
+    return " < ".join(shown) + (" < ..." if len(others) > MOST_SHOWN else "")
+
+
+def short(site: str) -> str:
+    """`train.py:33`, of a site."""
+    return site.rpartition("/")[2]
 
 
 def parse_stacks(text: str) -> list[dict[str, Any]]:

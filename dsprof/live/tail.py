@@ -105,7 +105,7 @@ class Tail:
                 moved = moved or bool(kinds.translate(None, SAMPLES + b"\0"))
                 self._note_open(block, states[:used], kinds)
                 self._slot += used
-            if self._slot < CHUNK_RECORDS and used < len(states):
+            if self._slot < CHUNK_RECORDS and (used < len(states) or not used):
                 return moved
             if self._slot >= CHUNK_RECORDS:
                 following = min((one for one in self._chunks() if one > self._chunk), default=None)
@@ -115,7 +115,8 @@ class Tail:
 
     def state(self, rank: int, members: Any) -> RankState:
         """How far the rank is: `members(group)` are the global ranks of a group. Raises OSError."""
-        names, records = self._names(), []
+        names = self._names()
+        records: list[Record] = []
         chunks = sorted(self._chunks(), reverse=True)
         for chunk in chunks[:MOST_CHUNKS]:
             records += reversed(self._records(chunk))

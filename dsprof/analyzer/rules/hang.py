@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import pandas as pd
 
-from dsprof.live.frames import in_words
-from dsprof.live.waiting import Stall, described, ranks_in_words
-from dsprof.run import failures, last_processes
+from dsprof.live.frames import in_words, short
+from dsprof.live.waiting import Communication, Stall, described, ranks_in_words
+from dsprof.run import failures, from_known, last_processes
 from dsprof.schema import LOCKED, STANDSTILL, WENT_ON
 
 from ..context import Context, once
@@ -34,13 +34,21 @@ def hang_or_desync(context: Context) -> list[Finding]:
     disagreement = first_disagreement(context.rows)
     if disagreement is not None:
         return [_finding(context, disagreement, {})]
-    told = next((hang for hang in reversed(run.hangs) if not hang.get("went_on")), None)
+    told = next((hang for hang in run.hangs[-1:] if not hang.get("went_on")), None)
+    if told is not None and run.status != 0:
+        return [_finding(context, _as_told(told), told)]
     stall = stall_at_end(context.rows, context.trace, run)
-    if stall is None or (stall.kind == "stuck" and told is None):
+    if stall is None or stall.kind == "stuck":
         return []
-    if told is None and not (_all_stand(context, stall) or _failed_in_it(context, stall)):
+    if not (_all_stand(context, stall) or _failed_in_it(context, stall)):
         return []
-    return [_finding(context, stall, told or {})]
+    return [_finding(context, stall, {})]
+
+
+def _as_told(hang: Mapping[str, Any]) -> Stall:
+    """What the launcher saw while the job ran."""
+    operation = from_known(Communication, hang["operation"])
+    return Stall(hang["kind"], operation, tuple(hang["waiters"]), tuple(hang["culprits"]))
 
 
 @once
@@ -100,14 +108,12 @@ def _last_begun(context: Context, rank: int) -> int:
 
 
 def _finding(context: Context, stall: Stall, told: Mapping[str, Any]) -> Finding:
-    first = stall.operation
-    culprits = tuple(told.get("culprits") or stall.culprits)
-    # The launcher saw the processes; of what was said then, only what the captures cannot tell is taken.
-    title = str(told["words"]) if told.get("culprits") and tuple(told["culprits"]) == culprits else stall.words
+    first, culprits = stall.operation, stall.culprits
+    code, title = str(told.get("code") or stall.code), str(told.get("words") or stall.words)
     sites = {rank: site for rank in (*culprits, *stall.waiters) if (site := _site(context, rank))}
-    if title == stall.words and stall.kind != "stuck":
-        places = [f"rank {rank} is at {sites[rank]}" for rank in culprits if rank in sites]
-        ended = [rank for rank in culprits if _ended(context, rank)]
+    if not told:
+        places = [f"rank {rank} is at {short(sites[rank])}" for rank in culprits if rank in sites]
+        ended = [rank for rank in culprits if stall.kind == "missing" and _ended(context, rank)]
         places += [f"{ranks_in_words(ended)} had ended"] if ended else []
         title += "".join(f"; {place}" for place in places)
     evidence: list[Evidence] = []
@@ -124,8 +130,8 @@ def _finding(context: Context, stall: Stall, told: Mapping[str, Any]) -> Finding
     where = Where(
         ranks=culprits or stall.waiters, group=first.group, op=first.name, steps=None if step is None else (step, step)
     )
-    fixes = (_fix(stall, culprits, sites),)
-    return Finding(stall.code, title, "high", where, tuple(evidence), NO_GAIN, fixes)
+    fixes = (_fix(code, stall, sites),)
+    return Finding(code, title, "high", where, tuple(evidence), NO_GAIN, fixes)
 
 
 def _stood(context: Context, rank: int, *, culprit: bool) -> list[Evidence]:
@@ -133,7 +139,7 @@ def _stood(context: Context, rank: int, *, culprit: bool) -> list[Evidence]:
     said = _standing(context).get(rank) or _locked(context).get(rank)
     if said is None:
         return []
-    frames = next((thread["frames"] for thread in said.get("threads") or [] if thread.get("trains")), [])
+    frames: list[list[Any]] = next((thread["frames"] for thread in said.get("threads") or [] if thread.get("trains")), [])
     if not frames:
         return []
     what = "stands in" if culprit else "waits in"
@@ -154,13 +160,14 @@ def _last_step(context: Context) -> int | None:
     return None if steps.empty or pd.isna(steps.max()) else int(steps.max())
 
 
-def _fix(stall: Stall, culprits: Sequence[int], sites: Mapping[int, str]) -> Fix:
+def _fix(code: str, stall: Stall, sites: Mapping[int, str]) -> Fix:
+    culprits = stall.culprits
     what = stall.operation.words
     site = next((sites[rank] for rank in culprits if rank in sites), None)
     file, _, line = (site or "").rpartition(":")
     patch = ({"file": file, "line": int(line), "argument": None, "value": None},) if file and line.isdigit() else ()
-    at = f": see {site.rpartition('/')[2]}" if site else ""
-    if stall.code == "run.desync":
+    at = f": see {short(site)}" if site else ""
+    if code == "run.desync":
         title = f"every rank must issue the same collectives of a group, in the same order, size and type{at}"
         return Fix("code", title, patch)
     if stall.kind == "stuck":
