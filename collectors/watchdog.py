@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from dsprof.live.activity import Activity, kernel_threads
 from dsprof.live.frames import user_site
@@ -24,21 +24,12 @@ from . import process_groups, stacks
 from .collector import OpenCapture
 from .errors import count_error
 from .identity import setting
+from .native import NativeRecorder
 from .uninstall import Uninstall
 
 LOOK_S: Final = 1.0
 MOST_TOLD: Final = 20
 """Standstills of one run that are facts: of a job whose steps take longer than the time-out, each is one."""
-
-
-class LockWatch(Protocol):
-    """Writes the stacks where nobody can take the interpreter's lock: the native helper."""
-
-    def start(self, path: str, timeout_s: float) -> None: ...
-
-    def feed(self, training: int) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 def install(capture: OpenCapture) -> list[Uninstall]:
@@ -62,7 +53,8 @@ class Watchdog:
         self._activity = Activity(self._process)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._lock_watch: LockWatch | None = getattr(capture.recorder, "lock_watch", None)
+        recorder = capture.recorder
+        self._lock_watch = recorder.lock_watch if isinstance(recorder, NativeRecorder) else None
         self._training = threading.main_thread().ident or 0
         self._moved_ns = clock()
         self._told_ns = 0

@@ -36,6 +36,8 @@ LAYERS: Final = {
 }  # fmt: skip
 """Layer -> its modules and packages. Every module belongs to one; `dsprof` itself is only its __init__."""
 
+LIVE: Final = {f"dsprof.live.{name}" for name in ("activity", "frames", "tail", "waiting")}
+
 MAY_IMPORT: Final = {
     "schema": {"schema"},
     "trace": {"trace", "schema"},
@@ -43,10 +45,7 @@ MAY_IMPORT: Final = {
     "analyzer": {"analyzer", "trace", "schema"},
     "reports": {"reports", "analyzer", "trace", "schema"},
     "cli": {"cli", "reports", "importers", "trace", "schema", "public"},
-    "collectors": {
-        "collectors", "dsprof.schema", "dsprof.engine.hooks", "dsprof.live.activity", "dsprof.live.frames",
-        "dsprof.live.tail", "dsprof.live.waiting",
-    },  # fmt: skip
+    "collectors": {"collectors", "dsprof.schema", "dsprof.engine.hooks", *LIVE},
     "engine": {"engine"},
     "public": {"dsprof.collectors.spans"},
 }

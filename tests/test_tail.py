@@ -15,7 +15,7 @@ both = pytest.mark.parametrize("kind", RECORDERS)
 MEMBERS = {"0": [4, 5]}
 
 
-def opened(kind: str, folder: Path):  # type: ignore[no-untyped-def]  # noqa: ANN201
+def opened(kind: str, folder: Path):  # type: ignore[no-untyped-def]
     if kind == "native":
         build_helper()
     return open_recorder(kind, folder), Tail(folder)

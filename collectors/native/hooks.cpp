@@ -6,12 +6,14 @@
 //     waits.hpp        what a wait waits for
 //     modules.hpp      the hook on torch.nn.Module; calls.hpp: which call made a node of the autograd graph
 //     flops.hpp        the operations of a step
+//     lock_watch.hpp   stacks where no Python can run
 //     python_*.hpp     what Python may call: the table below
 //
 // Nothing here may change what the training job does: every error of ours is caught and counted.
 
 #include <Python.h>
 
+#include "lock_watch.hpp"
 #include "python_capture.hpp"
 #include "python_communication.hpp"
 #include "python_modules.hpp"
@@ -59,6 +61,10 @@ PyMethodDef methods[] = {
     {"stop_counting", py_stop_counting, METH_NOARGS, "() -> ([(module, part, dtype, flops)], [(operator, calls)])"},
     {"name_module", FAST(py_name_module), "name_module(id(module), name's id; 0: forget it)"},
     {"uninstall_modules", py_uninstall_modules, METH_NOARGS, ""},
+    // where no Python can run: lock_watch.hpp
+    {"lock_watch_start", py_lock_watch_start, METH_VARARGS, "lock_watch_start(file, seconds): write stacks unless fed"},
+    {"lock_watch_feed", py_lock_watch_feed, METH_O, "lock_watch_feed(identity of the thread that trains)"},
+    {"lock_watch_stop", py_lock_watch_stop, METH_NOARGS, ""},
     {nullptr, nullptr, 0, nullptr},
 };
 PyModuleDef definition = {

@@ -20,7 +20,7 @@ Bool = npt.NDArray[np.bool_]
 
 COMM: Final = (
     "rank", "name", "group", "seq", "peer", "tag", "root", "start_ns", "dur_ns", "ended", "issue_ns", "bytes", "dtype",
-    "stage",
+    "stage", "source",
 )  # fmt: skip
 OPEN: Final = ("kind", "name", "ended", "group", "seq", "peer", "tag")
 
@@ -92,8 +92,10 @@ def _states(
     for (rank, group, peer, tag, name), seq in sent["seq"].groupby(keys).max().items():
         messages[int(rank)][group, int(peer), int(tag), name] = int(seq) + 1
     phases = rows[(rows["kind"] == "phase") & ~rows["ended"].fillna(True).astype(bool)].sort_values("start_ns")
+    imported = bool((comm["source"] == "imported").any())  # of other tools' traces there are no waits
     states = {}
-    for rank in sorted({int(one) for one in rows["rank"].unique()}):
+    whole = {item.rank: not (item.dropped or item.damaged) for item in run.ranks}
+    for rank in sorted({*whole, *(int(one) for one in rows["rank"].unique())}):
         mine = opened[opened["rank"] == rank]
         waits = _waits(trace, rank, run) if len(mine) else set()
         names = tuple(phases.loc[phases["rank"] == rank, "name"].astype(str))
@@ -103,8 +105,8 @@ def _states(
             place = (str(row["group"]), int(row["seq"]), to, -1 if pd.isna(row["tag"]) else int(row["tag"]))
             operations.append(_operation(row, to, place in waits))
         states[rank] = RankState(
-            rank, tuple(operations), issued[rank], messages[rank], {}, whole=True,
-            waiting=bool(waits) or ("backward" in names and bool(operations)), phases=names,
+            rank, tuple(operations), issued[rank], messages[rank], {}, whole=whole.get(rank, True),
+            waiting=bool(waits) or (bool(operations) and ("backward" in names or imported)), phases=names,
         )  # fmt: skip
     return states
 

@@ -1,6 +1,7 @@
 """Other tools' traces as runs of dsprof: a file a format, which is told by content.
 
     straggler.py        tables of 'Understanding Stragglers in Large Model Training Using What-if Analysis' (OSDI '25)
+    flight_recorder.py  what each rank had issued and not seen end (torch's Flight Recorder), a file a rank
     memory_snapshot.py  CUDA memory snapshots of torch.cuda.memory._dump_snapshot (plain_pickle.py reads pickles)
 
 A format's module has a DESCRIPTION, `recognizes(path)`, which looks at one file and never raises, and `read(path)`, its
@@ -16,7 +17,7 @@ from typing import Final, Protocol, cast
 from dsprof.run import RunError
 from dsprof.trace import Trace
 
-FORMATS: Final = ("straggler", "memory_snapshot")
+FORMATS: Final = ("straggler", "memory_snapshot", "flight_recorder")
 MOST_NAMED: Final = 8
 """Files of a folder that are named, of those one could mean."""
 
@@ -25,6 +26,7 @@ class Format(Protocol):
     """What the module of a format has."""
 
     DESCRIPTION: str
+    __name__: str
 
     def recognizes(self, path: Path) -> bool: ...
 
@@ -33,6 +35,8 @@ class Format(Protocol):
 
 def import_trace(path: Path) -> Trace:
     """The trace in a file, or in the one file of a folder that a format recognizes. Raises RunError."""
+    from . import flight_recorder
+
     formats = [cast(Format, importlib.import_module(f".{name}", __name__)) for name in FORMATS]
     if not path.exists():
         raise RunError(f"{path}: no such file or folder; name a trace, or the folder that holds one")
@@ -41,6 +45,8 @@ def import_trace(path: Path) -> Trace:
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
     found = [(file, known) for file in files for known in formats if known.recognizes(file)]
+    if len(found) > 1 and {known.__name__ for _, known in found} == {flight_recorder.__name__}:
+        return flight_recorder.read_all([file for file, _ in found])  # of one job, a file a rank
     if len({file for file, _ in found}) > 1:
         names = ", ".join(file.name for file, _ in found[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
         raise RunError(f"{path}: holds {len(found)} traces ({names}); name one of them")

@@ -208,7 +208,11 @@ class HangWatch:
     def _standstill(self, one: Rank) -> dict[str, Any] | None:
         """What the rank's own watchdog said of the standstill that is under way; None: nothing."""
         facts = one.tail.facts(STANDSTILL, WENT_ON)
-        return facts[-1] if facts and facts[-1]["fact"] == STANDSTILL else None
+        if not facts or facts[-1]["fact"] != STANDSTILL:
+            return None
+        # One that can say nothing any more has not said either that it went on.
+        stale = one.host == self._host and facts[-1].get("at_ns", 0) / 1e9 < self._moved
+        return None if stale else facts[-1]
 
     def _here(self, rank: int) -> bool:
         return self._ranks[rank].host == self._host

@@ -39,7 +39,7 @@ from dsprof.schema import (
 )
 
 from .frames import parse_stacks
-from .waiting import MessageKey, Communication, RankState
+from .waiting import Communication, MessageKey, RankState
 
 FIRST_AHEAD, MOST_AHEAD = 64, 4096
 """Slots that are read at once: few of a rank that stands still, as what it reads is counted as its work."""

@@ -18,6 +18,7 @@ from dsprof.schema import (
     CHUNK_MAGIC,
     CHUNK_PLACE,
     COPYING_FILE,
+    FOLDER_NAME,
     FORMAT_VERSION,
     LOCKED,
     MAX_NAMES,
@@ -220,7 +221,10 @@ def _read_stacks(path: Path) -> list[dict[str, Any]]:
         threads = parse_stacks(path.read_text(errors="replace"))
     except OSError:
         return []
-    return [{"fact": LOCKED, "threads": threads, "site": user_site(threads[0]["frames"])}] if threads else []
+    match = re.fullmatch(FOLDER_NAME, path.parent.name)
+    if not threads or match is None:
+        return []
+    return [{"fact": LOCKED, "rank": int(match["rank"]), "threads": threads, "site": user_site(threads[0]["frames"])}]
 
 
 def _read_facts(path: Path, problems: list[str]) -> list[dict[str, Any]]:

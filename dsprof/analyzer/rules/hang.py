@@ -40,7 +40,8 @@ def hang_or_desync(context: Context) -> list[Finding]:
     stall = stall_at_end(context.rows, context.trace, run)
     if stall is None or stall.kind == "stuck":
         return []
-    if not (_all_stand(context, stall) or _failed_in_it(context, stall)):
+    recorded = any(fact.get("format") == "flight_recorder" for fact in context.facts.get("import", []))
+    if not (recorded or _all_stand(context, stall) or _failed_in_it(context, stall)):
         return []
     return [_finding(context, stall, {})]
 
@@ -56,7 +57,14 @@ def _standing(context: Context) -> Mapping[int, Mapping[str, Any]]:
     """Rank -> what it said of a standstill that it did not leave."""
     left = {(fact.get("rank"), fact.get("since_ns")) for fact in context.facts.get(WENT_ON, [])}
     facts = context.facts.get(STANDSTILL, [])
-    return {int(fact["rank"]): fact for fact in facts if (fact.get("rank"), fact.get("since_ns")) not in left}
+    said = {int(fact["rank"]): fact for fact in facts if (fact.get("rank"), fact.get("since_ns")) not in left}
+    at_once = not any(fact.get("format") for fact in context.facts.get("import", []))
+    if (
+        at_once and len({item.clock_name for item in context.run.ranks}) == 1
+    ):  # else times were corrected, and those of facts not
+        begun = context.rows.groupby("rank")["start_ns"].max()
+        said = {rank: fact for rank, fact in said.items() if int(begun.get(rank, 0)) <= int(fact["at_ns"])}
+    return said
 
 
 @once
@@ -139,7 +147,8 @@ def _stood(context: Context, rank: int, *, culprit: bool) -> list[Evidence]:
     said = _standing(context).get(rank) or _locked(context).get(rank)
     if said is None:
         return []
-    frames: list[list[Any]] = next((thread["frames"] for thread in said.get("threads") or [] if thread.get("trains")), [])
+    threads = said.get("threads") or []
+    frames: list[list[Any]] = next((thread["frames"] for thread in threads if thread.get("trains")), [])
     if not frames:
         return []
     what = "stands in" if culprit else "waits in"
