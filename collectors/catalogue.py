@@ -25,6 +25,7 @@ from . import (
     pipelining,
     process_groups,
     sharding,
+    watchdog,
 )
 from .collector import Collector
 from .frameworks import deepspeed, tensor_parallel
@@ -47,6 +48,7 @@ COLLECTORS: Final[dict[str, Collector]] = {
     "devices": devices.install,
     "device-times": device_times.install,
     "process-groups": process_groups.install,
+    "watchdog": watchdog.install,
     "memory": memory.install,
     "nvml": nvml.install,
     "host-load": host_load.install,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .collector import OpenCapture
+from .facts import Fact
 from .uninstall import Uninstall
 
 
 def install(capture: OpenCapture) -> list[Uninstall]:
     """State, after each step, the groups that were made since the last one."""
+    from torch.distributed import is_available
+
     seen = 0
 
     def state() -> None:
@@ -17,14 +22,23 @@ def install(capture: OpenCapture) -> list[Uninstall]:
         if len(c10d._world.pg_map) == seen:
             return
         seen = len(c10d._world.pg_map)
-        for group, name in list(c10d._world.pg_names.items()):
-            if group in c10d._world.pg_group_ranks:
-                described = {"ranks": c10d.get_process_group_ranks(group), "desc": group.group_desc}
-                backend = cpu_backend(str(c10d._world.pg_map[group][0]))
-                capture.write_fact({"fact": "group", "name": name, **described, "backend": backend})
+        state_groups(capture.write_fact)
 
     capture.after_step.append(state)
+    if is_available():
+        state()  # a job may hang or fail before its first step
     return []
+
+
+def state_groups(write_fact: Callable[[Fact], None]) -> None:
+    """State the groups that there are."""
+    from torch.distributed import distributed_c10d as c10d
+
+    for group, name in list(c10d._world.pg_names.items()):
+        if group in c10d._world.pg_group_ranks:
+            described = {"ranks": c10d.get_process_group_ranks(group), "desc": group.group_desc}
+            backend = cpu_backend(str(c10d._world.pg_map[group][0]))
+            write_fact({"fact": "group", "name": name, **described, "backend": backend})
 
 
 def cpu_backend(config: str) -> str | None:

@@ -8,6 +8,7 @@ from typing import Final
 SIZES: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SMALLEST_LIMIT: Final = 4 << 20
 LARGEST_LIMIT: Final = 1 << 40
+SHORTEST_HANG_TIMEOUT: Final = 2.0
 MOST_DEEP: Final = 50
 """Steps that `--deep` profiles: a step is a megabyte or more of trace."""
 
@@ -39,6 +40,19 @@ def parse_deep(text: str) -> tuple[int, int]:
     if last is None or last - first > MOST_DEEP or not text.strip():
         raise ValueError(f"{text!r} is no range of at most {MOST_DEEP} steps; write a few, such as 20:23")
     return first, last
+
+
+def parse_hang_timeout(text: str) -> float:
+    """The seconds that `600` names; 0: none. Raises ValueError."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if seconds and not SHORTEST_HANG_TIMEOUT <= seconds < float("inf"):
+        raise ValueError(
+            f"{text!r} is no time-out; write seconds, {SHORTEST_HANG_TIMEOUT:g} or more, such as 600, or 0 for none"
+        )
+    return seconds
 
 
 def parse_size(text: str) -> int:

@@ -23,7 +23,7 @@ from typing import Any, Final, TypeVar
 
 from .atomic import write_atomically
 from .names import CaptureName
-from .schema import CONTROL_FILE
+from .schema import CONTROL_FILE, HANGS_FILE
 
 RUN_SCHEMA: Final = 1
 DEFAULT_PARENT: Final = "dsprof-out"
@@ -192,6 +192,9 @@ class RunInfo:
     """Of a run of several hosts how many, as torchrun's flag says it: `2`, `1:4`. Empty: of one."""
     token: str = ""
     """Tells such a run from others that are made in the same folder."""
+    hangs: list[dict[str, Any]] = field(default_factory=list)
+    """The times that the launcher called the job hung (hangs.json): {"code", "kind", "words", "culprits", "waiters",
+    "operation", "still_s", "went_on", ...}; see `dsprof.launch.watch`."""
     hints: list[str] = field(default_factory=list)
     """Of a job that failed or was interrupted, and wanted to be started in another way: what to type instead."""
     schema: int = RUN_SCHEMA
@@ -287,6 +290,11 @@ class RunFolder:
         return self.path / CONTROL_FILE
 
     @property
+    def hangs(self) -> Path:
+        """The times that the launcher called the job hung."""
+        return self.path / HANGS_FILE
+
+    @property
     def error_log(self) -> Path:
         """Tracebacks of what failed in the launcher."""
         return self.path / "dsprof-error.log"
@@ -297,7 +305,7 @@ class RunFolder:
         left = [path for path in self.path.glob("*.*.*") if LEFT_BY_PROCESSES.fullmatch(path.name)]
         return (
             self.run_json, self.capture, self.trace, self.memory, self.exits, self.hosts, self.findings_json,
-            self.report_html, self.tensorboard, self.layer_costs_json, self.control, self.error_log, *left,
+            self.report_html, self.tensorboard, self.layer_costs_json, self.control, self.hangs, self.error_log, *left,
         )  # fmt: skip
 
     def remove(self) -> None:
@@ -344,6 +352,14 @@ class RunFolder:
             if name is not None and (name.host, name.pid) == (host, pid):
                 return name.rank, name.restart
         return None
+
+    def read_hangs(self) -> list[dict[str, Any]]:
+        """The times that the launcher called the job hung."""
+        try:
+            found = json.loads(self.hangs.read_bytes())
+        except (OSError, ValueError):
+            return []
+        return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
 
     def read_hints(self) -> list[Hint]:
         """What the processes of the job left, the first to write first. One that cannot be read is left out."""

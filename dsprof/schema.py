@@ -291,6 +291,10 @@ DEEP_FILE: Final = "deep.pt.trace.json"
 """In a capture: what torch.profiler saw of the steps of `--deep`. A fact `deep` says from when to when (`start_ns`,
 `end_ns`, monotonic), with what beginning and ending took."""
 
+HANG_TIMEOUT: Final = "600"
+"""Seconds, unless DSPROF_HANG_TIMEOUT says otherwise."""
+
+
 # --- names ------------------------------------------------------------------------------------
 
 COLLECTIVE_NAMES: Final = {
@@ -391,6 +395,16 @@ CAPTURE_OFF: Final = "capture_off"
 CAPTURE_GAP: Final = "capture_gap"
 """Name of the `mark` row for the time whose records were given up, from the last one before to the first one after it;
 `value`: how many steps the rank had counted by its end; 0 where it counts none."""
+STANDSTILL: Final = "standstill"
+"""Fact of a rank that has recorded nothing for the time-out: since when, whether it works all the same, its stacks."""
+LOCKED: Final = "locked"
+"""Fact of the stacks in STACKS_FILE."""
+WENT_ON: Final = "went_on"
+"""Fact that it did go on."""
+STACKS_FILE: Final = "stacks.txt"
+"""In a capture: Python stacks written without the interpreter's lock, where a thread held it and did not give it up."""
+HANGS_FILE: Final = "hangs.json"
+"""In the run folder: the times that the launcher called the job hung."""
 CONTROL_FILE: Final = "control.json"
 """In the run folder: {"capture": "on" or "off"}, for the ranks of a job that runs."""
 COPYING_FILE: Final = "copying.json"

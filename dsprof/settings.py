@@ -9,13 +9,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
-from .ranges import parse_deep, parse_ranks, parse_size, parse_steps
+from .ranges import parse_deep, parse_hang_timeout, parse_ranks, parse_size, parse_steps
 from .run import DEFAULT_PARENT
+from .schema import HANG_TIMEOUT
 
 CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "level": ("light", "full"),
     "native": ("auto", "on", "off"),
     "engine": ("script", "dsprof"),
+    "on_hang": ("report", "abort"),
 }
 VARIABLES: Final = {
     "level": "DSPROF_LEVEL",
@@ -30,6 +32,8 @@ VARIABLES: Final = {
     "scratch": "DSPROF_SCRATCH",
     "without": "DSPROF_WITHOUT",
     "engine": "DSPROF_ENGINE",
+    "hang_timeout": "DSPROF_HANG_TIMEOUT",
+    "on_hang": "DSPROF_ON_HANG",
 }
 NATIVE_WORDS: Final = {"0": "off", "false": "off", "no": "off", "1": "on", "true": "on", "yes": "on"}
 
@@ -62,7 +66,7 @@ def _deep(text: str) -> object:
 
 PARSERS: Final[dict[str, Callable[[str], object]]] = {
     "ranks": parse_ranks, "steps": parse_steps, "delay": _seconds, "duration": _some_seconds,
-    "deep": _deep, "limit": parse_size, "without": _collectors,
+    "deep": _deep, "limit": parse_size, "without": _collectors, "hang_timeout": parse_hang_timeout,
 }  # fmt: skip
 """What reads a setting's text, and raises ValueError for one that it cannot."""
 
@@ -102,6 +106,10 @@ class Settings:
     """Write the HTML report and the TensorBoard files at the end."""
     engine: str = "script"
     """What trains: script (what the script imports), dsprof (our engine, where the script imports deepspeed)."""
+    hang_timeout: str = HANG_TIMEOUT
+    """Seconds without progress on any rank after which a job whose ranks wait for one is called hung; 0: never."""
+    on_hang: str = "report"
+    """What is done about it: report (say so, and wait on), abort (end the job, too)."""
 
 
 def load(
@@ -116,7 +124,7 @@ def load(
             values[key] = _checked(key, value, variable)
     for key, value in (given or {}).items():
         if value is not None:
-            values[key] = _checked(key, value, f"--{key}")
+            values[key] = _checked(key, value, f"--{key.replace('_', '-')}")
     return Settings(**values)
 
 
@@ -141,7 +149,7 @@ def _from_pyproject(path: Path) -> dict[str, Any]:
 
 def _checked(key: str, value: Any, where: str) -> Any:
     wanted: type = bool if key == "report" else str
-    if key in ("delay", "duration") and isinstance(value, (int, float)) and not isinstance(value, bool):
+    if key in ("delay", "duration", "hang_timeout") and isinstance(value, (int, float)) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, wanted):
         raise SettingsError(f"{where}: {value!r} is not a {'true or false' if wanted is bool else 'string'}")

@@ -22,7 +22,15 @@ ROOT = Path(__file__).parents[1]
 # --- the rules ----------------------------------------------------------------------------------
 
 LAYERS: Final = {
-    "schema": ("dsprof.atomic", "dsprof.gauges", "dsprof.names", "dsprof.ranges", "dsprof.run", "dsprof.schema"),
+    "schema": (
+        "dsprof.atomic",
+        "dsprof.gauges",
+        "dsprof.live",
+        "dsprof.names",
+        "dsprof.ranges",
+        "dsprof.run",
+        "dsprof.schema",
+    ),
     "trace": ("dsprof.trace",),
     "importers": ("dsprof.importers",),
     "analyzer": ("dsprof.analyzer",),
@@ -35,6 +43,8 @@ LAYERS: Final = {
     "public": ("dsprof",),
 }  # fmt: skip
 """Layer -> its modules and packages. Every module belongs to one; `dsprof` itself is only its __init__."""
+
+LIVE: Final = {f"dsprof.live.{name}" for name in ("activity", "frames", "tail", "waiting")}
 
 MAY_IMPORT: Final = {
     "schema": {"schema"},
@@ -51,6 +61,7 @@ MAY_IMPORT: Final = {
         "dsprof.ranges",
         "dsprof.schema",
         "dsprof.engine.hooks",
+        *LIVE,
     },
     "engine": {"engine"},
     "public": {"dsprof.collectors.spans"},
@@ -106,7 +117,7 @@ NO_FILES_NO_PRINTING: Final = {"io", "logging", "os", "pathlib", "shutil", "subp
 
 ROOMS: Final = (
     "dsprof.engine", "dsprof.collectors", "dsprof.reports", "dsprof.analyzer", "dsprof.importers", "dsprof.cli",
-    "dsprof.launch", "dsprof.trace", "dsprof",
+    "dsprof.launch", "dsprof.trace", "dsprof.live", "dsprof",
 )  # fmt: skip
 """Inside one, imports are relative; between two, by full name. The last is what lies in dsprof/ itself."""
 

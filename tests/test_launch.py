@@ -406,6 +406,7 @@ def test_the_environment_of_the_job() -> None:
         "DSPROF_SCRATCH": "",
         "DSPROF_WITHOUT": "",
         "DSPROF_NATIVE": "auto",
+        "DSPROF_HANG_TIMEOUT": "600",
     }
     off = Settings(native="off", scratch="fast")
     armed = environment({"PYTHONPATH": "mine"}, folder, off, bootstrap=True)

@@ -32,6 +32,15 @@ class Native:
         return NativeRecorder(self.module)
 
 
+class NativeLockWatch:
+    """Writes Python's stacks where no Python can run (`lock_watch.hpp`). There is one of it in a process."""
+
+    def __init__(self, module: Any) -> None:
+        self.start: Callable[[str, float], None] = module.lock_watch_start
+        self.feed: Callable[[int], None] = module.lock_watch_feed
+        self.stop: Callable[[], None] = module.lock_watch_stop
+
+
 class NativeRecorder(SharedParts):
     """A `Recorder` whose methods are C functions, and the switch of the native hooks."""
 
@@ -76,6 +85,7 @@ class NativeRecorder(SharedParts):
         self.coalescing = module.coalescing
         self.uninstall_syncs = module.uninstall_syncs
         self._install_syncs = module.install_syncs
+        self.lock_watch = NativeLockWatch(module)
         self._install_collectives = module.install_collectives
         self._install_modules = module.install_modules
 

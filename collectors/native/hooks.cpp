@@ -8,12 +8,14 @@
 //     flops.hpp        the operations of a step
 //     device_times.hpp what a device's streams did when, by events
 //     syncs.hpp        where the host waits for a device, and sites.hpp: at which line of the script
+//     lock_watch.hpp   stacks where no Python can run
 //     python_*.hpp     what Python may call: the table below
 //
 // Nothing here may change what the training job does: every error of ours is caught and counted.
 
 #include <Python.h>
 
+#include "lock_watch.hpp"
 #include "python_capture.hpp"
 #include "python_communication.hpp"
 #include "python_device.hpp"
@@ -74,6 +76,10 @@ PyMethodDef methods[] = {
     // waits for a device: python_syncs.hpp
     {"install_syncs", py_install_syncs, METH_VARARGS, "install_syncs(files to pass over, standard library)"},
     {"uninstall_syncs", py_uninstall_syncs, METH_NOARGS, ""},
+    // where no Python can run: lock_watch.hpp
+    {"lock_watch_start", py_lock_watch_start, METH_VARARGS, "lock_watch_start(file, seconds): write stacks unless fed"},
+    {"lock_watch_feed", py_lock_watch_feed, METH_O, "lock_watch_feed(identity of the thread that trains)"},
+    {"lock_watch_stop", py_lock_watch_stop, METH_NOARGS, ""},
     {nullptr, nullptr, 0, nullptr},
 };
 PyModuleDef definition = {

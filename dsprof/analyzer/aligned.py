@@ -30,7 +30,7 @@ COMPARED_KINDS: Final = ("comm", "step", "phase", "pipe", "gauge", "pause")
 """And the waits for messages, which say when a message was there."""
 COMPARED: Final = (
     "rank", "restart", "step", "kind", "name", "lane", "start_ns", "dur_ns", "ended", "issue_ns", "host_ns", "stage",
-    "purpose", "group", "seq", "peer", "tag", "root", "bytes", "value", "grad", "source",
+    "purpose", "group", "seq", "peer", "tag", "root", "bytes", "dtype", "value", "grad", "source",
 )  # fmt: skip
 """Columns of the trace."""
 CORRECTED_BY: Final = (

@@ -118,6 +118,24 @@ def _command(
             "Default: script",
         ),
     ] = None,
+    hang_timeout: Annotated[
+        str | None,
+        typer.Option(
+            "--hang-timeout",
+            metavar="SECONDS",
+            show_default=False,
+            help="Call the job hung when ranks wait for one and none of all makes progress for so long; 0: never. "
+            "Default: 600",
+        ),
+    ] = None,
+    on_hang: Annotated[
+        Literal["report", "abort"] | None,
+        typer.Option(
+            "--on-hang",
+            show_default=False,
+            help="Of a hung job: say which rank it waits for and wait on, or end it, too. Default: report",
+        ),
+    ] = None,
     no_report: Annotated[
         bool, typer.Option("--no-report", metavar="", help="No HTML report and no TensorBoard files.")
     ] = False,
@@ -140,7 +158,7 @@ def _command(
     report = False if no_report else None
     given = {"level": level, "ranks": ranks, "native": native, "report": report, "engine": engine}
     given |= {"steps": steps, "delay": delay, "duration": duration, "deep": deep, "limit": limit, "scratch": scratch}
-    given |= {"without": without}
+    given |= {"without": without, "hang_timeout": hang_timeout, "on_hang": on_hang}
     chosen = settings.load(given, os.environ)
     check_ranks(flags)
     what = read_job(job or [], no_python=bool(flags["no_python"]))
@@ -217,22 +235,10 @@ def own_flags(given: Mapping[str, Any], output: Path | None, *, quiet: bool, as_
     """dsprof's own flags, as one would type them to run again: the run folder is there now."""
     if output is not None:
         yield from ("-o", str(output), "--force")
-    of_text = (
-        "level",
-        "ranks",
-        "steps",
-        "delay",
-        "duration",
-        "deep",
-        "limit",
-        "scratch",
-        "without",
-        "native",
-        "engine",
-    )
-    for name in of_text:
+    of_text = "level ranks steps delay duration deep limit scratch without native engine hang_timeout on_hang"
+    for name in of_text.split():
         if given[name] is not None:
-            yield from (f"--{name}", given[name])
+            yield from (f"--{name.replace('_', '-')}", given[name])
     if given["report"] is False:
         yield "--no-report"
     if as_json:

@@ -4,6 +4,7 @@
                         straggler_table.py reads and checks them
     memory_snapshot.py  CUDA memory snapshots of torch.cuda.memory._dump_snapshot (read by dsprof.trace.snapshot)
     kineto.py           traces of torch.profiler, one file a rank
+    flight_recorder.py  what each rank had issued and not seen end (torch's Flight Recorder), a file a rank
 
 A format's module has a DESCRIPTION, `recognizes(path)`, which looks at one file and never raises, and `read(path)`, its
 `Trace`; what is wrong with the file is a RunError that says what, where, and what to write instead. Traces of
@@ -20,7 +21,7 @@ from typing import Final, Protocol, cast
 from dsprof.run import RunError
 from dsprof.trace import Trace
 
-FORMATS: Final = ("straggler", "memory_snapshot", "kineto")
+FORMATS: Final = ("straggler", "memory_snapshot", "flight_recorder", "kineto")
 MOST_NAMED: Final = 8
 """Files of a folder that are named, of those one could mean."""
 
@@ -37,8 +38,10 @@ class Format(Protocol):
 
 
 def import_trace(path: Path, comm_kernels: Sequence[str] = ()) -> Trace:
-    """The trace in a file, or in the one of a folder that a format recognizes, or, of torch.profiler, in all of them.
-    `comm_kernels`: see `kineto.read`. Raises RunError."""
+    """The trace in a file, or in the one of a folder that a format recognizes, or, of torch.profiler and the Flight
+    Recorder, in all of them. `comm_kernels`: see `kineto.read`. Raises RunError."""
+    from . import flight_recorder
+
     formats = [cast(Format, importlib.import_module(f".{name}", __name__)) for name in FORMATS]
     if not path.exists():
         raise RunError(f"{path}: no such file or folder; name a trace, or the folder that holds one")
@@ -54,6 +57,8 @@ def import_trace(path: Path, comm_kernels: Sequence[str] = ()) -> Trace:
         from . import kineto
 
         return kineto.read(path if len(found) > 1 else found[0][0], comm_kernels)
+    if len(found) > 1 and {known.__name__ for _, known in found} == {flight_recorder.__name__}:
+        return flight_recorder.read_all([file for file, _ in found])  # of one job, a file a rank
     if len({file for file, _ in found}) > 1:
         names = ", ".join(file.name for file, _ in found[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
         raise RunError(f"{path}: holds {len(found)} traces ({names}); name one of them")

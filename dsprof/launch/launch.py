@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from typing import Final
 import dsprof
 from dsprof.collectors import scratch
 from dsprof.names import host_name, new_run_id
+from dsprof.ranges import parse_hang_timeout
 from dsprof.run import RunFolder, RunInfo
 from dsprof.settings import Settings
 
@@ -33,6 +34,7 @@ from .hosts import MEETING, Participation, take_part
 from .job import Job, LaunchError, home
 from .supervise import Ending, Supervisor, end_with
 from .talk import Talk, shown
+from .watch import HangWatch
 
 LITTLE_SPACE: Final = 64 << 20
 """Free bytes below which a capture may well not fit."""
@@ -156,10 +158,17 @@ class Launch:
         with suppress(OSError):  # of a launcher that is killed, this is all that is known
             if part is None or part.founded:
                 folder.write_info(info)
+        look = self._hang_watch(lambda: folder if part is None else part.folder, talk, place.folder)
         try:
-            return Supervisor(talk.say).run(command, env, before=before)
+            return Supervisor(talk.say, look).run(command, env, before=before)
         except OSError as error:
             raise LaunchError(f"{command[0]}: cannot be started ({error.strerror or error})", status=126) from error
+
+    def _hang_watch(self, folder: Callable[[], RunFolder], talk: Talk, place: Path | None) -> Callable[[], bool] | None:
+        timeout_s = parse_hang_timeout(self.settings.hang_timeout)
+        if not timeout_s:
+            return None
+        return HangWatch(folder, talk, timeout_s, abort=self.settings.on_hang == "abort", place=place).look
 
 
 @contextmanager
@@ -217,6 +226,7 @@ def environment(base: Mapping[str, str], folder: RunFolder, settings: Settings, 
     env["DSPROF_WITHOUT"] = settings.without
     env["DSPROF_SCRATCH"] = scratch.absolute(settings.scratch)
     env["DSPROF_NATIVE"] = settings.native
+    env["DSPROF_HANG_TIMEOUT"] = settings.hang_timeout
     env.pop("DSPROF_ENGINE", None)
     if settings.engine == "dsprof":
         env["DSPROF_ENGINE"] = "dsprof"

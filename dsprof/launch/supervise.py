@@ -23,7 +23,11 @@ REPEAT_S: Final = 0.5
 """A signal sent by a program again within this time is the same one sent twice, to the process and to its group."""
 PR_SET_PDEATHSIG: Final = 1
 KILL_AFTER_S: Final = 5.0
-"""How long a job may live on after the second Ctrl-C."""
+"""How long a job may live on after the second Ctrl-C, and a hung one after each signal that is to end it."""
+LOOK_S: Final = 1.0
+"""How often the job is looked after."""
+HUNG: Final = 124
+"""Status of a job that was ended because it hung; timeout(1) returns the same."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,14 @@ class Ending:
     """A signal was typed or passed on to it before."""
     killed: bool = False
     """We killed it because Ctrl-C was pressed again: that is what ended the job."""
+    hung: bool = False
+    """We ended it because it hung."""
 
     @property
     def status(self) -> int:
-        """What a shell would report: the exit code, or 128 + the signal."""
+        """What a shell would report: the exit code, or 128 + the signal; HUNG of a job that we ended for that."""
+        if self.hung:
+            return HUNG
         if self.signal is not None:
             return 128 + (signal.SIGINT if self.killed else self.signal)
         return self.code or 0
@@ -52,8 +60,14 @@ class Ending:
 class Supervisor:
     """One child process and what is done about signals while it lives."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], look: Callable[[], bool] | None = None) -> None:
+        """`look` is called about once a second while the job runs; whether it is to be ended."""
         self._say = say
+        self._look = look
+        self._looked = time.monotonic()
+        self._ending: list[tuple[float, signal.Signals]] = []
+        """When which signal is still to be sent to a job that hung."""
+        self._hung = False
         self._presses = 0
         self._last: dict[int, float] = {}
         self._kill_at: float | None = None
@@ -94,7 +108,8 @@ class Supervisor:
             code=child.returncode if ended_by is None else None,
             signal=ended_by,
             ended_ns=ended_ns,
-            interrupted=bool(self._last),
+            interrupted=bool(self._last) or self._hung,
+            hung=self._hung,
             killed=ended_by == signal.SIGKILL and self._presses >= 2,
         )
 
@@ -105,6 +120,22 @@ class Supervisor:
                 self._react(child, info.si_signo, from_terminal=info.si_code == SI_KERNEL)
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 child.kill()
+            self._look_after(child)
+
+    def _look_after(self, child: subprocess.Popen[bytes]) -> None:
+        now = time.monotonic()
+        if self._look is not None and not self._hung and now - self._looked >= LOOK_S:
+            self._looked = now
+            try:
+                self._hung = self._look()
+            except Exception as error:  # whatever is wrong with the watch, the job goes on
+                self._say(f"warning: the ranks are not watched for hangs any more ({type(error).__name__}: {error})")
+                self._look = None
+            if self._hung:  # torchrun's own agent kills the ranks at a SIGINT behind a SIGTERM
+                later = enumerate((signal.SIGTERM, signal.SIGINT, signal.SIGKILL))
+                self._ending = [(now + i * KILL_AFTER_S, number) for i, number in later]
+        while self._ending and now >= self._ending[0][0]:
+            child.send_signal(self._ending.pop(0)[1])
 
     def _react(self, child: subprocess.Popen[bytes], number: int, *, from_terminal: bool) -> None:
         now = time.monotonic()

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from dsprof.live.frames import parse_stacks, user_site
+from dsprof.names import CaptureName
 from dsprof.schema import (
     CHUNK_HEADER,
     CHUNK_HEADER_BYTES,
@@ -18,9 +20,11 @@ from dsprof.schema import (
     CHUNK_PLACE,
     COPYING_FILE,
     FORMAT_VERSION,
+    LOCKED,
     MAX_NAMES,
     READABLE_FORMATS,
     RECORD_BYTES,
+    STACKS_FILE,
     chunk_name,
     unescape_name,
 )
@@ -93,7 +97,7 @@ def read_capture(path: Path) -> Capture:
     counted = counters.counts["given_up"] if counters else 0
     records, damaged, version, gaps = _read_chunks(path, names, counted, problems)
     meta = _read_json(path / "meta.json", problems)
-    facts = _read_facts(path / "facts.jsonl", problems)
+    facts = _read_facts(path / "facts.jsonl", problems) + _read_stacks(path / STACKS_FILE)
     _look_for_a_copy(path / COPYING_FILE, problems)
     return Capture(path, records, names, meta, facts, damaged, problems, version, gaps, counters)
 
@@ -209,6 +213,18 @@ def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         problems.append(f"{path.name}: {error}")
     return {}
+
+
+def _read_stacks(path: Path) -> list[dict[str, Any]]:
+    """What the native helper wrote where a thread held the interpreter's lock, as a fact."""
+    try:
+        threads = parse_stacks(path.read_text(errors="replace"))
+    except OSError:
+        return []
+    name = CaptureName.of(path.parent.name)
+    if not threads or name is None:
+        return []
+    return [{"fact": LOCKED, "rank": name.rank, "threads": threads, "site": user_site(threads[0]["frames"])}]
 
 
 def _read_facts(path: Path, problems: list[str]) -> list[dict[str, Any]]:

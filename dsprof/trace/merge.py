@@ -73,6 +73,7 @@ def bring_up_to_date(folder: RunFolder) -> tuple[RunInfo, dict[int, pd.DataFrame
     _note_hosts(folder, info)
     _note_notes(info)
     _note_groups(info)
+    info.hangs = folder.read_hangs() or info.hangs
     if info != before or not folder.run_json.exists():
         try:
             folder.write_info(info)

@@ -29,10 +29,14 @@ _U4, _I4, _U8, _F8, _U2 = (struct.Struct(code) for code in ("<I", "<i", "<Q", ">
 _MARK: Final = object()
 
 
-def load(data: bytes, name: str) -> Any:
-    """What the pickle `data` (protocol 2 or later) holds; `name` is for messages. Raises RunError."""
+SNAPSHOT: Final = ("a memory snapshot", "torch.cuda.memory._dump_snapshot")
+
+
+def load(data: bytes, name: str, kind: tuple[str, str] = SNAPSHOT) -> Any:
+    """What the pickle `data` (protocol 2 or later) holds; `name`, and what it should be and what writes such a one, are
+    for messages. Raises RunError."""
     try:
-        return _Reader(data, name).value()
+        return _Reader(data, name, kind).value()
     except (IndexError, KeyError, TypeError, ValueError, MemoryError, OverflowError, struct.error) as error:
         raise RunError(
             f"{name}: damaged or cut short ({type(error).__name__} in its {len(data):,} bytes); copy or dump it again"
@@ -42,8 +46,8 @@ def load(data: bytes, name: str) -> Any:
 class _Reader:
     """A stack, a memo, and a place in `data`."""
 
-    def __init__(self, data: bytes, name: str) -> None:
-        self._data, self._name = data, name
+    def __init__(self, data: bytes, name: str, kind: tuple[str, str]) -> None:
+        self._data, self._name, self._kind = data, name, kind
         self._at = 0
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
@@ -164,8 +168,8 @@ class _Reader:
         if code in b"ci\x93":
             what += f", {self._global()!r}"
         raise RunError(
-            f"{self._name}: {what} at byte {self._at - 1:,}, which a memory snapshot never does; nothing of it was "
-            "executed. Dump it again with torch.cuda.memory._dump_snapshot, and do not open this file with pickle"
+            f"{self._name}: {what} at byte {self._at - 1:,}, which {self._kind[0]} never does; nothing of it was "
+            f"executed. Dump it again with {self._kind[1]}, and do not open this file with pickle"
         )
 
 

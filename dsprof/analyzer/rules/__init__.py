@@ -18,6 +18,7 @@ from . import (
     data,
     device,
     evaluation,
+    hang,
     host_sync,
     memory,
     memory_use,
@@ -53,6 +54,7 @@ FAULTS: Final[dict[str, tuple[Callable[[Context], Change | None], Describe]]] = 
 }
 
 RULES: Final[dict[tuple[str, ...], Callable[[Context], list[Finding]]]] = {
+    ("run.hang", "run.desync"): hang.hang_or_desync,
     ("run.rank-died",): run.rank_died,
     ("data.stall",): stall.loaders,
     ("comm.small-messages", "comm.exposed"): comm.bucket_size,

@@ -1,0 +1,133 @@
+// Writes the Python stacks of all threads where nobody can take the interpreter's lock: one thread is in native code and
+// does not give it up. The rank's watchdog (collectors/watchdog.py) feeds this as long as it can run. It is what
+// faulthandler.dump_traceback_later does; that has one timer a process, which may be the job's own.
+
+#pragma once
+
+#include <Python.h>
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "python_arguments.hpp"
+
+namespace dsprof {
+namespace {
+
+class LockWatch {
+ public:
+  void start(std::string path, double timeout_s) {
+    if (thread_.joinable()) return;
+    // Not in any header: without it, or where a later Python hides it, there are no stacks.
+    dump_ = reinterpret_cast<Dump>(dlsym(RTLD_DEFAULT, "_Py_DumpTracebackThreads"));
+    if (!dump_) return;
+    path_ = std::move(path);
+    timeout_s_ = timeout_s;
+    interpreter_ = PyInterpreterState_Main();
+    stopping_ = false;
+    sigset_t every, before;  // the job's signals are for its own threads
+    sigfillset(&every);
+    pthread_sigmask(SIG_SETMASK, &every, &before);
+    thread_ = std::thread([this] { run(); });
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  void feed(unsigned long training) {
+    training_ = training;
+    fed_ = true;
+  }
+
+  void stop() {
+    if (!thread_.joinable()) return;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+
+ private:
+  using Dump = const char* (*)(int, PyInterpreterState*, PyThreadState*);
+  using Clock = std::chrono::steady_clock;
+
+  void run() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    double silent_s = 0;
+    bool written = false;
+    auto looked = Clock::now();
+    while (!changed_.wait_for(lock, std::chrono::seconds(1), [this] { return stopping_; })) {
+      const auto now = Clock::now();
+      // A process that was stopped, or a host that slept, has not been silent in between.
+      silent_s += std::min(std::chrono::duration<double>(now - looked).count(), 2.0);
+      looked = now;
+      if (fed_.exchange(false)) {
+        silent_s = 0;
+        written = false;
+      } else if (silent_s >= timeout_s_ && !written) {
+        written = true;
+        write();
+      }
+    }
+  }
+
+  void write() const {
+    const int file = open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+    if (file < 0) return;
+    dprintf(file, "# training thread 0x%016lx\n", training_.load());
+    dump_(file, interpreter_, nullptr);
+    close(file);
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool stopping_ = false;
+  std::atomic<bool> fed_{true};
+  std::atomic<unsigned long> training_{0};
+  std::string path_;
+  double timeout_s_ = 0;
+  Dump dump_ = nullptr;
+  PyInterpreterState* interpreter_ = nullptr;
+  std::thread thread_;
+};
+
+LockWatch& lock_watch() {
+  static auto* instance = new LockWatch;  // never destroyed: a process may end while its thread runs
+  return *instance;
+}
+
+PyObject* py_lock_watch_start(PyObject*, PyObject* args) {
+  const char* path;
+  double timeout_s;
+  if (!PyArg_ParseTuple(args, "sd", &path, &timeout_s)) return nullptr;
+  return guarded([&] {
+    lock_watch().start(path, timeout_s);
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* py_lock_watch_feed(PyObject*, PyObject* training) {
+  lock_watch().feed(PyLong_AsUnsignedLongMask(training));
+  misread();
+  Py_RETURN_NONE;
+}
+
+PyObject* py_lock_watch_stop(PyObject*, PyObject*) {
+  Py_BEGIN_ALLOW_THREADS
+  lock_watch().stop();
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
+}
+
+}  // namespace
+}  // namespace dsprof

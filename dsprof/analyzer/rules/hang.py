@@ -1,0 +1,186 @@
+"""A job whose ranks waited for one that did not come, and one whose ranks disagreed about a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import pandas as pd
+
+from dsprof.live.frames import in_words, short
+from dsprof.live.waiting import Communication, Stall, described, ranks_in_words
+from dsprof.run import failures, from_known, last_processes
+from dsprof.schema import LOCKED, STANDSTILL, WENT_ON
+
+from ..context import Context, once
+from ..finding import Evidence, Finding, Fix, Gain, Where
+from ..under_way import first_disagreement, stall_at_end
+from .base import NotConcerned, NotJudged
+
+AT_WORK: Final = ("checkpoint", "compile")
+"""Phases in which a rank may take any time."""
+STOOD_S: Final = 5.0
+"""For how long a rank whose job failed must have stood still for a collective to have waited in it."""
+NO_GAIN: Final = Gain(0.0, 0.0, 0.0, 0.0, method="none")
+
+
+def hang_or_desync(context: Context) -> list[Finding]:
+    """The rank that the others waited for in the end, or the collective that they disagreed about."""
+    run = context.run
+    if (run.world_size or len(run.ranks)) < 2:
+        raise NotConcerned
+    if len({item.rank for item in run.ranks}) < 2:
+        raise NotJudged("fewer than two of the job's ranks were captured")
+    disagreement = first_disagreement(context.rows)
+    if disagreement is not None:
+        return [_finding(context, disagreement, {})]
+    told = next((hang for hang in run.hangs[-1:] if not hang.get("went_on")), None)
+    if told is not None and run.status != 0:
+        return [_finding(context, _as_told(told), told)]
+    stall = stall_at_end(context.rows, context.trace, run)
+    if stall is None or stall.kind == "stuck":
+        return []
+    recorded = any(fact.get("format") == "flight_recorder" for fact in context.facts.get("import", []))
+    if not (recorded or _all_stand(context, stall) or _failed_in_it(context, stall)):
+        return []
+    return [_finding(context, stall, {})]
+
+
+def _as_told(hang: Mapping[str, Any]) -> Stall:
+    """What the launcher saw while the job ran."""
+    operation = from_known(Communication, hang["operation"])
+    return Stall(hang["kind"], operation, tuple(hang["waiters"]), tuple(hang["culprits"]))
+
+
+@once
+def _standing(context: Context) -> Mapping[int, Mapping[str, Any]]:
+    """Rank -> what it said of a standstill that it did not leave."""
+    left = {(fact.get("rank"), fact.get("since_ns")) for fact in context.facts.get(WENT_ON, [])}
+    facts = context.facts.get(STANDSTILL, [])
+    said = {int(fact["rank"]): fact for fact in facts if (fact.get("rank"), fact.get("since_ns")) not in left}
+    at_once = not any(fact.get("format") for fact in context.facts.get("import", []))
+    if (
+        at_once and len({item.clock_name for item in context.run.ranks}) == 1
+    ):  # else times were corrected, and those of facts not
+        begun = context.rows.groupby("rank")["start_ns"].max()
+        said = {rank: fact for rank, fact in said.items() if int(begun.get(rank, 0)) <= int(fact["at_ns"])}
+    return said
+
+
+@once
+def _locked(context: Context) -> Mapping[int, Mapping[str, Any]]:
+    """Rank -> its stacks, where a thread held the interpreter's lock."""
+    return {int(fact["rank"]): fact for fact in context.facts.get(LOCKED, [])}
+
+
+def _all_stand(context: Context, stall: Stall) -> bool:
+    """Whether the ranks themselves say so, without a launcher of ours: those that wait stood still for the time-out,
+    and those that they wait for did too, without working, or had ended, or did not answer."""
+    standing, locked = _standing(context), _locked(context)
+    if not stall.waiters or not all(rank in standing for rank in stall.waiters):
+        return False
+    closed = {item.rank for item in last_processes(context.run.ranks) if item.closed}
+    for rank in stall.culprits:
+        said = standing.get(rank)
+        if said is None and not (rank in locked or rank in closed):
+            return False
+        if said is not None and (said.get("works") or set(AT_WORK) & set(said.get("phases") or ())):
+            return False
+    return True
+
+
+def _failed_in_it(context: Context, stall: Stall) -> bool:
+    """Whether the rank that failed first had stood still in it, as where a time-out of torch ended the job, or was told
+    that another had gone; and none of those that it waited for had failed."""
+    failed = [item.rank for item in failures(context.run.exits)]
+    if not failed or failed[0] not in stall.waiters or set(failed) & set(stall.culprits):
+        return False
+    # One that ended in order without having come: that is why the others failed, however soon.
+    closed = {item.rank: item.closed_ns for item in last_processes(context.run.ranks)}
+    ended_ns = closed.get(failed[0])
+    early = [closed[rank] for rank in stall.culprits if closed.get(rank) is not None]
+    if ended_ns is None:
+        return False
+    if early and len(early) == len(stall.culprits) and max(one for one in early if one is not None) <= ended_ns:
+        return True
+    return (ended_ns - _last_begun(context, failed[0])) / 1e9 >= STOOD_S
+
+
+def _last_begun(context: Context, rank: int) -> int:
+    """When it began something last, ns."""
+    rows = context.trace.read(rank, ("kind", "start_ns"))
+    return int(rows.loc[rows["kind"].isin(["comm", "wait", "phase", "module", "pipe"]), "start_ns"].max())
+
+
+# --- what is said
+
+
+def _finding(context: Context, stall: Stall, told: Mapping[str, Any]) -> Finding:
+    first, culprits = stall.operation, stall.culprits
+    code, title = str(told.get("code") or stall.code), str(told.get("words") or stall.words)
+    sites = {rank: site for rank in (*culprits, *stall.waiters) if (site := _site(context, rank))}
+    if not told:
+        places = [f"rank {rank} is at {short(sites[rank])}" for rank in culprits if rank in sites]
+        ended = [rank for rank in culprits if stall.kind == "missing" and _ended(context, rank)]
+        places += [f"{ranks_in_words(ended)} had ended"] if ended else []
+        title += "".join(f"; {place}" for place in places)
+    evidence: list[Evidence] = []
+    if told.get("still_s") is not None:
+        evidence.append(Evidence("nothing moved for", float(told["still_s"]), "s"))
+    for ranks, operation in stall.versions:
+        evidence.append(Evidence(f"{ranks_in_words(ranks)} issued", described(operation), ""))
+    for rank in sorted({*culprits, *stall.waiters}):
+        evidence += _stood(context, rank, culprit=rank in culprits)
+    for rank, threads in (told.get("threads") or {}).items():
+        waiting = [f"{item['name']}: {item['wchan'] or item['state']}" for item in threads[:1]]
+        evidence += [Evidence(f"rank {rank}: its main thread, to the kernel", said, "") for said in waiting]
+    step = _last_step(context)
+    where = Where(
+        ranks=culprits or stall.waiters, group=first.group, op=first.name, steps=None if step is None else (step, step)
+    )
+    fixes = (_fix(code, stall, sites),)
+    return Finding(code, title, "high", where, tuple(evidence), NO_GAIN, fixes)
+
+
+def _stood(context: Context, rank: int, *, culprit: bool) -> list[Evidence]:
+    """Where a rank stood."""
+    said = _standing(context).get(rank) or _locked(context).get(rank)
+    if said is None:
+        return []
+    threads = said.get("threads") or []
+    frames: list[list[Any]] = next((thread["frames"] for thread in threads if thread.get("trains")), [])
+    if not frames:
+        return []
+    what = "stands in" if culprit else "waits in"
+    return [Evidence(f"rank {rank} {what}", in_words(frames), "")]
+
+
+def _site(context: Context, rank: int) -> str | None:
+    said = _standing(context).get(rank) or _locked(context).get(rank)
+    return None if said is None else said.get("site")
+
+
+def _ended(context: Context, rank: int) -> bool:
+    return any(item.rank == rank and item.closed for item in last_processes(context.run.ranks))
+
+
+def _last_step(context: Context) -> int | None:
+    steps = context.rows.loc[context.rows["kind"] == "step", "step"]
+    return None if steps.empty or pd.isna(steps.max()) else int(steps.max())
+
+
+def _fix(code: str, stall: Stall, sites: Mapping[int, str]) -> Fix:
+    culprits = stall.culprits
+    what = stall.operation.words
+    site = next((sites[rank] for rank in culprits if rank in sites), None)
+    file, _, line = (site or "").rpartition(":")
+    patch = ({"file": file, "line": int(line), "argument": None, "value": None},) if file and line.isdigit() else ()
+    at = f": see {short(site)}" if site else ""
+    if code == "run.desync":
+        title = f"every rank must issue the same collectives of a group, in the same order, size and type{at}"
+        return Fix("code", title, patch)
+    if stall.kind == "stuck":
+        return Fix("code", f"see whether the hosts reach each other, and that no rank in {what} is stopped")
+    if stall.kind == "cycle":
+        return Fix("code", f"have one side send while the other receives, or use batch_isend_irecv{at}", patch)
+    return Fix("code", f"let {ranks_in_words(culprits)} reach {what}, or no rank wait for it{at}", patch)

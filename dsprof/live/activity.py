@@ -1,0 +1,147 @@
+"""What a process and its children use of CPU and of files: whether one that is waited for works, or sleeps."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Final
+
+TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+BUSY: Final = 0.05
+"""Of a core: below, a process wakes now and then and does nothing."""
+BUSY_BYTES: Final = 64 << 10
+"""Read or written in a second: the same."""
+MOST_PROCESSES: Final = 256
+"""Children and theirs that are looked at."""
+MOST_THREADS: Final = 128
+SHORTEST_S: Final = 2.0
+"""Over which it is told."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """So far: CPU time in s, bytes read and written, and of which processes."""
+
+    at_s: float
+    cpu_s: float
+    bytes: int
+    processes: frozenset[int]
+
+
+def usage(process: int, at_s: float) -> Usage | None:
+    """Of a process and its descendants; None where it is gone, or the system does not tell."""
+    own = _cpu_seconds(process)
+    if own is None:
+        return None
+    cpu, size, seen, left = 0.0, 0, {process}, [process]
+    while left:
+        one = left.pop()
+        cpu += _cpu_seconds(one) or 0.0
+        size += _bytes(one)
+        for child in _children(one):
+            if child not in seen and len(seen) < MOST_PROCESSES:
+                seen.add(child)
+                left.append(child)
+    return Usage(at_s, cpu, size, frozenset(seen))
+
+
+def process_state(process: int) -> str:
+    """Its letter in proc(5): `T` stopped, `Z` ended, `S` asleep, ...; empty: there is no such process."""
+    fields = _stat(process)
+    return fields[0] if fields else ""
+
+
+class Activity:
+    """The last usage of a process, sampled now and then."""
+
+    def __init__(self, process: int) -> None:
+        self.process = process
+        self._samples: deque[Usage] = deque(maxlen=64)
+
+    def sample(self, at_s: float) -> None:
+        found = usage(self.process, at_s)
+        if found is not None:
+            self._samples.append(found)
+
+    def works(self, over_s: float) -> bool | None:
+        """Whether it worked, over the last `over_s` (or as long as is known); None: not known."""
+        if not self._samples:
+            return None
+        last = self._samples[-1]
+        first = next((one for one in self._samples if last.at_s - one.at_s <= max(over_s, SHORTEST_S)), last)
+        seconds = last.at_s - first.at_s
+        if seconds < SHORTEST_S / 2:
+            return None
+        if last.processes != first.processes:  # some began or ended: work is handed out
+            return True
+        return last.cpu_s - first.cpu_s > BUSY * seconds or last.bytes - first.bytes > BUSY_BYTES * seconds
+
+
+def kernel_threads(process: int) -> list[dict[str, Any]]:
+    """Each thread of a process as the kernel knows it: number, name, state, the function of the kernel that it sleeps
+    in and its system call, where those may be read."""
+    found: list[dict[str, Any]] = []
+    try:
+        numbers = sorted(map(int, os.listdir(f"/proc/{process}/task")))
+    except (OSError, ValueError):
+        return []
+    for number in numbers[:MOST_THREADS]:
+        name, _, rest = _text(process, number, "stat").partition("(")[2].rpartition(")")
+        call = _text(process, number, "syscall").split()
+        found.append(
+            {
+                "task": number,
+                "name": name,
+                "state": rest.split()[0] if rest.split() else "",
+                "wchan": _text(process, number, "wchan").strip(),
+                "syscall": int(call[0]) if call and call[0].lstrip("-").isdigit() else None,
+            }
+        )
+    return found
+
+
+def _text(process: int, thread: int, name: str) -> str:
+    try:
+        with open(f"/proc/{process}/task/{thread}/{name}", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _stat(process: int) -> list[str]:
+    """Fields of proc_pid_stat(5) behind the name, the state first."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].decode().split()
+    except (OSError, ValueError):
+        return []
+
+
+def _cpu_seconds(process: int) -> float | None:
+    fields = _stat(process)
+    return sum(map(int, fields[11:13])) / TICKS_A_SECOND if len(fields) > 12 and fields[0] != "Z" else None
+
+
+def _bytes(process: int) -> int:
+    try:
+        with open(f"/proc/{process}/io", "rb") as file:
+            lines = file.read().split()
+        return int(lines[1]) + int(lines[3])  # rchar, wchar
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _children(process: int) -> list[int]:
+    found: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{process}/task")
+    except OSError:
+        return []
+    for thread in threads:
+        try:
+            with open(f"/proc/{process}/task/{thread}/children", "rb") as file:
+                found += map(int, file.read().split())
+        except (OSError, ValueError):
+            continue
+    return found

@@ -1,0 +1,322 @@
+"""Follows the records of a capture that is being written: its files are live mappings."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from dsprof.names import CaptureName
+from dsprof.schema import (
+    CAPTURE_OFF,
+    CAPTURE_ON,
+    CHUNK_HEADER_BYTES,
+    CHUNK_RECORDS,
+    COMMON_FIELDS,
+    COUNTERS,
+    COUNTERS_BYTES,
+    COUNTERS_HEADER,
+    COUNTERS_MAGIC,
+    COUNTERS_NAME,
+    DTYPES,
+    FAMILY_FIELDS,
+    NO_SEQ,
+    RECORD_BYTES,
+    STACKS_FILE,
+    Family,
+    Flag,
+    Kind,
+    State,
+    chunk_name,
+    layout,
+    offset,
+    unescape_name,
+)
+
+from .frames import parse_stacks
+from .waiting import Communication, MessageKey, RankState
+
+FIRST_AHEAD, MOST_AHEAD = 64, 4096
+"""Slots that are read at once: few of a rank that stands still, as what it reads is counted as its work."""
+MOST_FOLLOWED: Final = 256
+"""Records under way whose end is looked for."""
+MOST_CHUNKS: Final = 8
+"""Of the newest records that are looked at for what a rank has issued."""
+SAMPLES: Final = bytes([Kind.GAUGE, Kind.MEM, Kind.PAUSE])
+"""Kinds that are no progress: side threads sample a job that stands still, too."""
+FOLLOWED: Final = bytes([Kind.COMM, Kind.WAIT, Kind.PHASE])
+
+_KIND, _STATE = offset(Family.SPAN, "kind"), offset(Family.SPAN, "state")
+_EMPTY, _BEGUN = int(State.EMPTY), bytes([State.BEGUN])
+_CHUNK: Final = re.compile(r"chunk-(\d{5,10})\.bin")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record as it was read; ids of names are as in names.txt."""
+
+    kind: Kind
+    state: State
+    start_ns: int
+    end_ns: int
+    thread: int
+    name: int
+    flags: int
+    family: Family
+    fields: tuple[Any, ...]
+
+    def of(self, field: str) -> Any:
+        """A field of its family."""
+        return self.fields[_places(self.family)[field]]
+
+
+class Tail:
+    """The records of one capture folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._chunk = 0
+        self._slot = 0
+        """The first that was not in use when it was read last."""
+        self._open: dict[tuple[int, int], bytes] = {}
+        """Chunk and slot of the newest that were under way -> how they were then."""
+
+    def follow(self) -> bool:
+        """Whether anything has begun or ended since the last look. Raises OSError where there is nothing to read."""
+        moved = False
+        for place, before in list(self._open.items()):
+            now = self._read(*place, 1)
+            if now[_STATE : _STATE + 1] != _BEGUN or now[:8] != before[:8]:
+                del self._open[place]
+                moved = True
+        ahead = FIRST_AHEAD
+        while True:
+            block = self._read(self._chunk, self._slot, min(ahead, CHUNK_RECORDS - self._slot))
+            ahead = min(2 * ahead, MOST_AHEAD)
+            states = block[_STATE::RECORD_BYTES]
+            used = len(states.rstrip(b"\0"))  # one that was taken and not written yet is passed over
+            if used:
+                kinds = block[_KIND : used * RECORD_BYTES : RECORD_BYTES]
+                moved = moved or bool(kinds.translate(None, SAMPLES + b"\0"))
+                self._note_open(block, states[:used], kinds)
+                self._slot += used
+            if self._slot < CHUNK_RECORDS and (used < len(states) or not used):
+                return moved
+            if self._slot >= CHUNK_RECORDS:
+                following = min((one for one in self._chunks() if one > self._chunk), default=None)
+                if following is None:
+                    return moved
+                self._chunk, self._slot = following, 0
+
+    def state(self, rank: int, members: Any) -> RankState:
+        """How far the rank is: `members(group)` are the global ranks of a group. Raises OSError."""
+        names = self._names()
+        records: list[Record] = []
+        chunks = sorted(self._chunks(), reverse=True)
+        for chunk in chunks[:MOST_CHUNKS]:
+            records += reversed(self._records(chunk))
+        whole = len(chunks) <= MOST_CHUNKS and (not chunks or len(chunks) == chunks[0] + 1)
+        return make_state(rank, records[::-1], names, members, whole)
+
+    def is_off(self) -> bool:
+        """Whether the rank records nothing for now, or could not write all that it was to: then its silence says
+        nothing. Raises OSError."""
+        names = self._names()
+        marks = {number for number, name in names.items() if name in (CAPTURE_ON, CAPTURE_OFF)}
+        if marks:
+            for chunk in sorted(self._chunks(), reverse=True)[:MOST_CHUNKS]:
+                for record in reversed(self._records(chunk, bytes([Kind.MARK]))):
+                    if record.name in marks:
+                        return names[record.name] == CAPTURE_OFF
+        return False
+
+    def dropped(self) -> int:
+        """Records that could not be written; 0 where that is not known."""
+        try:
+            with open(self.folder / COUNTERS_NAME, "rb") as file:
+                page = file.read(COUNTERS_BYTES)
+        except OSError:
+            return 0
+        if page[:8] != COUNTERS_MAGIC or len(page) < COUNTERS_HEADER.size + 8 * len(COUNTERS):
+            return 0
+        at = COUNTERS_HEADER.size + 8 * COUNTERS.index("dropped")
+        return int.from_bytes(page[at : at + 8], "little")
+
+    def facts(self, *kinds: str) -> list[dict[str, Any]]:
+        """Those of the kinds that the rank has stated so far."""
+        found = []
+        try:
+            with open(self.folder / "facts.jsonl", encoding="utf-8", errors="replace") as file:
+                for line in file:
+                    if any(f'"fact": "{kind}"' in line for kind in kinds):
+                        try:
+                            found.append(json.loads(line))
+                        except ValueError:  # a line that is being written
+                            continue
+        except OSError:
+            return []
+        return [fact for fact in found if isinstance(fact, dict) and fact.get("fact") in kinds]
+
+    def lock_stacks(self) -> list[dict[str, Any]]:
+        """Threads as they were written while one held the interpreter's lock; none where that was not so."""
+        try:
+            return parse_stacks((self.folder / STACKS_FILE).read_text(errors="replace"))
+        except OSError:
+            return []
+
+    def meta(self) -> dict[str, Any]:
+        """meta.json; empty where it is not there yet."""
+        try:
+            found = json.loads((self.folder / "meta.json").read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    # --- reading
+
+    def _chunks(self) -> list[int]:
+        return [int(match[1]) for name in os.listdir(self.folder) if (match := _CHUNK.fullmatch(name))]
+
+    def _read(self, chunk: int, slot: int, count: int) -> bytes:
+        """So many records from a slot on; nothing of a chunk that was given up."""
+        try:
+            file = os.open(self.folder / chunk_name(chunk), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            if not self.folder.is_dir():
+                raise
+            return b""
+        try:
+            return os.pread(file, count * RECORD_BYTES, CHUNK_HEADER_BYTES + slot * RECORD_BYTES)
+        finally:
+            os.close(file)
+
+    def _note_open(self, block: bytes, states: bytes, kinds: bytes) -> None:
+        at = states.find(_BEGUN)
+        while at >= 0:
+            if kinds[at] in FOLLOWED:
+                self._open[self._chunk, self._slot + at] = block[at * RECORD_BYTES : (at + 1) * RECORD_BYTES]
+            at = states.find(_BEGUN, at + 1)
+        while len(self._open) > MOST_FOLLOWED:
+            del self._open[next(iter(self._open))]
+
+    def _records(self, chunk: int, kinds: bytes = FOLLOWED) -> list[Record]:
+        """Those of the kinds, in the order of their slots."""
+        content = self._read(chunk, 0, CHUNK_RECORDS)
+        found = []
+        for at in range(0, len(content) - RECORD_BYTES + 1, RECORD_BYTES):
+            if content[at + _KIND] in kinds and content[at + _STATE] != _EMPTY:
+                record = _decode(content[at : at + RECORD_BYTES])
+                if record is not None:
+                    found.append(record)
+        return found
+
+    def _names(self) -> dict[int, str]:
+        names = {}
+        for line in (self.folder / "names.txt").read_bytes().split(b"\n")[:-1]:
+            number, tab, text = line.partition(b"\t")
+            if tab and number.isdigit():
+                names[int(number)] = unescape_name(text.decode("utf-8", "replace"))
+        return names
+
+
+@functools.cache
+def _places(family: Family) -> dict[str, int]:
+    """Where `layout(family).unpack` has each field."""
+    return {name: i for i, (name, _) in enumerate(f for f in (*COMMON_FIELDS, *FAMILY_FIELDS[family]) if f[0])}
+
+
+def _decode(content: bytes) -> Record | None:
+    """A record; None of one that is torn."""
+    try:
+        family = Family(content[offset(Family.SPAN, "family")])
+        values = layout(family).unpack(content)
+        start_ns, end_ns, thread, name, kind, state, flags, _ = values[:8]
+        state = State(state)
+        return Record(Kind(kind), state, start_ns, end_ns, thread, name, flags, family, values)
+    except ValueError:
+        return None
+
+
+def make_state(rank: int, records: Sequence[Record], names: dict[int, str], members: Any, whole: bool) -> RankState:
+    """How far a rank is that wrote these records, in their order. `whole`: they are all that it wrote."""
+    issued: dict[str, int] = {}
+    messages: dict[MessageKey, int] = {}
+    recent: dict[tuple[str, int], Communication] = {}
+    opened: list[Communication] = []
+    unseen: dict[str, Communication] = {}
+    """The last collective of each group, where nobody sees its end, as on a device."""
+    waited: set[tuple[object, ...]] = set()
+    phases, waiting = [], False
+    for record in records:
+        under_way = record.state == State.BEGUN
+        if record.kind is Kind.PHASE:
+            if under_way:
+                phases.append(names.get(record.name, "?"))
+            continue
+        operation = _operation(record, names, members)
+        if operation is None:
+            waiting |= under_way and record.kind is Kind.WAIT
+            continue
+        if record.kind is Kind.WAIT:
+            if under_way:
+                waiting = True
+                waited.add(_identity(operation))
+            continue
+        if operation.peer is None:
+            issued[operation.group] = max(issued.get(operation.group, 0), operation.seq + 1)
+            recent[operation.group, operation.seq] = operation
+            unseen.pop(operation.group, None)
+            if record.state == State.DONE and not record.end_ns:
+                unseen[operation.group] = operation
+        else:
+            key = (operation.group, operation.peer, operation.tag, operation.name)
+            messages[key] = max(messages.get(key, 0), operation.seq + 1)
+        if under_way:
+            opened.append(operation)
+            waiting |= not record.flags & Flag.ASYNC and operation.peer is None
+    # DDP's reducer waits inside C++, for the buckets that its backward issued.
+    waiting |= bool(opened) and "backward" in phases
+    marked = tuple(replace(one, waited=_identity(one) in waited) for one in (*opened, *unseen.values()))
+    return RankState(rank, marked, issued, messages, recent, whole, waiting, tuple(phases))
+
+
+def _identity(operation: Communication) -> tuple[object, ...]:
+    return (operation.group, operation.seq, operation.peer, operation.tag)
+
+
+def _operation(record: Record, names: dict[int, str], members: Any) -> Communication | None:
+    """What a record communicates or waits for; None where it has no number."""
+    if record.family not in (Family.COLLECTIVE, Family.P2P) or record.of("seq") == NO_SEQ:
+        return None
+    group = names.get(record.of("group"), "?")
+    size, dtype = record.of("bytes"), record.of("dtype")
+    operation = Communication(
+        names.get(record.name, "?"),
+        group,
+        record.of("seq"),
+        record.start_ns,
+        size if size >= 0 else None,
+        (DTYPES[dtype] or None) if dtype < len(DTYPES) else None,
+    )
+    if record.family is Family.COLLECTIVE:
+        return replace(operation, root=record.of("root") if record.of("root") >= 0 else None)
+    of_group, peer = members(group), record.of("peer")
+    known = of_group is not None and 0 <= peer < len(of_group)
+    return replace(operation, peer=of_group[peer] if known else peer, tag=record.of("tag"))
+
+
+def captures(folder: Path) -> Iterator[tuple[int, int, str, int, Path]]:
+    """Rank, restart, host, process and folder of each capture below `capture/`."""
+    try:
+        found = sorted(os.listdir(folder))
+    except OSError:
+        return
+    for name in found:
+        capture = CaptureName.of(name)
+        if capture is not None:
+            yield *capture, folder / name
