@@ -402,6 +402,7 @@ def test_the_environment_of_the_job() -> None:
         "DSPROF_STEPS": "",
         "DSPROF_DELAY": "",
         "DSPROF_DURATION": "",
+        "DSPROF_DEEP": "",
         "DSPROF_LIMIT": "2GiB",
         "DSPROF_SCRATCH": "",
         "DSPROF_WITHOUT": "",

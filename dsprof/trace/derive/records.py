@@ -36,7 +36,9 @@ def _gap_rows(capture: Capture) -> pd.DataFrame:
         found.append((begin, end - begin, float(gap.steps)))
     rows = pd.DataFrame(found, columns=["start_ns", "dur_ns", "value"])
     marks = {"kind": "mark", "name": CAPTURE_GAP, "lane": CAPTURE_GAP, "thread": 0, "source": "derived", "ended": True}
-    return rows.astype({"start_ns": "int64", "dur_ns": "Int64", "value": "float64"}).assign(engine=False, **marks)
+    return rows.astype({"start_ns": "int64", "dur_ns": "Int64", "value": "float64"}).assign(
+        engine=False, device=False, **marks
+    )
 
 
 def _rows(capture: Capture) -> pd.DataFrame:
