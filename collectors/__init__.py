@@ -36,6 +36,7 @@ process_groups  which there are
 facts        how DDP, DataLoader and process groups were configured, and where
 hints        a script that wants to be started in another way
 imports      hooks in modules that the job imports later
+forks        locks that a forked child finds free
 dynamo       keeping torch.compile away from all this
 spans        the user's own `dsprof.span` and `dsprof.mark`
 """

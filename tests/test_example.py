@@ -26,6 +26,9 @@ FIRST = {
     "uneven-lengths": ("data.imbalance", [0, 1]),
 }
 
+TOLD_BY_OTHERS = ("slow-rank", "slow-loader")
+"""What test_verdicts has, too, is not run twice."""
+
 pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
 
 
@@ -43,11 +46,10 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 CASES = [
     # Both recorders write the same rows (test_collectives); with the Python one one of the jobs is enough, each 20 s.
-    # What test_verdicts has, too, is not run twice.
     pytest.param(
         (switch, native),
         id=f"{switch}-{native}",
-        marks=[pytest.mark.slow] if switch == "slow-loader" or (native == "off" and switch != "healthy") else [],
+        marks=[pytest.mark.slow] if switch in TOLD_BY_OTHERS or (native == "off" and switch != "healthy") else [],
     )
     for native in ("on", "off")
     for switch in PLANTED

@@ -1,7 +1,7 @@
 """The verdict is true: real jobs with one known fault each, on gloo ranks, and what is said about them.
 
-`make test` runs each family's usual job; `make test-all` also three more of each, drawn from a seed that is printed.
-DSPROF_SEED=N draws the same ones again.
+`make test` runs each family's usual job but those of ALIKE; `make test-all` these, too, and three more of each, drawn
+from a seed that is printed. DSPROF_SEED=N draws the same ones again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,13 @@ from verdict_reference import Reference
 from verdict_truth import Job, Outcome
 
 SEED = int(os.environ.get("DSPROF_SEED") or time.time_ns() % 2**31)
+
+ALIKE = {
+    "evaluation on rank 0": "nanoGPT, which is somebody's whole script, has the same fault",
+    "closure": "of jobs whose optimizer runs a closure LBFGS is the harder one",
+    "GAN 1:1": "of optimizers that take turns those of GAN 5:1 are the harder ones",
+}
+"""Families whose usual job says little that another's does not, each half a minute: why."""
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 
@@ -42,7 +49,10 @@ def run(job: Job, folder: Path, reference: Reference) -> Ran:
     return Ran(job, job.run(folder), reference.losses(job, folder / "reference"))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(family, marks=[pytest.mark.slow] if family in ALIKE else []) for family in FAMILIES],
+)
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, reference: Reference) -> Ran:
     return run(FAMILIES[request.param](Draw()), tmp_path_factory.mktemp("job"), reference)
 

@@ -1,7 +1,8 @@
 """Rank processes for engine tests: started once, then given one job after the other.
 
-Starting a process with torch takes more than a second; a job takes a few hundredths. Jobs are functions of a test
-module, called as `function(rank, *args)` in a gloo group of as many ranks as asked for.
+Importing torch takes more than a second; a job takes a few hundredths. So one process imports it, and the ranks are
+forked from that. Jobs are functions of a test module, called as `function(rank, *args)` in a gloo group of as many
+ranks as asked for.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Ranks:
         self._started.clear()
 
     def _start(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "dsprof.engine.api"])
         while len(self._started) < world_size:
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there, str(Path(__file__).parent)), daemon=True)
