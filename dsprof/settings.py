@@ -87,14 +87,14 @@ class Settings:
     scratch: str = ""
     """Local folder in which captures are written first, and from which they are copied into the run folder; `off`:
     none. Empty: TMPDIR or /tmp where the run folder lies on a network file system, else none."""
-    without: str = ""
-    """Collectors that are left out, such as `nvml,host-sync`; `dsprof doctor` lists them."""
     native: str = "auto"
     """The native helper: auto (Python twin where it cannot be built), on (an error instead), off."""
     report: bool = True
     """Write the HTML report and the TensorBoard files at the end."""
     engine: str = "script"
     """What trains: script (what the script imports), dsprof (our engine, where the script imports deepspeed)."""
+    without: str = ""
+    """Collectors that are left out, such as `nvml,host-sync`; `dsprof doctor` lists them."""
 
 
 def load(
