@@ -19,17 +19,31 @@ EVERY_S: Final = 1.0
 LAST_WAIT_S: Final = 0.5
 """For a look that is under way when the capture closes: a driver may hang."""
 
-_importing = threading.RLock()
-_forks: list[threading.RLock] = []
-"""The lock again, once forks wait for it."""
-
 Looks = Generator[None, None, None]
 """Each step of it is a look; what it does when it is closed, it does at the end."""
 
 
+class _Imports:
+    """Imports that forks of this process wait for."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._held = False
+
+    def hold_forks(self) -> None:
+        """On the training thread, so that no fork is half done."""
+        if not self._held:
+            self._held = True
+            enter, leave = self.lock.acquire, self.lock.release
+            os.register_at_fork(before=enter, after_in_parent=leave, after_in_child=leave)
+
+
+_imports = _Imports()
+
+
 def import_beside(name: str) -> Any:
     """Import a module that a training process would not have. Raises what the import does."""
-    with _importing:
+    with _imports.lock:
         return importlib.import_module(name)
 
 
@@ -50,11 +64,7 @@ class Beside:
         return self._stopping.is_set()
 
     def start(self) -> None:
-        if not _forks:
-            _forks.append(_importing)
-            os.register_at_fork(
-                before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_importing.release
-            )
+        _imports.hold_forks()
         self._thread.start()
 
     def stop(self) -> None:

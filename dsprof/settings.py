@@ -98,8 +98,6 @@ class Settings:
     scratch: str = ""
     """Local folder in which captures are written first, and from which they are copied into the run folder; `off`:
     none. Empty: TMPDIR or /tmp where the run folder lies on a network file system, else none."""
-    without: str = ""
-    """Collectors that are left out, such as `nvml,host-sync`; `dsprof doctor` lists them."""
     native: str = "auto"
     """The native helper: auto (Python twin where it cannot be built), on (an error instead), off."""
     report: bool = True
@@ -110,6 +108,8 @@ class Settings:
     """Seconds without progress on any rank after which a job whose ranks wait for one is called hung; 0: never."""
     on_hang: str = "report"
     """What is done about it: report (say so, and wait on), abort (end the job, too)."""
+    without: str = ""
+    """Collectors that are left out, such as `nvml,host-sync`; `dsprof doctor` lists them."""
 
 
 def load(

@@ -64,7 +64,7 @@ def kernels(trace: Trace, rank: int, *spans: tuple[float, float]) -> list[dict[s
     """Kernels in every step, from so many ms after its beginning to so many."""
     steps = trace.rows[(trace.rows["kind"] == "step") & (trace.rows["rank"] == rank)]
     return [
-        {"rank": rank, "kind": "kernel", "name": "gemm", "lane": "cuda.7", "thread": 0,
+        {"rank": rank, "kind": "kernel", "name": "gemm", "lane": "cuda.7", "thread": 0, "source": "imported",
          "start_ns": int(begin) + round(first * MS), "dur_ns": round((last - first) * MS)}
         for begin in steps["start_ns"]
         for first, last in spans

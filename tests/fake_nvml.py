@@ -46,10 +46,9 @@ class FakeNvml:
     calls: list[tuple[Any, ...]] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("nvml"):
-            return getattr(pynvml, name)  # constants and errors
-        if not hasattr(pynvml, name):
-            raise AttributeError(name)
+        real = getattr(pynvml, name)
+        if not name.startswith("nvml") or not callable(real):
+            return real  # constants and errors
         return lambda *arguments: self._answer(name, arguments)
 
     def _answer(self, name: str, arguments: tuple[Any, ...]) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from armed import captured, train
 from captures import read_rows
 
 from dsprof import gauges
@@ -188,3 +189,30 @@ def test_it_is_imported_and_asked_on_another_thread(tmp_path: Path, monkeypatch:
     stop()
     assert imported == [("psutil", "dsprof-host-load")]
     opened.recorder.close()
+
+
+def test_a_training_thread_loads_neither(tmp_path: Path) -> None:
+    """psutil is imported beside the training; pynvml not at all where no GPU is in use."""
+    done = train(
+        tmp_path,
+        """
+        import sys, threading
+        import torch  # which itself imports pynvml, where it is
+        seen, asked = [], threading.Event()
+        class Finder:
+            def find_spec(self, name, path=None, target=None):
+                if name in ("psutil", "pynvml"):
+                    seen.append((name, threading.current_thread().name))
+                    asked.set()
+        sys.meta_path.insert(0, Finder())
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        assert asked.wait(60)
+        print(seen)
+        """,
+        native="0",
+    )
+    assert (done.returncode, done.stdout) == (0, "[('psutil', 'dsprof-host-load')]\n"), done.stderr
+    captured(tmp_path)  # and no errors inside

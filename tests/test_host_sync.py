@@ -104,6 +104,27 @@ def test_lines_of_torch_are_passed_over(tmp_path: Path) -> None:
     ) == [("item", 3, -1), ("item", 2, -1)]
 
 
+def test_gradients_compilation_and_transforms_go_on(tmp_path: Path) -> None:
+    """A compiler traces through the hooks with tensors that have no values; what it makes is as without them."""
+    assert run(
+        tmp_path,
+        """\
+        w = made(torch.tensor([2.0])).requires_grad_()
+        w.item()
+        w.cpu()
+        @torch.compile(backend="aot_eager", fullgraph=True)
+        def half(a, b):
+            return b.copy_(a.to(torch.float64)).to(torch.float32) / 2
+        p = torch.ones(3, requires_grad=True)
+        half(p, torch.zeros(3, dtype=torch.float64)).sum().backward()
+        assert p.grad.tolist() == [0.5, 0.5, 0.5]
+        assert torch.vmap(lambda a: a.clone().copy_(2 * a))(torch.ones(2, 3)).tolist() == [[2.0] * 3] * 2
+        torch.empty(3, device="meta").copy_(torch.ones(3))
+        torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
+        """,
+    ) == [("item", 2, -1), ("copy to host", 3, 4)]
+
+
 def test_after_the_capture_nothing_is_recorded(tmp_path: Path) -> None:
     assert run(
         tmp_path,

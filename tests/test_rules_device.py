@@ -196,6 +196,35 @@ def test_what_the_device_stands_idle_after_a_wait_is_the_bound() -> None:
     assert "compute.host-sync" in analysis.passed
 
 
+def test_kernels_of_a_few_steps_and_whole_phases() -> None:
+    """What is idle is of the steps whose kernels were traced; what is measured of a device's phases are no kernels."""
+    trace = job(ranks=1, data=constant(0), jitter=0.0).trace()
+    rows = waits(trace, 0, 10, 31)
+    phases = [{**row, "source": "measured"} for row in kernels(trace, 0, (1, 80))]
+    steps = trace.rows.loc[trace.rows["kind"] == "step", "start_ns"].sort_values()
+    traced = [row for row in kernels(trace, 0, (1, 40), (47, 80)) if row["start_ns"] > steps.iloc[-4]]
+    (finding,) = [item for item in syncs(trace, rows + phases + traced).findings if item.code == "compute.host-sync"]
+    assert measured(finding)["device idle after them a step, at most"] == (7.0, 0.0)
+    unseen = syncs(trace, rows + phases)
+    assert "kernels were not recorded" in unseen.not_judged["compute.host-sync"]
+
+
+def test_waits_of_an_imported_trace() -> None:
+    trace = job(ranks=1, data=constant(0), jitter=0.0).trace()
+    rows = kernels(trace, 0, (1, 40), (47, 80))
+    for name in ("cudaStreamSynchronize", "all_reduce"):
+        rows += [
+            {**row, "kind": "wait", "name": name, "purpose": None, "site": None, "source": "imported"}
+            for row in waits(trace, 0, 10, 31)
+        ]
+    analysis = analyze(joined(trace, rows, [_device()]))
+    (finding,) = [item for item in analysis.findings if item.code == "compute.host-sync"]
+    assert finding.title == (
+        "the host waits for the device 1.00 times a step, 31.0 ms in all, most of it in cudaStreamSynchronize at an "
+        "unknown line; the device then stands idle for 7.00 ms at most"
+    )
+
+
 def test_without_kernels_it_is_told_and_not_judged() -> None:
     trace = job().trace()
     rows = [row for rank in range(3) for row in waits(trace, rank, 10, 20 + 10 * (rank == 2))]

@@ -7,6 +7,7 @@ that is not known.
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import numpy as np
@@ -23,13 +24,16 @@ from ..text import ms, number
 from .base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged, at, code_fix, need_steps
 
 Float = npt.NDArray[np.float64]
+Int = npt.NDArray[np.int64]
 
 CODE: Final = "compute.host-sync"
 SHOWN: Final = 5
 """Lines that are listed."""
 MENDED: Final = 3
 """Lines for which there is a fix."""
-COLUMNS: Final = ("step", "kind", "name", "lane", "start_ns", "dur_ns", "purpose", "site")
+COLUMNS: Final = ("step", "kind", "name", "lane", "start_ns", "dur_ns", "purpose", "site", "source")
+TRACED: Final = re.compile(r"(cuda|hip)(Device|Stream|Event)Synchronize$|(cuda|hip)Memcpy$")
+"""Names of the waits of a trace of torch.profiler's, which has no rows of ours."""
 UNKNOWN: Final = "an unknown line"
 
 REMEDIES: Final = {
@@ -46,11 +50,10 @@ def stops(context: Context) -> list[Finding]:
     need_steps(context)
     if not context.on_gpu:
         raise NotConcerned
-    watched = context.facts.get("host_sync", [])
-    if not watched:
+    watched, found = context.facts.get("host_sync", []), _stops(context)
+    if not watched and not len(found):
         raise NotJudged("what the host waits for the device in was not captured")
     operators = all(fact.get("operators") for fact in watched)
-    found = _stops(context)
     by_rank = found.groupby("rank")["ms"].sum().reindex(context.ranks, fill_value=0.0) / len(context.step_numbers)
     findings = []
     if len(found) and float(by_rank.max()) >= LEAST_SHARE * context.step_ms:
@@ -70,12 +73,16 @@ def stops(context: Context) -> list[Finding]:
 @once
 def _stops(context: Context) -> pd.DataFrame:
     """Waits for the device on training threads in ordinary steps: rank, step, call, site, ms; idle_ms, for how long the
-    device stood idle after it, NaN where that was not recorded."""
+    device stood idle after it, NaN in steps whose kernels were not recorded."""
     tables = []
     for rank in context.ranks:
         rows = context.trace.read(rank, COLUMNS)
-        chosen = (rows["kind"] == "mark") & (rows["name"] == HOST_SYNC) & (rows["lane"] == MAIN)
-        mine = rows[chosen & rows["purpose"].notna() & rows["dur_ns"].notna() & rows["step"].isin(context.step_numbers)]
+        here = (rows["lane"] == MAIN) & rows["dur_ns"].notna() & rows["step"].isin(context.step_numbers)
+        mine = rows[here & (rows["kind"] == "mark") & (rows["name"] == HOST_SYNC) & rows["purpose"].notna()]
+        if mine.empty:
+            traced = rows[here & (rows["kind"] == "wait")]
+            mine = traced[traced["name"].astype(str).str.match(TRACED)]
+            mine = mine.assign(purpose=mine["name"].astype(object))
         end = (mine["start_ns"] + mine["dur_ns"]).to_numpy(np.int64)
         tables.append(
             pd.DataFrame({
@@ -84,23 +91,20 @@ def _stops(context: Context) -> pd.DataFrame:
                 "call": mine["purpose"].astype(str).to_numpy(object),
                 "site": mine["site"].astype(object).where(mine["site"].notna(), UNKNOWN).to_numpy(object),
                 "ms": mine["dur_ns"].to_numpy(np.float64) / 1e6,
-                "idle_ms": _idle_after(rows, end),
+                "idle_ms": _idle_after(rows, end, mine["step"].to_numpy(np.int64)),
             })
         )  # fmt: skip
     return pd.concat(tables, ignore_index=True)
 
 
-def _idle_after(rows: pd.DataFrame, moments: npt.NDArray[np.int64]) -> Float:
+def _idle_after(rows: pd.DataFrame, moments: Int, steps: Int) -> Float:
     """For how long the device had nothing to do around each of these moments, when a wait for it was over, ms: from the
-    end of its last kernel to the next. Of waits that end in one such time, the first has it. NaN without kernels."""
-    kernels = rows[(rows["kind"] == "kernel") & rows["dur_ns"].notna()]
-    kernels = kernels[kernels["lane"].astype(str).str.startswith(STREAM)]
-    if kernels.empty:
-        return np.full(len(moments), np.nan)
+    end of its last kernel to the next. Of waits that end in one such time, the first has it. NaN where no kernel of the
+    step was recorded; `steps`: in which each moment is."""
+    kernels = rows[(rows["kind"] == "kernel") & rows["dur_ns"].notna() & (rows["source"] != "measured")]
+    kernels = kernels[kernels["lane"].astype(str).str.startswith(STREAM)]  # what is measured is whole phases
     start = kernels["start_ns"].to_numpy(np.int64)
     busy = Intervals.union(start, start + kernels["dur_ns"].to_numpy(np.int64))
-    if not len(busy.start):
-        return np.full(len(moments), np.nan)
     following = np.searchsorted(busy.start, moments, "right")
     between = (following > 0) & (following < len(busy.start))
     idle = np.zeros(len(moments))
@@ -110,7 +114,7 @@ def _idle_after(rows: pd.DataFrame, moments: npt.NDArray[np.int64]) -> Float:
     taken = np.zeros(int(between.sum()), bool)
     taken[first] = True
     idle[between] = np.where(drained & taken, after - before, 0) / 1e6
-    return idle
+    return np.where(np.isin(steps, kernels["step"].to_numpy(np.int64)), idle, np.nan)
 
 
 def _finding(context: Context, found: pd.DataFrame, by_rank: pd.Series[float]) -> Finding:
@@ -122,7 +126,8 @@ def _finding(context: Context, found: pd.DataFrame, by_rank: pd.Series[float]) -
     lines = lines.sort_values("idle_ms" if known else "ms", ascending=False, kind="stable")
     listed = [(str(site), str(call), line) for (site, call), line in lines.head(SHOWN).iterrows()]
     site, call, _ = listed[0]
-    idle_ms = found.groupby("rank")["idle_ms"].sum() / steps
+    seen = found[found["idle_ms"].notna()].groupby("rank")
+    idle_ms = seen["idle_ms"].sum() / seen["step"].nunique()
     times = len(found) / a_rank
     evidence = [
         Evidence("waiting for the device a step, the rank that does most", round(float(by_rank.max()), 3), "ms"),
