@@ -153,8 +153,9 @@ class Dump:
                     ranks = json.loads(ranks) if len(ranks) <= 16 * MOST_MEMBERS else None
                 except (ValueError, RecursionError):
                     ranks = None
-            good = isinstance(ranks, (list, tuple)) and len(ranks) <= MOST_MEMBERS
-            if not good or not all(type(rank) is int and 0 <= rank <= MOST_RANK for rank in ranks):
+            if not isinstance(ranks, (list, tuple)) or len(ranks) > MOST_MEMBERS:
+                ranks = (None,)
+            if not all(type(rank) is int and 0 <= rank <= MOST_RANK for rank in ranks):
                 raise self._wrong(f"process group {str(name)[:80]!r}", "no list of ranks")
             described = str(about.get("desc", ""))
             found[str(name)[:LONGEST_NAME]] = {"ranks": sorted(ranks), "desc": described, "size": len(ranks)}

@@ -10,7 +10,7 @@ import pandas as pd
 from dsprof.live.frames import in_words, short
 from dsprof.live.waiting import Communication, Stall, described, ranks_in_words
 from dsprof.run import failures, from_known, last_processes
-from dsprof.schema import LOCKED, STANDSTILL, WENT_ON
+from dsprof.schema import DEADLOCK, LOCKED, STANDSTILL, WENT_ON
 
 from ..context import Context, once
 from ..finding import Evidence, Finding, Fix, Gain, Where
@@ -31,6 +31,9 @@ def hang_or_desync(context: Context) -> list[Finding]:
         raise NotConcerned
     if len({item.rank for item in run.ranks}) < 2:
         raise NotJudged("fewer than two of the job's ranks were captured")
+    proved = _proved(context)
+    if proved is not None:
+        return [proved]
     disagreement = first_disagreement(context.rows)
     if disagreement is not None:
         return [_finding(context, disagreement, {})]
@@ -44,6 +47,24 @@ def hang_or_desync(context: Context) -> list[Finding]:
     if not (recorded or _all_stand(context, stall) or _failed_in_it(context, stall)):
         return []
     return [_finding(context, stall, {})]
+
+
+def _proved(context: Context) -> Finding | None:
+    """What dsprof's engine has proved itself, and ended the job for."""
+    failed = sorted({item.rank for item in failures(context.run.exits)})
+    said: dict[int, str] = {}
+    for rank in failed:
+        marks = context.trace.read(rank, ("kind", "name"))
+        names = marks.loc[marks["kind"] == "mark", "name"].astype(str)
+        told = names[names.str.startswith(DEADLOCK)]
+        if len(told):
+            said[rank] = told.iloc[0].removeprefix(DEADLOCK)
+    if not said:
+        return None
+    text = next(iter(said.values()))
+    title, _, advice = text.partition(". ")
+    where = Where(ranks=tuple(said))
+    return Finding("run.desync", title, "high", where, (), NO_GAIN, (Fix("code", advice or title),))
 
 
 def _as_told(hang: Mapping[str, Any]) -> Stall:
