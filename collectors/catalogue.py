@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from . import (
+    call_sites,
     checkpoints,
     collectives,
     compilation,
@@ -41,5 +42,6 @@ COLLECTORS: Final[dict[str, Collector]] = {
     "devices": devices.install,
     "process-groups": process_groups.install,
     "watchdog": watchdog.install,
+    "call-sites": call_sites.install,
 }
 """By the names that `DSPROF_WITHOUT` knows them by."""

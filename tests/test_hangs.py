@@ -29,9 +29,15 @@ STOOD = re.compile(r"nothing has moved for (\d+) s")
 
 
 def run(
-    tmp_path: Path, case: str, *, ranks: int = 2, timeout: str = str(TIMEOUT_S), seconds: int = SECONDS
+    tmp_path: Path,
+    case: str,
+    *,
+    ranks: int = 2,
+    timeout: str = str(TIMEOUT_S),
+    seconds: int = SECONDS,
+    more: tuple[str, ...] = (),
 ) -> Finished:
-    flags = ("--no-report", "--hang-timeout", timeout, "--on-hang", "abort")
+    flags = ("--no-report", "--hang-timeout", timeout, "--on-hang", "abort", *more)
     return profile(tmp_path, JOB, case, str(seconds), ranks=ranks, flags=flags)
 
 
@@ -167,11 +173,16 @@ def test_another_size(case: str, odd: str, tmp_path: Path) -> None:
 
 
 def test_another_dtype_that_nobody_noticed(tmp_path: Path) -> None:
-    finished = run(tmp_path, "dtype", ranks=3)
+    finished = run(tmp_path, "dtype", ranks=3, more=("--level", "full"))
     assert finished.status == 0, finished.stderr
     found = first(finished)
     assert (found["code"], found["where"]["ranks"], found["where"]["op"]) == ("run.desync", [1], "all_reduce")
     assert "4000 bytes of int32 on rank 1" in found["title"]
+    issued = {item["metric"]: item["value"] for item in found["evidence"]}
+    at = f"hang_job.py:{line_of('torch.int32 if rank')}"
+    assert issued["ranks 0, 2 issued"] == f"all_reduce of 4000 bytes of float32 at {at}"
+    assert issued["rank 1 issued"] == f"all_reduce of 4000 bytes of int32 at {at}"
+    assert found["fixes"][0]["patch"][0]["line"] == line_of("torch.int32 if rank")
 
 
 @pytest.mark.slow
