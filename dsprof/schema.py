@@ -9,6 +9,7 @@ A capture is a folder `capture/rank00003.<restart>.<host>.<pid>/` holding
     chunk-00000.bin    a header page, then fixed-size records; chunk-00001.bin follows, and so on
     counters.bin       what was dropped, and which hooks failed, as it stands
     facts.jsonl        one-off facts: how DDP, the DataLoader, ... were configured, and where
+    stacks.txt         Python stacks, where native code held the interpreter's lock for long
 
 Records are written at their begin and completed at their end, so a record whose `end_ns` is 0 is
 evidence of what was under way when the process ended.

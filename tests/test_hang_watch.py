@@ -4,12 +4,14 @@ that nothing of this one counts."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dsprof import settings
 from dsprof.collectors.python_recorder import PyRecorder
 from dsprof.launch.talk import Talk
 from dsprof.launch.watch import HangWatch
@@ -139,3 +141,21 @@ def test_every_rank_that_moves_begins_it_anew(job: Job) -> None:
     for _ in range(10):
         job.recorders[WAITS].mark(Kind.MARK, job.recorders[WAITS].intern("beat"))
         assert not job.after(TIMEOUT_S - 1, watch)
+
+
+@pytest.mark.parametrize("text", ["1", "-3", "soon", "inf"])
+def test_a_time_out_that_is_none(text: str, tmp_path: Path) -> None:
+    said = f"--hang-timeout: '{text}' is no time-out; write seconds, 2 or more, such as 600, or 0 for none"
+    with pytest.raises(settings.SettingsError, match=re.escape(said)):
+        settings.load({"hang_timeout": text}, {}, tmp_path)
+
+
+def test_where_the_time_out_is_told(tmp_path: Path) -> None:
+    assert settings.load({}, {}, tmp_path).hang_timeout == "600"
+    (tmp_path / "pyproject.toml").write_text("[tool.dsprof]\nhang_timeout = 30\non_hang = 'abort'\n")
+    chosen = settings.load({}, {}, tmp_path)
+    assert (chosen.hang_timeout, chosen.on_hang) == ("30", "abort")
+    environ = {"DSPROF_HANG_TIMEOUT": "0", "DSPROF_ON_HANG": "report"}
+    chosen = settings.load({}, environ, tmp_path)
+    assert (chosen.hang_timeout, chosen.on_hang) == ("0", "report")
+    assert settings.load({"on_hang": "abort"}, environ, tmp_path).on_hang == "abort"

@@ -193,7 +193,7 @@ class HangWatch:
         told = {rank: self._standstill(one) for rank, one in self._ranks.items()}
         words, culprits = stall.words, stall.culprits
         if stall.kind == "stuck":
-            culprits = tuple(rank for rank in stall.waiters if self._frozen(rank))
+            culprits = tuple(rank for rank in sorted(self._ranks) if self._frozen(rank))
             if not culprits:
                 return Judgement(False, f"{words}: the network may be slow", stall)
         if stall.kind == "missing":
