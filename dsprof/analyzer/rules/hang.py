@@ -22,13 +22,18 @@ AT_WORK: Final = ("checkpoint", "compile")
 """Phases in which a rank may take any time."""
 STOOD_S: Final = 5.0
 """For how long a rank whose job failed must have stood still for a collective to have waited in it."""
+RECORDER: Final = "flight_recorder"
+"""The importer of what there is to be judged here."""
 NO_GAIN: Final = Gain(0.0, 0.0, 0.0, 0.0, method="none")
 
 
 def hang_or_desync(context: Context) -> list[Finding]:
     """The rank that the others waited for in the end, or the collective that they disagreed about."""
     run = context.run
-    if (run.world_size or len(run.ranks)) < 2:
+    imported = {str(fact.get("format")) for fact in context.facts.get("import", [])}
+    if (run.world_size or len(run.ranks)) < 2 or imported - {
+        RECORDER
+    }:  # of others' traces each rank has its own window
         raise NotConcerned
     if len({item.rank for item in run.ranks}) < 2:
         raise NotJudged("fewer than two of the job's ranks were captured")
@@ -44,8 +49,7 @@ def hang_or_desync(context: Context) -> list[Finding]:
     stall = stall_at_end(context.rows, context.trace, run)
     if stall is None or stall.kind == "stuck":
         return []
-    recorded = any(fact.get("format") == "flight_recorder" for fact in context.facts.get("import", []))
-    if not (recorded or _all_stand(context, stall) or _failed_in_it(context, stall)):
+    if not (imported or _all_stand(context, stall) or _failed_in_it(context, stall)):
         return []
     return [_finding(context, stall, {})]
 
