@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Final
 
 from . import (
+    call_sites,
     checkpoints,
     collectives,
     compilation,
@@ -49,6 +50,7 @@ COLLECTORS: Final[dict[str, Collector]] = {
     "device-times": device_times.install,
     "process-groups": process_groups.install,
     "watchdog": watchdog.install,
+    "call-sites": call_sites.install,
     "memory": memory.install,
     "nvml": nvml.install,
     "host-load": host_load.install,

@@ -90,7 +90,7 @@ def _works(recorder: Recorder, hooks: Hooks) -> Uninstall:
 
         return wait
 
-    return _replace(Work, "wait", watched)
+    return replace_method(Work, "wait", watched)
 
 
 def _futures(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:
@@ -150,10 +150,10 @@ def _futures(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:
 
     future: Any = Future
     return [
-        _replace(Work, "get_future", given),
-        _replace(future, "then", following),
-        _replace(future, "wait", watched),
-        _replace(getattr(distributed, "Reducer", None), "_run_comm_hook", of_reducer),
+        replace_method(Work, "get_future", given),
+        replace_method(future, "then", following),
+        replace_method(future, "wait", watched),
+        replace_method(getattr(distributed, "Reducer", None), "_run_comm_hook", of_reducer),
     ]
 
 
@@ -181,8 +181,8 @@ def _coalesced(recorder: Recorder) -> Uninstall:
 
     return in_reverse(
         [
-            _replace(ProcessGroup, "_start_coalescing", begun),
-            _replace(ProcessGroup, "_end_coalescing", watched),
+            replace_method(ProcessGroup, "_start_coalescing", begun),
+            replace_method(ProcessGroup, "_end_coalescing", watched),
         ]
     )
 
@@ -207,10 +207,10 @@ def _blocking(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:
         return call
 
     owners = [(getattr(distributed, owner, None) if owner else distributed, name) for owner, name in BLOCKING]
-    return [_replace(owner, name, watched) for owner, name in owners]
+    return [replace_method(owner, name, watched) for owner, name in owners]
 
 
-def _replace(owner: Any, name: str, watched: Callable[[Function], Function]) -> Uninstall:
+def replace_method(owner: Any, name: str, watched: Callable[[Function], Function]) -> Uninstall:
     """Put `watched(original)` in the place of an attribute, where there is one: some are private to torch."""
     original = getattr(owner, name, None)
     if original is None:

@@ -91,6 +91,8 @@ class Watchdog:
                 if self._lock_watch is not None:
                     self._lock_watch.feed(self._training)
                 self.look()
+            except FileNotFoundError:  # the capture was moved away
+                return
             except Exception as error:
                 count_error("the watchdog", error)
                 return

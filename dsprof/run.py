@@ -2,7 +2,7 @@
 
 dsprof-out/<name>-<UTC>-<id>/
     run.json  capture/rank00003.<restart>.<host>.<pid>/  trace/rank00003.parquet  memory/rank00003.*.parquet
-    exits/<host>.json  hosts/<host>.json  hint.<pid>.json  error.<pid>.txt
+    exits/<host>.json  hosts/<host>.json  hangs.json  hint.<pid>.json  error.<pid>.txt
     findings.json  report.html  tensorboard/
 """
 

@@ -9,6 +9,7 @@ A capture is a folder `capture/rank00003.<restart>.<host>.<pid>/` holding
     chunk-00000.bin    a header page, then fixed-size records; chunk-00001.bin follows, and so on
     counters.bin       what was dropped, and which hooks failed, as it stands
     facts.jsonl        one-off facts: how DDP, the DataLoader, ... were configured, and where
+    stacks.txt         Python stacks, where native code held the interpreter's lock for long
 
 Records are written at their begin and completed at their end, so a record whose `end_ns` is 0 is
 evidence of what was under way when the process ended.
@@ -397,6 +398,10 @@ CAPTURE_GAP: Final = "capture_gap"
 `value`: how many steps the rank had counted by its end; 0 where it counts none."""
 STANDSTILL: Final = "standstill"
 """Fact of a rank that has recorded nothing for the time-out: since when, whether it works all the same, its stacks."""
+CALL_SITE: Final = "call_site"
+"""Fact of a line that issues collectives of a name, size and type."""
+DEADLOCK: Final = "deadlock: "
+"""Begins the name of the `mark` row in which dsprof's engine tells of a deadlock that it proved (`engine.hooks`)."""
 LOCKED: Final = "locked"
 """Fact of the stacks in STACKS_FILE."""
 WENT_ON: Final = "went_on"

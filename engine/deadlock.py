@@ -22,6 +22,7 @@ from typing import Final
 import torch.distributed as dist
 
 from .comm import Comm, break_connections
+from .hooks import DEADLOCK, Hooks
 
 PATIENCE_S: Final = 2.0
 """How long a wait takes before anybody thinks of it."""
@@ -161,6 +162,7 @@ class DeadlockWatch:
             except dist.DistError:  # the store's host has ended, of which the connections will tell
                 continue
             self._error = _told({rank: posts[rank] for rank in sorted(stuck(posts))})
+            Hooks().mark(f"{DEADLOCK}{self._error}")
             for ref in self._comms.values():
                 comm = ref()
                 if comm is not None:

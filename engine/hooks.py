@@ -77,6 +77,9 @@ class Listener(Protocol):
 
 _listeners: tuple[Listener, ...] = ()
 
+DEADLOCK: Final = "deadlock: "
+"""Begins the name of the mark that tells of a deadlock that was proved; then comes what is raised."""
+
 FAILURES: Final[list[str]] = []
 """Errors raised by listeners, the first few: telling must not stop the training."""
 

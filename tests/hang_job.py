@@ -117,6 +117,39 @@ def engine() -> Any:
     return step
 
 
+class Branches(torch.nn.Module):
+    """Of which ranks take another one."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.before, self.left, self.right = (torch.nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.after = torch.nn.Linear(8, 1, bias=False)
+        self.rank, self.steps = rank, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        other = self.steps > 2 and self.rank == CULPRIT
+        return self.after((self.right if other else self.left)(self.before(x)))
+
+
+def branches() -> None:
+    import dsprof.engine as deepspeed
+
+    model = Branches(dist.get_rank())
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {
+            "stage": 3, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": 0,
+        },
+    }  # fmt: skip
+    trained, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    for _ in range(4):
+        trained.backward(trained(torch.ones(4, 8)).sum())
+        trained.step()
+
+
 def hold_a_lock() -> None:
     lock = threading.Lock()
     lock.acquire()
@@ -150,6 +183,9 @@ def main() -> None:
     short = {"timeout": datetime.timedelta(seconds=SECONDS)} if CASE == "torch-timeout" else {}
     dist.init_process_group("gloo", **short)
     rank, world = dist.get_rank(), dist.get_world_size()
+    if CASE == "branches":
+        branches()
+        return
     kind, _, asleep = CASE.rpartition("/")
     step = {"fsdp": fsdp, "pipeline": pipeline, "engine": engine}.get(kind, ddp)()
     if CASE == "loader":

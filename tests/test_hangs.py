@@ -16,6 +16,8 @@ import pytest
 from captures import build_helper
 from jobs import Finished, environment, profile
 
+from dsprof import schema
+from dsprof.engine import hooks
 from dsprof.launch.supervise import HUNG
 from dsprof.run import RunFolder
 
@@ -27,9 +29,15 @@ STOOD = re.compile(r"nothing has moved for (\d+) s")
 
 
 def run(
-    tmp_path: Path, case: str, *, ranks: int = 2, timeout: str = str(TIMEOUT_S), seconds: int = SECONDS
+    tmp_path: Path,
+    case: str,
+    *,
+    ranks: int = 2,
+    timeout: str = str(TIMEOUT_S),
+    seconds: int = SECONDS,
+    more: tuple[str, ...] = (),
 ) -> Finished:
-    flags = ("--no-report", "--hang-timeout", timeout, "--on-hang", "abort")
+    flags = ("--no-report", "--hang-timeout", timeout, "--on-hang", "abort", *more)
     return profile(tmp_path, JOB, case, str(seconds), ranks=ranks, flags=flags)
 
 
@@ -165,11 +173,28 @@ def test_another_size(case: str, odd: str, tmp_path: Path) -> None:
 
 
 def test_another_dtype_that_nobody_noticed(tmp_path: Path) -> None:
-    finished = run(tmp_path, "dtype", ranks=3)
+    finished = run(tmp_path, "dtype", ranks=3, more=("--level", "full"))
     assert finished.status == 0, finished.stderr
     found = first(finished)
     assert (found["code"], found["where"]["ranks"], found["where"]["op"]) == ("run.desync", [1], "all_reduce")
     assert "4000 bytes of int32 on rank 1" in found["title"]
+    issued = {item["metric"]: item["value"] for item in found["evidence"]}
+    at = f"hang_job.py:{line_of('torch.int32 if rank')}"
+    assert issued["ranks 0, 2 issued"] == f"all_reduce of 4000 bytes of float32 at {at}"
+    assert issued["rank 1 issued"] == f"all_reduce of 4000 bytes of int32 at {at}"
+    assert found["fixes"][0]["patch"][0]["line"] == line_of("torch.int32 if rank")
+
+
+@pytest.mark.slow
+def test_what_the_engine_proves_itself(tmp_path: Path) -> None:
+    """Within seconds, and with the names of the parameters."""
+    assert schema.DEADLOCK == hooks.DEADLOCK
+    finished = run(tmp_path, "branches", timeout="600")
+    assert finished.status not in (0, HUNG)
+    found = first(finished)
+    assert (found["code"], found["where"]["ranks"]) == ("run.desync", [0, 1])
+    assert "the ranks ran different modules" in found["title"]
+    assert "rank 1 waits for the parameter right.weight" in found["title"]
 
 
 # --- what is not called so -----------------------------------------------------------------------
@@ -222,6 +247,7 @@ def test_a_hung_job_that_is_interrupted(tmp_path: Path) -> None:
 def test_ranks_that_something_else_started(tmp_path: Path) -> None:
     """Nobody watches them but themselves; the verdict is drawn afterwards."""
     build_helper()
+    at = f"hang_job.py:{line_of('lambda: time.sleep(FOREVER)')}"
     procs = []
     for rank in range(2):
         env = environment(
@@ -240,8 +266,10 @@ exec(compile(open({str(JOB)!r}).read(), {str(JOB)!r}, "exec"))
     try:
         until = time.monotonic() + 120
         while time.monotonic() < until:
-            facts = list((tmp_path / "run" / "capture").glob("*/facts.jsonl"))
-            if sum('"fact": "standstill"' in path.read_text() for path in facts) == 2:
+            files = list((tmp_path / "run" / "capture").glob("*/facts.jsonl"))
+            said = [line for path in files for line in path.read_text().splitlines() if '"fact": "standstill"' in line]
+            stands, waits = (any(words in line for line in said) for words in (at, "all_reduce"))
+            if stands and waits:
                 break
             time.sleep(0.2)
         else:

@@ -32,6 +32,8 @@ MOST_BETWEEN_S: Final = 10.0
 """Between two looks at a job that stands still."""
 AT_WORK: Final = {"checkpoint": "saves a checkpoint", "compile": "compiles"}
 """Phases that may take any time."""
+ELSEWHERE: Final = 10
+"""Times in a time-out that the captures of other hosts' ranks are looked at: there may be thousands, on a network."""
 STOPPED: Final = "Tt"
 GONE: Final = ("", "Z", "X")
 
@@ -80,6 +82,7 @@ class HangWatch:
         self._host = host_name()
         self._ranks: dict[int, Rank] = {}
         self._moved = clock()
+        self._elsewhere_at = clock()
         self._next = 0.0
         self._hangs: list[dict[str, Any]] = []
         self._told = False
@@ -100,6 +103,10 @@ class HangWatch:
         if still_s < self._timeout_s + GRACE_S or now < self._next:
             return False
         self._next = now + min(MOST_BETWEEN_S, max(1.0, still_s - self._timeout_s))
+        self._elsewhere_at = now
+        if self._follow():
+            self._go_on(now)
+            return False
         judgement = self._judge()
         if judgement is None:
             return False
@@ -134,7 +141,17 @@ class HangWatch:
                     continue
                 self._ranks[rank] = Rank(rank, restart, host, process, Tail(path), Activity(process))
                 moved = True
+        latest: dict[str, int] = {}
         for one in self._ranks.values():
+            latest[one.host] = max(latest.get(one.host, 0), one.restart)
+        self._ranks = {rank: one for rank, one in self._ranks.items() if one.restart == latest[one.host]}
+        now = self._clock()
+        everywhere = now >= self._elsewhere_at
+        if everywhere:
+            self._elsewhere_at = now + self._timeout_s / ELSEWHERE
+        for one in self._ranks.values():
+            if one.host != self._host and not everywhere:
+                continue
             try:
                 moved = one.tail.follow() or moved
             except OSError:  # it is being copied, or was removed
@@ -178,7 +195,7 @@ class HangWatch:
         told = {rank: self._standstill(one) for rank, one in self._ranks.items()}
         words, culprits = stall.words, stall.culprits
         if stall.kind == "stuck":
-            culprits = tuple(rank for rank in stall.waiters if self._frozen(rank))
+            culprits = tuple(rank for rank in sorted(self._ranks) if self._frozen(rank))
             if not culprits:
                 return Judgement(False, f"{words}: the network may be slow", stall)
         if stall.kind == "missing":

@@ -269,7 +269,8 @@ def make_state(rank: int, records: Sequence[Record], names: dict[int, str], memb
             continue
         if operation.peer is None:
             issued[operation.group] = max(issued.get(operation.group, 0), operation.seq + 1)
-            recent[operation.group, operation.seq] = operation
+            if not record.flags & Flag.ENGINE:  # which compares the contents itself
+                recent[operation.group, operation.seq] = operation
             unseen.pop(operation.group, None)
             if record.state == State.DONE and not record.end_ns:
                 unseen[operation.group] = operation

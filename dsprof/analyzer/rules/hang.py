@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -10,7 +11,7 @@ import pandas as pd
 from dsprof.live.frames import in_words, short
 from dsprof.live.waiting import Communication, Stall, described, ranks_in_words
 from dsprof.run import failures, from_known, last_processes
-from dsprof.schema import LOCKED, STANDSTILL, WENT_ON
+from dsprof.schema import CALL_SITE, DEADLOCK, LOCKED, STANDSTILL, WENT_ON
 
 from ..context import Context, once
 from ..finding import Evidence, Finding, Fix, Gain, Where
@@ -21,16 +22,24 @@ AT_WORK: Final = ("checkpoint", "compile")
 """Phases in which a rank may take any time."""
 STOOD_S: Final = 5.0
 """For how long a rank whose job failed must have stood still for a collective to have waited in it."""
+RECORDER: Final = "flight_recorder"
+"""The importer of what there is to be judged here."""
 NO_GAIN: Final = Gain(0.0, 0.0, 0.0, 0.0, method="none")
 
 
 def hang_or_desync(context: Context) -> list[Finding]:
     """The rank that the others waited for in the end, or the collective that they disagreed about."""
     run = context.run
-    if (run.world_size or len(run.ranks)) < 2:
+    imported = {str(fact.get("format")) for fact in context.facts.get("import", [])}
+    if (run.world_size or len(run.ranks)) < 2 or imported - {
+        RECORDER
+    }:  # of others' traces each rank has its own window
         raise NotConcerned
     if len({item.rank for item in run.ranks}) < 2:
         raise NotJudged("fewer than two of the job's ranks were captured")
+    proved = _proved(context)
+    if proved is not None:
+        return [proved]
     disagreement = first_disagreement(context.rows)
     if disagreement is not None:
         return [_finding(context, disagreement, {})]
@@ -40,10 +49,27 @@ def hang_or_desync(context: Context) -> list[Finding]:
     stall = stall_at_end(context.rows, context.trace, run)
     if stall is None or stall.kind == "stuck":
         return []
-    recorded = any(fact.get("format") == "flight_recorder" for fact in context.facts.get("import", []))
-    if not (recorded or _all_stand(context, stall) or _failed_in_it(context, stall)):
+    if not (imported or _all_stand(context, stall) or _failed_in_it(context, stall)):
         return []
     return [_finding(context, stall, {})]
+
+
+def _proved(context: Context) -> Finding | None:
+    """What dsprof's engine has proved itself, and ended the job for."""
+    failed = sorted({item.rank for item in failures(context.run.exits)})
+    said: dict[int, str] = {}
+    for rank in failed:
+        marks = context.trace.read(rank, ("kind", "name"))
+        names = marks.loc[marks["kind"] == "mark", "name"].astype(str)
+        told = names[names.str.startswith(DEADLOCK)]
+        if len(told):
+            said[rank] = told.iloc[0].removeprefix(DEADLOCK)
+    if not said:
+        return None
+    text = next(iter(said.values()))
+    title, _, advice = text.partition(". ")
+    where = Where(ranks=tuple(said))
+    return Finding("run.desync", title, "high", where, (), NO_GAIN, (Fix("code", advice or title),))
 
 
 def _as_told(hang: Mapping[str, Any]) -> Stall:
@@ -118,9 +144,11 @@ def _last_begun(context: Context, rank: int) -> int:
 def _finding(context: Context, stall: Stall, told: Mapping[str, Any]) -> Finding:
     first, culprits = stall.operation, stall.culprits
     code, title = str(told.get("code") or stall.code), str(told.get("words") or stall.words)
-    sites = {rank: site for rank in (*culprits, *stall.waiters) if (site := _site(context, rank))}
+    sites = _issued_at(context, stall)
+    sites |= {rank: site for rank in (*culprits, *stall.waiters) if (site := _site(context, rank))}
     if not told:
-        places = [f"rank {rank} is at {short(sites[rank])}" for rank in culprits if rank in sites]
+        stood = {rank for rank in culprits if _site(context, rank)}
+        places = [f"rank {rank} is at {short(sites[rank])}" for rank in culprits if rank in stood]
         ended = [rank for rank in culprits if stall.kind == "missing" and _ended(context, rank)]
         places += [f"{ranks_in_words(ended)} had ended"] if ended else []
         title += "".join(f"; {place}" for place in places)
@@ -128,7 +156,9 @@ def _finding(context: Context, stall: Stall, told: Mapping[str, Any]) -> Finding
     if told.get("still_s") is not None:
         evidence.append(Evidence("nothing moved for", float(told["still_s"]), "s"))
     for ranks, operation in stall.versions:
-        evidence.append(Evidence(f"{ranks_in_words(ranks)} issued", described(operation), ""))
+        at = sorted({short(sites[rank]) for rank in ranks if rank in sites})
+        where_issued = f" at {', '.join(at)}" if at else ""
+        evidence.append(Evidence(f"{ranks_in_words(ranks)} issued", described(operation) + where_issued, ""))
     for rank in sorted({*culprits, *stall.waiters}):
         evidence += _stood(context, rank, culprit=rank in culprits)
     for rank, threads in (told.get("threads") or {}).items():
@@ -153,6 +183,18 @@ def _stood(context: Context, rank: int, *, culprit: bool) -> list[Evidence]:
         return []
     what = "stands in" if culprit else "waits in"
     return [Evidence(f"rank {rank} {what}", in_words(frames), "")]
+
+
+def _issued_at(context: Context, stall: Stall) -> dict[int, str]:
+    """Rank -> the line that issued its version of what ranks disagree about, where only one issues such ones."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for fact in context.facts.get(CALL_SITE, []):
+        for ranks, operation in stall.versions:
+            alike = (fact.get("name"), fact.get("bytes"), fact.get("dtype") or None)
+            same = alike == (operation.name, operation.bytes, operation.dtype)
+            if same and fact.get("rank") in ranks and fact.get("site"):
+                found[int(fact["rank"])].add(str(fact["site"]))
+    return {rank: next(iter(sites)) for rank, sites in found.items() if len(sites) == 1}
 
 
 def _site(context: Context, rank: int) -> str | None:
