@@ -129,7 +129,7 @@ class Events:
 
 def read_events(path: Path, comm: CommNames | None = None) -> Events:
     """All that is kept of a file. Raises TraceError and OSError."""
-    text, reader = TraceText(path), _Reader(comm or CommNames())
+    text, reader = TraceText(path), _EventReader(comm or CommNames())
     collects = gc.isenabled()
     gc.disable()  # what is parsed has no cycles, and looking for them takes a quarter of the time
     try:
@@ -167,7 +167,7 @@ class _Odd(Exception):
     """One of these events lacks what it should have."""
 
 
-class _Reader:
+class _EventReader:
     def __init__(self, comm: CommNames) -> None:
         self.events = Events()
         self._comm = comm

@@ -61,7 +61,7 @@ class TraceRows:
 def trace_rows_of(events: Events) -> TraceRows:
     main = main_thread(events)
     steps = find_steps(events, main)
-    build = _Builder(events, main, steps)
+    build = _RowBuilder(events, main, steps)
     has_device = len(events.device) > 0
     build.steps()
     build.phases()
@@ -77,7 +77,7 @@ def trace_rows_of(events: Events) -> TraceRows:
     return TraceRows(build.rows(), build.groups, steps, has_device, (build.numbered, build.communications), build.notes)
 
 
-class _Builder:
+class _RowBuilder:
     def __init__(self, events: Events, main: int, steps: ProfiledSteps) -> None:
         self._events, self._main, self._steps = events, main, steps
         self._blocks: list[tuple[int, dict[str, Any]]] = []
