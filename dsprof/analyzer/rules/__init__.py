@@ -69,8 +69,7 @@ RULES: Final[dict[tuple[str, ...], Callable[[Context], list[Finding]]]] = {
     ("compute.host-sync",): host_sync.stops,
     ("compute.throttle",): throttle.throttle,
     ("compute.launch-bound",): device.launch_bound,
-    ("rank.straggler",): device.late_rank,
-    (): device.exposed,
+    ("rank.straggler",): device.collectives,
 }
 """A rule or a fault that cannot be told from this capture raises NotJudged; one that is about something that the job
 does not have, NotConcerned; one that can tell some of its codes, PartlyJudged."""

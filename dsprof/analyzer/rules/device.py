@@ -62,11 +62,14 @@ def launch_bound(context: Context) -> list[Finding]:
     return [Finding("compute.launch-bound", title, "info", where, evidence, gain, fixes)]
 
 
-def late_rank(context: Context) -> list[Finding]:
-    """The rank that the others' devices wait for in collectives."""
+def collectives(context: Context) -> list[Finding]:
+    """The rank that the others' devices wait for in collectives; and, as a remark, transfers beside no computation."""
     if context.device is None:
         return []
-    devices = context.device
+    return [*_late_rank(context, context.device), *_exposed(context, context.device)]
+
+
+def _late_rank(context: Context, devices: Devices) -> list[Finding]:
     if len(devices.ranks) < 2:
         raise NotJudged("the device of only one rank was traced")
     if not devices.matched:
@@ -86,9 +89,9 @@ def late_rank(context: Context) -> list[Finding]:
     at = np.searchsorted(others, mine["rank"]), np.searchsorted(steps, mine["step"])
     np.add.at(saved, at, mine["saved_ms"].to_numpy(np.float64))
     gain = _cost(context, saved)
-    collectives = waits.drop_duplicates("row")
-    times, every = int((collectives["late_rank"] == rank).sum()), len(collectives)
-    by_op = collectives.assign(ms=waits.groupby("row")["peer_ms"].mean().reindex(collectives["row"]).to_numpy())
+    each = waits.drop_duplicates("row")
+    times, every = int((each["late_rank"] == rank).sum()), len(each)
+    by_op = each.assign(ms=waits.groupby("row")["peer_ms"].mean().reindex(each["row"]).to_numpy())
     worst = by_op[by_op["late_rank"] == rank].sort_values("ms").iloc[-1]
     name = str(context.collectives["name"].iloc[int(worst["row"])])
     evidence = (
@@ -106,11 +109,8 @@ def late_rank(context: Context) -> list[Finding]:
     return [Finding("rank.straggler", title, "info", where, evidence, gain, (fix,))]
 
 
-def exposed(context: Context) -> list[Finding]:
-    """Transfers during which nothing is computed. What of them could be hidden is not judged."""
-    if context.device is None or not context.device.matched:
-        return []
-    devices = context.device
+def _exposed(context: Context, devices: Devices) -> list[Finding]:
+    """What of them could be hidden is not judged."""
     steps = _steps(context, devices)
     waits = devices.waits[devices.waits["step"].isin(steps.tolist())]
     if waits.empty:
