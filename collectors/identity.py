@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from dsprof.names import CaptureName, host_name, new_run_id
-from dsprof.ranges import parse_ranks
+from dsprof.names import CaptureName
+from dsprof.schema import host_name, new_run_id, parse_ranks
 
 RANK_VARIABLES: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 WORLD_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")

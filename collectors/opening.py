@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from dsprof.ranges import parse_size
+from dsprof.schema import parse_size
 
 from . import native, scratch
 from .identity import Identity, setting

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from dsprof.ranges import parse_steps
-from dsprof.schema import CAPTURE_OFF, CAPTURE_ON, CONTROL_FILE, Kind
+from dsprof.schema import CAPTURE_OFF, CAPTURE_ON, CONTROL_FILE, Kind, parse_steps
 
 from .errors import count_error
 from .interrupts import by_handler

@@ -16,7 +16,12 @@ evidence of what was under way when the process ended.
 
 from __future__ import annotations
 
+import datetime
 import enum
+import os
+import re
+import secrets
+import socket
 import struct
 from typing import Final
 
@@ -261,6 +266,10 @@ def describe_failure(hook: str, count: int, said: str) -> str:
     return f"{hook}: {said}" + (f" ({count} times)" if count > 1 else "")
 
 
+FOLDER_NAME: Final = r"rank(?P<rank>\d{5,})\.(?P<restart>\d+)\.(?P<host>.+)\.(?P<pid>\d+)"
+"""Of a capture's folder."""
+
+
 def chunk_name(index: int) -> str:
     return f"chunk-{index:05d}.bin"
 
@@ -281,6 +290,57 @@ def unescape_name(text: str) -> str:
         else:
             out.append(char)
     return "".join(out)
+
+
+# --- the run ----------------------------------------------------------------------------------
+
+
+def new_run_id(name: str, now: datetime.datetime | None = None) -> str:
+    """`<name>-<UTC>-<id>`, safe as a file name."""
+    now = now or datetime.datetime.now(datetime.UTC)
+    safe = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "run"
+    return f"{safe}-{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+
+
+def host_name() -> str:
+    """This host's whole name, as a file name: `node.a` is not `node.b`. DSPROF_HOST tells apart hosts of one name."""
+    return (os.environ.get("DSPROF_HOST") or socket.gethostname()).replace("/", "_") or "localhost"
+
+
+def parse_ranks(text: str) -> list[range]:
+    """The ranks that `0,2-3` names; nothing for an empty text, which means all. Raises ValueError on anything else."""
+    chosen = []
+    for part in text.split(",") if text.strip() else []:
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part, re.ASCII)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ValueError(f"{text!r} is not a list of ranks; write ranks and ranges, such as 0,2-3")
+        chosen.append(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return chosen
+
+
+def parse_steps(text: str) -> tuple[int, int | None]:
+    """The steps that `20:50` names: from 20 on, before 50; either may be left out. Raises ValueError."""
+    if not text.strip():
+        return 0, None
+    match = re.fullmatch(r"\s*(\d*):(\d*)\s*", text, re.ASCII)
+    if match is None or (match[1] and match[2] and int(match[2]) <= int(match[1])):
+        raise ValueError(f"{text!r} is no range of steps; write the first and the one after the last, such as 20:50")
+    return int(match[1] or 0), int(match[2]) if match[2] else None
+
+
+SIZES: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+SMALLEST_LIMIT: Final = 4 << 20
+LARGEST_LIMIT: Final = 1 << 40
+
+
+def parse_size(text: str) -> int:
+    """The bytes that `512MiB`, `2G` or `4194304` names. Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.ASCII | re.IGNORECASE)
+    size = int(float(match[1]) * SIZES[match[2].upper()]) if match else 0
+    if not SMALLEST_LIMIT <= size <= LARGEST_LIMIT:
+        between = f"from {SMALLEST_LIMIT >> 20} MiB to {LARGEST_LIMIT >> 40} TiB"
+        raise ValueError(f"{text!r} is no size {between}; write one, such as 512MiB or 2GiB")
+    return size
 
 
 # --- names ------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
-from .ranges import parse_ranks, parse_size, parse_steps
 from .run import DEFAULT_PARENT
+from .schema import parse_ranks, parse_size, parse_steps
 
 CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "level": ("light", "full"),

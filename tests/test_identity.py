@@ -10,9 +10,8 @@ import pytest
 
 from dsprof.collectors import identity
 from dsprof.collectors.identity import Identity, run_folder, selected
-from dsprof.names import host_name, new_run_id
-from dsprof.ranges import parse_ranks
 from dsprof.run import RankExit, failures, last_processes
+from dsprof.schema import host_name, new_run_id, parse_ranks
 from dsprof.settings import SettingsError, load
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # --- the rules ----------------------------------------------------------------------------------
 
 LAYERS: Final = {
-    "schema": ("dsprof.atomic", "dsprof.names", "dsprof.ranges", "dsprof.run", "dsprof.schema"),
+    "schema": ("dsprof.atomic", "dsprof.names", "dsprof.run", "dsprof.schema"),
     "trace": ("dsprof.trace",),
     "importers": ("dsprof.importers",),
     "analyzer": ("dsprof.analyzer",),

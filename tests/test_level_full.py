@@ -12,8 +12,8 @@ import pytest
 from jobs import Finished, environment, profile
 
 from dsprof.launch.peak import measure, measure_here, note_peaks
-from dsprof.names import host_name
 from dsprof.run import HostPart, RunFolder, RunInfo
+from dsprof.schema import host_name
 
 JOB = """
 import os, sys

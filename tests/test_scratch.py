@@ -20,9 +20,8 @@ from dsprof.collectors import copier, scratch
 from dsprof.collectors.copier import Copier, watch
 from dsprof.launch.gather import Gathering
 from dsprof.launch.talk import Talk
-from dsprof.names import host_name
 from dsprof.run import RunFolder
-from dsprof.schema import CONTROL_FILE, COPYING_FILE
+from dsprof.schema import CONTROL_FILE, COPYING_FILE, host_name
 from dsprof.trace import load
 
 MOUNTS = """\

@@ -17,8 +17,7 @@ from dsprof.analyzer.steps import captured_part, completed_steps, steps_taken
 from dsprof.cli import main
 from dsprof.collectors.record import Recorder
 from dsprof.collectors.window import Switch, Window
-from dsprof.ranges import parse_steps
-from dsprof.schema import CAPTURE_OFF, CAPTURE_ON, CONTROL_FILE, Kind
+from dsprof.schema import CAPTURE_OFF, CAPTURE_ON, CONTROL_FILE, Kind, parse_steps
 
 
 @pytest.mark.parametrize(

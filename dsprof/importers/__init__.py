@@ -1,7 +1,6 @@
 """Other tools' traces as runs of dsprof: a file a format, which is told by content.
 
-    straggler.py        tables of 'Understanding Stragglers in Large Model Training Using What-if Analysis' (OSDI '25);
-                        straggler_table.py reads and checks them
+    straggler.py        tables of 'Understanding Stragglers in Large Model Training Using What-if Analysis' (OSDI '25)
     memory_snapshot.py  CUDA memory snapshots of torch.cuda.memory._dump_snapshot (plain_pickle.py reads pickles)
 
 A format's module has a DESCRIPTION, `recognizes(path)`, which looks at one file and never raises, and `read(path)`, its

@@ -13,9 +13,8 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from dsprof.names import new_run_id
 from dsprof.run import RankInfo, RunError, RunInfo
-from dsprof.schema import COLUMNS
+from dsprof.schema import COLUMNS, new_run_id
 from dsprof.trace import Memory, Trace
 from dsprof.trace.memory import ACTIONS, NO_STACK
 

@@ -21,9 +21,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dsprof.names import new_run_id
 from dsprof.run import RankInfo, RunInfo
-from dsprof.schema import COLUMNS
+from dsprof.schema import COLUMNS, new_run_id
 from dsprof.trace import Trace
 from dsprof.trace.derive.lanes import depths
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsprof.atomic import write_atomically
-from dsprof.names import host_name
 from dsprof.run import RankExit, RunError, RunFolder, RunInfo, failures
+from dsprof.schema import host_name
 
 from .gather import Gathering
 from .peak import measure_here, note_peaks

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from dsprof.collectors import scratch
-from dsprof.names import host_name
 from dsprof.run import RunFolder
+from dsprof.schema import host_name
 
 from .talk import Talk, shown
 

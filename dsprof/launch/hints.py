@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Sequence
 from typing import Final
 
-from dsprof.names import host_name
 from dsprof.run import Hint, RunFolder
+from dsprof.schema import host_name
 
 from .devices import visible_gpus
 from .job import Job

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsprof.atomic import write_atomically
-from dsprof.names import host_name
 from dsprof.run import HostPart, RunError, RunFolder, RunInfo
+from dsprof.schema import host_name
 
 from .claim import claim
 from .talk import Talk, shown

@@ -22,8 +22,8 @@ from typing import Final
 
 import dsprof
 from dsprof.collectors import scratch
-from dsprof.names import host_name, new_run_id
 from dsprof.run import RunFolder, RunInfo
+from dsprof.schema import host_name, new_run_id
 from dsprof.settings import Settings
 
 from .claim import claim

@@ -12,9 +12,9 @@ import sys
 from contextlib import suppress
 from typing import Any, Final
 
-from dsprof.names import CaptureName, host_name
+from dsprof.names import CaptureName
 from dsprof.run import RunFolder, RunInfo
-from dsprof.schema import FLOPS_FACT
+from dsprof.schema import FLOPS_FACT, host_name
 
 SECONDS: Final = 0.6
 """For all formats together."""

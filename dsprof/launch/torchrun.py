@@ -22,8 +22,8 @@ from types import FrameType
 from typing import Any, Final
 
 from dsprof.atomic import write_atomically
-from dsprof.names import host_name
 from dsprof.run import RankExit, RunFolder
+from dsprof.schema import host_name
 
 from .hosts import MEETING, Meeting
 from .supervise import end_with
