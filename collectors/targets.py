@@ -6,6 +6,7 @@ hand out tensors in place of works. A wait asks by the one or the other.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -15,8 +16,10 @@ from .interrupts import by_handler
 
 MOST_TENSORS: Final = 256
 """Of one collective that are remembered."""
-MOST_STORAGES: Final = 8192
+MOST_STORAGES: Final = 1024
 """Of all collectives; the newest."""
+SWEPT: Final = 32
+"""That are looked at with each collective, whether their tensor is gone."""
 
 
 class Target(NamedTuple):
@@ -78,6 +81,10 @@ class Targets:
                 known[address] = (WeakStorage(storage) if found is None else found[0]), target
             while len(known) > MOST_STORAGES:
                 known.pop(next(iter(known)))
+            for address in list(itertools.islice(known, SWEPT)):
+                kept = known.pop(address)
+                if not kept[0].gone:
+                    known[address] = kept
 
     def forget_tensors(self, value: Any) -> None:
         """Of a tensor, a list of them, or a list of lists."""
@@ -101,11 +108,20 @@ class Targets:
 
 
 class WeakStorage:
-    """A weak reference, which keeps a storage's address from being used again, and not its memory."""
+    """A weak reference, which keeps a storage's address from being used again, and not its memory.
+
+    But it keeps the hundred bytes beside that, which may lie at the end of the hole that a large tensor leaves, so that
+    none of its size fits in again: of thousands of them a process grows by what each of its steps gathers.
+    """
 
     def __init__(self, storage: Any) -> None:
         self.address: int = storage._weak_ref()
-        self._free = type(storage)._free_weak_ref
+        self._free, self._expired = type(storage)._free_weak_ref, type(storage)._expired
+
+    @property
+    def gone(self) -> bool:
+        """Whether its tensor is."""
+        return bool(self._expired(self.address))
 
     def __del__(self) -> None:
         self._free(self.address)

@@ -280,6 +280,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
     if (peer > INT16_MAX) throw std::out_of_range("a record has no room for this rank");
     Record* r = recorder->claim();
     int room = kMostTensors;
+    forget_gone_storages();
     if (!r) {  // nobody is to take it for what was there before
       this_thread.issued = Target();
       remember_tensors(arguments[0], Target(), room);

@@ -71,8 +71,8 @@ inline Record* begin_wait(Record* wait, int64_t now, const Target& target, uint1
 }
 
 // Targets by address. What is remembered last for an address counts, and only the newest of each set of addresses is
-// kept: 8,192 in all, where a job has some hundred under way at most. `Mark` tells whose address it is.
-template <class Mark>
+// kept: 2^kBits sets of eight, where a job has some hundred under way at most. `Mark` tells whose address it is.
+template <class Mark, size_t kBits>
 class Newest {
  public:
   struct Entry {
@@ -98,6 +98,17 @@ class Newest {
     return at < kWays && recognizes(set[at].mark) ? set[at].target : Target();
   }
 
+  // Forgets what is gone, in as many sets as come next: all sets have their turn.
+  template <class Check>
+  void sweep(size_t count, Check gone) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    while (count--) {
+      for (Entry& entry : sets_[turn_])
+        if (entry.address && gone(entry.mark)) entry = {};
+      turn_ = (turn_ + 1) % sets_.size();
+    }
+  }
+
   void clear() {
     std::lock_guard<std::mutex> lock(mutex_);
     for (Set& set : sets_) set = {};
@@ -114,16 +125,17 @@ class Newest {
   }
 
   Set& set_of(const void* address) {
-    return sets_[reinterpret_cast<uintptr_t>(address) * 0x9E3779B97F4A7C15ull >> 54];
+    return sets_[reinterpret_cast<uintptr_t>(address) * 0x9E3779B97F4A7C15ull >> (64 - kBits)];
   }
 
   std::mutex mutex_;
-  std::array<Set, 1024> sets_;
+  std::array<Set, size_t{1} << kBits> sets_;
+  size_t turn_ = 0;
 };
 
 // A work's address is used again. One of another type is another one, which no operator of c10d has returned.
-inline Newest<c10d::OpType>& works() {
-  static auto* instance = new Newest<c10d::OpType>;
+inline Newest<c10d::OpType, 10>& works() {
+  static auto* instance = new Newest<c10d::OpType, 10>;
   return *instance;
 }
 
@@ -135,12 +147,19 @@ inline Target target_of_work(const c10d::Work& work) {
   return works().find(&work, [&](c10d::OpType type) { return type == work.retrieveOpType(); });
 }
 
-// A storage's address is its own for as long as there is a weak pointer to it, which does not keep its memory.
+// A storage's address is its own for as long as there is a weak pointer to it, which does not keep its memory. But it
+// keeps what was beside that, some hundred bytes, and malloc gives no hole to a larger tensor whose end they lie in: of
+// thousands of them the process grows by what a step gathers. So those of tensors that are gone are soon forgotten.
 using WeakStorage = std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>>;
 
-inline Newest<WeakStorage>& storages() {
-  static auto* instance = new Newest<WeakStorage>;
+inline Newest<WeakStorage, 7>& storages() {
+  static auto* instance = new Newest<WeakStorage, 7>;
   return *instance;
+}
+
+// A part of them: all are looked at every eight collectives.
+inline void forget_gone_storages() {
+  storages().sweep(16, [](const WeakStorage& mark) { return mark && mark->expired(); });
 }
 
 constexpr int kMostTensors = 256;  // of one collective that are remembered

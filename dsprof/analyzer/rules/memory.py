@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from dsprof.trace import Memory
+
 from ..allocator import (
     AllocatorSettings,
     Limits,
@@ -42,6 +44,8 @@ ALIKE: Final = 1.01
 """Of settings that come so near to the best, the one that is tried first is named."""
 MOST_EVENTS: Final = 400_000
 """A longer history is not played under other settings."""
+MOST_PLAYED: Final = 2
+"""Ranks whose history is played."""
 FRESH_ERROR: Final = 0.05
 """By how much, of the peak, a replay from a fresh allocator on may differ from what was recorded."""
 CONF: Final = "PYTORCH_CUDA_ALLOC_CONF"
@@ -68,7 +72,7 @@ def played(context: Context) -> tuple[list[Played], list[str]]:
     """The devices whose history the twin can play, and of the others why not."""
     found, reasons = [], []
     told_by = {fact.get("rank"): fact.get("settings") or {} for fact in context.facts.get("allocator", [])}
-    for rank, memory in context.trace.memory.items():
+    for rank, memory in _chosen(context):
         told, places = told_by.get(rank, {}), sites_of(memory.stacks)
         for device in devices(memory):
             try:
@@ -77,6 +81,14 @@ def played(context: Context) -> tuple[list[Played], list[str]]:
             except (Unplayable, ValueError) as reason:
                 reasons.append(f"device {device} of rank {rank}: {reason}")
     return found, reasons
+
+
+def _chosen(context: Context) -> list[tuple[int, Memory]]:
+    """MOST_PLAYED ranks, as playing takes seconds: those that ran out of memory, then those that hold most."""
+    short = {fact.get("rank") for fact in context.facts.get("out_of_memory", [])}
+    every = list(context.trace.memory.items())
+    every.sort(key=lambda item: (item[0] not in short, -int(item[1].segments["bytes"].sum())))
+    return sorted(every[:MOST_PLAYED], key=lambda item: item[0])
 
 
 def fragmentation(context: Context) -> list[Finding]:
