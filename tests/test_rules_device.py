@@ -209,6 +209,13 @@ def test_kernels_of_a_few_steps_and_whole_phases() -> None:
     assert "kernels were not recorded" in unseen.not_judged["compute.host-sync"]
 
 
+def test_a_wait_now_and_then_is_divided_over_all_steps() -> None:
+    trace = job(ranks=1, data=constant(0), jitter=0.0).trace()
+    rows = kernels(trace, 0, (1, 40), (47, 80)) + waits(trace, 0, 10, 31)[::5]
+    (finding,) = [item for item in syncs(trace, rows).findings if item.code == "compute.host-sync"]
+    assert finding.gain.ms == pytest.approx(7 / 5)
+
+
 def test_waits_of_an_imported_trace() -> None:
     trace = job(ranks=1, data=constant(0), jitter=0.0).trace()
     rows = kernels(trace, 0, (1, 40), (47, 80))

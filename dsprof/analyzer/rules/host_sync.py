@@ -34,6 +34,8 @@ MENDED: Final = 3
 COLUMNS: Final = ("step", "kind", "name", "lane", "start_ns", "dur_ns", "purpose", "site", "source")
 TRACED: Final = re.compile(r"(cuda|hip)(Device|Stream|Event)Synchronize$|(cuda|hip)Memcpy$")
 """Names of the waits of a trace of torch.profiler's, which has no rows of ours."""
+DEVICES_OWN: Final = ("kernel", "copy", "comm")
+"""Kinds of what a device does on its streams."""
 UNKNOWN: Final = "an unknown line"
 
 REMEDIES: Final = {
@@ -73,7 +75,7 @@ def stops(context: Context) -> list[Finding]:
 @once
 def _stops(context: Context) -> pd.DataFrame:
     """Waits for the device on training threads in ordinary steps: rank, step, call, site, ms; idle_ms, for how long the
-    device stood idle after it, NaN in steps whose kernels were not recorded."""
+    device stood idle after it, NaN in steps whose kernels were not recorded; traced_steps, of how many they were."""
     tables = []
     for rank in context.ranks:
         rows = context.trace.read(rank, COLUMNS)
@@ -84,27 +86,32 @@ def _stops(context: Context) -> pd.DataFrame:
             mine = traced[traced["name"].astype(str).str.match(TRACED)]
             mine = mine.assign(purpose=mine["name"].astype(object))
         end = (mine["start_ns"] + mine["dur_ns"]).to_numpy(np.int64)
+        idle, known = _idle_after(rows, end)
+        step = mine["step"].to_numpy(np.int64)
         tables.append(
             pd.DataFrame({
                 "rank": rank,
-                "step": mine["step"].to_numpy(np.int64),
+                "step": step,
                 "call": mine["purpose"].astype(str).to_numpy(object),
                 "site": mine["site"].astype(object).where(mine["site"].notna(), UNKNOWN).to_numpy(object),
                 "ms": mine["dur_ns"].to_numpy(np.float64) / 1e6,
-                "idle_ms": _idle_after(rows, end, mine["step"].to_numpy(np.int64)),
+                "idle_ms": np.where(np.isin(step, known), idle, np.nan),
+                "traced_steps": int(np.isin(context.step_numbers, known).sum()),
             })
         )  # fmt: skip
     return pd.concat(tables, ignore_index=True)
 
 
-def _idle_after(rows: pd.DataFrame, moments: Int, steps: Int) -> Float:
+def _idle_after(rows: pd.DataFrame, moments: Int) -> tuple[Float, Int]:
     """For how long the device had nothing to do around each of these moments, when a wait for it was over, ms: from the
-    end of its last kernel to the next. Of waits that end in one such time, the first has it. NaN where no kernel of the
-    step was recorded; `steps`: in which each moment is."""
-    kernels = rows[(rows["kind"] == "kernel") & rows["dur_ns"].notna() & (rows["source"] != "measured")]
-    kernels = kernels[kernels["lane"].astype(str).str.startswith(STREAM)]  # what is measured is whole phases
-    start = kernels["start_ns"].to_numpy(np.int64)
-    busy = Intervals.union(start, start + kernels["dur_ns"].to_numpy(np.int64))
+    end of what it did last to the next. Of waits that end in one such time, the first has it. And the steps of which
+    kernels were recorded: else it is not known."""
+    # What is measured is whole phases, by events.
+    traced = rows[rows["kind"].isin(DEVICES_OWN) & rows["dur_ns"].notna() & (rows["source"] != "measured")]
+    traced = traced[traced["lane"].astype(str).str.startswith(STREAM)]
+    known = traced["step"][traced["kind"] == "kernel"].unique().astype(np.int64)
+    start = traced["start_ns"].to_numpy(np.int64)
+    busy = Intervals.union(start, start + traced["dur_ns"].to_numpy(np.int64))
     following = np.searchsorted(busy.start, moments, "right")
     between = (following > 0) & (following < len(busy.start))
     idle = np.zeros(len(moments))
@@ -114,7 +121,7 @@ def _idle_after(rows: pd.DataFrame, moments: Int, steps: Int) -> Float:
     taken = np.zeros(int(between.sum()), bool)
     taken[first] = True
     idle[between] = np.where(drained & taken, after - before, 0) / 1e6
-    return np.where(np.isin(steps, kernels["step"].to_numpy(np.int64)), idle, np.nan)
+    return idle, known
 
 
 def _finding(context: Context, found: pd.DataFrame, by_rank: pd.Series[float]) -> Finding:
@@ -126,8 +133,7 @@ def _finding(context: Context, found: pd.DataFrame, by_rank: pd.Series[float]) -
     lines = lines.sort_values("idle_ms" if known else "ms", ascending=False, kind="stable")
     listed = [(str(site), str(call), line) for (site, call), line in lines.head(SHOWN).iterrows()]
     site, call, _ = listed[0]
-    seen = found[found["idle_ms"].notna()].groupby("rank")
-    idle_ms = seen["idle_ms"].sum() / seen["step"].nunique()
+    idle_ms = found.groupby("rank")["idle_ms"].sum() / found.groupby("rank")["traced_steps"].first().clip(lower=1)
     times = len(found) / a_rank
     evidence = [
         Evidence("waiting for the device a step, the rank that does most", round(float(by_rank.max()), 3), "ms"),
