@@ -69,6 +69,7 @@ class Watchdog:
             if self._lock_watch is not None:
                 sooner_s = max(self._timeout_s - 2 * LOOK_S, LOOK_S)  # to be there when the launcher looks
                 self._lock_watch.start(str(self._capture.folder / STACKS_FILE), sooner_s)
+                self._lock_watch.feed(self._training)
             self._thread = threading.Thread(target=self._run, name="dsprof-watchdog", daemon=True)
             self._thread.start()
 

@@ -159,7 +159,7 @@ class Launch:
                 folder.write_info(info)
         watch = self._hang_watch(lambda: folder if part is None else part.folder, talk, place.folder)
         try:
-            ending = Supervisor(talk.say, watch and watch.look).run(command, env, before=before)
+            ending = Supervisor(talk.say, None if watch is None else watch.look).run(command, env, before=before)
         except OSError as error:
             raise LaunchError(f"{command[0]}: cannot be started ({error.strerror or error})", status=126) from error
         if ending.hung and watch is not None:
