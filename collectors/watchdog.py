@@ -68,7 +68,9 @@ class Watchdog:
 
         if self._thread is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             if self._lock_watch is not None:
-                self._lock_watch.start(str(self._capture.folder / STACKS_FILE), self._timeout_s)
+                sooner_s = max(self._timeout_s - 2 * LOOK_S, LOOK_S)  # to be there when the launcher looks
+                self._lock_watch.start(str(self._capture.folder / STACKS_FILE), sooner_s)
+                self._lock_watch.feed(self._training)
             self._thread = threading.Thread(target=self._run, name="dsprof-watchdog", daemon=True)
             self._thread.start()
 

@@ -158,17 +158,20 @@ class Launch:
         with suppress(OSError):  # of a launcher that is killed, this is all that is known
             if part is None or part.founded:
                 folder.write_info(info)
-        look = self._hang_watch(lambda: folder if part is None else part.folder, talk, place.folder)
+        watch = self._hang_watch(lambda: folder if part is None else part.folder, talk, place.folder)
         try:
-            return Supervisor(talk.say, look).run(command, env, before=before)
+            ending = Supervisor(talk.say, None if watch is None else watch.look).run(command, env, before=before)
         except OSError as error:
             raise LaunchError(f"{command[0]}: cannot be started ({error.strerror or error})", status=126) from error
+        if ending.hung and watch is not None:
+            watch.end_ranks()
+        return ending
 
-    def _hang_watch(self, folder: Callable[[], RunFolder], talk: Talk, place: Path | None) -> Callable[[], bool] | None:
+    def _hang_watch(self, folder: Callable[[], RunFolder], talk: Talk, place: Path | None) -> HangWatch | None:
         timeout_s = parse_hang_timeout(self.settings.hang_timeout)
         if not timeout_s:
             return None
-        return HangWatch(folder, talk, timeout_s, abort=self.settings.on_hang == "abort", place=place).look
+        return HangWatch(folder, talk, timeout_s, abort=self.settings.on_hang == "abort", place=place)
 
 
 @contextmanager

@@ -9,8 +9,11 @@ for different things under one number. See docs/hangs.md.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -122,6 +125,17 @@ class HangWatch:
         self._hangs.append({**judgement.details, "still_s": round(still_s, 1), "went_on": False})
         self._write()
         return self._abort
+
+    def end_ranks(self) -> None:
+        """Kill those of this host's ranks that outlived whoever started them."""
+        armed = f"DSPROF_RUN={self._folder().path}".encode()
+        for one in self._ranks.values():
+            if one.host == self._host and process_state(one.process) not in GONE:
+                with suppress(
+                    OSError
+                ):  # by its environment it is a process of this job, and no later one of its number
+                    if armed in Path(f"/proc/{one.process}/environ").read_bytes().split(b"\0"):
+                        os.kill(one.process, signal.SIGKILL)
 
     # --- following
 
