@@ -146,7 +146,8 @@ def _convert(path: Path, target: Path, comm_kernels: tuple[str, ...]) -> _File:
         notes.append(events.cut)
     if events.odd:
         notes.append(
-            f"{events.odd:,} events were left out, which lack a name or a time or have an impossible one, such as "
+            f"{events.odd:,} {'event was' if events.odd == 1 else 'events were'} left out: no JSON, or without a name or a "
+            f"possible time, such as "
             f"{events.first_odd}"
         )
     table = pa.Table.from_pandas(found.rows, preserve_index=False)
