@@ -31,6 +31,7 @@ sharding     how FSDP was configured, and what it does for each of its units
 host         pauses of the interpreter, CPU time
 flops        floating-point operations of a step
 devices      which accelerator the job trains on
+deep         torch.profiler over a few steps
 process_groups  which there are
 facts        how DDP, DataLoader and process groups were configured, and where
 hints        a script that wants to be started in another way
