@@ -32,6 +32,7 @@ host         pauses of the interpreter, CPU time
 flops        floating-point operations of a step
 device_times what its streams did when, by events
 devices      which accelerator the job trains on
+deep         torch.profiler over a few steps
 process_groups  which there are
 facts        how DDP, DataLoader and process groups were configured, and where
 hints        a script that wants to be started in another way

@@ -318,6 +318,23 @@ def test_a_corrupt_rank_is_named_and_the_good_ones_are_read(tmp_path: Path) -> N
     assert "rank2.json was left out: an event is no JSON" in str(trace_of.run.facts)
 
 
+def test_an_event_that_is_no_json_costs_only_itself(tmp_path: Path) -> None:
+    text = kt.as_kineto(kt.training()).replace('"corr": 31', "").replace('"dur": 50', '"dur": 5;0')
+    trace_of = import_trace(kt.write(tmp_path, text))
+    assert [name for (name,) in shown(trace_of.rows, "kernel", "name")] == ["gemm", "gemm", "gemm"]
+    assert "1 event was left out" in str(trace_of.run.facts)
+
+
+@pytest.mark.parametrize("layout", ["kineto", "minified"])
+def test_what_kineto_writes_against_json_is_mended(tmp_path: Path, layout: str) -> None:
+    events = [*kt.training(), kt.copy("Memcpy DtoD \\ff (Device -> Device)", 9, 1900, 1)]
+    text = LAYOUTS[layout](events).replace('"bytes": 64', '"bytes": 64, "memory bandwidth (GB/s)": nan')
+    text = text.replace('"bytes":64', '"bytes":64,"memory bandwidth (GB/s)":-inf')
+    rows = import_trace(kt.write(tmp_path, text.encode().replace(b"\\\\ff", b"\xff"))).rows
+    (copied,) = (row for row in shown(rows, "kernel", "name", "bytes") if "Memcpy" in row[0])
+    assert copied == ["Memcpy DtoD \ufffd (Device -> Device)", 64]
+
+
 def test_events_without_a_time_are_left_out_and_told(tmp_path: Path) -> None:
     odd = [{"ts": -5}, {"ts": "now"}, {"dur": 1e300}, {"ts": True}, {"name": 7}, {"tid": [1]}, {"ts": 10**30}]
     events = [*kt.training(), *({**kt.op("aten::odd", 1100, 5), **wrong} for wrong in odd)]

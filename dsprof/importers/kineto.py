@@ -145,10 +145,8 @@ def _convert(path: Path, target: Path, comm_kernels: tuple[str, ...]) -> _File:
     if events.cut:
         notes.append(events.cut)
     if events.odd:
-        notes.append(
-            f"{events.odd:,} events were left out, which lack a name or a time or have an impossible one, such as "
-            f"{events.first_odd}"
-        )
+        how_many = "1 event was" if events.odd == 1 else f"{events.odd:,} events were"
+        notes.append(f"{how_many} left out: no JSON, or without a name or a possible time, such as {events.first_odd}")
     table = pa.Table.from_pandas(found.rows, preserve_index=False)
     try:
         with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:

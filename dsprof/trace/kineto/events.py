@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -149,6 +150,10 @@ def read_events(path: Path, comm: CommNames | None = None) -> Events:
     return events
 
 
+NO_NUMBER: Final = re.compile(rb":\s*-?(?:nan|inf|NaN|Infinity)\b")
+FEW_BROKEN: Final = 2
+MOST_BROKEN_SHARE: Final = 0.01
+"""Of a file's events, that may be no JSON; with more of them it is not to be trusted."""
 LAYOUTS: Final = (
     b'    "ph": "X", "cat": "%s", "name": ', b'    "ph": "X",\n    "cat": "%s",\n    "name": ',
 )  # fmt: skip
@@ -181,6 +186,7 @@ class _EventReader:
             for layout in LAYOUTS:
                 self._takes[(layout % category.encode())[:TELLING]] = take
         self._rest: list[bytes] = []
+        self._broken = 0
 
     def take(self, piece: bytes) -> None:
         """Add the events in a piece of text. Raises TraceError."""
@@ -188,7 +194,7 @@ class _EventReader:
         if piece.startswith(b'{\n    "') and piece.endswith(b"\n  }"):
             self._sort_texts(piece[2:-4].split(BETWEEN))
         else:
-            self._sort_events(_parsed(b"[" + piece + b"]"))
+            self._sort_events(_parsed(piece))
 
     def _sort_texts(self, texts: list[bytes]) -> None:
         self.events.count += len(texts)
@@ -204,13 +210,29 @@ class _EventReader:
                 continue
             if category in OPERATORS:  # without their arguments
                 chosen = [text.partition(b'\n    "args"')[0].rstrip(b", \n") for text in chosen]
-            self._take(category, _parsed(b"[{" + b"},{".join(chosen) + b"}]"))
+            self._take(category, self._each_parsed(chosen))
             self._lists[category].clear()
         if rest:
-            found = _parsed(b"[{" + b"},{".join(rest) + b"}]")
+            found = self._each_parsed(rest)
             rest.clear()
             self.events.count -= len(found)
             self._sort_events(found)
+
+    def _each_parsed(self, texts: list[bytes]) -> list[Any]:
+        """Events from what stands between their braces; without those that are no JSON, as long as they are few."""
+        try:
+            return _loaded(b"{" + b"},{".join(texts) + b"}")
+        except orjson.JSONDecodeError:
+            found = []
+            for text in texts:
+                try:
+                    found += _parsed(b"{" + text + b"}")
+                except TraceError as error:
+                    self._broken += 1
+                    self._leave_out(text)
+                    if self._broken > max(MOST_BROKEN_SHARE * self.events.count, FEW_BROKEN):
+                        raise error
+            return found
 
     def _sort_events(self, found: list[Any]) -> None:
         self.events.count += len(found)
@@ -344,12 +366,22 @@ class _EventReader:
         return code
 
 
-def _parsed(text: bytes) -> list[Any]:
+def _loaded(events: bytes) -> list[Any]:
+    found: list[Any] = orjson.loads(b"[" + events + b"]")
+    return found
+
+
+def _parsed(events: bytes) -> list[Any]:
+    """With what Kineto has written against JSON mended: numbers that are none, names that are no UTF-8. Raises
+    TraceError."""
     try:
-        found: list[Any] = orjson.loads(text)
+        return _loaded(events)
+    except orjson.JSONDecodeError:
+        mended = NO_NUMBER.sub(b": null", events.decode("utf-8", "replace").encode())
+    try:
+        return _loaded(mended)
     except orjson.JSONDecodeError as error:
         raise TraceError(f"an event is no JSON ({str(error)[:120]})") from error
-    return found
 
 
 OF_A_THREAD: Final = itemgetter("name", "tid", "ts", "dur")
