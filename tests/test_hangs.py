@@ -204,7 +204,7 @@ def test_what_the_engine_proves_itself(tmp_path: Path) -> None:
     "case",
     [
         "ddp/busy",
-        "checkpoint",
+        pytest.param("checkpoint", marks=pytest.mark.slow),
         pytest.param("slow", marks=pytest.mark.slow),
         pytest.param("compile", marks=pytest.mark.slow),
         pytest.param("evaluation", marks=pytest.mark.slow),

@@ -45,6 +45,13 @@ def test_the_rank_that_has_not_come() -> None:
     assert found.words == "rank 1 has not reached all_reduce 41 of group 0, in which ranks 0, 2 wait"
 
 
+def test_what_is_under_way_before_it_does_not_hide_it() -> None:
+    """All have issued number 40, whose end was not seen yet."""
+    early = [reduction(40), reduction(41)]
+    found = stall(rank(0, *early), rank(1, reduction(40)), rank(2, *early))
+    assert (found.kind, found.culprits, found.operation.seq) == ("missing", (1,), 41)
+
+
 def test_nobody_waits() -> None:
     none(rank(0, g0=3), rank(1, g0=3), rank(2, g0=2))
 

@@ -157,8 +157,10 @@ def find_stall(states: Mapping[int, RankState], members: Members) -> Stall | Non
     if differ is not None:
         return differ
     missing: dict[tuple[int, Communication], set[int]] = {}
-    unknown = False
+    unknown, found = False, set()
     for rank, operation in waits:
+        if (rank, _kind(operation)) in found:  # the oldest that somebody is missing in counts
+            continue
         others = members(operation.group) if operation.peer is None else [operation.peer]
         here: set[int] = set()
         for other in others or ():
@@ -172,6 +174,7 @@ def find_stall(states: Mapping[int, RankState], members: Members) -> Stall | Non
         unknown |= others is None
         if here:
             missing[rank, operation] = here
+            found.add((rank, _kind(operation)))
     if missing:
         return _missing(states, missing)
     stuck = [(rank, operation) for rank, operation in waits if operation.waited]
@@ -183,14 +186,14 @@ def find_stall(states: Mapping[int, RankState], members: Members) -> Stall | Non
 
 
 def _blocking(state: RankState) -> list[Communication]:
-    """Of what is open, what may hold the rank: the oldest of each group; what it waits for, where that is known."""
+    """Of what is open, what may hold the rank: what it waits for, where that is known; the oldest first."""
     waited = [operation for operation in state.open if operation.waited]
-    oldest: dict[tuple[object, ...], Communication] = {}
-    for operation in waited or state.open:
-        key = (operation.group, operation.peer, operation.tag, operation.name if operation.peer is not None else "")
-        if key not in oldest or operation.seq < oldest[key].seq:
-            oldest[key] = operation
-    return list(oldest.values())
+    return sorted(waited or state.open, key=lambda one: one.seq)
+
+
+def _kind(operation: Communication) -> tuple[object, ...]:
+    """What comes one after the other: the collectives of a group, the sends or receives of a pair."""
+    return (operation.group, operation.peer, operation.tag, operation.name if operation.peer is not None else "")
 
 
 def _first_mismatch(states: Mapping[int, RankState], blocking: Iterable[Communication]) -> Stall | None:

@@ -24,6 +24,8 @@ STOOD_S: Final = 5.0
 """For how long a rank whose job failed must have stood still for a collective to have waited in it."""
 RECORDER: Final = "flight_recorder"
 """The importer of what there is to be judged here."""
+MOST_ASKED: Final = 64
+"""Ranks that are asked whether the engine told of a deadlock: each that is in it does."""
 NO_GAIN: Final = Gain(0.0, 0.0, 0.0, 0.0, method="none")
 
 
@@ -56,9 +58,10 @@ def hang_or_desync(context: Context) -> list[Finding]:
 
 def _proved(context: Context) -> Finding | None:
     """What dsprof's engine has proved itself, and ended the job for."""
-    failed = sorted({item.rank for item in failures(context.run.exits)})
+    if not failures(context.run.exits):
+        return None
     said: dict[int, str] = {}
-    for rank in failed:
+    for rank in sorted({item.rank for item in context.run.ranks})[:MOST_ASKED]:
         marks = context.trace.read(rank, ("kind", "name"))
         names = marks.loc[marks["kind"] == "mark", "name"].astype(str)
         told = names[names.str.startswith(DEADLOCK)]
