@@ -36,16 +36,20 @@ def launch_bound(context: Context) -> list[Finding]:
         raise NotJudged("no step is there on all traced ranks")
     tables = [one.steps.set_index("step")["host_ms"].reindex(steps) for one in devices.ranks.values()]
     host: Float = np.stack([table.to_numpy(np.float64) for table in tables])
-    gain = _cost(context, host)
+    gain = _cost(context, devices, steps, host)
     worst = int(host.mean(axis=1).argmax())
     rank = list(devices.ranks)[worst]
     idle = sum(one.idle_ns for one in devices.ranks.values()) / sum(
         one.kernel_time_ns for one in devices.ranks.values()
     )
+    traced = _traced_ms(devices, steps)
+    longer = f", of {ms(traced)} that they took" if traced > 1.01 * context.step_ms else ""
     delays = [one.delay_us for one in devices.ranks.values() if one.delay_us is not None]
     evidence = (
         Evidence("the device does nothing", round(100 * idle, 1), "%"),
-        Evidence("of it, the next kernel was not launched yet, a step", round(gain.ms, 3), "ms"),
+        Evidence(
+            f"of it, the next kernel was not launched yet, a traced step{longer}", round(float(host.mean()), 3), "ms"
+        ),
         Evidence(f"most on rank {rank}", round(float(host[worst].mean()), 3), "ms"),
         Evidence("from a launch to its kernel, median", round(float(np.median(delays)), 1), "us"),
     )
@@ -88,7 +92,7 @@ def _late_rank(context: Context, devices: Devices) -> list[Finding]:
     mine = waits[(waits["late_rank"] == rank) & waits["rank"].isin(others)]
     at = np.searchsorted(others, mine["rank"]), np.searchsorted(steps, mine["step"])
     np.add.at(saved, at, mine["saved_ms"].to_numpy(np.float64))
-    gain = _cost(context, saved)
+    gain = _cost(context, devices, steps, saved)
     each = waits.drop_duplicates("row")
     times, every = int((each["late_rank"] == rank).sum()), len(each)
     by_op = each.assign(ms=waits.groupby("row")["peer_ms"].mean().reindex(each["row"]).to_numpy())
@@ -146,9 +150,19 @@ def _steps(context: Context, devices: Devices) -> npt.NDArray[np.int64]:
     return ordinary if len(ordinary) else devices.steps
 
 
-def _cost(context: Context, spent: Float) -> Gain:
+def _traced_ms(devices: Devices, steps: npt.NDArray[np.int64]) -> float:
+    """How long these steps took, in the mean."""
+    tables = [one.steps[one.steps["step"].isin(steps.tolist())] for one in devices.ranks.values()]
+    lengths = [(table["end_ns"] - table["start_ns"]).to_numpy(np.float64) / 1e6 for table in tables]
+    return float(np.concatenate(lengths).mean())
+
+
+def _cost(context: Context, devices: Devices, steps: npt.NDArray[np.int64], spent: Float) -> Gain:
     """Of `spent`, [R, S] ms: its mean, and an interval from the rank (and, of few, the step) with least to that with
-    most."""
+    most. Where the profiler makes the traced steps longer than ordinary ones, the same share of these."""
+    traced = _traced_ms(devices, steps)
+    if traced > context.step_ms > 0:
+        spent = spent * context.step_ms / traced
     mean = float(spent.mean())
     low, high = float(spent.min(axis=0).mean()), float(spent.max(axis=0).mean())
     if spent.shape[1] >= FEWEST_JUDGED:
