@@ -16,8 +16,9 @@ from jobs import profile
 from dsprof import settings
 from dsprof.analyzer.irregular import find_irregular, profiled_steps
 from dsprof.collectors.deep import DeepWindow, _watch
+from dsprof.ranges import parse_deep
 from dsprof.run import RunInfo
-from dsprof.schema import COLUMNS, DEEP_FILE, parse_deep
+from dsprof.schema import COLUMNS, DEEP_FILE
 from dsprof.trace.capture import Capture
 from dsprof.trace.deep import add_deep
 from dsprof.trace.records import empty

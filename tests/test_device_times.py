@@ -100,7 +100,9 @@ def run(folder: Path, where: Path, *, fail_at: int = -1, armed: bool = True) -> 
     paths = [str(folder), *sys.path]
     command = [sys.executable, str(script)]
     if armed:
-        command = [sys.executable, "-m", "dsprof", "run", "-q", "--no-report", "-o", str(where / "run"), str(script)]
+        command = [sys.executable, "-m", "dsprof", "run", "-q", "--no-report", "-o", str(where / "run")]
+        # These would ask a CUDA that is not there.
+        command += ["--without", "memory,nvml,host-sync", str(script)]
     ended = subprocess.run(
         command, env={**environment(), "PYTHONPATH": ":".join(filter(None, paths))}, cwd=where,
         capture_output=True, text=True, timeout=120, check=False,

@@ -27,6 +27,8 @@ RECORDER: Final = "flight_recorder"
 MOST_ASKED: Final = 64
 """Ranks that are asked whether the engine told of a deadlock: each that is in it does."""
 NO_GAIN: Final = Gain(0.0, 0.0, 0.0, 0.0, method="none")
+SAMPLES: Final = ("gauge", "mem")
+"""Kinds of rows that threads of ours go on to write while a rank stands still."""
 
 
 def hang_or_desync(context: Context) -> list[Finding]:
@@ -91,7 +93,8 @@ def _standing(context: Context) -> Mapping[int, Mapping[str, Any]]:
     if (
         at_once and len({item.clock_name for item in context.run.ranks}) == 1
     ):  # else times were corrected, and those of facts not
-        begun = context.rows.groupby("rank")["start_ns"].max()
+        done = context.rows[~context.rows["kind"].isin(SAMPLES)]
+        begun = done.groupby("rank")["start_ns"].max()
         said = {rank: fact for rank, fact in said.items() if int(begun.get(rank, 0)) <= int(fact["at_ns"])}
     return said
 
