@@ -26,6 +26,8 @@ RECORDER: Final = "flight_recorder"
 """The importer of what there is to be judged here."""
 MOST_ASKED: Final = 64
 """Ranks that are asked whether the engine told of a deadlock: each that is in it does."""
+SAMPLES: Final = ("gauge", "mem", "pause")
+"""Kinds of rows that are no progress: side threads sample a job that stands still, too."""
 NO_GAIN: Final = Gain(0.0, 0.0, 0.0, 0.0, method="none")
 
 
@@ -91,7 +93,8 @@ def _standing(context: Context) -> Mapping[int, Mapping[str, Any]]:
     if (
         at_once and len({item.clock_name for item in context.run.ranks}) == 1
     ):  # else times were corrected, and those of facts not
-        begun = context.rows.groupby("rank")["start_ns"].max()
+        moved = context.rows[~context.rows["kind"].isin(SAMPLES)]
+        begun = moved.groupby("rank")["start_ns"].max()
         said = {rank: fact for rank, fact in said.items() if int(begun.get(rank, 0)) <= int(fact["at_ns"])}
     return said
 
