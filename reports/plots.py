@@ -24,6 +24,9 @@ from .tables import NS_PER_MS
 MAX_STRETCHES = 200
 """Of ordinary steps, shaded apart."""
 
+FEW_STEPS = 3
+"""Each of which has its own tick."""
+
 GRID = "rgba(138,144,153,0.25)"
 AXIS: dict[str, Any] = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": GRID, "automargin": True}
 
@@ -226,8 +229,17 @@ def step_time(
             x0=first - 0.5, x1=last + 0.5, fillcolor=palette.NEUTRAL, opacity=0.1, line_width=0, layer="below"
         )
     figure.update_xaxes(title="step")
+    _few_steps(figure, whole.columns)
     figure.update_yaxes(title="ms", rangemode="tozero")
     return figure
+
+
+def _few_steps(figure: go.Figure, steps: Any) -> None:
+    """No ticks between steps; and a line through one step is a point."""
+    if len(steps) <= FEW_STEPS:
+        figure.update_xaxes(tickmode="array", tickvals=[int(step) for step in steps])
+    if len(steps) == 1:
+        figure.update_traces(mode="markers", selector={"type": "scatter", "mode": "lines"})
 
 
 def _line(x: Any, y: Any, name: str, color: str, width: float) -> go.Scatter:
@@ -293,6 +305,7 @@ def heatmap(steps: pd.DataFrame, *, max_columns: int = 500, max_rows: int = 128)
     figure = styled([trace], "Own work beyond the middle rank", "; ".join(notes), height=height)
     figure.update_layout(margin_t=34)  # the toolbar's place, beside which is the colour bar's title
     figure.update_xaxes(title="step", showgrid=False, zeroline=False)
+    _few_steps(figure, joined.columns)
     figure.update_yaxes(autorange="reversed", showgrid=False)
     return figure
 

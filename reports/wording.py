@@ -218,7 +218,7 @@ class Edit:
 
 def changes(fix: Fix, cwd: str = "") -> list[Edit]:
     """A fix as edits to copy; file names are shortened to be relative to `cwd`."""
-    return [_change(fix.kind, entry, cwd) for entry in fix.patch]
+    return [edit for entry in fix.patch if (edit := _change(fix.kind, entry, cwd)).text]
 
 
 def _change(kind: str, entry: dict[str, Any], cwd: str) -> Edit:
@@ -229,6 +229,7 @@ def _change(kind: str, entry: dict[str, Any], cwd: str) -> Edit:
         key = clean(entry.get("path", "")).strip("/").replace("/", ".").replace("~1", "/").replace("~0", "~")
         return Edit("", f"remove {key}" if entry.get("op") == "remove" else f"{key} = {value}")
     argument = clean(entry.get("argument") or "")
+    value = "" if entry.get("value") is None else value  # a line to look at
     called = argument.endswith(")")  # a call to write, not an argument to set
     code = f"{argument}={value}" if argument and value and not called else argument or value
     return Edit(site(entry.get("file"), entry.get("line"), cwd), code)

@@ -41,11 +41,12 @@ def command(
 ) -> None:
     """Make a run folder of another tool's trace, for all other commands, and print its path.
 
-    So far: traces of torch.profiler (*.pt.trace.json, also gzipped, any number of ranks),
-    straggler tables (Parquet) of the OSDI '25 what-if analysis, CUDA memory snapshots
-    (torch.cuda.memory._dump_snapshot), whose file is read without running anything in it,
-    and a folder of Flight Recorder dumps, JSON or pickles, one a rank.
-    """  # fmt: skip
+    So far: traces of torch.profiler (*.pt.trace.json, also gzipped, any number
+    of ranks), straggler tables (Parquet) of the OSDI '25 what-if analysis,
+    CUDA memory snapshots (torch.cuda.memory._dump_snapshot), whose file is
+    read without running anything in it, and a folder of Flight Recorder dumps,
+    JSON or pickles, one a rank.
+    """
     from dsprof.importers import import_trace
 
     if output is not None:

@@ -124,7 +124,8 @@ class Supervisor:
 
     def _look_after(self, child: subprocess.Popen[bytes]) -> None:
         now = time.monotonic()
-        if self._look is not None and not self._hung and now - self._looked >= LOOK_S:
+        # Once interrupted, ranks end because they were told to: that is no hang, and no progress after one.
+        if self._look is not None and not self._hung and not self._last and now - self._looked >= LOOK_S:
             self._looked = now
             try:
                 self._hung = self._look()

@@ -23,7 +23,7 @@ from dsprof.analyzer.finding import Finding
 from dsprof.run import last_processes
 from dsprof.trace import concat_rows
 
-from .. import efficiency, memory, palette, plots, tables, wording
+from .. import device, efficiency, memory, palette, plots, tables, wording
 from ..timeline import timeline
 
 HERE: Final = Path(__file__).parent
@@ -55,6 +55,7 @@ def render(analysis: Analysis) -> str:
         blamed=_blamed(analysis),
         memory=analysis.memory,
         memory_line=memory.line(analysis.memory_uses),
+        device_lines=device.lines(analysis),
         efficiency_tiles=efficiency.tiles(analysis),
         efficiency_lines=efficiency.lines(analysis),
         module_rows=efficiency.module_rows(analysis, MOST_MODULES),

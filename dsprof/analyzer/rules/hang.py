@@ -26,18 +26,17 @@ RECORDER: Final = "flight_recorder"
 """The importer of what there is to be judged here."""
 MOST_ASKED: Final = 64
 """Ranks that are asked whether the engine told of a deadlock: each that is in it does."""
+SAMPLES: Final = ("gauge", "mem", "pause")
+"""Kinds of rows that are no progress: side threads sample a job that stands still, too."""
 NO_GAIN: Final = Gain(0.0, 0.0, 0.0, 0.0, method="none")
-SAMPLES: Final = ("gauge", "mem")
-"""Kinds of rows that threads of ours go on to write while a rank stands still."""
 
 
 def hang_or_desync(context: Context) -> list[Finding]:
     """The rank that the others waited for in the end, or the collective that they disagreed about."""
     run = context.run
     imported = {str(fact.get("format")) for fact in context.facts.get("import", [])}
-    if (run.world_size or len(run.ranks)) < 2 or imported - {
-        RECORDER
-    }:  # of others' traces each rank has its own window
+    alone = (run.world_size or len(run.ranks)) < 2
+    if alone or imported - {RECORDER}:  # of others' traces each rank has its own window
         raise NotConcerned
     if len({item.rank for item in run.ranks}) < 2:
         raise NotJudged("fewer than two of the job's ranks were captured")
@@ -90,11 +89,10 @@ def _standing(context: Context) -> Mapping[int, Mapping[str, Any]]:
     facts = context.facts.get(STANDSTILL, [])
     said = {int(fact["rank"]): fact for fact in facts if (fact.get("rank"), fact.get("since_ns")) not in left}
     at_once = not any(fact.get("format") for fact in context.facts.get("import", []))
-    if (
-        at_once and len({item.clock_name for item in context.run.ranks}) == 1
-    ):  # else times were corrected, and those of facts not
-        done = context.rows[~context.rows["kind"].isin(SAMPLES)]
-        begun = done.groupby("rank")["start_ns"].max()
+    one_clock = len({item.clock_name for item in context.run.ranks}) == 1
+    if at_once and one_clock:  # else times were corrected, and those of facts not
+        moved = context.rows[~context.rows["kind"].isin(SAMPLES)]
+        begun = moved.groupby("rank")["start_ns"].max()
         said = {rank: fact for rank, fact in said.items() if int(begun.get(rank, 0)) <= int(fact["at_ns"])}
     return said
 
