@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from dsprof.atomic import replacing
 from dsprof.ranges import parse_deep
 from dsprof.schema import DEEP_FILE, Kind
 
@@ -148,9 +149,8 @@ def begin_profile() -> Callable[[Path | None], None]:
     def end(file: Path | None) -> None:
         profiler.stop()
         if file is not None:
-            temporary = file.with_name(f".{file.name}.tmp")
-            profiler.export_chrome_trace(str(temporary))
-            os.replace(temporary, file)
+            with replacing(file) as temporary:
+                profiler.export_chrome_trace(str(temporary))
 
     return end
 

@@ -13,8 +13,8 @@ from typing import Any, Final
 from . import facts
 from .collector import OpenCapture
 from .native import NativeRecorder
-from .uninstall import Uninstall, in_reverse, replace_attribute
-from .wrap import stands_for
+from .uninstall import Uninstall, in_reverse
+from .waits import replace_method
 
 PHASES: Final = ("forward", "recompute", "backward", "optimizer")
 PATIENCE_S: Final = 1.0
@@ -84,15 +84,10 @@ def watch(recorder: NativeRecorder, device: str) -> list[Uninstall]:
     return [
         recorder.stop_device,
         lambda: _collect(recorder),
-        _replace(stream, "wait_event", waits),
-        _replace(graph, "capture_begin", captures(True)),
-        _replace(graph, "capture_end", captures(False)),
+        replace_method(stream, "wait_event", waits),
+        replace_method(graph, "capture_begin", captures(True)),
+        replace_method(graph, "capture_end", captures(False)),
     ]
-
-
-def _replace(owner: Any, name: str, watched: Callable[[Call], Call]) -> Uninstall:
-    original = getattr(owner, name)
-    return replace_attribute(owner, name, stands_for(original)(watched(original)))
 
 
 def _collect(recorder: NativeRecorder, clock: Callable[[], float] = time.monotonic) -> None:

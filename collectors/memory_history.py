@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from dsprof.atomic import replacing
 from dsprof.schema import OOM_SNAPSHOT_NAME, SNAPSHOT_NAME
 
 from . import identity
@@ -84,13 +85,11 @@ class Snapshots:
         """Write one, in the place of the last of its kind; its file's name. Raises what torch and the disk do."""
         snapshot = self._cuda.snapshot()
         name = OOM_SNAPSHOT_NAME if out_of_memory else SNAPSHOT_NAME
-        temporary = self._folder / f".{name}.tmp"
-        try:
-            with temporary.open("wb") as file:
-                pickle.dump(snapshot, file, protocol=4)
-            os.replace(temporary, self._folder / name)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with (
+            replacing(self._folder / name) as temporary,
+            temporary.open("wb") as file,
+        ):  # closed before it takes the place
+            pickle.dump(snapshot, file, protocol=4)
         self._write_fact({"fact": "allocator", "settings": plain_settings(snapshot), "file": name})
         for device in self._history.overflowed(snapshot) if self._history.recording else ():
             self._note(

@@ -15,6 +15,7 @@ import kineto_traces as kt
 import numpy as np
 import pandas as pd
 import pytest
+from damage import damaged
 
 from dsprof import cli, trace
 from dsprof.analyzer import analyze
@@ -383,22 +384,6 @@ def test_an_event_without_end_is_not_held(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(stream, "MOST_EVENT", 2 * MiB)
     path = kt.write(tmp_path, '{"traceEvents": [{"name": "' + "x" * (9 * MiB))
     assert "an event of more than 2 MiB" in refusal(path, tmp_path)
-
-
-def damaged(chance: random.Random, whole: bytes) -> bytes:
-    """Cut, bits flipped, bytes put in, or a part of it repeated."""
-    data, how = bytearray(whole), chance.randrange(4)
-    if how == 0:
-        del data[chance.randrange(len(data)) :]
-    for _ in range(chance.randrange(1, 9)):
-        place = chance.randrange(len(data) + 1)
-        if how == 1 and place < len(data):
-            data[place] ^= 1 << chance.randrange(8)
-        elif how == 2:
-            data[place:place] = bytes(chance.randrange(256) for _ in range(chance.randrange(9)))
-        elif how == 3:
-            data[place:place] = data[: chance.randrange(len(data) + 1)][-64:]
-    return bytes(data)
 
 
 def imported_unless_refused(path: Path) -> trace.Trace | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from allocations import Device, MiB
+from damage import damaged
 
 from dsprof import cli, reports, trace
 from dsprof.analyzer import analyze
@@ -295,18 +296,7 @@ def test_damaged_files_end_in_one_message_or_in_a_run(tmp_path: Path, seed: int)
     """Thirty a seed: cut, bits flipped, bytes removed, put in or repeated."""
     chance, whole = random.Random(seed), pickle.dumps(tiny(), protocol=2 + seed % 4)
     for _ in range(30):
-        data, how = bytearray(whole), chance.randrange(4)
-        if how == 0:
-            del data[chance.randrange(len(data)) :]
-        for _ in range(chance.randrange(1, 9)):
-            place = chance.randrange(len(data) + 1)
-            if how == 1 and place < len(data):
-                data[place] ^= 1 << chance.randrange(8)
-            elif how == 2:
-                data[place:place] = bytes(chance.randrange(256) for _ in range(chance.randrange(9)))
-            elif how == 3:
-                data[place:place] = data[: chance.randrange(len(data) + 1)][-64:]
-        analysis = analyzed_unless_refused(write(bytes(data), tmp_path))
+        analysis = analyzed_unless_refused(write(damaged(chance, whole), tmp_path))
         if analysis is not None:
             assert analysis.verdict.status != "healthy"
             assert not [why for why in analysis.not_judged.values() if "the rule failed" in why]

@@ -9,9 +9,10 @@ from typing import Any, Final
 import pandas as pd
 
 from dsprof.live.frames import in_words, short
+from dsprof.live.tail import SAMPLES
 from dsprof.live.waiting import Communication, Stall, described, ranks_in_words
 from dsprof.run import failures, from_known, last_processes
-from dsprof.schema import CALL_SITE, DEADLOCK, LOCKED, STANDSTILL, WENT_ON
+from dsprof.schema import CALL_SITE, DEADLOCK, LOCKED, STANDSTILL, WENT_ON, Kind
 
 from ..context import Context, once
 from ..finding import Evidence, Finding, Fix, Gain, Where
@@ -26,8 +27,8 @@ RECORDER: Final = "flight_recorder"
 """The importer of what there is to be judged here."""
 MOST_ASKED: Final = 64
 """Ranks that are asked whether the engine told of a deadlock: each that is in it does."""
-SAMPLES: Final = ("gauge", "mem", "pause")
-"""Kinds of rows that are no progress: side threads sample a job that stands still, too."""
+NO_PROGRESS: Final = tuple(Kind(kind).name.lower() for kind in SAMPLES)
+"""Kinds of rows: side threads sample a job that stands still, too."""
 NO_GAIN: Final = Gain(0.0, 0.0, 0.0, 0.0, method="none")
 
 
@@ -91,7 +92,7 @@ def _standing(context: Context) -> Mapping[int, Mapping[str, Any]]:
     at_once = not any(fact.get("format") for fact in context.facts.get("import", []))
     one_clock = len({item.clock_name for item in context.run.ranks}) == 1
     if at_once and one_clock:  # else times were corrected, and those of facts not
-        moved = context.rows[~context.rows["kind"].isin(SAMPLES)]
+        moved = context.rows[~context.rows["kind"].isin(NO_PROGRESS)]
         begun = moved.groupby("rank")["start_ns"].max()
         said = {rank: fact for rank, fact in said.items() if int(begun.get(rank, 0)) <= int(fact["at_ns"])}
     return said
