@@ -11,28 +11,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import checkpointing, pipe, tensor, zero
-    from .arguments import add_config_arguments
+    from . import activation_checkpoint as checkpointing
+    from . import pipe, tensor, zero
+    from .comm.launch import init_distributed
     from .config import Config, ConfigError
-    from .engine import Engine
-    from .pipe.engine import PipelineEngine
     from .pipe.layers import LayerSpec, TiedLayerSpec
     from .pipe.module import PipelineModule
-    from .setup import init_distributed, initialize
+    from .setup.arguments import add_config_arguments
+    from .setup.initialize import initialize
+    from .train.engine import Engine
+    from .train.pipeline_engine import PipelineEngine
 
 _HOME = {
-    "initialize": "setup",
-    "init_distributed": "setup",
-    "add_config_arguments": "arguments",
-    "Engine": "engine",
+    "initialize": "setup.initialize",
+    "init_distributed": "comm.launch",
+    "add_config_arguments": "setup.arguments",
+    "Engine": "train.engine",
     "Config": "config",
     "ConfigError": "config",
     "PipelineModule": "pipe.module",
-    "PipelineEngine": "pipe.engine",
+    "PipelineEngine": "train.pipeline_engine",
     "LayerSpec": "pipe.layers",
     "TiedLayerSpec": "pipe.layers",
 }
-_SUBMODULES = ("checkpointing", "pipe", "tensor", "zero")
+_SUBMODULES = {"checkpointing": "activation_checkpoint", "pipe": "pipe", "tensor": "tensor", "zero": "zero"}
 
 __all__ = [
     "Config",
@@ -56,7 +58,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         found = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
     elif name in _SUBMODULES:
-        found = importlib.import_module(f".{name}", __name__)
+        found = importlib.import_module(f".{_SUBMODULES[name]}", __name__)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found  # a submodule of the same name must not come back instead

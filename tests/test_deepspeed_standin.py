@@ -253,9 +253,9 @@ def test_the_accelerator_of_a_cpu(deepspeed: ModuleType, monkeypatch: pytest.Mon
 
 
 def test_messages_come_from_the_ranks_that_are_named(deepspeed: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    from dsprof.engine.deepspeed import logs
+    from dsprof.engine.deepspeed import utils
 
-    logs.print_dist("without a job every process says it")
+    utils.print_dist("without a job every process says it")
     assert capsys.readouterr().out == "[Rank -1] without a job every process says it\n"
     assert deepspeed.utils.logger.name == "DeepSpeed"
     assert not deepspeed.utils.logger.isEnabledFor(20)
@@ -442,9 +442,9 @@ def test_what_is_computed_again_in_a_stream_of_its_own_draws_the_same(
     deepspeed: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Megatron's scripts have it: the tracker in the layers, the checkpoint around them."""
-    from dsprof.engine import checkpointing
+    from dsprof.engine import activation_checkpoint
 
-    monkeypatch.setattr(checkpointing, "_settings", checkpointing._Settings())
+    monkeypatch.setattr(activation_checkpoint, "_settings", activation_checkpoint._Settings())
     tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
     monkeypatch.setattr(tracker, "_seeds", {})
     with pytest.raises(ValueError, match=r"there is no such stream; call deepspeed\.checkpointing\.model_para"):

@@ -296,7 +296,7 @@ import torch
 from captures import open_recorder
 from dsprof.collectors import engine_events
 from dsprof.engine.hooks import Hooks
-from dsprof.engine.lane import CpuLane, Label
+from dsprof.engine.comm.lane import CpuLane, Label
 engine_events.install(open_recorder(sys.argv[1], Path(sys.argv[2])), lambda: None)
 lane = CpuLane("gradients", Hooks())
 begun = threading.Event()
@@ -334,10 +334,10 @@ import torch
 import torch.distributed as dist
 from captures import open_recorder
 from dsprof.collectors import collectives, engine_events
-from dsprof.engine.comm import Comm, open_comm
+from dsprof.engine.comm.comm import Comm, open_comm
 from dsprof.engine.hooks import Hooks
-from dsprof.engine.lane import CpuLane
-from dsprof.engine.norm import global_norm
+from dsprof.engine.comm.lane import CpuLane
+from dsprof.engine.optim.grad_norm import global_norm
 kind, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 torch.set_num_threads(1)
 recorder = open_recorder(kind, folder / f"rank0000{rank}.0.host.{rank + 1}")

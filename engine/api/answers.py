@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import monitors
-from ..precision import LossScaler
+from ..optim.loss_scaler import LossScaler
 from ..zero import Zero
 from .libraries import Surface
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
 from ..checkpoint import Trainee
-from ..checkpoint.whole import collect
-from ..dataloader import WORKERS, ShardedLoader
+from ..checkpoint.consolidate import collect
+from ..data import WORKERS, ShardedLoader
 from .settings import Settings
 
 if TYPE_CHECKING:
-    from ..parallel import Parallel
+    from ..comm.groups import Parallel
     from ..zero import Zero
 
 

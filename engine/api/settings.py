@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..precision import DTYPES
+from ..optim.loss_scaler import DTYPES
 
 if TYPE_CHECKING:
     from ..config import Config

@@ -22,11 +22,10 @@ code.
     offline.py     the model alone, read without an engine
 """
 
+from ..comm.consensus import CheckpointError
+from .consolidate import save_16bit_model, weights_of
 from .loading import load
-from .offline import weights_of
 from .saving import save
 from .state import Trainee
-from .team import CheckpointError
-from .whole import save_16bit_model
 
 __all__ = ["CheckpointError", "Trainee", "load", "save", "save_16bit_model", "weights_of"]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from .team import CheckpointError
+from ..comm.consensus import CheckpointError
 
 LATEST: Final = "latest"
 _SAVING: Final = ".dsprof-saving"

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..onebit import OneBitAdam
+from ..comm.consensus import CheckpointError, Team, gather_over
+from ..optim.onebit import OneBitAdam
 from ..zero.shard import ShardedParam
-from .cuts import Wanted, as_saved, read, tensor_cut
+from .dcp import Contents, Piece
 from .folder import find, latest_tag
 from .optimizer import OptimizerLoading, OptimizerState, group_names
-from .pieces import Contents, Piece
+from .reshard import Wanted, as_saved, read, tensor_cut
 from .saving import COUNTERS, FORMAT
+from .serialize import set_random_states, unpack
 from .state import Holdings, Trainee, buffers, device_of, holdings, loader_of, merged, own_buffer, weights
-from .team import CheckpointError, Team, gather_over
-from .values import set_random_states, unpack
 
 
 def load(

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
+from ..comm.consensus import CheckpointError
 from ..zero import Zero
 from ..zero.shard import Cut, ShardedParam
-from .cuts import Wanted, alike, part_name, tensor_cut
-from .pieces import Contents, Piece
-from .team import CheckpointError
+from .dcp import Contents, Piece
+from .reshard import Wanted, alike, part_name, tensor_cut
 
 if TYPE_CHECKING:
-    from ..tensor.cut import TensorCut
+    from ..tensor.sharding import TensorCut
 
 PER_RANK: Final = ("worker_error", "server_error")
 """Optimizer state that differs from rank to rank although the parameters do not: what 1-bit Adam still owes. The first

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from .cuts import part_name, tensor_cut
+from ..comm.consensus import CheckpointError, Team, gather_over
+from .dcp import Piece, shares, write
 from .folder import Place, check_tag, write_synced
 from .optimizer import optimizer_state
-from .pieces import Piece, shares, write
+from .reshard import part_name, tensor_cut
+from .serialize import pack, plain, random_states
 from .state import Holdings, Trainee, buffers, device_of, digests, holdings, loader_of, merged, own_buffer, weights
-from .team import CheckpointError, Team, gather_over
-from .values import pack, plain, random_states
 
 FORMAT: Final = 2
 COUNTERS: Final = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -101,7 +101,7 @@ class _Described:
 
 def _take(engine: Trainee, without_frozen: bool, rank: int) -> tuple[list[Piece], _Described]:
     """The pieces that this rank writes, but for buffers, and what there is to be told of what it has."""
-    zero, mesh, counts = engine.zero, engine.parallel.mesh, engine.parallel.shared.counts
+    zero, mesh, counts = engine.zero, engine.parallel.mesh, engine.shared.counts
     kept = [param for param in zero.params if param.trainable or not without_frozen]
     counted = [param for param in kept if counts(param.param)]
     mine = [

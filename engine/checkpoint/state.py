@@ -28,18 +28,19 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..dataloader import ShardedLoader
+from ..data import ShardedLoader
 from ..hooks import Hooks
 from ..offload import States
-from ..precision import LossScaler
+from ..optim.loss_scaler import LossScaler
 from ..zero import Zero
 from ..zero.shard import ShardedParam
-from .cuts import tensor_cut, whole_shape
-from .pieces import Piece
+from ..zero.shared_params import SharedParameters
+from .dcp import Piece
+from .reshard import tensor_cut, whole_shape
 
 if TYPE_CHECKING:
+    from ..comm.groups import Parallel
     from ..config import Config
-    from ..parallel import Parallel
 
 T = TypeVar("T")
 
@@ -51,6 +52,7 @@ class Trainee(Protocol):
     config: Config
     zero: Zero
     parallel: Parallel
+    shared: SharedParameters
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any
     scaler: LossScaler

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from .deepspeed_keys import FOREIGN, RENAMED, REPLACED, Foreign
 from .model import Section, join, sections, shown
-from .words import ALIASES, likeness, nearest
+from .suggest import ALIASES, likeness, nearest
 
 MISPLACED_ABOVE: Final = 0.8
 """How like a misspelt key a neighbour must be to be named although another section has that very key."""

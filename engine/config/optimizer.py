@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
 
 from .model import Betas, Complaint, Number, Params, Section, SectionType, Whole, shown, torch_params
-from .words import nearest
+from .suggest import nearest
 
 
 class AdamParams(Params):

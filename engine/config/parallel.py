@@ -60,7 +60,7 @@ class PipelineConfig(Section):
 
     layer_costs: str | None = None
     """dsprof's own. The file with the seconds that each layer takes, for the partition method `measured`:
-    `layer_costs.json` of a run under dsprof, or what `dsprof.engine.pipe.measure.measure` writes."""
+    `layer_costs.json` of a run under dsprof, or what `dsprof.engine.pipe.layer_costs.measure` writes."""
 
     activation_checkpoint_interval: Whole = Field(default=0, ge=0)
     """Layers between two activation checkpoints; 0 keeps all activations."""

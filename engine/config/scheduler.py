@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from .model import Complaint, Number, Params, Rates, Section, SectionType, Whole, shown, torch_params
-from .words import nearest
+from .suggest import nearest
 
 WarmupType = Literal["log", "linear"]
 

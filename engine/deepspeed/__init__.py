@@ -23,8 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from .absent import refusal
-from .installed import distribution
-from .names import MODULES, VERSION
+from .names import MODULES, VERSION, distribution
 
 __all__ = ["VERSION", "check", "distribution", "make"]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from ..engine import Engine
-from ..zero.holder import holder
+from ..train.engine import Engine
+from ..zero.registry import holder
 from ..zero.shard import ShardedParam
 from .start import engine_of
 

@@ -10,10 +10,10 @@ import functools
 
 import torch.distributed as dist
 
-from ..mesh import Axis
-from ..parallel import Parallel
-from .comm import get_world_group
+from ..comm.groups import Parallel
+from ..comm.mesh import Axis
 from .start import last_engine
+from .utils import get_world_group
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:

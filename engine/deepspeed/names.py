@@ -8,6 +8,8 @@ this.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import Distribution
+from pathlib import Path
 from typing import Final
 
 VERSION: Final = "0.19.8+dsprof"
@@ -25,9 +27,9 @@ def _of(home: str, *names: str) -> dict[str, str]:
 
 _VERSION: Names = {"version": ".deepspeed.names:VERSION"}
 
-_ENGINE: Names = {"DeepSpeedEngine": ".engine:Engine"}
+_ENGINE: Names = {"DeepSpeedEngine": ".train.engine:Engine"}
 
-_PIPELINE_ENGINE: Names = {"PipelineEngine": ".pipe.engine:PipelineEngine"}
+_PIPELINE_ENGINE: Names = {"PipelineEngine": ".train.pipeline_engine:PipelineEngine"}
 
 _LAYERS: Names = _of(".pipe", "PipelineModule", "LayerSpec", "TiedLayerSpec")
 
@@ -36,14 +38,14 @@ _TOPOLOGY: Names = _of(".pipe.topology", "ProcessTopology", "PipeDataParallelTop
 _CONFIG: Names = {**_of(".deepspeed.start", "DeepSpeedConfig"), "DeepSpeedConfigError": ".config:ConfigError"}
 
 _CHECKPOINTING: Names = {
-    **_of(".checkpointing", "checkpoint", "configure", "is_configured", "reset"),
-    "non_reentrant_checkpoint": ".checkpointing:checkpoint",
+    **_of(".activation_checkpoint", "checkpoint", "configure", "is_configured", "reset"),
+    "non_reentrant_checkpoint": ".activation_checkpoint:checkpoint",
     **_of(
-        ".deepspeed.streams", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed",
+        ".deepspeed.rng_tracker", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed",
         "model_parallel_reconfigure_tp_seed",
     ),
-    "_CUDA_RNG_STATE_TRACKER": ".deepspeed.streams:STREAMS",
-    "_MODEL_PARALLEL_RNG_TRACKER_NAME": ".deepspeed.streams:MODEL_PARALLEL",
+    "_CUDA_RNG_STATE_TRACKER": ".deepspeed.rng_tracker:STREAMS",
+    "_MODEL_PARALLEL_RNG_TRACKER_NAME": ".deepspeed.rng_tracker:MODEL_PARALLEL",
 }  # fmt: skip
 
 _ZERO: Names = _of(
@@ -52,7 +54,7 @@ _ZERO: Names = _of(
 
 VALID_LR_SCHEDULES: Final = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
-_SCHEDULES: Names = {**_of(".lr", *VALID_LR_SCHEDULES), **_of(".deepspeed.names", "VALID_LR_SCHEDULES")}
+_SCHEDULES: Names = {**_of(".optim.lr", *VALID_LR_SCHEDULES), **_of(".deepspeed.names", "VALID_LR_SCHEDULES")}
 
 _ADAM: Names = _of(".deepspeed.optimizers", "FusedAdam", "DeepSpeedCPUAdam")
 
@@ -64,7 +66,7 @@ _FRAGMENTS: Names = _of(
 )  # fmt: skip
 
 _LEAVES: Names = _of(
-    ".deepspeed.leaves", "set_z3_leaf_modules", "unset_z3_leaf_modules", "set_z3_leaf_modules_by_name",
+    ".deepspeed.z3_leaf", "set_z3_leaf_modules", "unset_z3_leaf_modules", "set_z3_leaf_modules_by_name",
     "set_z3_leaf_modules_by_suffix", "set_z3_leaf_module", "get_z3_leaf_modules",
 )  # fmt: skip
 
@@ -95,7 +97,7 @@ _INNER_GROUPS: Names = {
 }
 """Not for scripts, by their names, and yet many use them."""
 
-_LOGS: Names = _of(".deepspeed.logs", "logger", "log_dist", "log_dist_once")
+_LOGS: Names = _of(".deepspeed.utils", "logger", "log_dist", "log_dist_once")
 
 _COMM: Names = {
     **_of(
@@ -105,9 +107,9 @@ _COMM: Names = {
         "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv", "isend",
         "irecv", "batch_isend_irecv", "barrier", "monitored_barrier",
     ),
-    **_of(".deepspeed.comm", "get_local_rank", "get_world_group", "log_summary"),
+    **_of(".deepspeed.utils", "get_local_rank", "get_world_group", "log_summary"),
     "get_all_ranks_from_group": "torch.distributed:get_process_group_ranks",
-    "init_distributed": ".setup:init_distributed",
+    "init_distributed": ".comm.launch:init_distributed",
 }  # fmt: skip
 
 _ACCELERATOR: Names = _of(".deepspeed.accelerator", "get_accelerator", "is_current_accelerator_supported")
@@ -121,11 +123,11 @@ MODULES: Final[Mapping[str, Names]] = {
         "TORCH_DISTRIBUTED_DEFAULT_PORT": ".deepspeed.names:DEFAULT_PORT",
         **_VERSION,
         **_of(".deepspeed.start", "initialize", "tp_model_init", "set_autotp_mode"),
-        **_of(".deepspeed.placing", "OnDevice"),
-        "init_distributed": ".setup:init_distributed",
-        "add_config_arguments": ".arguments:add_config_arguments",
+        **_of(".deepspeed.utils", "OnDevice"),
+        "init_distributed": ".comm.launch:init_distributed",
+        "add_config_arguments": ".setup.arguments:add_config_arguments",
         **_of(".deepspeed.accelerator", "get_accelerator"),
-        **_of(".deepspeed.logs", "logger", "log_dist"),
+        **_of(".deepspeed.utils", "logger", "log_dist"),
         "PipelineModule": ".pipe:PipelineModule",
         **_ENGINE,
         **_PIPELINE_ENGINE,
@@ -154,7 +156,7 @@ MODULES: Final[Mapping[str, Names]] = {
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.config": _CONFIG,
-    "deepspeed.runtime.dataloader": _of(".dataloader", "RepeatingLoader"),
+    "deepspeed.runtime.dataloader": _of(".data", "RepeatingLoader"),
     "deepspeed.runtime.engine": _ENGINE,
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
     "deepspeed.runtime.pipe": {**_LAYERS, **_of(".pipe.topology", "ProcessTopology")},
@@ -169,17 +171,17 @@ MODULES: Final[Mapping[str, Names]] = {
     },
     "deepspeed.utils": {
         **_LOGS,
-        **_of(".dataloader", "RepeatingLoader"),
-        **_of(".deepspeed.placing", "OnDevice"),
+        **_of(".data", "RepeatingLoader"),
+        **_of(".deepspeed.utils", "OnDevice"),
         **_FRAGMENTS,
         **_GROUPS,
         **_LEAVES,
     },
     "deepspeed.utils.groups": {**_GROUPS, **_INNER_GROUPS},
-    "deepspeed.utils.init_on_device": _of(".deepspeed.placing", "OnDevice"),
-    "deepspeed.utils.logging": {**_LOGS, **_of(".deepspeed.logs", "print_dist", "warning_once")},
+    "deepspeed.utils.init_on_device": _of(".deepspeed.utils", "OnDevice"),
+    "deepspeed.utils.logging": {**_LOGS, **_of(".deepspeed.utils", "print_dist", "warning_once")},
     "deepspeed.utils.tensor_fragment": _FRAGMENTS,
-    "deepspeed.utils.z3_leaf_module": {**_LEAVES, **_of(".deepspeed.leaves", "z3_leaf_module")},
+    "deepspeed.utils.z3_leaf_module": {**_LEAVES, **_of(".deepspeed.z3_leaf", "z3_leaf_module")},
     "deepspeed.utils.zero_to_fp32": _of(
         ".deepspeed.zero_to_fp32",
         "get_fp32_state_dict_from_zero_checkpoint",
@@ -188,3 +190,26 @@ MODULES: Final[Mapping[str, Names]] = {
     ),
     "deepspeed.zero": _ZERO,
 }
+
+
+METADATA: Final = f"""\
+Metadata-Version: 2.1
+Name: deepspeed
+Version: {VERSION}
+Summary: dsprof's training engine under DeepSpeed's names
+"""
+
+
+class _StandIn(Distribution):
+    """A distribution without files."""
+
+    def read_text(self, filename: str) -> str | None:
+        return METADATA if filename == "METADATA" else None
+
+    def locate_file(self, path: object) -> Path:
+        return Path(__file__).parent / str(path)
+
+
+def distribution() -> Distribution:
+    """`importlib.metadata.distribution("deepspeed")`."""
+    return _StandIn()

@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import setup
+from ..comm.launch import init_distributed
 from ..config import Config, ConfigError, load
 from ..config.loading import read
-from ..divide import stages_of
-from ..engine import Engine
-from ..zero.holder import holder
+from ..setup.initialize import initialize as initialize_engine
+from ..setup.parallelize import stages_of
+from ..train.engine import Engine
+from ..zero.registry import holder
 from ..zero.shard import ShardedParam
-from .leaves import check_leaves, get_z3_leaf_modules
+from .z3_leaf import check_leaves, get_z3_leaf_modules
 
 Source = str | Path | dict[str, Any]
 
@@ -59,7 +60,7 @@ def initialize(
     layer. Raises ValueError if not, for a model without elements, and for a leaf that stage 3 would not keep together.
     """
     if dist_init_required is not False:
-        setup.init_distributed(distributed_port=distributed_port)
+        init_distributed(distributed_port=distributed_port)
     sources = [config, config_params, getattr(args, "deepspeed_config", None)]
     given = [source for source in sources if source is not None]
     asked = None if model is None else _ASKED.get(model)
@@ -76,7 +77,7 @@ def initialize(
             mpu = None
         if model is not None and get_z3_leaf_modules(model):
             check_leaves(model, _loaded(config, model).zero_optimization.stage)
-    made = setup.initialize(
+    made = initialize_engine(
         args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port, mpu,
         dist_init_required, collate_fn, config, mesh_param, config_params,
     )  # fmt: skip

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..flop_formulas import flop_counter
 from ..hooks import Span
+from .flop_formulas import flop_counter
 from .phases import Timer, phase_of
 
 if TYPE_CHECKING:

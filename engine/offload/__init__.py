@@ -11,8 +11,8 @@ Nobody outside of it has to know where anything is: masters and states are seen 
 parameters by `ShardedParam.read_piece`.
 """
 
-from .files import OffloadError
-from .opening import Offload, open_offload
+from .build import Offload, open_offload
+from .disk import OffloadError
 from .optimizer import States
 
 __all__ = ["Offload", "OffloadError", "States", "open_offload"]

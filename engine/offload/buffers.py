@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .files import Ticket
+    from .transfer import Ticket
 
 PAGE: Final = 4096
 """Bytes. No disk has larger logical blocks, which addresses, offsets and lengths must be multiples of."""

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..optim.build import bytes_per_element
 from ..zero.shard import ShardedParam
 from .buffers import Buffer, Pool, hollow, round_up
-from .files import About, Disk, File, OffloadError, Ticket
-from .needs import bytes_per_element
+from .disk import Disk, File, OffloadError
+from .transfer import About, Ticket
 
 if TYPE_CHECKING:
     from ..config.offload import OffloadOptimizerConfig

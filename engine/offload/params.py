@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..zero.shard import ShardedParam
 from .buffers import Buffer, Pool, hollow, round_up
-from .files import About, Disk, Ticket
+from .disk import Disk
+from .transfer import About, Ticket
 
 if TYPE_CHECKING:
     from ..config.offload import OffloadParamConfig

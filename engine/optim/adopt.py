@@ -76,7 +76,7 @@ def adopt(
 
 def settles_groups(optimizer: Optimizer) -> bool:
     """Whether it cannot have other parameters than those it was made with."""
-    from ..onebit import OneBitAdam  # which is built on this package
+    from .onebit import OneBitAdam  # which is built on this package
 
     return isinstance(optimizer, Muon | OneBitAdam)
 
@@ -144,3 +144,29 @@ def _cut(state: dict[str, Any], param: Tensor, master: Tensor, shard: Shard) -> 
                 f"{tuple(param.shape)}: it cannot be carried over to its master. Give initialize a fresh optimizer"
             )
     return result
+
+
+class Turn:
+    """Lets an optimizer step while the engine has it do so, and not when the script calls it: its masters have no
+    gradients then, and new weights would reach no rank."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._now = False
+        self._handle = optimizer.register_step_pre_hook(self._check)
+
+    def __enter__(self) -> None:
+        self._now = True
+
+    def __exit__(self, *_: object) -> None:
+        self._now = False
+
+    def end(self) -> None:
+        """The optimizer is the script's."""
+        self._handle.remove()
+
+    def _check(self, *_: object) -> None:
+        if not self._now:
+            raise RuntimeError(
+                "optimizer.step: the engine steps the optimizer: write engine.backward(loss) and engine.step() in the "
+                "place of loss.backward(), optimizer.step() and optimizer.zero_grad()"
+            )

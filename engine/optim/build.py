@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..hooks import Hooks
@@ -34,6 +34,8 @@ NAMES: Final = {
     "lion": "Lion", "lamb": "Lamb", "muon": "Muon", "onebitadam": "OneBitAdam",
 }  # fmt: skip
 """`optimizer.type`, which may be written in any case -> the usual way."""
+if TYPE_CHECKING:
+    pass
 
 
 def build(
@@ -61,7 +63,7 @@ def build(
     if name == "Muon":
         return _muon(options, tiles, shards, hooks)
     if name == "OneBitAdam":
-        from ..onebit import OneBitAdam  # which is built on this package
+        from .onebit import OneBitAdam  # which is built on this package
 
         return _make(OneBitAdam, name, options, tiles, {"group": group, "hooks": hooks})
     if name == "Lamb":
@@ -164,3 +166,28 @@ def _as_groups(groups: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> Gro
 def _nearest(written: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(written, list(known), 1)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+@torch.no_grad()
+def bytes_per_element(optimizer: Optimizer) -> dict[nn.Parameter, int]:
+    """Bytes of state for each element of each master, as one step of a master of two elements shows.
+
+    Empty for an optimizer that is not known to step any tensor by itself: its needs are seen at its first step.
+    """
+    if type(optimizer) not in (*ELEMENTWISE, Lion, Lamb):
+        return {}
+    found = {}
+    for group in optimizer.param_groups:
+        if not group["params"]:
+            continue
+        trial = nn.Parameter(torch.zeros(2, dtype=group["params"][0].dtype))
+        trial.grad = torch.zeros_like(trial)
+        twin = object.__new__(type(optimizer))
+        vars(twin).update(vars(optimizer))
+        vars(twin).pop("step", None)  # a scheduler's, which counts steps of the real one
+        twin.param_groups = [{**group, "params": [trial]}]
+        twin.state = type(optimizer.state)(dict)
+        inspect.unwrap(type(twin).step)(twin)  # without the hooks, which would take it for a step of the training
+        states = [value for value in twin.state[trial].values() if isinstance(value, Tensor) and value.shape == (2,)]
+        found.update(dict.fromkeys(group["params"], sum(value.element_size() for value in states)))
+    return found

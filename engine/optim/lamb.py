@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ..hooks import Hooks
-from .shard import Shards
-from .tiled import Tile, TiledOptimizer
+from .shard import Shards, Tile, TiledOptimizer
 
 
 class Lamb(TiledOptimizer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import ParamsT
 
-from .tiled import Tile, TiledOptimizer
+from .shard import Tile, TiledOptimizer
 
 
 class Lion(TiledOptimizer):

@@ -21,8 +21,8 @@ measure.py   what each layer takes
 
 from .layers import LayerSpec, TiedLayerSpec
 from .module import PipelineModule
+from .p2p import PipelineError
 from .topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
-from .transfer import PipelineError
 
 __all__ = [
     "LayerSpec",

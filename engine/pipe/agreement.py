@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .given import Layer
-from .transfer import PipelineError
+from .layers import Layer
+from .p2p import PipelineError
 
 
 def everyones(mine: Any) -> list[Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.distributed import ProcessGroup
 
-from ..mesh import Mesh
-from ..parallel import Parallel
+from ..comm.groups import Parallel
+from ..comm.mesh import Mesh
 from .topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 

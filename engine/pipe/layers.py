@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def name_of(function: Any) -> str:
@@ -77,3 +79,108 @@ class TiedLayerSpec(LayerSpec):
                     "and the layers of a key share all their parameters; make what is not shared a layer of its own"
                 )
         return layer
+
+
+@dataclass(eq=False, slots=True)
+class Layer:
+    """One of the row: what it is made of, and, where it is, the thing itself."""
+
+    name: str
+    source: Any
+    """A LayerSpec, a module, or any other callable."""
+    built: Callable[..., Any] | None = None
+    call: Callable[[Any], Any] | None = None
+    """What is called in the place of its own function, if anything."""
+
+    @property
+    def kind(self) -> str:
+        """Its class, or the name of a function: what `type:REGEX` looks at, and what is told of it."""
+        if isinstance(self.source, LayerSpec):
+            return self.source.class_name
+        return type(self.source).__name__ if isinstance(self.source, nn.Module) else name_of(self.source)
+
+    @property
+    def key(self) -> str | None:
+        """By which it is tied to others."""
+        return self.source.key if isinstance(self.source, TiedLayerSpec) else None
+
+
+def named(layers: Sequence[Any] | nn.Sequential) -> list[Layer]:
+    """The layers of a list. Raises TypeError for one that cannot be called."""
+    found = _children(layers) if isinstance(layers, nn.Sequential) else [(str(at), x) for at, x in enumerate(layers)]
+    children = dict(found)
+    for at, layer in enumerate(children.values()):
+        made = layer.func if isinstance(layer, functools.partial) else layer
+        if isinstance(made, type) and issubclass(made, nn.Module):
+            raise TypeError(
+                f"PipelineModule: layer {at} is the class {made.__name__}, which makes layers and is none; write "
+                f"LayerSpec({made.__name__}, ...), with its arguments"
+            )
+        if not isinstance(layer, LayerSpec) and not callable(layer):
+            raise TypeError(
+                f"PipelineModule: layer {at} is a {type(layer).__name__}; a layer is a LayerSpec, a module or a "
+                "function"
+            )
+    return [Layer(name, layer) for name, layer in children.items()]
+
+
+def told_of(layer: Layer, inputs: Any, *, by_name: bool) -> str:
+    """Where an error was raised: in `layer`, called on `inputs`. `by_name`: it is one of the modules of a model."""
+    plain = isinstance(inputs, Tensor) and not inputs.is_nested  # a nested one has no shape
+    what = f"a tensor of shape {tuple(inputs.shape)}" if plain else f"a {type(inputs).__name__}"
+    where = f"in layer {layer.name} ({layer.kind}) of the pipeline, called on {what}"
+    if not by_name:
+        return where
+    return (
+        f"{where} and nothing else: the model's own forward does not run, and what it makes for its modules (masks, "
+        "positions) has to be made in a layer"
+    )
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules of a list, in order; one that is there twice is called twice."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether `module` stands for its children: it does not if it has a forward of its own."""
+    return isinstance(module, nn.ModuleList) or (
+        isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    )
+
+
+def of_model(model: nn.Module, names: Iterable[Any]) -> list[Layer]:
+    """The modules of `model` called `names`, in this order."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    layers: list[Layer] = []
+    for name in names:
+        if name not in modules:
+            near = difflib.get_close_matches(str(name), modules, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"PipelineModule: the model has no module {name!r}{hint}")
+        module = modules[name]
+        inner = _children(module) if _is_list(module) else []
+        layers += [Layer(f"{name}.{part}", child) for part, child in inner] or [Layer(name, module)]
+    taken = {param for layer in layers for param in layer.source.parameters()}
+    missing = [name for name, param in model.named_parameters() if param not in taken]
+    if missing:
+        raise ValueError(
+            f"PipelineModule: no layer has the parameter {missing[0]}"
+            + (f" ({len(missing)} such in all)" if len(missing) > 1 else "")
+            + "; name the modules of all parameters, in the order in which they are called. What the model's own "
+            "forward does between them does not run: wrap those whose outputs it adds in a module that does so, and "
+            "name that"
+        )
+    return layers
+
+
+def shared_parameters(layers: Sequence[Layer], model: nn.Module | None) -> dict[str, tuple[nn.Parameter, list[int]]]:
+    """Parameters that several modules of the list have: name in `model`, or in the first of them -> the parameter,
+    numbers of the layers."""
+    called = {} if model is None else {param: name for name, param in model.named_parameters()}
+    found: dict[nn.Parameter, tuple[str, list[int]]] = {}
+    for at, layer in enumerate(layers):
+        if isinstance(layer.source, nn.Module):
+            for name, param in layer.source.named_parameters():
+                found.setdefault(param, (called.get(param, f"{layer.name}.{name}"), []))[1].append(at)
+    return {name: (param, where) for param, (name, where) in found.items() if len(where) > 1}

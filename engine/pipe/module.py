@@ -12,15 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import checkpointing
+from .. import activation_checkpoint
 from ..hooks import Hooks
 from ..partition import partition, read_costs
 from .agreement import check, everyones, row_of
 from .answers import UNKNOWN, ModuleAnswers
-from .given import Layer, named, of_model, shared_parameters, told_of
-from .layers import LayerSpec, TiedLayerSpec
+from .layers import Layer, LayerSpec, TiedLayerSpec, named, of_model, shared_parameters, told_of
+from .p2p import PipelineError
 from .topology import ProcessTopology, stages_asked
-from .transfer import PipelineError
 
 if TYPE_CHECKING:
     from .grid import PipelineGrid
@@ -79,7 +78,7 @@ class PipelineModule(ModuleAnswers):
         base_seed: int = 1234,
         partition_method: str | Sequence[int] = "parameters",
         activation_checkpoint_interval: int = 0,
-        activation_checkpoint_func: Callable[..., Any] = checkpointing.checkpoint,
+        activation_checkpoint_func: Callable[..., Any] = activation_checkpoint.checkpoint,
         checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = True,
         *,
@@ -288,7 +287,7 @@ class PipelineModule(ModuleAnswers):
         return run
 
     def _checkpointed(self, stretch: Callable[[Any], Any], inputs: Any) -> Any:
-        if self._checkpoint is not checkpointing.checkpoint:
+        if self._checkpoint is not activation_checkpoint.checkpoint:
             return self._checkpoint(stretch, inputs)
 
         def alone(inputs: Any) -> tuple[Any]:
@@ -372,7 +371,7 @@ def _called(layer: Layer, built: Callable[..., Any]) -> Callable[[Any], Any]:
 def _place(num_stages: int) -> tuple[int]:
     """This process' place in a pipeline: the stages are the outermost axis of the ranks, whatever the others are."""
     if not dist.is_initialized():
-        from ..setup import init_distributed
+        from ..comm.launch import init_distributed
 
         init_distributed()
     ranks = dist.get_world_size()

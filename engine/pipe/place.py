@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..engine import Engine
+from ..train.engine import Engine
 from .absent import TellsAbsent
 from .grid import PipelineGrid
 from .module import PipelineModule

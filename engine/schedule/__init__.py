@@ -14,7 +14,6 @@ render.py       a plan's timeline as text
 The engine runs a plan, the analyzer simulates it. A schedule is one file here and one line in `make.SCHEDULES`.
 """
 
-from . import closed_form
 from .check import PlanError, check
 from .make import SCHEDULES, make_plan
 from .plan import COMPUTE, TRANSFERS, Action, Plan, with_transfers

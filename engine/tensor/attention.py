@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..comm import Comm
+from ..comm.comm import Comm
+from .collectives import copy, gather, join, reduce, reduce_scatter
 from .layers import State
-from .ops import copy, gather, join, reduce, reduce_scatter
 from .rng import RankStream
 
 

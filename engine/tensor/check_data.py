@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import Comm
+from ..comm.comm import Comm
 
 _MULTIPLIER: Final = -7046029254386353131  # 2**64 divided by the golden ratio, as a signed integer
 

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..comm import Comm
-from .cut import TensorCut
-from .ops import copy, gather, join, reduce, reduce_scatter, split
+from ..comm.comm import Comm
+from .collectives import copy, gather, join, reduce, reduce_scatter, split
 from .rng import RankStream
-from .told import plain
+from .shape_override import plain
+from .sharding import TensorCut
 
 Kind = Literal["linear", "conv1d", "embedding", "attention"]
 

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..comm import Comm
+from ..comm.comm import Comm
 
 _MASK: Final = (1 << 63) - 1
 

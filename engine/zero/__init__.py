@@ -17,6 +17,6 @@ partition.py  the stages, put together
 """
 
 from .init import GatheredParameters, Init
-from .partition import Comms, Zero, ZeroSettings
+from .zero import Comms, Zero, ZeroSettings
 
 __all__ = ["Comms", "GatheredParameters", "Init", "Zero", "ZeroSettings"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..lane import Ticket
+from ..comm.lane import Ticket
 from .shard import ShardedParam
 
 

@@ -26,10 +26,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from ..hooks import Hooks
+from .fetch_order import Owner, Pass, Walk
 from .gather import Gatherer
-from .passes import Owner, Pass, Walk
+from .param_hooks import SavedTensorsNet, WatchedParameters
 from .shard import Ledger, ShardedParam
-from .uses import SavedTensorsNet, WatchedParameters
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ..comm import Comm, Content
-from ..lane import Ticket
+from ..comm.comm import Comm, Content
+from ..comm.lane import Ticket
+from .order_check import Trail
 from .shard import Cut, ShardedParam
-from .trail import Trail
 
 KEPT_BUFFERS: Final = 2
 """Of those that have been read: one is being filled while the other is."""

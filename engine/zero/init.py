@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..comm import Comm, open_comm
+from ..comm.comm import Comm, open_comm
+from ..comm.lane import Inline
 from ..config import load
 from ..hooks import Hooks
-from ..lane import Inline
-from ..precision import model_dtype
+from ..optim.loss_scaler import model_dtype
 from .gather import Gatherer
-from .holder import EarlyParam, Holder, holder
+from .registry import EarlyParam, Holder, holder
 
 __all__ = ["GatheredParameters", "Holder", "Init", "holder"]
 
@@ -98,7 +98,7 @@ class Init:
         source = config_dict_or_path if config_dict_or_path is not None else config
         self._dtype = dtype
         if source is not None:
-            from ..setup import init_distributed
+            from ..comm.launch import init_distributed
 
             init_distributed()
             settings = load(source, world_size=dist.get_world_size())
@@ -165,12 +165,12 @@ class Init:
             self._calls[-1].touched[param] = None
 
     def _open(self) -> None:
-        from ..setup import _device, init_distributed
+        from ..comm.launch import init_distributed, local_device
 
         if self._comm is not None:
             return
         init_distributed()
-        self._device = _device()
+        self._device = local_device()
         self._comm = open_comm([range(dist.get_world_size())], lambda: Inline(Hooks()))
         self._gatherer = Gatherer(self._comm)
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..comm import Comm
-from .absent import plainly
+from ..comm.comm import Comm
 from .bucket import Bucket
+from .placeholder import plainly
 from .shard import ShardedParam
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from .absent import Absent
+from .placeholder import Absent
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..comm import Comm
+from ..comm.comm import Comm
 from .shard import ShardedParam
 
 

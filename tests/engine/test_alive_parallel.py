@@ -14,7 +14,7 @@ from recording import recorded
 from torch import Tensor, nn
 
 from dsprof.engine.pipe import PipelineModule
-from dsprof.engine.pipe.measure import measure
+from dsprof.engine.pipe.layer_costs import measure
 
 
 def pipeline_job(rank: int, keys: dict[str, Any]) -> tuple[list[int], list[tuple[str, int, int]], int]:

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from dsprof import engine as ds
 from dsprof.engine import Engine, checkpoint
-from dsprof.engine.checkpoint import CheckpointError, pieces
-from dsprof.engine.checkpoint.pieces import Contents, Piece, _Value, shares
-from dsprof.engine.checkpoint.values import pack, unpack
+from dsprof.engine.checkpoint import CheckpointError, dcp
+from dsprof.engine.checkpoint.dcp import Contents, Piece, _Value, shares
+from dsprof.engine.checkpoint.serialize import pack, unpack
 from dsprof.engine.hooks import Span, subscribe
 
 BIG = {"stage3_param_persistence_threshold": 100}
@@ -233,7 +233,7 @@ def test_what_one_bit_adam_still_owes_is_forgiven_on_other_ranks(ranks: Ranks, t
 
 def test_large_pieces_are_written_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that memory for copies, in writing and in reading, does not grow with the parameters."""
-    monkeypatch.setattr(pieces, "CHUNK", 3)
+    monkeypatch.setattr(dcp, "CHUNK", 3)
     alone = Piece("alone", torch.arange(7), 100, 40)
     chunks = [(share.start, share.flat.tolist()) for share in shares([alone], 1, 3)]
     assert chunks == [(40, [0, 1, 2]), (43, [3, 4, 5]), (46, [6])]

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
+from dsprof.engine.comm.comm.consensus import Team
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import (
@@ -33,10 +34,9 @@ from torch import Tensor, nn
 
 from dsprof import engine as ds
 from dsprof.engine.checkpoint import CheckpointError, saving
-from dsprof.engine.checkpoint.cuts import Wanted, join, part_name, read, tensor_cut
-from dsprof.engine.checkpoint.pieces import Contents, Piece, write
-from dsprof.engine.checkpoint.team import Team
-from dsprof.engine.checkpoint.values import unpack
+from dsprof.engine.checkpoint.dcp import Contents, Piece, write
+from dsprof.engine.checkpoint.reshard import Wanted, join, part_name, read, tensor_cut
+from dsprof.engine.checkpoint.serialize import unpack
 from dsprof.engine.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from dsprof.engine.tensor import TensorCut
 

@@ -11,7 +11,7 @@ from models import Numbers
 from torch import Tensor
 from torch.utils.data import IterableDataset, SequentialSampler, get_worker_info
 
-from dsprof.engine.dataloader import RepeatingLoader, ShardedLoader
+from dsprof.engine.data import RepeatingLoader, ShardedLoader
 
 
 class Stream(IterableDataset[int]):

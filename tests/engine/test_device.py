@@ -14,9 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
+from dsprof.engine.comm.comm.lane import CudaLane, Label
 
 from dsprof.engine.hooks import FAILURES, Hooks, Span
-from dsprof.engine.lane import CudaLane, Label
 from dsprof.engine.monitors.comms_logger import CommsLogger, Message
 from dsprof.engine.monitors.phases import CudaTimer, timer_for
 from dsprof.engine.monitors.wall_clock import WallClock
@@ -94,7 +94,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: DEVICE.current)
     monkeypatch.setattr(torch.cuda, "stream", DEVICE.stream)
-    monkeypatch.setattr("dsprof.engine.lane.time", SimpleNamespace(monotonic_ns=lambda: round(1e6 * DEVICE.host)))
+    monkeypatch.setattr("dsprof.engine.comm.lane.time", SimpleNamespace(monotonic_ns=lambda: round(1e6 * DEVICE.host)))
     yield DEVICE
     assert FAILURES == []
 
@@ -252,6 +252,6 @@ def test_the_engines_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    setup = importlib.import_module("dsprof.engine.setup")
-    assert setup._device() == torch.device("cuda", 3)
+    launch = importlib.import_module("dsprof.engine.comm.launch")
+    assert launch.local_device() == torch.device("cuda", 3)
     assert chosen == [torch.device("cuda", 3)]

@@ -17,7 +17,7 @@ from dsprof import engine as ds
 from dsprof.engine import Engine
 from dsprof.engine.api.absent import ABSENT
 from dsprof.engine.api.settings import Settings
-from dsprof.engine.dataloader import ShardedLoader
+from dsprof.engine.data import ShardedLoader
 
 TRAINED = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
 

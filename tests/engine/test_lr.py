@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dsprof.engine import lr
+from dsprof.engine.optim import lr
 
 
 def optimizer(*rates: float, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> torch.optim.Optimizer:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dsprof.engine import monitors
+from dsprof.engine.activation_checkpoint.policies import Full
 from dsprof.engine.config import load
 from dsprof.engine.hooks import FAILURES, Hooks, Listener, Span, subscribe
 from dsprof.engine.monitors import comms_logger
@@ -25,7 +26,6 @@ from dsprof.engine.monitors.memory import HostMeter, MemoryBreakdown
 from dsprof.engine.monitors.phases import HostTimer
 from dsprof.engine.monitors.wall_clock import WallClock
 from dsprof.engine.monitors.writers import CsvWriter, Curves, TensorBoardWriter
-from dsprof.engine.remat import Full
 
 torch.set_num_threads(1)
 

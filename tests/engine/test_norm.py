@@ -12,7 +12,7 @@ from ranks import Ranks
 from torch import nn
 
 from dsprof.engine import hooks
-from dsprof.engine.norm import clip_coefficient, global_norm, unscale_and_clip_
+from dsprof.engine.optim.grad_norm import clip_coefficient, global_norm, unscale_and_clip_
 
 
 def world() -> dist.ProcessGroup:

@@ -22,21 +22,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from dsprof.engine.comm.comm.comm import open_comm
+from dsprof.engine.comm.comm.lane import CpuLane
 from models import Small, batches, build
 from ranks import Ranks
 from torch import Tensor, nn
 
 from dsprof.engine import initialize
-from dsprof.engine.comm import open_comm
 from dsprof.engine.config import load
 from dsprof.engine.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from dsprof.engine.hooks import Hooks, Span, subscribe
-from dsprof.engine.lane import CpuLane
 from dsprof.engine.offload import Offload, OffloadError, open_offload
 from dsprof.engine.offload.buffers import PAGE, Pool, aligned, as_bytes, hollow
-from dsprof.engine.offload.files import About, Disk
+from dsprof.engine.offload.disk import Disk
 from dsprof.engine.offload.optimizer import InMemory, OnDisk
 from dsprof.engine.offload.params import PieceFile
+from dsprof.engine.offload.transfer import About
 from dsprof.engine.optim import build as build_optimizer
 from dsprof.engine.zero import Comms, Zero, ZeroSettings
 from dsprof.engine.zero.bucket import Bucket
@@ -290,7 +291,7 @@ import sys
 from pathlib import Path
 from dsprof.engine.config.offload import AioConfig
 from dsprof.engine.hooks import Hooks
-from dsprof.engine.offload.files import Disk
+from dsprof.engine.offload.disk import Disk
 folder = Path(sys.argv[1])
 try:
     Disk(folder, AioConfig(), Hooks()).open("a test").allocate(3_000_000)
@@ -748,7 +749,7 @@ import resource, sys, threading
 from pathlib import Path
 import torch
 from torch import nn
-from dsprof.engine.comm import Comm
+from dsprof.engine.comm.comm import Comm
 from dsprof.engine.config import load
 from dsprof.engine.hooks import Hooks
 from dsprof.engine.offload import open_offload

@@ -12,7 +12,7 @@ from ranks import Ranks
 from torch import Tensor, nn
 
 from dsprof.engine import hooks
-from dsprof.engine.onebit import OneBitAdam, compressed_mean_, decode, encode, pack_signs, unpack_signs
+from dsprof.engine.optim.onebit import OneBitAdam, compressed_mean_, decode, encode, pack_signs, unpack_signs
 
 
 def world() -> dist.ProcessGroup:

@@ -12,7 +12,7 @@ from pipelines import configuration, start
 from ranks import Ranks
 from torch import Tensor, nn
 
-from dsprof.engine.pipe import LayerSpec, PipelineError, PipelineModule, TiedLayerSpec, verdict
+from dsprof.engine.pipe import LayerSpec, PipelineError, PipelineModule, TiedLayerSpec, failure
 
 mse = nn.functional.mse_loss
 
@@ -73,7 +73,7 @@ def _fail(grad: Tensor) -> Tensor:
 
 def replica_job(rank: int, how: str, stage: int) -> tuple[list[str], float]:
     """Two pipelines of two stages, of which the second fails."""
-    verdict.GRACE_S = 0.5
+    failure.GRACE_S = 0.5
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
     layers.insert(stage, LayerSpec(Breaks, 1, how))  # type: ignore[arg-type]

@@ -13,8 +13,8 @@ from pipelines import configuration, start, weights
 from ranks import Ranks
 from torch import Tensor, nn
 
-from dsprof.engine.pipe import LayerSpec, PipeDataParallelTopology, PipelineError, PipelineModule, form
-from dsprof.engine.pipe.measure import measure
+from dsprof.engine.pipe import LayerSpec, PipeDataParallelTopology, PipelineError, PipelineModule, treespec
+from dsprof.engine.pipe.layer_costs import measure
 
 mse = nn.functional.mse_loss
 
@@ -87,10 +87,10 @@ def test_outputs_arrive_in_the_form_they_had(ranks: Ranks) -> None:
 
 def test_a_form_is_text() -> None:
     a, b = torch.ones(1), torch.ones(2)
-    assert form.of(a) == ('"tensor"', [a])
-    assert form.of((a, b)) == ('"tuple"', [a, b])
-    assert form.of([a]) == ('{"list": ["tensor"]}', [a])
-    assert form.of({"a": a, 2: ("tensor", None)}) == (
+    assert treespec.of(a) == ('"tensor"', [a])
+    assert treespec.of((a, b)) == ('"tuple"', [a, b])
+    assert treespec.of([a]) == ('{"list": ["tensor"]}', [a])
+    assert treespec.of({"a": a, 2: ("tensor", None)}) == (
         '{"dict": [["a", "tensor"], [2, {"tuple": [{"value": "tensor"}, {"value": null}]}]]}', [a],
     )  # fmt: skip
     odd: list[tuple[Any, str]] = [
@@ -100,7 +100,7 @@ def test_a_form_is_text() -> None:
     ]
     for output, says in odd:
         with pytest.raises(TypeError, match=says):
-            form.of(output)
+            treespec.of(output)
 
 
 # --- layers

@@ -14,7 +14,7 @@ from recording import recorded
 from torch import Tensor, nn
 
 from dsprof.engine.pipe import PipelineModule
-from dsprof.engine.pipe.deferral import later
+from dsprof.engine.pipe.split_backward import later
 from dsprof.engine.schedule import Action, make_plan, simulate
 
 pytestmark = pytest.mark.alone

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from dsprof.engine.precision import (
+from dsprof.engine.optim.loss_scaler import (
     DynamicLossScaler,
     LossScaler,
     cast_floating,

@@ -8,13 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
+from dsprof.engine.comm.comm.deadlock import Front, Post, stuck
 from ranks import Ranks
 from recording import configuration
 from torch import Tensor, nn
 
 from dsprof import engine as ds
-from dsprof.engine import deadlock
-from dsprof.engine.deadlock import Front, Post, stuck
+from dsprof.engine.comm.comm import deadlock
 
 
 def message(model: nn.Module, config: dict[str, Any]) -> str:

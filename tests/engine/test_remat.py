@@ -13,9 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsprof.engine import checkpointing
+from dsprof.engine import activation_checkpoint
+from dsprof.engine.activation_checkpoint.policies import (
+    EveryK,
+    Full,
+    Nothing,
+    Policy,
+    Selective,
+    find_blocks,
+    named_blocks,
+)
 from dsprof.engine.hooks import FAILURES, Hooks, Span, subscribe
-from dsprof.engine.remat import EveryK, Full, Nothing, Policy, Selective, find_blocks, named_blocks
 
 torch.set_num_threads(1)
 
@@ -79,7 +87,7 @@ def heard() -> Iterator[Heard]:
 
 @pytest.fixture(autouse=True)
 def unconfigured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointing, "_settings", checkpointing._Settings())
+    monkeypatch.setattr(activation_checkpoint, "_settings", activation_checkpoint._Settings())
 
 
 def net(depth: int = 4) -> Net:
@@ -462,12 +470,12 @@ def test_every_so_many_blocks_must_be_one_of_them(k: int) -> None:
 
 
 def test_checkpoint_needs_no_configuration(heard: Heard) -> None:
-    assert not checkpointing.is_configured()
+    assert not activation_checkpoint.is_configured()
     block = net().blocks[0]
     assert isinstance(block, Block)
     x = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
     torch.manual_seed(4)
-    checkpointing.checkpoint(block, x).sum().backward()
+    activation_checkpoint.checkpoint(block, x).sum().backward()
     assert x.grad is not None
     got, x.grad = x.grad, None
     torch.manual_seed(4)
@@ -479,15 +487,15 @@ def test_checkpoint_needs_no_configuration(heard: Heard) -> None:
 
 def test_checkpoint_returns_what_deepspeeds_does() -> None:
     one, two = torch.ones(1, requires_grad=True), torch.ones(2, requires_grad=True)
-    assert checkpointing.checkpoint(lambda x: [x], one) is one
-    assert checkpointing.checkpoint(lambda x, y: [x, y], one, y=two) == (one, two)
-    assert checkpointing.checkpoint(lambda x: {"x": x}, one) == {"x": one}
+    assert activation_checkpoint.checkpoint(lambda x: [x], one) is one
+    assert activation_checkpoint.checkpoint(lambda x, y: [x, y], one, y=two) == (one, two)
+    assert activation_checkpoint.checkpoint(lambda x: {"x": x}, one) == {"x": one}
 
 
 def copies(heard: Heard) -> int:
     heard.spans.clear()
     x = torch.ones(2, requires_grad=True)
-    checkpointing.checkpoint(torch.tanh, x * 1).sum().backward()
+    activation_checkpoint.checkpoint(torch.tanh, x * 1).sum().backward()
     return len(heard.modules("to_host"))
 
 
@@ -498,23 +506,23 @@ def test_configure_goes_before_an_engines_section(heard: Heard) -> None:
     assert copies(heard) == 0
     hooks = Hooks()
     hooks.step = 7
-    checkpointing.attach(hooks, Section())  # type: ignore[arg-type]
+    activation_checkpoint.attach(hooks, Section())  # type: ignore[arg-type]
     assert copies(heard) == 1
     assert {span.step for span in heard.spans} == {7}
-    checkpointing.configure(None, checkpoint_in_cpu=False)
-    assert checkpointing.is_configured()
-    checkpointing.attach(hooks, Section())  # type: ignore[arg-type]
+    activation_checkpoint.configure(None, checkpoint_in_cpu=False)
+    assert activation_checkpoint.is_configured()
+    activation_checkpoint.attach(hooks, Section())  # type: ignore[arg-type]
     assert copies(heard) == 0
 
 
 def test_configure_reads_a_configuration(heard: Heard) -> None:
     config = {"train_batch_size": 1, "activation_checkpointing": {"cpu_checkpointing": True}}
-    checkpointing.configure(None, config)
+    activation_checkpoint.configure(None, config)
     assert copies(heard) == 1
-    checkpointing.configure(None, config, checkpoint_in_cpu=False)
+    activation_checkpoint.configure(None, config, checkpoint_in_cpu=False)
     assert copies(heard) == 0
-    checkpointing.reset()
-    assert checkpointing.is_configured()
+    activation_checkpoint.reset()
+    assert activation_checkpoint.is_configured()
 
 
 class Megatron:
@@ -524,8 +532,8 @@ class Megatron:
 
 def test_what_configure_cannot_do_is_said() -> None:
     with pytest.warns(UserWarning, match=r"checkpointing.configure\(num_checkpoints=4\) has no effect"):
-        checkpointing.configure(None, num_checkpoints=4)
+        activation_checkpoint.configure(None, num_checkpoints=4)
     with pytest.warns(UserWarning, match=r"configure\(partition_activations=True\) has no effect"):
-        checkpointing.configure(Megatron(1), partition_activations=True)
+        activation_checkpoint.configure(Megatron(1), partition_activations=True)
     with pytest.raises(ValueError, match="partition_activations over a model-parallel group is not supported"):
-        checkpointing.configure(Megatron(2), partition_activations=True)
+        activation_checkpoint.configure(Megatron(2), partition_activations=True)

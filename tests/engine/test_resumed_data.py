@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
 from dsprof import engine as ds
 from dsprof.engine import Engine
-from dsprof.engine.dataloader import RepeatingLoader, ShardedLoader
+from dsprof.engine.data import RepeatingLoader, ShardedLoader
 
 
 class Stream(IterableDataset[int]):

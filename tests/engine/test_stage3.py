@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dsprof import engine as ds
-from dsprof.engine.engine import Engine
-from dsprof.engine.zero.passes import Owner, Pass, Walk
+from dsprof.engine.train.engine import Engine
+from dsprof.engine.zero.fetch_order import Owner, Pass, Walk
 from dsprof.engine.zero.shard import Cut, ShardedParam
 
 WIDTH = 8

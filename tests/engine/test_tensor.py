@@ -27,9 +27,9 @@ from tensor_models import (
 )
 from torch import Tensor, nn
 
+from dsprof.engine.activation_checkpoint.policies import Full
 from dsprof.engine.hooks import Hooks
 from dsprof.engine.pipe.module import PipelineModule
-from dsprof.engine.remat import Full
 from dsprof.engine.tensor import (
     check_same,
     cut_of,
@@ -39,8 +39,8 @@ from dsprof.engine.tensor import (
     same_random_numbers,
     vocabulary_cross_entropy,
 )
-from dsprof.engine.tensor.ops import copy as copy_in
-from dsprof.engine.tensor.ops import gather, join, reduce, reduce_scatter, split
+from dsprof.engine.tensor.collectives import copy as copy_in
+from dsprof.engine.tensor.collectives import gather, join, reduce, reduce_scatter, split
 
 # --- the operators
 

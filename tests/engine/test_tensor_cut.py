@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dsprof.engine.tensor import TensorCut, cut_of, partial_parameters
-from dsprof.engine.tensor.cut import cut_in_place, even_cut, mark_partial
+from dsprof.engine.tensor.sharding import cut_in_place, even_cut, mark_partial
 
 
 @st.composite

@@ -14,8 +14,8 @@ from ranks import Ranks
 from tensor_models import Block, FusedAttention, Gated, compare_gradients, error_of, tensor_comm, token_ids
 from torch import Tensor, nn
 
+from dsprof.engine.planner.tracer import tensors_of
 from dsprof.engine.tensor import PlanError, TensorPlan, cut_of, parallelize, plan_for
-from dsprof.engine.tensor.trial import tensors_of
 
 torch.set_num_threads(1)
 

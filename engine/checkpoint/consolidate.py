@@ -1,0 +1,205 @@
+"""The model alone, in one file, as `torch.load` and other programs take it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm.consensus import CheckpointError, Team, gather_over
+from ..zero.shard import ShardedParam
+from .dcp import Contents, Piece
+from .folder import find, latest_tag, replace_whole
+from .reshard import Wanted, as_saved, join, read, tensor_cut
+from .serialize import unpack
+from .state import Trainee, buffers, merged, names
+
+
+def save_16bit_model(
+    engine: Trainee,
+    folder: str | os.PathLike[str],
+    name: str = "pytorch_model.bin",
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """Write the model's state dict, in the precision it runs in, to `folder`/`name`. On all ranks; rank 0 writes.
+
+    Sharded parameters are gathered one after the other, and those of other pipeline stages and tensor-parallel ranks
+    sent, so that only rank 0, in host memory, ever has all of them. In stage 3 this is done only if
+    `stage3_gather_16bit_weights_on_model_save` says so: else nothing is written, and False returned. Raises
+    CheckpointError on all ranks.
+    """
+    path = Path(folder) / name
+    zero = engine.zero
+    if zero.settings.stage == 3 and not engine.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
+        warnings.warn(
+            f"save_16bit_model: {path} was not written, because the parameters are sharded; set "
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save to true",
+            stacklevel=3,
+        )
+        return False
+    team = Team()
+    with engine.hooks.span("phase", "checkpoint", purpose="checkpoint"):
+        state = collect(engine, with_frozen=not exclude_frozen_parameters)
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+
+            def put(file: BinaryIO) -> None:
+                torch.save(state, file)
+
+            size = sum({id(tensor): tensor.nbytes for tensor in state.values()}.values())
+            with engine.hooks.span("copy", "checkpoint_write", purpose="checkpoint", bytes=size):
+                replace_whole(path, put)
+
+        team.from_first(f"{path} was not written", write)
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """One tensor that a rank contributes."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    cut: dict[str, Any] | None = None
+    """If it is a part of the parameter `name`, which."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Contribution:
+    """What the state dict has from one rank: tensors in the order in which they come, and who is who."""
+
+    params: list[_Sent]
+    buffers: list[_Sent]
+    names: dict[str, str]
+    """All names of the parameters that are there, a tied one having several -> those they have in the whole model."""
+
+
+def collect(engine: Trainee, *, with_frozen: bool) -> dict[str, Tensor]:
+    """The state dict in host memory, on rank 0; elsewhere it is empty. On all ranks.
+
+    Each rank of the first replica sends rank 0 what it counts, and rank 0 takes them rank after rank.
+    """
+    parallel, zero = engine.parallel, engine.zero
+    params = [p for p in zero.params if engine.shared.counts(p.param) and (p.trainable or with_frozen)]
+    kept = buffers(engine.module)
+    contribution = _Contribution(
+        [_sent(param) for param in params],
+        [_Sent(name, buffer.shape, buffer.dtype) for name, buffer in kept.items()],
+        names(engine),
+    )
+    replica = gather_over(parallel.model, contribution)
+    first_replica, receives = parallel.mesh.dp_rank == 0, parallel.mesh.rank == 0
+    parts: dict[str, list[Tensor]] = {}
+    for param in params:
+        absent = not param.resident
+        if absent:
+            zero.gatherer.bring([param], param.numel)
+        if receives:
+            parts[param.name] = [_on_host(param.param)]
+        elif first_replica:
+            _send(engine, param.param)
+        if absent:
+            param.release()
+    if not receives:
+        for buffer in kept.values() if first_replica else ():
+            _send(engine, buffer)
+        return {}
+    kept_buffers = {name: _on_host(buffer) for name, buffer in kept.items()}
+    for source, other in enumerate(replica[1:], 1):
+        for each in other.params:
+            parts.setdefault(each.name, []).append(_receive(engine, each, source))
+        for each in other.buffers:
+            kept_buffers.setdefault(each.name, _receive(engine, each, source))
+    cuts = {each.name: each.cut for other in replica for each in other.params}
+    wholes = {name: _join(cuts[name], parts.pop(name)) for name in list(parts)}
+    everywhere = merged(other.names for other in replica)
+    return {key: wholes[name] for key, name in everywhere.items() if name in wholes} | kept_buffers
+
+
+def _sent(param: ShardedParam) -> _Sent:
+    cut = tensor_cut(param)
+    return _Sent(param.name, param.shape, param.param.dtype, None if cut is None else cut.to_dict())
+
+
+def _join(cut: dict[str, Any] | None, parts: list[Tensor]) -> Tensor:
+    """The whole of a parameter from what its ranks have sent, in order."""
+    return parts[0] if cut is None else join(as_saved(cut), parts)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _send(engine: Trainee, tensor: Tensor) -> None:
+    """Send rank 0 a tensor: its bytes, for not every backend takes every dtype."""
+    model = engine.parallel.model
+    if tensor.numel():
+        flat = tensor.detach().reshape(-1).to(model.device or "cpu")
+        dist.send(flat.view(torch.uint8), group=model.group, group_dst=0)
+
+
+def _receive(engine: Trainee, sent: _Sent, source: int) -> Tensor:
+    """What rank `source` of the replica sends, in host memory."""
+    model = engine.parallel.model
+    flat = torch.empty(sent.shape.numel(), dtype=sent.dtype, device=model.device or "cpu")
+    if flat.numel():
+        dist.recv(flat.view(torch.uint8), group=model.group, group_src=source)
+    return flat.view(sent.shape).cpu()
+
+
+def weights_of(
+    folder: str | os.PathLike[str], tag: str | int | None = None, *, without_frozen: bool = False
+) -> dict[str, Tensor]:
+    """The state dict of the model in checkpoint `folder`/`tag`, by default the one that `folder`/latest names.
+
+    Floating-point parameters are in fp32, as the optimizer had them, and whole, whatever divided them; tied ones are
+    one tensor under all their names. Buffers are as they were. `without_frozen` leaves frozen parameters out, as far
+    as the optimizer's groups tell. Raises CheckpointError.
+    """
+    place = Path(folder)
+    chosen = latest_tag(place) if tag is None else str(tag)
+    if chosen is None:
+        raise CheckpointError(f"there is no file {place / 'latest'}: check the folder, or give a tag")
+    contents = Contents(place / find(place, chosen))
+    contents.check_files()
+    training: dict[str, Any] = unpack(contents.value("training"), "training")
+    shapes: dict[str, torch.Size] = training["weights"]
+    cuts = training.get("cuts", {})  # format 1 had none
+    if without_frozen:
+        if "optimizer" not in contents:
+            raise CheckpointError(
+                f"{place / chosen} was saved without an optimizer, and so does not tell what is frozen"
+            )
+        stages = unpack(contents.value("optimizer"), "optimizer")["groups"]
+        trained = {name for groups in stages for group in groups for name in group["params"]}
+        shapes = {name: shape for name, shape in shapes.items() if name in trained}
+    found: dict[str, Tensor] = {}
+    wanted: list[Wanted] = []
+    for name, shape in shapes.items():
+        saved = as_saved(cuts[name]) if name in cuts else None
+        first = f"weight/{name}" if saved is None else f"weight/{name}@0/{saved.pieces}"
+        tensor = torch.empty(shape, dtype=_in_fp32(contents.dtype(first)))
+        found[name] = tensor
+        wanted.append(Wanted(Piece(f"weight/{name}", tensor.view(-1), tensor.numel()), None, saved))
+    aliases: dict[str, str] = training.get("aliases", {})
+    found |= {alias: found[name] for alias, name in aliases.items() if name in found}
+    read(contents, wanted)
+    buffers = {
+        name: torch.empty(shape, dtype=contents.dtype(f"buffer/{name}") or torch.float32)
+        for name, shape in training["buffers"].items()
+        if f"buffer/{name}" in contents
+    }
+    contents.read([Piece(f"buffer/{name}", buffer.view(-1), buffer.numel()) for name, buffer in buffers.items()])
+    return found | buffers
+
+
+def _in_fp32(dtype: torch.dtype | None) -> torch.dtype:
+    return torch.float32 if dtype is None or dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,0 +1,114 @@
+"""Parameters that tensor-parallel ranks have in parts, and how these come from one cut to another.
+
+Part P of N of a parameter NAME is a tensor of its own in a checkpoint, NAME@P/N, and so is that part of what the
+optimizer keeps for each element. Who has the parameter cut into the same parts reads its own; anybody else reads all
+parts of one parameter, joins them, and takes from the whole what is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..zero.shard import ShardedParam
+from .dcp import Contents, Piece
+
+if TYPE_CHECKING:
+    from ..tensor.sharding import TensorCut
+
+
+def tensor_cut(param: ShardedParam) -> TensorCut | None:
+    """How `param` is cut over tensor-parallel ranks; None if each of them has the whole."""
+    from ..tensor.sharding import cut_of  # late, for that package brings along all that plans cuts
+
+    return cut_of(param.param)
+
+
+def as_saved(cut: Mapping[str, Any]) -> TensorCut:
+    """A cut as `TensorCut.to_dict` describes it. Raises ValueError for what is none."""
+    from ..tensor.sharding import TensorCut
+
+    return TensorCut.from_dict(cut)
+
+
+def whole_shape(param: ShardedParam) -> torch.Size:
+    """Of the parameter before layers were cut."""
+    cut = tensor_cut(param)
+    return param.shape if cut is None else torch.Size(cut.shape)
+
+
+def part_name(name: str, cut: TensorCut | None) -> str:
+    """What the part of `name` is called that a rank with this `cut` has."""
+    return name if cut is None else f"{name}@{cut.rank // cut.copies}/{cut.pieces}"
+
+
+def join(cut: TensorCut, parts: Sequence[Tensor]) -> Tensor:
+    """The whole, from each of the different parts once, in order."""
+    return cut.join([parts[rank // cut.copies].view(cut.local_shape) for rank in range(cut.size)])
+
+
+def alike(one: TensorCut | None, other: TensorCut | None) -> bool:
+    """Whether two cuts make the same parts, whichever of them a rank has, and however many ranks have the same."""
+    if one is None or other is None:
+        return one is other
+    same = one.dim == other.dim and one.bands == other.bands and one.pieces == other.pieces
+    return same and one.shape == other.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Elements to be read: those of `piece`, which are some of this rank's part of the tensor of that name."""
+
+    piece: Piece
+    cut: TensorCut | None = None
+    """How the parameter is cut here."""
+    saved: TensorCut | None = None
+    """How it is cut in the checkpoint, by any of its ranks."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether the part that the checkpoint has is the one that is wanted."""
+        return alike(self.cut, self.saved)
+
+    def sources(self, device: str) -> list[Piece]:
+        """What is to be read: to where it belongs, or parts that are to be `put` there, with memory on `device`."""
+        if self.direct:
+            return [replace(self.piece, name=part_name(self.piece.name, self.cut))]
+        if self.piece.flat.numel() == 0:
+            return []
+        name, dtype = self.piece.name, self.piece.flat.dtype
+        cut = self.saved
+        parts = [None] if cut is None else [cut.of_rank(rank) for rank in range(0, cut.size, cut.copies)]
+        numel = self._shape.numel()
+        return [Piece(part_name(name, part), torch.empty(numel, dtype=dtype, device=device), numel) for part in parts]
+
+    def put(self, sources: Sequence[Piece]) -> None:
+        """Fill `piece` from its `sources`, which have been read."""
+        flats = [source.flat for source in sources]
+        whole = flats[0].view(self._shape) if self.saved is None else join(self.saved, flats)
+        mine = whole if self.cut is None else self.cut.take(whole)
+        start, length = self.piece.start, self.piece.flat.numel()
+        self.piece.flat.copy_(mine.reshape(-1)[start : start + length])
+
+    @property
+    def _shape(self) -> torch.Size:
+        """Of what is read where it is not what is wanted: of the whole, or of each of the parts in the checkpoint."""
+        if self.saved is not None:
+            return torch.Size(self.saved.local_shape)
+        assert self.cut is not None
+        return torch.Size(self.cut.shape)
+
+
+def read(contents: Contents, wanted: Sequence[Wanted]) -> None:
+    """Fill what is wanted. Of what is cut another way, one parameter's tensor at a time is in memory as a whole."""
+    contents.read([piece for each in wanted if each.direct for piece in each.sources("cpu")])
+    for each in wanted:
+        if not each.direct:
+            sources = each.sources("cpu")
+            contents.read(sources)
+            if sources:
+                each.put(sources)

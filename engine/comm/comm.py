@@ -1,0 +1,281 @@
+"""The collectives the engine uses, each on a lane and with what is to be told of it.
+
+Buffers are given as rows, one a rank: [size, n]. A group of one communicates nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..hooks import Purpose
+from .lane import CpuLane, Done, Label, Lane, Patience, Ticket, Work
+
+# torch 2.13 renamed the first two and warns of the old names; 2.11 has only those.
+_all_gather: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Final[Callable[..., Any]] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a communication brings, where that depends on what the model does: the same on every rank, or in vain."""
+
+    tag: int
+    """A hash of it, as a message's tag: below 2^31."""
+    names: tuple[str, ...]
+    """Of the parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A communication that was begun and has not ended, the oldest of its group: those behind it wait for it."""
+
+    seq: int
+    content: Content | None
+
+
+class Comm:
+    """One process group, and the lane its collectives run on. Every rank must call the same methods in the same order.
+
+    Without a `group` there is one rank, and nothing is sent.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, lane: Lane | None) -> None:
+        self.group = group
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self._lane = lane
+        self._seq = 0
+        self._begun: deque[tuple[UnderWay, Ticket]] | None = None
+        self._scratch: Tensor | None = None
+        # gloo's all-gather takes four times the CPU of plain sends, and its reduce-scatter is an all-reduce and a copy.
+        self._direct = group is not None and dist.get_backend(group) == "gloo"
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        purpose: Purpose,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        module: str | None = None,
+    ) -> Ticket:
+        """Sum `tensor` over the ranks, in place."""
+        return self._submit(
+            lambda: dist.all_reduce(tensor, op, group=self.group), "all_reduce", tensor, purpose, module
+        )
+
+    def reduce_scatter(
+        self, rows: Tensor, mine: Tensor, purpose: Purpose, accumulate: bool, module: str | None = None
+    ) -> Ticket:
+        """Sum `rows` [size, n] over the ranks, and write this rank's row to `mine` [n], or add it."""
+        if self.size == 1:
+            _put(rows[0], mine, accumulate)
+            return Done()
+
+        def scatter() -> None:
+            got = torch.empty_like(rows[0]) if accumulate or mine.dtype != rows.dtype else mine
+            _reduce_scatter(got, rows.view(-1), group=self.group)
+            if got is not mine:
+                _put(got, mine, accumulate)
+
+        def exchange() -> None:
+            got = self._scratch_like(rows)
+            self._exchange(list(rows), list(got))
+            _sum([got[peer] if peer != self.rank else rows[peer] for peer in range(self.size)], mine, accumulate)
+
+        return self._submit(exchange if self._direct else scatter, "reduce_scatter", rows, purpose, module)
+
+    def all_gather(
+        self, rows: Tensor, purpose: Purpose, module: str | None = None, content: Content | None = None
+    ) -> Ticket:
+        """Bring every rank's own row of `rows` [size, n] to all others.
+
+        On gloo, ranks whose `content` differs get nothing from each other: they wait, and their rows stay apart.
+        """
+
+        def exchange() -> None:
+            self._exchange([rows[self.rank]] * self.size, list(rows), 0 if content is None else content.tag)
+
+        def gather() -> None:
+            _all_gather(rows.view(-1), rows[self.rank], group=self.group)
+
+        return self._submit(exchange if self._direct else gather, "all_gather", rows, purpose, module, content)
+
+    def broadcast(self, tensor: Tensor, source: int, purpose: Purpose) -> Ticket:
+        """Bring rank `source`'s (of this group) `tensor` to all, in place."""
+        if self.group is None:
+            return Done()
+        origin = dist.get_global_rank(self.group, source)
+        return self._submit(lambda: dist.broadcast(tensor, origin, group=self.group), "broadcast", tensor, purpose)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where buffers have to be; None if that is all the same."""
+        if self.group is None or dist.get_backend(self.group) != "nccl":
+            return None
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def poll(self) -> None:
+        """Tell of the collectives that have ended on a device since."""
+        if self._lane is not None:
+            self._lane.poll()
+
+    # --- where ranks may come to wait for each other, on gloo
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether gathers of different content do not mix."""
+        return self._direct
+
+    def watch(self, patience: Patience) -> None:
+        """From now on whoever waits for this lane does it with `patience`, and `begun` and `under_way` are known."""
+        if isinstance(self._lane, CpuLane):
+            self._begun = deque()
+            self._lane.patience = patience
+
+    @property
+    def begun(self) -> int:
+        """Communications that were handed to the lane so far."""
+        return self._seq
+
+    @property
+    def under_way(self) -> UnderWay | None:
+        """The oldest that has not ended."""
+        self._forget_ended()
+        return self._begun[0][0] if self._begun else None
+
+    def _forget_ended(self) -> None:
+        while self._begun and self._begun[0][1].done:
+            self._begun.popleft()
+
+    def break_off(self, error: BaseException) -> None:
+        """Have everything that is under way on this lane, or comes later, fail. On all ranks."""
+        if isinstance(self._lane, CpuLane):
+            self._lane.break_off(error)
+        if self.group is not None:
+            break_connections(self.group)
+
+    def close(self) -> None:
+        """Finish what is under way, end the lane, and destroy the group. On all ranks; again is of no effect."""
+        if self._lane is not None:
+            self._lane.close()
+        close_group(self.group)
+
+    def _submit(
+        self,
+        work: Work,
+        name: str,
+        payload: Tensor,
+        purpose: Purpose,
+        module: str | None = None,
+        content: Content | None = None,
+    ) -> Ticket:
+        if self.group is None or self._lane is None:
+            return Done()
+        label = Label(
+            name, purpose, payload.numel() * payload.element_size(), str(payload.dtype).removeprefix("torch."),
+            module, self.group.group_name, self._seq,
+        )  # fmt: skip
+        ticket = self._lane.submit(work, label)
+        if self._begun is not None:
+            self._forget_ended()
+            self._begun.append((UnderWay(self._seq, content), ticket))
+        self._seq += 1
+        return ticket
+
+    def _exchange(self, send: list[Tensor], receive: list[Tensor], tag: int = 0) -> None:
+        """Send `send[r]` to each other rank r, and get what it sends into `receive[r]`."""
+        assert self.group is not None
+        works = []
+        for distance in range(1, self.size):
+            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            works.append(dist.irecv(receive[source], group=self.group, group_src=source, tag=tag))
+            works.append(dist.isend(send[to], group=self.group, group_dst=to, tag=tag))
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    def _scratch_like(self, rows: Tensor) -> Tensor:
+        """A buffer that is kept: fresh pages cost as much as the exchange. For the lane alone, one job at a time."""
+        size = rows.numel() * rows.element_size()
+        if self._scratch is None or self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8, device=rows.device)
+        return self._scratch[:size].view(rows.dtype).view(rows.shape)
+
+
+def _sum(values: list[Tensor], into: Tensor, accumulate: bool) -> None:
+    """Sum `values` in the precision of `into`, and write or add it."""
+    if not accumulate and len(values) == 2 and values[0].dtype == into.dtype:
+        torch.add(values[0], values[1], out=into)
+        return
+    for number, value in enumerate(values):
+        _put(value, into, accumulate or number > 0)
+
+
+def _put(value: Tensor, into: Tensor, accumulate: bool) -> None:
+    if accumulate:
+        into.add_(value)
+    else:
+        into.copy_(value)
+
+
+def _timeout() -> timedelta | None:
+    """That of the job's own group: `new_group` would take the backend's default."""
+    world = dist.distributed_c10d._get_default_group()
+    timeouts = [world._get_backend(device).options._timeout for device in world._device_types]
+    return max(timeouts, default=None)
+
+
+def open_group(sets: Iterable[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
+    """The group of that of the disjoint `sets` of global ranks that this process is in; None if it is alone there.
+
+    Every rank of the job must call this with the same sets: each takes part in making all groups.
+    """
+    mine = None
+    for ranks in sets:
+        if len(ranks) > 1 and dist.is_initialized():
+            group = dist.new_group(list(ranks), timeout=_timeout(), backend=backend)
+            mine = group if dist.get_rank() in ranks else mine
+    return mine
+
+
+def close_group(group: dist.ProcessGroup | None) -> None:
+    """Destroy a group of `open_group`. On all ranks; one that is gone already is passed over."""
+    if group is not None and dist.is_initialized():
+        with contextlib.suppress(ValueError):
+            dist.destroy_process_group(group)
+
+
+def break_connections(group: dist.ProcessGroup) -> None:
+    """Have what waits in a gloo group fail. It ends no communication by itself, but closes a group's connections as
+    soon as one of its messages is late: so receive one that nobody sends."""
+    peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+    with contextlib.suppress(RuntimeError):  # that it is late, or that another rank was first
+        work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=2**31 - 1)
+        assert work is not None
+        work.wait(timedelta(milliseconds=1))
+
+
+def open_host_group(sets: Iterable[Sequence[int]], like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group over the ranks of `like`, one of `sets`, that carries what is in host memory: itself, if it does."""
+    if dist.get_backend(like) == "gloo":
+        return like
+    group = open_group(sets, "gloo")
+    assert group is not None
+    return group
+
+
+def open_comm(sets: Iterable[Sequence[int]], make_lane: Callable[[], Lane]) -> Comm:
+    """A communicator over that of the disjoint `sets` of global ranks that this process is in, with a group of its own.
+
+    Every rank of the job must call this with the same sets.
+    """
+    group = open_group(sets)
+    return Comm(None, None) if group is None else Comm(group, make_lane())

@@ -1,0 +1,99 @@
+"""Ranks that save or load together: what fails on one fails on all, so that none waits for one that has given up."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import torch.distributed as dist
+
+from .comm import Comm
+
+T = TypeVar("T")
+
+_ADVICE: Final = {
+    errno.ENOSPC: "make room, or choose another folder",
+    errno.EDQUOT: "make room, or choose another folder",
+    errno.EROFS: "choose a folder that can be written",
+    errno.EACCES: "choose a folder that can be written, or change its permissions",
+    errno.EPERM: "choose a folder that can be written, or change its permissions",
+}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be saved or loaded. Raised on every rank, with the reason of the first that failed."""
+
+
+class Team:
+    """All ranks of the job; alone without a process group."""
+
+    def __init__(self) -> None:
+        there = dist.is_initialized()
+        self.rank = dist.get_rank() if there else 0
+        self.size = dist.get_world_size() if there else 1
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value`, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[T | None] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]
+
+    def together(self, doing: str, work: Callable[[], T]) -> T:
+        """Do `work`, which must not communicate, on every rank.
+
+        Raises CheckpointError on all of them, beginning with `doing`, if it raised on any.
+        """
+        result: T | None = None
+        cause: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            cause = error
+        reasons = self.gather(None if cause is None else reason(cause))
+        self._raise_first(doing, reasons, cause)
+        return result  # type: ignore[return-value]
+
+    def from_first(self, doing: str, work: Callable[[], T]) -> T:
+        """What `work` returns on rank 0, which alone does it, on every rank; raises as `together` does."""
+        result: T | None = None
+        cause: Exception | None = None
+        if self.rank == 0:
+            try:
+                result = work()
+            except Exception as error:
+                cause = error
+        answers = [(result, None if cause is None else reason(cause))]
+        if self.size > 1:
+            dist.broadcast_object_list(answers, src=0)
+        self._raise_first(doing, [answers[0][1]], cause)
+        return answers[0][0]  # type: ignore[return-value]
+
+    def _raise_first(self, doing: str, reasons: list[str | None], cause: Exception | None) -> None:
+        failed = [rank for rank, text in enumerate(reasons) if text is not None]
+        if failed:
+            others = f" (and {len(failed) - 1} other ranks failed)" if len(failed) > 1 else ""
+            where = f"rank {failed[0]}: " if self.size > 1 else ""
+            raise CheckpointError(f"{doing}: {where}{reasons[failed[0]]}{others}") from cause
+
+
+def gather_over(comm: Comm, value: T) -> list[T]:
+    """Every rank's `value`, by its rank in `comm`."""
+    if comm.group is None:
+        return [value]
+    values: list[T | None] = [None] * comm.size
+    dist.all_gather_object(values, value, group=comm.group)
+    return values  # type: ignore[return-value]
+
+
+def reason(error: BaseException) -> str:
+    """What to tell of an error, and what to do about it where that is known."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f" ({error.filename})" if error.filename else ""
+        advice = _ADVICE.get(error.errno or 0)
+        return f"{error.strerror}{where}{'; ' + advice if advice else ''}"
+    return f"{type(error).__name__}: {error}"

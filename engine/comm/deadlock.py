@@ -1,0 +1,219 @@
+"""Ranks that wait for each other for ever: noticed, and told on each with what it waits for, instead of a time-out.
+
+In stage 3 every rank must run the same modules in the same order, since each has a piece of all parameters. Where a
+branch depends on the data, one rank waits for parameters that another never gathers. Their gathers do not mix (a
+gather's content is its messages' tag, see `Comm.all_gather`), so both stop. Nothing is checked, and nothing sent, as
+long as nobody waits for long. Who does, posts what it waits for, and what it has begun, in the job's store, and looks
+what the others have posted there. That is enough to prove a deadlock, of however old posts: each says that something
+does not happen before something else has, and what is before itself never happens.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Final
+
+import torch.distributed as dist
+
+from ..hooks import DEADLOCK, Hooks
+from .comm import Comm, break_connections
+
+PATIENCE_S: Final = 2.0
+"""How long a wait takes before anybody thinks of it."""
+LOOK_S: Final = 0.25
+"""The first look at the others' posts; later ones are further apart, up to MOST_S."""
+MOST_S: Final = 5.0
+TELL_S: Final = 5.0
+"""How long a rank that has seen a deadlock leaves to others to see it too, before it breaks the connections."""
+
+NORM: Final = "norm"
+"""The one that is not on a lane."""
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """How far a rank is in one kind of communication, that of `ranks`."""
+
+    ranks: Sequence[int]
+    begun: int
+    """How many it has begun. They end in order."""
+    oldest: int | None = None
+    """The number of the first that has not ended."""
+    tag: int = 0
+    names: Sequence[str] = ()
+    """What the oldest brings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """What a rank says of itself while it waits for `kind`: it begins nothing before that is over."""
+
+    kind: str
+    fronts: Mapping[str, Front]
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def load(text: str) -> Post:
+        content = json.loads(text)
+        return Post(content["kind"], {kind: Front(**front) for kind, front in content["fronts"].items()})
+
+
+def stuck(posts: Mapping[int, Post]) -> set[int]:
+    """Those of the ranks that have posted whose wait cannot end.
+
+    A rank waits for the oldest of its kind. That waits for each rank that has not begun it, and for each whose own
+    oldest of this kind is an earlier one; with a rank that gathers something else at the same place it never ends.
+    """
+    never: set[tuple[int, str]] = set()
+    waits_for: dict[tuple[int, str], set[tuple[int, str]]] = {}
+    for rank, post in posts.items():
+        for kind, front in post.fronts.items():
+            here = waits_for[rank, kind] = set()
+            if front.oldest is None:
+                continue
+            for other in front.ranks:
+                if other == rank or other not in posts or kind not in posts[other].fronts:
+                    continue
+                theirs = posts[other].fronts[kind]
+                if theirs.begun <= front.oldest:
+                    here.add((other, posts[other].kind))
+                elif theirs.oldest is not None and theirs.oldest < front.oldest:
+                    here.add((other, kind))
+                elif theirs.oldest == front.oldest and theirs.tag != front.tag:
+                    never.add((rank, kind))
+    # What can end, if only what is certain keeps it: take those away that wait for nothing, again and again.
+    ends = {place for place, others in waits_for.items() if not others and place not in never}
+    while more := {
+        place for place, others in waits_for.items() if place not in ends | never and others <= ends
+    }:  # fmt: skip
+        ends |= more
+    return {rank for rank, post in posts.items() if (rank, post.kind) not in ends}
+
+
+class DeadlockWatch:
+    """Waits for the communications of one rank with the others of `comms`, gloo groups whose lanes are threads."""
+
+    def __init__(self, comms: Mapping[str, Comm]) -> None:
+        """`comms`: by the name of what they bring; of the first all ranks are members."""
+        group = next(iter(comms.values())).group
+        assert group is not None
+        self._store = dist.distributed_c10d._get_default_store()
+        self._key = f"dsprof/waits/{group.group_name}"
+        self._everyone = dist.get_process_group_ranks(group)
+        self._rank = dist.get_rank()
+        # A lane leads here, and must not lead back to itself: it ends with the engine that is dropped.
+        self._comms = {kind: weakref.ref(comm) for kind, comm in comms.items()}
+        self._ranks = {
+            kind: dist.get_process_group_ranks(comm.group) for kind, comm in comms.items() if comm.group is not None
+        }
+        self._norms = 0
+        self._error: RuntimeError | None = None
+        self._store.set(f"{self._key}/{self._rank}", "")  # what there may be of an earlier job in the same store
+        self._store.delete_key(f"{self._key}/{self._rank}/saw")
+        for kind, comm in comms.items():
+            comm.watch(partial(self._until, kind))
+
+    def wait(self, work: dist.Work, group: dist.ProcessGroup) -> None:
+        """Wait for a collective beside the lanes, one at a time and all ranks': the norm. Raises as all waits do."""
+        self._norms += 1
+
+        def over(seconds: float) -> bool:
+            try:
+                work.wait(timedelta(seconds=seconds))
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                return False
+            return True
+
+        try:
+            self._until(NORM, over)
+        except BaseException:
+            if self._error is not None:
+                break_connections(group)
+            raise
+
+    def _until(self, kind: str, over: Callable[[float], bool]) -> None:
+        """Raises RuntimeError, on all ranks that it concerns, if `over` will never be true."""
+        if self._error is not None:
+            raise self._error
+        if over(PATIENCE_S):
+            return
+        posted, pause = "", LOOK_S
+        while not over(pause):
+            pause = min(1.5 * pause, MOST_S)
+            post = self._post(kind)
+            try:
+                if (text := post.dump()) != posted:
+                    self._store.set(f"{self._key}/{self._rank}", text)
+                    posted = text
+                if self._rank not in stuck({**self._posts(), self._rank: post}):
+                    continue
+                self._let_others_see()
+                posts = {**self._posts(), self._rank: post}
+            except dist.DistError:  # the store's host has ended, of which the connections will tell
+                continue
+            self._error = _told({rank: posts[rank] for rank in sorted(stuck(posts))})
+            Hooks().mark(f"{DEADLOCK}{self._error}")
+            for ref in self._comms.values():
+                comm = ref()
+                if comm is not None:
+                    comm.break_off(self._error)
+            raise self._error
+
+    def _post(self, kind: str) -> Post:
+        fronts = {}
+        for name, ref in self._comms.items():
+            comm = ref()
+            assert comm is not None
+            under_way, ranks = comm.under_way, self._ranks[name]
+            fronts[name] = Front(ranks, comm.begun)
+            if under_way is not None:
+                content = under_way.content
+                about = () if content is None else (content.tag, content.names)
+                fronts[name] = Front(ranks, comm.begun, under_way.seq, *about)
+        fronts[NORM] = Front(self._everyone, self._norms, self._norms - 1 if kind == NORM else None)
+        return Post(kind, fronts)
+
+    def _posts(self) -> dict[int, Post]:
+        found = {}
+        for rank in self._everyone:
+            key = f"{self._key}/{rank}"
+            if rank != self._rank and self._store.check([key]):
+                text = self._store.get(key).decode()
+                if text:
+                    found[rank] = Post.load(text)
+        return found
+
+    def _let_others_see(self) -> None:
+        """They look at the store, too, as long as nothing fails; with the first rank that ends everything does."""
+        self._store.set(f"{self._key}/{self._rank}/saw", "")
+        until = time.monotonic() + TELL_S
+        keys = [f"{self._key}/{rank}/saw" for rank in self._everyone]
+        while time.monotonic() < until and not self._store.check(keys):
+            time.sleep(0.05)
+
+
+def _told(posts: Mapping[int, Post]) -> RuntimeError:
+    waits = "; ".join(f"rank {rank} waits for {_what(post)}" for rank, post in posts.items())
+    return RuntimeError(
+        f"ZeRO stage 3: the ranks ran different modules, and now wait for each other: {waits}. Every rank has a piece "
+        "of all parameters, so all must run the same modules in the same order: where the data decide, run the branch "
+        "on all ranks (times 0 where it is not wanted), or write a lower stage. The training cannot go on"
+    )
+
+
+def _what(post: Post) -> str:
+    front = post.fronts[post.kind]
+    if front.names:
+        names = list(front.names[:4]) + (["..."] if len(front.names) > 4 else [])
+        return f"the parameters {', '.join(names)}" if len(names) > 1 else f"the parameter {names[0]}"
+    return "the norm of the gradients" if post.kind == NORM else f"the {post.kind}"

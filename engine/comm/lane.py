@@ -1,0 +1,302 @@
+"""A lane runs communications in order, beside the computation: on CPU a thread, on a GPU a stream.
+
+Each lane has a process group of its own, so the collectives of two lanes never have to agree on an order between them,
+and each tells when its work truly began and ended, which c10d does not on CPU.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..hooks import Hooks, Place, Purpose, Span
+
+Work = Callable[[], object]
+"""A blocking communication; what it returns is dropped."""
+
+Patience = Callable[[Callable[[float], bool]], None]
+"""Waits: it is given what waits for at most so many seconds and says whether that was enough. May raise instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What is told of one communication: see `hooks.Span`."""
+
+    name: str
+    purpose: Purpose
+    bytes: int = 0
+    dtype: str | None = None
+    module: str | None = None
+    group: str | None = None
+    seq: int | None = None
+    peer: int | None = None
+    at: Place | None = None
+    """Where it belongs, if not where training stands when it is submitted."""
+
+
+class Ticket(Protocol):
+    """A communication that was handed to a lane."""
+
+    @property
+    def done(self) -> bool:
+        """Whether its result may be read without waiting."""
+
+    def wait(self) -> None:
+        """Return when the result may be read by what the caller does next; raises what the communication raised."""
+
+
+class Lane(Protocol):
+    """Where communications run, one after the other."""
+
+    name: str
+
+    def submit(self, work: Work, label: Label) -> Ticket:
+        """Run `work` after what was submitted before. It must not touch what the caller still writes."""
+
+    def poll(self) -> None:
+        """Tell of what has ended since, where nobody waits for that."""
+
+    def close(self) -> None:
+        """Finish what was submitted, and stop."""
+
+
+# --- on CPU: a thread
+
+
+@dataclass(slots=True)
+class _Job:
+    work: Work
+    label: Label
+    issue_ns: int
+    place: Place
+    ticket: _CpuTicket
+
+
+class _CpuTicket:
+    def __init__(self, hooks: Hooks, label: Label, patience: Patience | None) -> None:
+        self._hooks = hooks
+        self._label = label
+        self._patience = patience
+        self._lock = threading.Lock()  # an Event costs three times as much
+        self._lock.acquire()
+        self._finished = False
+        self._told = False
+        self.error: BaseException | None = None
+
+    def finish(self) -> None:
+        self._finished = True
+        self._lock.release()
+
+    @property
+    def done(self) -> bool:
+        return self._finished
+
+    def wait(self) -> None:
+        # That its end was needed here is told even if nobody had to stand still for it: another time they may have to.
+        if not self._finished or (not self._told and self._hooks.listening):
+            self._told = True
+            label = self._label
+            span = self._hooks.begin("wait", label.name, module=label.module, purpose=label.purpose, group=label.group,
+                                     seq=label.seq, peer=label.peer)  # fmt: skip
+            try:
+                if self._patience is None:
+                    self._lock.acquire()
+                else:
+                    self._patience(lambda seconds: self._lock.acquire(timeout=seconds))
+                self._lock.release()
+            finally:
+                self._hooks.end(span)
+        if self.error is not None:
+            raise self.error
+
+
+class CpuLane:
+    """A thread that runs blocking collectives in order.
+
+    `link` (bytes/s) models an interconnect: each communication then takes at least its bytes over `link`, so overlap
+    and bucket sizes have an effect that can be seen on a machine without one.
+    """
+
+    def __init__(self, name: str, hooks: Hooks, link: float | None = None) -> None:
+        self.name = name
+        self.patience: Patience | None = None
+        """How whoever waits for a communication does it, if not simply for as long as it takes."""
+        self._hooks = hooks
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._broken: list[BaseException] = []
+        """Why no communication is run any more."""
+        self._thread = threading.Thread(
+            target=_run_jobs, args=(self._jobs, f"comm.{name}", hooks, link, self._broken), name=f"dsprof-{name}",
+            daemon=True,
+        )  # fmt: skip
+        self._thread.start()
+        # The thread holds the queue, not the lane: an engine that is dropped takes its threads along.
+        weakref.finalize(self, self._jobs.put, None)
+
+    def submit(self, work: Work, label: Label) -> Ticket:
+        if not self._thread.is_alive():
+            raise RuntimeError(f"the lane {self.name!r} is closed: the engine was destroyed")
+        ticket = _CpuTicket(self._hooks, label, self.patience)
+        self._jobs.put(_Job(work, label, time.monotonic_ns(), label.at or self._hooks.place, ticket))
+        return ticket
+
+    def poll(self) -> None:
+        return
+
+    def break_off(self, error: BaseException) -> None:
+        """Run nothing any more: what has not begun fails with `error`."""
+        self._broken.append(error)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+
+def _run_jobs(
+    jobs: queue.SimpleQueue[_Job | None], lane: str, hooks: Hooks, link: float | None, broken: list[BaseException]
+) -> None:
+    with torch.no_grad():
+        while (job := jobs.get()) is not None:
+            begin = time.monotonic_ns()
+            span = _open(hooks, lane, job.label, job.issue_ns, job.place)
+            try:
+                if broken:
+                    raise broken[0]
+                job.work()
+                if link is not None:
+                    time.sleep(max(0.0, job.label.bytes / link - (time.monotonic_ns() - begin) / 1e9))
+            except BaseException as error:
+                job.ticket.error = error
+            hooks.end(span)
+            job.ticket.finish()
+            del job, span  # until the next job comes: their tensors would stay alive
+
+
+def _open(hooks: Hooks, lane: str, label: Label, issue_ns: int, place: Place) -> Span | None:
+    return hooks.begin(
+        "comm", label.name, lane=lane, issue_ns=issue_ns, at=place, module=label.module,
+        purpose=label.purpose, group=label.group, seq=label.seq, bytes=label.bytes, dtype=label.dtype, peer=label.peer,
+    )  # fmt: skip
+
+
+# --- on a GPU: a stream
+
+
+class _CudaTicket:
+    """Keeps what the work uses until its end is waited for: the computation's stream would be given its memory anew."""
+
+    def __init__(self, end: torch.cuda.Event, work: Work) -> None:
+        self._end = end
+        self._work: Work | None = work
+
+    @property
+    def done(self) -> bool:
+        return bool(self._end.query())
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._end)
+        self._work = None
+
+
+class CudaLane:
+    """A stream beside the computation's. A wait is a wait of the stream, not of the host.
+
+    When somebody listens each communication is bracketed by timing events, and its call told as a `launch`; `poll`
+    tells of the communications that are over.
+    """
+
+    def __init__(self, name: str, hooks: Hooks) -> None:
+        self.name = name
+        self._hooks = hooks
+        self._stream = torch.cuda.Stream()
+        self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event, Label, int, Place]] = []
+        self._origin: tuple[torch.cuda.Event, int] | None = None
+
+    def submit(self, work: Work, label: Label) -> Ticket:
+        listening = self._hooks.listening
+        if listening and self._origin is None:
+            self._origin = self._set_origin()
+        issue_ns = time.monotonic_ns()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        end = torch.cuda.Event(enable_timing=listening)
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            begin = torch.cuda.Event(enable_timing=True) if listening else None
+            if begin is not None:
+                begin.record()
+            with self._hooks.span("launch", label.name, module=label.module, purpose=label.purpose):
+                work()
+            end.record()
+        if begin is not None:
+            self._timed.append((begin, end, label, issue_ns, label.at or self._hooks.place))
+        return _CudaTicket(end, work)
+
+    def poll(self) -> None:
+        """Tell of the communications that have ended; never waits for one."""
+        while self._origin is not None and self._timed and self._timed[0][1].query():
+            begin, end, label, issue_ns, place = self._timed.pop(0)
+            origin, origin_ns = self._origin
+            start_ns = origin_ns + round(1e6 * origin.elapsed_time(begin))
+            end_ns = start_ns + round(1e6 * begin.elapsed_time(end))
+            self._origin = end, end_ns  # a device's times are floats: those of an hour come in quarters of a ms
+            span = _open(self._hooks, f"comm.{self.name}", label, issue_ns, place)
+            if span is not None:
+                span.start_ns = start_ns
+            self._hooks.end(span, at_ns=end_ns)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        self.poll()
+
+    def _set_origin(self) -> tuple[torch.cuda.Event, int]:
+        """One event whose host time is known: the only time that a lane waits for the device, once."""
+        event = torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self._stream):
+            event.record()
+        event.synchronize()
+        return event, time.monotonic_ns()
+
+
+class Done:
+    """The ticket of a communication that is not needed: a group of one."""
+
+    done = True
+
+    def wait(self) -> None:
+        return
+
+
+class Inline:
+    """No lane: a communication runs when it is submitted, in a group whose other collectives run so too."""
+
+    name = "main"
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+
+    def submit(self, work: Work, label: Label) -> Ticket:
+        with self._hooks.span(
+            "comm", label.name, purpose=label.purpose, group=label.group, bytes=label.bytes, dtype=label.dtype,
+            module=label.module,
+        ):  # fmt: skip
+            work()
+        return Done()
+
+    def poll(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+def open_lane(name: str, device: torch.device, hooks: Hooks, link: float | None = None) -> CpuLane | CudaLane:
+    """The lane for tensors on `device`. `link` (bytes/s) is for CPU only."""
+    if device.type == "cuda":
+        return CudaLane(name, hooks)
+    return CpuLane(name, hooks, link)

@@ -1,0 +1,86 @@
+"""Offloading as a configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..hooks import Hooks
+from ..zero.shard import ShardedParam
+from .disk import Disk
+from .optimizer import InMemory, OnDisk, States
+from .params import PieceFile, to_host
+
+if TYPE_CHECKING:
+    from ..config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """What of a model's training is elsewhere than on its device."""
+
+    states: States
+    """Masters and the optimizer's states."""
+    take_piece: Callable[[ShardedParam], None] | None
+    """Moves this rank's piece of a parameter away; None where they stay."""
+    disks: dict[Path, Disk] = field(default_factory=dict)
+    pieces: PieceFile | None = None
+    """Where these pieces are, if it is a file."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user may want to know, once pieces have been taken."""
+        found = [
+            f"{disk.key}: {disk.note}, so files are read and written through the page cache"
+            for disk in self.disks.values()
+            if disk.note
+        ]
+        if self.pieces is not None and self.pieces.in_memory and not self.pieces.in_file:
+            found.append(
+                f"zero_optimization.offload_param.max_in_cpu: lets all {self.pieces.in_memory} elements of rank 0 stay "
+                "in host memory, so nothing is on disk; write a smaller number, or 0"
+            )
+        return found
+
+    def close(self) -> None:
+        """Finish reading and writing, and free the room on the disks. Masters, states and pieces there are lost."""
+        for disk in self.disks.values():
+            disk.close()
+
+
+def open_offload(config: Config, device: torch.device, hooks: Hooks, rank: int = 0) -> Offload:
+    """Offloading for a model on `device`. Sections that have no effect at the configuration's stage are passed over.
+
+    Raises OffloadError if a file cannot be made where the configuration wants it.
+    """
+    zero = config.zero_optimization
+    states, pieces = zero.offload_optimizer, zero.offload_param
+    disks: dict[Path, Disk] = {}
+
+    def disk(name: str, folder: Path | None) -> Disk:
+        assert folder is not None  # the configuration's rules see to it
+        if folder not in disks:
+            key = f"zero_optimization.{name}.nvme_path"
+            disks[folder] = Disk(folder, config.aio, hooks, rank=rank, key=key)
+        return disks[folder]
+
+    store: States = InMemory(device)
+    if states is not None and zero.stage >= 1:
+        if states.device == "cpu":
+            store = InMemory(device, states.ratio, states.pin_memory)
+        elif states.device == "nvme":
+            store = OnDisk(disk("offload_optimizer", states.nvme_path), device, states)
+    take: Callable[[ShardedParam], None] | None = None
+    file: PieceFile | None = None
+    if pieces is not None and zero.stage == 3:
+        if pieces.device == "cpu":
+            take = partial(to_host, pin=pieces.pin_memory)
+        elif pieces.device == "nvme":
+            file = PieceFile(disk("offload_param", pieces.nvme_path), device, pieces)
+            take = file.take
+    return Offload(store, take, disks, file)

@@ -1,0 +1,278 @@
+"""Files that are read and written beside the computation: past the page cache where that is possible, on threads.
+
+A file has no name: it is removed from its folder as soon as it is open, so that nothing stays behind however the job
+ends. It takes room on the disk (`df` shows it) as long as it is open.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+import mmap
+import os
+import queue
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..hooks import Hooks, Place
+from .buffers import PAGE, aligned, as_bytes, round_up
+from .transfer import About, Direction, Ticket
+
+if TYPE_CHECKING:
+    from ..config.offload import AioConfig
+
+
+class OffloadError(RuntimeError):
+    """A folder or disk that cannot take what is offloaded to it. The text says what to change."""
+
+
+@dataclass(slots=True)
+class _Job:
+    file: File
+    offset: int
+    memory: Tensor
+    about: About
+    issue_ns: int
+    place: Place
+    ticket: Ticket
+
+
+class Disk:
+    """Files in one folder, and two threads: one reads, one writes, each in the order it was asked to.
+
+    `key` is the configuration's name for the folder, for errors. Raises OffloadError if no file can be made there.
+    """
+
+    def __init__(self, folder: Path, aio: AioConfig, hooks: Hooks, *, rank: int = 0, key: str = "nvme_path") -> None:
+        self.folder = folder
+        self.key = key
+        self.note = ""
+        """Why files are read and written through the page cache, if they are."""
+        self._hooks = hooks
+        self._rank = rank
+        self._files: list[File] = []
+        self._queues: dict[Direction, queue.SimpleQueue[_Job | None]] = {}
+        self._threads = []
+        self._probe()
+        for direction in ("read", "write"):
+            jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+            self._queues[direction] = jobs
+            thread = threading.Thread(
+                target=_serve, args=(jobs, direction, aio, hooks), name=f"dsprof-nvme-{direction}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+            weakref.finalize(self, jobs.put, None)  # a thread holds its queue, not the disk
+
+    def open(self, what: str) -> File:
+        """An empty file for `what`, which errors name. Raises OffloadError."""
+        file = File(self, what, *self._open(what))
+        self._files.append(file)
+        return file
+
+    def submit(self, direction: Direction, file: File, offset: int, memory: Tensor, about: About) -> Ticket:
+        """Begin a transfer: see `File.read` and `File.write`."""
+        ticket = Ticket(self._hooks, direction, about)
+        job = _Job(file, offset, memory, about, time.monotonic_ns(), self._hooks.place, ticket)
+        self._queues[direction].put(job)
+        return ticket
+
+    def close(self) -> None:
+        """Finish what is under way, and free the room that the files take."""
+        for jobs in self._queues.values():
+            jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        for file in self._files:
+            file.close()
+
+    def explain(self, error: OSError, what: str, nbytes: int = 0) -> OffloadError:
+        """What the user is told of an error while `what` was to take `nbytes` more."""
+        where, code = f"{self.key}: {self.folder}", error.errno
+        if code in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(self.folder).free
+            text = (
+                f"{where} is full: {what} needs {_size(nbytes)} more on rank {self._rank}, and {_size(free)} are "
+                "free. Make room, or write a folder on a larger disk"
+            )
+        elif code == errno.EFBIG:
+            text = f"{where}: {what} needs a file of {_size(nbytes)}, which is above the limit: raise it (`ulimit -f`)"
+        elif code == errno.ENOENT:
+            text = f"{where} does not exist: make it on every machine, or write another folder"
+        elif code == errno.ENOTDIR:
+            text = f"{where} is not a folder: write one on the local disk"
+        elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
+            text = f"{where} cannot be written to ({error.strerror}): write a folder that this user may write to"
+        else:
+            text = f"{where}: {what}: {error.strerror or error}"
+        return OffloadError(text)
+
+    def _probe(self) -> None:
+        """Write a page and read it, as everything is going to be."""
+        plain, direct = self._open("a first page")
+        try:
+            if direct is None:
+                self.note = f"{self.folder} has no O_DIRECT"
+                return
+            memory = aligned(PAGE)  # alive for as long as its bytes are read and written
+            page = as_bytes(memory)
+            os.pwritev(direct, [page], 0)
+            os.preadv(direct, [page], 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise self.explain(error, "a first page", PAGE) from error
+            self.note = f"{self.folder} refuses pages with O_DIRECT"
+        finally:
+            _close(plain, direct)
+
+    def _open(self, what: str) -> tuple[int, int | None]:
+        """Descriptors of a new file, through the page cache and past it, if that is possible."""
+        try:
+            plain, name = tempfile.mkstemp(prefix=f"dsprof-rank{self._rank:05d}-", dir=self.folder)
+        except OSError as error:
+            raise self.explain(error, what) from error
+        try:
+            direct = None if self.note else os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError:
+            direct = None
+        finally:
+            os.unlink(name)
+        return plain, direct
+
+
+class File:
+    """A file of a disk: parts of it are allocated, read and written. Offsets and lengths are whole pages."""
+
+    def __init__(self, disk: Disk, what: str, plain: int, direct: int | None) -> None:
+        self._disk = disk
+        self._what = what
+        self._descriptors = plain, direct
+        self.descriptor = plain if direct is None else direct
+        self.size = 0
+        """Bytes allocated."""
+        self._close = weakref.finalize(self, _close, plain, direct)
+
+    def allocate(self, nbytes: int) -> int:
+        """Room for `nbytes`, rounded up to whole pages, that nobody can take away any more; where it begins.
+
+        It reads as zeros. Raises OffloadError if the disk is full.
+        """
+        offset, nbytes = self.size, round_up(nbytes)
+        if nbytes:
+            try:
+                os.posix_fallocate(self._descriptors[0], offset, nbytes)
+            except OSError as error:
+                whole = offset + nbytes if error.errno == errno.EFBIG else nbytes
+                raise self._disk.explain(error, self._what, whole) from error
+        self.size += nbytes
+        return offset
+
+    def read(self, offset: int, memory: Tensor, about: About) -> Ticket:
+        """Begin to read to `memory`: whole, aligned pages (`buffers.aligned`), not to be touched before the end."""
+        return self._disk.submit("read", self, offset, memory, about)
+
+    def write(self, offset: int, memory: Tensor, about: About) -> Ticket:
+        """Begin to write `memory`: whole, aligned pages, not to be changed before the end."""
+        return self._disk.submit("write", self, offset, memory, about)
+
+    def mapped(self) -> Tensor:
+        """All that is allocated, uint8, as memory that the system keeps in the file and can take back at any time.
+
+        Nothing may be read or written meanwhile. What is changed there is in the file after `sync`.
+        """
+        if not self.size:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(self._descriptors[0], self.size), dtype=torch.uint8)
+
+    def sync(self) -> None:
+        """Have in the file what was changed in memory that is mapped to it. Raises OffloadError."""
+        try:
+            os.fdatasync(self._descriptors[0])
+        except OSError as error:
+            raise self.explain(error, 0) from error
+
+    def explain(self, error: OSError, nbytes: int) -> OffloadError:
+        """What the user is told of an error."""
+        return self._disk.explain(error, self._what, nbytes)
+
+    def close(self) -> None:
+        """Free the room it takes."""
+        self._close()
+
+
+def _serve(jobs: queue.SimpleQueue[_Job | None], direction: Direction, aio: AioConfig, hooks: Hooks) -> None:
+    move = os.preadv if direction == "read" else os.pwritev
+    with concurrent.futures.ThreadPoolExecutor(aio.intra_op_parallelism, f"dsprof-{direction}") as helpers:
+        while (job := jobs.get()) is not None:
+            about, memory = job.about, job.memory
+            span = hooks.begin(
+                "copy", direction, lane=f"io.nvme.{direction}", issue_ns=job.issue_ns, at=job.place,
+                module=about.module, purpose=about.purpose, bytes=memory.nbytes, value=about.value,
+                corr=job.ticket.number,
+            )  # fmt: skip
+            try:
+                _share(move, job.file.descriptor, as_bytes(memory), job.offset, aio, helpers)
+            except OSError as error:
+                job.ticket.error = job.file.explain(error, memory.nbytes)
+            except BaseException as error:
+                job.ticket.error = error
+            hooks.end(span)
+            job.ticket.finish()
+            del job, memory, span  # until the next job comes: their memory would stay alive
+
+
+def _share(
+    move: Callable[[int, Sequence[memoryview], int], int],
+    descriptor: int,
+    memory: memoryview,
+    offset: int,
+    aio: AioConfig,
+    helpers: concurrent.futures.Executor,
+) -> None:
+    """Move all of `memory`, the threads a share of it each."""
+    share = round_up(-(-len(memory) // aio.intra_op_parallelism))
+    starts = range(0, len(memory), share)
+    if len(starts) <= 1:
+        _move(move, descriptor, memory, offset, aio)
+        return
+    list(helpers.map(lambda at: _move(move, descriptor, memory[at : at + share], offset + at, aio), starts))
+
+
+def _move(
+    move: Callable[[int, Sequence[memoryview], int], int],
+    descriptor: int,
+    memory: memoryview,
+    offset: int,
+    aio: AioConfig,
+) -> None:
+    """`queue_depth` blocks a system call, which the kernel hands to the disk together."""
+    block = round_up(aio.block_size)
+    depth = min(aio.queue_depth, os.sysconf("SC_IOV_MAX"))
+    at = 0
+    while at < len(memory):
+        stop = min(at + block * depth, len(memory))
+        moved = move(descriptor, [memory[place : min(place + block, stop)] for place in range(at, stop, block)],
+                     offset + at)  # fmt: skip
+        if moved == 0:
+            raise OSError(errno.EIO, "the file ends early")
+        at += moved
+
+
+def _close(*descriptors: int | None) -> None:
+    for descriptor in descriptors:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

@@ -1,0 +1,99 @@
+"""The global L2 norm of gradients that lie in pieces on several ranks, and clipping by it.
+
+DeepSpeed knows no other norm. What is passed in is counted, so of a parameter that several ranks hold (tied across
+pipeline stages, replicated over tensor-parallel ranks) exactly one of them passes the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..hooks import Hooks
+
+_STRETCH: Final = 1 << 16
+
+
+@torch.no_grad()
+def global_norm(
+    grads: Sequence[Tensor],
+    groups: Sequence[dist.ProcessGroup],
+    hooks: Hooks | None = None,
+    *,
+    device: torch.device | None = None,
+    wait: Callable[[dist.Work, dist.ProcessGroup], None] | None = None,
+) -> Tensor:
+    """Norm of all gradients of all ranks: a float64 scalar, the same on every rank.
+
+    `grads` are this rank's, to be counted once each; they may be none. Their squares are summed over each of `groups`
+    in turn (data parallel, then model parallel); without a group, this rank has them all. `wait` is how to wait for the
+    first of these sums. The sum is made on `device`, by default the gradients', or the CPU without any. Infinite or NaN
+    if and only if an element is: finite gradients of any dtype but float64 do not overflow.
+    """
+    if device is None:
+        device = grads[0].device if grads else torch.device("cpu")
+    total = _sum_of_squares(grads, device)
+    hooks = hooks or Hooks()
+    for group in groups:
+        about = {"purpose": "norm", "bytes": total.nbytes, "dtype": "float64", "group": group.group_name}
+        with hooks.span("comm", "all_reduce", **about):
+            work = dist.all_reduce(total, group=group, async_op=wait is not None)
+            if wait is not None and work is not None:
+                wait(work, group)
+                wait = None
+    return total.sqrt_()
+
+
+def clip_coefficient(norm: Tensor | float, max_norm: float) -> Tensor | float:
+    """What gradients of that norm are multiplied by to have at most `max_norm`: torch.nn.utils.clip_grad_norm_'s."""
+    if isinstance(norm, Tensor):
+        return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return min(1.0, max_norm / (norm + 1e-6))
+
+
+@torch.no_grad()
+def unscale_and_clip_(
+    grads: Sequence[Tensor], norm: Tensor | float, *, loss_scale: float = 1.0, max_norm: float = 0.0
+) -> None:
+    """Divide the gradients by `loss_scale` and clip them to `max_norm` (0: not at all) in one pass, in place.
+
+    `norm` is theirs as they are, that is, of the scaled ones. As a tensor it is not waited for; as a number, nothing is
+    touched where there is nothing to do.
+    """
+    factor: Tensor | float = 1.0 / loss_scale
+    if max_norm > 0:
+        factor = clip_coefficient(norm / loss_scale, max_norm) * factor
+    if not grads or (not isinstance(factor, Tensor) and factor == 1.0):
+        return
+    if isinstance(factor, Tensor):
+        factor = factor.to(grads[0].dtype)
+    torch._foreach_mul_(list(grads), factor)
+
+
+def _sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    """In float64. On a CPU norms are taken in fp32, which is several times as fast, and again where that fails."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    by_kind: dict[tuple[torch.dtype, str], list[Tensor]] = {}
+    for grad in grads:
+        by_kind.setdefault((grad.dtype, grad.device.type), []).append(grad)
+    for (dtype, place), same in by_kind.items():
+        if place != "cpu" or dtype == torch.float64:
+            total += _squares(same, torch.float64).to(device)
+            continue
+        squares = _squares([piece for grad in same for piece in _pieces(grad)], torch.float32)
+        # The squares of bf16 or fp32 beyond 1.8e19 do not fit into fp32.
+        total += (squares if torch.isfinite(squares) else _squares(same, torch.float64)).to(device)
+    return total
+
+
+def _squares(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.stack(torch._foreach_norm(grads, 2.0, dtype=dtype)).double().square_().sum()
+
+
+def _pieces(grad: Tensor) -> Sequence[Tensor]:
+    """A long gradient in stretches: a running sum in fp32 over millions of squares loses the fourth digit."""
+    return torch.split(grad.reshape(-1), _STRETCH) if grad.numel() > _STRETCH else (grad,)

@@ -1,0 +1,124 @@
+"""What became of a run of a plan, on all ranks of the job: they go on together or fail together.
+
+Ranks of a pipeline tell each other when one fails. Replicas and tensor-parallel ranks wait for each other in
+collectives instead, and a rank that failed does not come there. So it says why in the job's store, leaves the others
+some time to end their run, and then breaks the connections: who waits fails, too, and finds the cause in the store.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ..comm.comm import Comm, break_connections
+from .p2p import PipelineError, ToldError
+
+GRACE_S: Final = 5.0
+"""How long a rank that failed leaves to those that may be waiting for it: half of it before it comes to the verdict."""
+
+
+class Verdict:
+    """Of one engine's runs, one after the other."""
+
+    def __init__(self, everyone: Comm, groups: Sequence[dist.ProcessGroup | None], *, apart: bool) -> None:
+        """On all ranks. `groups` are those that ranks of the job may be waiting for this one in. `apart`: whether they
+        may do so elsewhere than at the ends of their pipeline's links."""
+        self._everyone = everyone
+        self._groups = groups
+        self._grace = GRACE_S / 2 if apart else None
+        self._runs = 0
+        self._store: Any = None
+        self.over = False
+        """Whether ranks have lost each other, and nothing can be run any more."""
+        if everyone.group is not None:
+            number = torch.tensor(secrets.randbits(48) if everyone.rank == 0 else 0, device=everyone.device)
+            everyone.all_reduce(number, "pipeline").wait()  # nobody has looked for these keys before
+            store = distributed_c10d._get_default_store()
+            self._store = distributed_c10d.PrefixStore(f"dsprof/pipeline/{number.item()}", store)
+
+    def begin(self) -> None:
+        """Another run. Raises PipelineError if there cannot be one."""
+        if self.over:
+            raise PipelineError(
+                "this engine's ranks have lost each other in an earlier step that failed; end the job, and go on from "
+                "a checkpoint"
+            )
+        self._runs += 1
+
+    def deadline(self) -> float | None:
+        """Until when, by `time.monotonic`, who fails now waits for others; None if that cannot be in vain."""
+        return None if self._grace is None else time.monotonic() + self._grace
+
+    def tell(self, error: BaseException, where: str) -> None:
+        """Have every rank know why the run fails, as soon as one rank does. The first cause is kept."""
+        if self._store is not None and not _lost(error):
+            with suppress(RuntimeError):
+                text = f"rank {dist.get_rank()}: {error if isinstance(error, PipelineError) else said(error, where)}"
+                self._store.compare_set(str(self._runs), "", text)
+
+    def of(self, failed: BaseException | None, *, begun: bool) -> tuple[BaseException | None, bool]:
+        """On all ranks, at the end of a run: what is to be raised if it failed on any of them, and whether any has
+        `begun` to make gradients."""
+        counts = torch.tensor([failed is not None, begun], dtype=torch.float32, device=self._everyone.device)
+        try:
+            if failed is None or self._grace is None:
+                self._everyone.all_reduce(counts, "pipeline").wait()
+            else:
+                self._sum_in_time(counts)
+        except RuntimeError as error:
+            failed = failed or error
+            self.give_up()
+        if self.over:
+            return self._of_cause(failed), True
+        failures, halfway = counts.tolist()
+        return (self._of_cause(failed) if failures else None), halfway > 0
+
+    def give_up(self) -> None:
+        """Have all who wait for this rank fail, now or later."""
+        self.over = True
+        for group in self._groups:
+            if group is not None and dist.get_backend(group) == "gloo":
+                break_connections(group)
+
+    def _sum_in_time(self, counts: torch.Tensor) -> None:
+        """Raises RuntimeError if the others do not come."""
+        work = dist.all_reduce(counts, group=self._everyone.group, async_op=True)
+        until = self.deadline()
+        while work is not None and not work.is_completed():
+            if until is not None and time.monotonic() > until:
+                raise RuntimeError("the other ranks did not come")
+            time.sleep(0.005)
+        if work is not None:
+            work.wait()
+
+    def _of_cause(self, failed: BaseException | None) -> BaseException:
+        """A rank's own failure is raised there; what only follows from another's is told as that."""
+        if failed is not None and not _lost(failed):
+            return failed
+        cause = None
+        if self._store is not None:
+            with suppress(RuntimeError):
+                cause = self._store.get(str(self._runs)).decode() if self._store.check([str(self._runs)]) else None
+        if cause is None:
+            return failed or PipelineError("another rank of the job failed; see what it says")
+        error = PipelineError(cause)
+        error.__cause__ = failed
+        return error
+
+
+def said(error: BaseException, where: str) -> str:
+    """An error in the words of others, with its notes: in which layer it was raised."""
+    what = f"{where} of the pipeline failed: {type(error).__name__}: {error}"
+    return "; ".join([what, *getattr(error, "__notes__", [])])
+
+
+def _lost(error: BaseException) -> bool:
+    """Whether it says no more than that another rank is not there."""
+    return isinstance(error, ToldError | dist.DistError) or "gloo" in str(error)

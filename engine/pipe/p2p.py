@@ -1,0 +1,323 @@
+"""What stages send each other: messages of tensors, each way on lanes of its own.
+
+A message says itself what is in it, so shapes may differ from one micro-batch to the next, and a rank that fails can
+tell its neighbours, who would wait for it otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..comm.comm import close_group, open_group, open_host_group
+from ..comm.lane import Label, Lane, Ticket, open_lane
+from ..comm.mesh import Mesh
+from ..hooks import Hooks, Place
+from . import treespec
+from .treespec import SEVERAL, SINGLE
+
+Way = Literal["F", "B"]
+"""Activations to the next stage, or their gradients to the one before."""
+
+HEADER: Final = 128
+"""Numbers at the head of a message."""
+FAILED: Final = -1
+PLAIN: Final = (SEVERAL, SINGLE)
+"""Forms that a head has room for; others follow it."""
+DTYPES: Final = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+class PipelineError(RuntimeError):
+    """A stage failed; the message names it and says why."""
+
+
+class ToldError(PipelineError):
+    """Another rank failed, and told this one."""
+
+
+@dataclass(slots=True)
+class Message:
+    """What a stage hands to another: its output, or the gradients of what it got."""
+
+    tensors: list[Tensor]
+    wanted: list[bool]
+    """Of each tensor, whether a gradient is to come back."""
+    form: str = SEVERAL
+    """How the tensors lie in the output: see `form`."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def message_of(output: Any, what: str) -> Message:
+    """`output` as what can be sent. Raises PipelineError, beginning with `what`, if it cannot be."""
+    try:
+        shape, tensors = treespec.of(output)
+    except TypeError as error:
+        raise PipelineError(
+            f"{what} returned {error}, which cannot be sent to the next stage; return tensors, in tuples, lists or "
+            "dicts if there are several, or divide the layers elsewhere"
+        ) from None
+    for tensor in tensors:
+        kind = _unsendable(tensor)
+        if kind is not None:
+            raise PipelineError(
+                f"{what} returned {kind}, which cannot be sent to the next stage; return what is in it as plain "
+                "tensors, or divide the layers elsewhere"
+            )
+    if 3 + sum(3 + tensor.dim() for tensor in tensors) > HEADER:
+        raise PipelineError(f"{what} returned {len(tensors)} tensors, more than a message holds; stack some of them")
+    return Message(tensors, [tensor.requires_grad for tensor in tensors], shape)
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A message on its way here."""
+
+    ticket: Ticket
+    box: list[Message]
+
+    def take(self) -> Message:
+        """The message, once it is here. Raises PipelineError if its sender failed instead."""
+        self.ticket.wait()
+        return self.box.pop()
+
+
+class Link:
+    """One way between the ranks of a pipeline: what this rank sends, and what it gets, on a lane each."""
+
+    def __init__(
+        self,
+        way: Way,
+        group: dist.ProcessGroup,
+        host_group: dist.ProcessGroup,
+        make_lane: Callable[[str], Lane],
+        device: torch.device,
+        name: str,
+    ) -> None:
+        """`host_group` has the same ranks and carries the heads of messages, which are in host memory."""
+        self._way = way
+        self.group = group
+        self._host_group = host_group
+        self._device = device
+        self._posted: list[tuple[dist.Work, Tensor]] = []
+        """Heads on their way, with their memory, where the host does not wait for each."""
+        self._ended: str | None = None
+        """Why nothing more comes in this step."""
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        ahead = 1 if way == "F" else -1
+        self._to, self._from = (rank + ahead) % size, (rank - ahead) % size
+        self._out, self._in = make_lane(f"pipe.send_{name}"), make_lane(f"pipe.recv_{name}")
+        self._sent = self._received = 0
+
+    def send(self, message: Message, at: Place) -> Ticket:
+        """Start sending. The tensors must not be written to before the ticket is done."""
+        tensors = [tensor.detach().contiguous() for tensor in message.tensors]
+
+        def work() -> None:
+            heads = self._post(_heads(message, at))
+            _wait([dist.isend(_bytes(t), group=self.group, group_dst=self._to) for t in tensors if t.numel()])
+            _wait(heads)
+
+        return self._out.submit(work, self._label("send", self._to, message, at))
+
+    def receive(self, at: Place) -> Arrival:
+        """Have the next message received as soon as it is there."""
+        box: list[Message] = []
+
+        def work() -> None:
+            if self._ended is not None:
+                raise ToldError(self._ended)
+            head = torch.empty(HEADER, dtype=torch.int64)
+            _wait([dist.irecv(head, group=self._host_group, group_src=self._from)])
+            numbers = head.tolist()
+            if numbers[0] == FAILED:
+                self._ended = self._read(numbers[1])
+                raise ToldError(self._ended)
+            message, microbatch = _empty(numbers, self._device)
+            if numbers[1] >= len(PLAIN):
+                message.form = self._read(numbers[1] - len(PLAIN))
+            parts = [_bytes(tensor) for tensor in message.tensors if tensor.numel()]
+            _wait([dist.irecv(part, group=self.group, group_src=self._from) for part in parts])
+            if microbatch != at[1]:
+                raise PipelineError(
+                    f"stage {at[2]} of the pipeline got micro-batch {microbatch} where its plan has {at[1]}: the "
+                    "ranks' plans differ; configure the same schedule and number of micro-batches on all"
+                )
+            box.append(message)
+
+        return Arrival(self._in.submit(work, self._label("recv", self._from, None, at)), box)
+
+    def fail(self, reason: str, at: Place) -> Ticket:
+        """In the place of the next message: tell who waits for it that no more will come in this step."""
+        text = _text(reason)
+
+        def work() -> None:
+            head = torch.zeros(HEADER, dtype=torch.int64)
+            head[0], head[1] = FAILED, text.numel()
+            _wait(self._post([head, text]))
+
+        return self._out.submit(work, self._label("send", self._to, None, at))
+
+    def begin(self) -> None:
+        """A new step: messages come again, whatever became of the last."""
+        self._ended = None
+
+    def settle(self) -> None:
+        """Wait until the heads of all messages have been read."""
+        posted, self._posted = self._posted, []
+        _wait([work for work, _ in posted])
+
+    def poll(self) -> None:
+        """Tell of what has ended on a device since."""
+        self._out.poll()
+        self._in.poll()
+
+    def close(self) -> None:
+        """End the lanes, and destroy the groups."""
+        self._out.close()
+        self._in.close()
+        close_group(self.group)
+        close_group(self._host_group)
+
+    def _read(self, size: int) -> str:
+        """The text that follows a head."""
+        text = torch.empty(size, dtype=torch.uint8)
+        _wait([dist.irecv(text, group=self._host_group, group_src=self._from)])
+        return bytes(text.tolist()).decode()
+
+    def _post(self, parts: Sequence[Tensor]) -> Sequence[dist.Work | None]:
+        """Send `parts`, which are in host memory; what is to be waited for.
+
+        gloo's sends end when the receiver is there. A lane that is a thread waits for that. On a device it is the host
+        that would, and 1F1B cannot go on if it does: it waits in `settle`, at the end of the step.
+        """
+        works = [dist.isend(part, group=self._host_group, group_dst=self._to) for part in parts]
+        if self._device.type == "cpu":
+            return works
+        self._posted += [(work, part) for work, part in zip(works, parts, strict=True) if work is not None]
+        return []
+
+    def _label(self, name: str, peer: int, message: Message | None, at: Place) -> Label:
+        if name == "send":
+            seq, self._sent = self._sent, self._sent + 1
+        else:
+            seq, self._received = self._received, self._received + 1
+        return Label(
+            name, "pipeline", -1 if message is None else message.nbytes,
+            str(message.tensors[0].dtype).removeprefix("torch.") if message is not None and message.tensors else None,
+            None, self.group.group_name, seq, peer, at,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Links:
+    """All links of a rank: a way to the neighbour, and where ranks have several stages, from the last to the first."""
+
+    by_way: dict[tuple[Way, bool], Link] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups that they use."""
+        return [link.group for link in self.by_way.values()]
+
+    def begin(self) -> None:
+        """A new step."""
+        for link in self.by_way.values():
+            link.begin()
+
+    def settle(self) -> None:
+        """What was sent has arrived, or is on its way there without this rank."""
+        for link in self.by_way.values():
+            link.settle()
+
+    def poll(self) -> None:
+        """Tell of what has ended on a device since."""
+        for link in self.by_way.values():
+            link.poll()
+
+    def close(self) -> None:
+        """End the lanes."""
+        for link in self.by_way.values():
+            link.close()
+
+
+def open_links(mesh: Mesh, device: torch.device, hooks: Hooks, *, wraps: bool) -> Links:
+    """The links of this rank's pipeline. Every rank of the job must call this.
+
+    Two ranks that send each other both ways would wait for each other on a device if they had one group for that, so
+    activations, gradients, and each of them around the end (`wraps`) have their own.
+    """
+
+    def make_lane(name: str) -> Lane:
+        return open_lane(name, device, hooks)
+
+    links = Links()
+    ways: list[tuple[Way, bool]] = [("F", False), ("B", False)]
+    if wraps:
+        ways += [("F", True), ("B", True)]
+    for way, around in ways if mesh.pp > 1 else ():
+        group = open_group(mesh.sets("pp"))
+        assert group is not None
+        host = open_host_group(mesh.sets("pp"), group)
+        name = way + ("_around" if around else "")
+        links.by_way[way, around] = Link(way, group, host, make_lane, device, name)
+    return links
+
+
+def _unsendable(tensor: Tensor) -> str | None:
+    """What `tensor` is that a message has no room for; None for plain rows of numbers."""
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout is not torch.strided:
+        return "a sparse tensor"
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return f"a tensor of the class {type(tensor).__name__}"
+    return None if tensor.dtype in DTYPES else f"a tensor of {tensor.dtype}"
+
+
+def _text(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def _heads(message: Message, at: Place) -> list[Tensor]:
+    """The head, and if the form is not a plain one its text, whose length the head has."""
+    more = [] if message.form in PLAIN else [_text(message.form)]
+    kind = len(PLAIN) + more[0].numel() if more else PLAIN.index(message.form)
+    numbers = [len(message.tensors), kind, at[1]]
+    for tensor, wanted in zip(message.tensors, message.wanted, strict=True):
+        numbers += [DTYPES.index(tensor.dtype), int(wanted), tensor.dim(), *tensor.shape]
+    return [torch.tensor(numbers + [0] * (HEADER - len(numbers))), *more]
+
+
+def _empty(numbers: Sequence[int], device: torch.device) -> tuple[Message, int]:
+    """A message as its head describes it, to be filled, and the number of its micro-batch."""
+    count, kind, microbatch, at = *numbers[:3], 3
+    tensors, wanted = [], []
+    for _ in range(count):
+        dtype, wants, dims = numbers[at : at + 3]
+        shape = numbers[at + 3 : at + 3 + dims]
+        tensors.append(torch.empty(shape, dtype=DTYPES[dtype], device=device))
+        wanted.append(bool(wants))
+        at += 3 + dims
+    return Message(tensors, wanted, PLAIN[kind] if kind < len(PLAIN) else ""), microbatch
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes: not every backend sends every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None
+        work.wait()

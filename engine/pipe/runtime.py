@@ -1,0 +1,373 @@
+"""Runs a pipeline's plan: one action after the other, what is sent and received beside them.
+
+A plan says what each rank computes in which order; receives are started a few actions early and sends never waited for,
+so that both overlap with the computation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm.lane import Ticket
+from ..hooks import Hooks
+from ..schedule import Action, Plan
+from .failure import Verdict, said
+from .module import PipelineModule
+from .p2p import Arrival, Link, Links, Message, PipelineError, Way, message_of
+from .split_backward import Work, deferring
+from .treespec import filled
+
+EARLY: Final = 2
+"""Receives of one way that are started before they are needed, where that costs the computation nothing."""
+
+WAYS: Final[tuple[Way, ...]] = ("F", "B")
+
+
+class Batches(Protocol):
+    """The micro-batches of a step, on the ranks that read them."""
+
+    def inputs(self, microbatch: int) -> Any:
+        """What the first stage gets."""
+
+    def labels(self, microbatch: int) -> Any:
+        """What the loss is taken against, on the last stage."""
+
+
+class Backward(Protocol):
+    """Around a backward: what reduces gradients is to know when it begins and ends."""
+
+    def begin(self, *, last: bool, complete: bool) -> None:
+        """`last`: no backward of this rank follows in the step. `complete`: all gradients of the micro-batch are there
+        afterwards, and may be reduced."""
+
+    def end(self) -> None:
+        """It is over, and was `complete`."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A micro-batch between a stage's forward and its backward."""
+
+    inputs: list[_Input]
+    """Those that a gradient goes back for."""
+    outputs: list[Any]
+    """Where gradients come in: edges of the graph, so that what was sent on is not kept."""
+
+
+@dataclass(slots=True)
+class _Input:
+    """A tensor that came in: what its gradient is like, and the gradient once it is there."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    grad: Tensor | None = None
+
+    def back(self) -> Tensor:
+        """What goes back: zeros if the tensor was of no consequence."""
+        if self.grad is None:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return self.grad
+
+
+class Runner:
+    """One rank's side of a pipeline."""
+
+    def __init__(
+        self, module: PipelineModule, rank: int, links: Links, hooks: Hooks, device: torch.device, verdict: Verdict
+    ) -> None:
+        """`verdict` is told of a failure, and says how long to wait for who may wait for this rank elsewhere."""
+        self._module = module
+        self._verdict = verdict
+        self._rank = rank
+        self._links = links
+        self._hooks = hooks
+        self._early = EARLY if device.type == "cpu" else 0  # a device's lane would have the host wait for the head
+        self._last_stage = len(module.bounds) - 2
+
+    def run(
+        self,
+        plan: Plan,
+        open_batches: Callable[[], Batches],
+        backward: Backward | None,
+        *,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        cast: Callable[[Any], Any] = lambda inputs: inputs,
+        scale: float = 1.0,
+    ) -> list[Any]:
+        """Run this rank's actions; the losses of the micro-batches, or without a loss function the outputs, where the
+        last stage is, detached.
+
+        Gradients are of `scale` times the losses' mean. Raises what a layer raised, and PipelineError on the ranks
+        that wait for one which failed; nothing is under way afterwards, and another plan can be run.
+        """
+        step = _Step(self, plan, open_batches, backward, loss_fn, cast, scale / plan.microbatches)
+        self._links.begin()
+        stage, microbatch = self._hooks.stage, self._hooks.microbatch
+        try:
+            step.run()
+        except BaseException as error:
+            self._verdict.tell(error, self.name)
+            step.tell_neighbours(error)
+            if isinstance(error, Exception):
+                step.drain(self._verdict.deadline())
+            raise
+        finally:
+            self._hooks.stage, self._hooks.microbatch = stage, microbatch
+            self._links.poll()
+        return step.results
+
+    @property
+    def name(self) -> str:
+        """This rank's stages, in words."""
+        return f"stage {'/'.join(map(str, self._module.stages))}"
+
+    def _link(self, way: Way, sender: int) -> Link | None:
+        """By which stage `sender` sends that way; None if the next stage is on this rank too."""
+        receiver = sender + 1 if way == "F" else sender - 1
+        ranks = self._module.num_stages or 1
+        if sender % ranks == receiver % ranks:
+            return None
+        return self._links.by_way[way, min(sender, receiver) % ranks == ranks - 1]
+
+
+class _Step:
+    """One run of a plan."""
+
+    def __init__(
+        self, runner: Runner, plan: Plan, open_batches: Callable[[], Batches], backward: Backward | None,
+        loss_fn: Callable[[Any, Any], Any] | None, cast: Callable[[Any], Any], scale: float,
+    ) -> None:  # fmt: skip
+        self._runner = runner
+        self._module = runner._module
+        self._hooks = runner._hooks
+        self._plan = plan
+        self._actions = plan.actions[runner._rank]
+        self._open_batches = open_batches
+        self._backward = backward
+        self._loss_fn = loss_fn
+        self._cast = cast
+        self._scale = scale
+        self._last_stage = runner._last_stage
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._put_off: dict[tuple[int, int], list[Work]] = {}
+        self._here: dict[tuple[Way, int, int], Message] = {}
+        """Messages between two stages of this rank, by the receiving one."""
+        self._arrivals: dict[tuple[Way, int, int], Arrival] = {}
+        self._sent: list[Ticket] = []
+        self._sends = dict.fromkeys(WAYS, 0)
+        self._receives = {way: self._expected(way) for way in WAYS}
+        self.results: list[Any] = []
+
+    def run(self) -> None:
+        self._batches = self._open_batches()
+        final = len(self._actions) - 1
+        for at, action in enumerate(self._actions):
+            self._hooks.stage, self._hooks.microbatch = action.stage, action.microbatch
+            self._start_receives()
+            if action.op == "F":
+                self._forward(action)
+            elif action.op == "B":
+                self._inputs_backward(action, at == final)
+            else:
+                self._weights_backward(action, at == final)
+        for ticket in self._sent:
+            ticket.wait()
+        self._runner._links.settle()
+
+    # --- actions
+
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        inputs: list[_Input]
+        if stage == 0:
+            value, inputs = self._cast(self._batches.inputs(microbatch)), []
+        else:
+            value, inputs = arrived(self._take("F", stage, microbatch), grad=self._backward is not None)
+        with self._hooks.span("pipe", "F"):
+            output = self._module(value, stage)
+            if stage == self._last_stage:
+                output = self._loss(output, microbatch)
+                message = None
+            else:
+                message = message_of(output, self._module.end_of(stage))
+        if message is not None:
+            self._give("F", stage, microbatch, message)
+        if self._backward is not None:
+            tensors = (
+                [(output.float() if output.dtype.itemsize < 4 else output) * self._scale]
+                if message is None
+                else message.tensors
+            )
+            edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in tensors]
+            self._flights[stage, microbatch] = _Flight(inputs, edges)
+
+    def _loss(self, output: Any, microbatch: int) -> Any:
+        """The loss, or the output itself if there is no function for it; a detached copy is a result."""
+        loss_fn = self._loss_fn
+        if loss_fn is not None:
+            output = loss_fn(output, self._batches.labels(microbatch))
+        if self._backward is not None and not (isinstance(output, Tensor) and output.numel() == 1):
+            what = "loss_fn returned" if loss_fn is not None else "there is no loss_fn, and the last layer returned"
+            told = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            raise PipelineError(f"train_batch: {what} {told}; it must be a scalar, the mean over the micro-batch")
+        if self._backward is not None and not output.requires_grad:
+            raise PipelineError(
+                "train_batch: the loss depends on no parameter that is trained: it was detached or made a number on "
+                "the way, all parameters are frozen, or train_batch is called under torch.no_grad()"
+            )
+        self.results.append(output.detach() if isinstance(output, Tensor) else output)
+        return output.reshape(()) if isinstance(output, Tensor) and self._backward is not None else output
+
+    def _inputs_backward(self, action: Action, final: bool) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        flight = self._flights.pop((stage, microbatch))
+        grads: Sequence[Tensor | None] = [None]
+        if stage != self._last_stage:
+            grads = self._take("B", stage, microbatch).tensors
+            wanted = iter(grads)
+            grads = [None if edge is None else next(wanted) for edge in flight.outputs]
+        splits = self._plan.splits
+        assert self._backward is not None
+        self._backward.begin(last=final, complete=not splits)
+        with ExitStack() as around:
+            around.enter_context(self._hooks.span("pipe", "B"))
+            around.enter_context(self._hooks.span("phase", "backward"))
+            if splits:
+                self._put_off[stage, microbatch] = around.enter_context(deferring())
+            pairs = [(edge, grad) for edge, grad in zip(flight.outputs, grads, strict=True) if edge is not None]
+            if pairs:
+                torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+            if not splits:
+                self._backward.end()
+        if stage > 0:
+            back = [each.back() for each in flight.inputs]
+            self._give("B", stage, microbatch, Message(back, [False] * len(back)))
+
+    def _weights_backward(self, action: Action, final: bool) -> None:
+        assert self._backward is not None
+        self._backward.begin(last=final, complete=True)
+        with self._hooks.span("pipe", "W"), self._hooks.span("phase", "backward"):
+            for work in self._put_off.pop((action.stage, action.microbatch)):
+                work()
+            self._backward.end()
+
+    # --- messages
+
+    def _give(self, way: Way, stage: int, microbatch: int, message: Message) -> None:
+        link = self._runner._link(way, stage)
+        if link is None:
+            self._here[way, stage + (1 if way == "F" else -1), microbatch] = message
+            return
+        self._sends[way] += 1
+        self._sent = [ticket for ticket in self._sent if not ticket.done]
+        self._sent.append(link.send(message, self._hooks.place))
+
+    def _take(self, way: Way, stage: int, microbatch: int) -> Message:
+        key = (way, stage, microbatch)
+        if key in self._here:
+            return self._here.pop(key)
+        while key not in self._arrivals:
+            self._receive_next(way)
+        return self._arrivals.pop(key).take()
+
+    def _expected(self, way: Way) -> Iterator[tuple[int, int]]:
+        """What this rank gets from others that way, in the order in which they send it."""
+        before = -1 if way == "F" else 1
+        mine = [a for a in self._actions if a.op == way and 0 <= a.stage + before <= self._last_stage]
+        return iter([(a.stage, a.microbatch) for a in mine if self._runner._link(way, a.stage + before) is not None])
+
+    def _receive_next(self, way: Way) -> bool:
+        """Start the next receive of a way; False if there are no more."""
+        stage, microbatch = next(self._receives[way], (-1, -1))
+        if stage < 0:
+            return False
+        link = self._runner._link(way, stage + (-1 if way == "F" else 1))
+        assert link is not None
+        step, _, _ = self._hooks.place
+        self._arrivals[way, stage, microbatch] = link.receive((step, microbatch, stage))
+        return True
+
+    def _next_arrival(self, way: Way) -> Arrival | None:
+        """What comes next of a way, whether its receive has been started or not."""
+        if not any(key[0] == way for key in self._arrivals) and not self._receive_next(way):
+            return None
+        return self._arrivals.pop(next(key for key in self._arrivals if key[0] == way))
+
+    def _start_receives(self) -> None:
+        for way in WAYS:
+            started = sum(key[0] == way for key in self._arrivals)
+            while started < self._runner._early and self._receive_next(way):
+                started += 1
+
+    def tell_neighbours(self, error: BaseException) -> None:
+        """Have the ranks that wait for this one fail too, and not wait for ever."""
+        reason = str(error) if isinstance(error, PipelineError) else said(error, self._runner.name)
+        for way in WAYS:
+            ahead = 1 if way == "F" else -1
+            senders = [a.stage for a in self._actions if a.op == way and 0 <= a.stage + ahead <= self._last_stage]
+            links = [link for stage in senders if (link := self._runner._link(way, stage)) is not None]
+            for link in links[self._sends[way] :][:1]:
+                self._sent.append(link.fail(reason, self._hooks.place))
+
+    def drain(self, deadline: float | None) -> None:
+        """Receive what is still sent to this rank, to no purpose: its senders would wait for ever otherwise.
+
+        Until `deadline`, if they may be waiting for this rank elsewhere."""
+        for way in WAYS:
+            with suppress(Exception):  # the sender failed, too, and sends no more
+                while (arrival := self._next_arrival(way)) and _ends(arrival.ticket, deadline):
+                    arrival.take()
+        for ticket in self._sent:
+            if _ends(ticket, deadline):
+                with suppress(Exception):
+                    ticket.wait()
+        if deadline is None:
+            with suppress(Exception):
+                self._runner._links.settle()
+
+
+def _ends(ticket: Ticket, deadline: float | None) -> bool:
+    """Whether it is done by then; waits no longer."""
+    while deadline is not None and not ticket.done:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+class _Arrive(torch.autograd.Function):
+    """What came in, as if it had been computed here, so that a layer may write to it; its gradient goes to `into`."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: list[Tensor], into: _Input) -> Tensor:
+        ctx.into = into
+        return tensor.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        (ctx.into.grad,) = grads
+        return None, None, None
+
+
+_arrive: Final[Callable[..., Tensor]] = _Arrive.apply
+
+
+def arrived(message: Message, *, grad: bool) -> tuple[Any, list[_Input]]:
+    """A message as a stage's input, and those of its tensors that a gradient goes back for."""
+    tensors, inputs = [], []
+    for tensor, wanted in zip(message.tensors, message.wanted, strict=True):
+        plain = tensor.detach()
+        if wanted and grad:
+            inputs.append(_Input(plain.shape, plain.dtype, plain.device))
+            anchor = torch.empty(0, device=plain.device, requires_grad=True)
+            plain = _arrive(anchor, [plain], inputs[-1])
+        tensors.append(plain)
+    return filled(message.form, tensors), inputs

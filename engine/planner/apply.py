@@ -1,0 +1,258 @@
+"""From a plan to the cut model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ..comm.comm import Comm
+from ..pipe.module import PipelineModule
+from ..tensor.attention import Heads, HeadsAttention
+from ..tensor.batch_norm import Features, cut_batch_norm, is_batch_norm
+from ..tensor.layers import (
+    Column,
+    ColumnConv1D,
+    ColumnLinear,
+    Entrance,
+    Row,
+    RowConv1D,
+    RowLinear,
+    Vocabulary,
+    VocabularyEmbedding,
+    derive,
+    layer_of,
+)
+from ..tensor.rng import RankStream
+from ..tensor.shape_override import tell
+from ..tensor.sharding import TensorCut, cut_in_place, even_cut, mark_partial
+from .blocks import Stretch
+from .dependence import Share
+from .derive import decided, plan_for
+from .plan import TensorPlan
+from .plan_data import Role
+from .sequence_pipeline import NO_BLOCKS, blocks_here, cut_sequence, widest
+from .stage_tracer import Tried, try_stages
+from .styles import PlanError
+from .verify import cut_of_share
+
+
+class ElsewhereError(PlanError):
+    """Another rank could not plan, and said why."""
+
+
+def parallelize(
+    model: nn.Module,
+    comm: Comm,
+    plan: TensorPlan | Mapping[str, str] | str | None = None,
+    *,
+    sequence_parallel: bool = False,
+    sequence_dim: int = 1,
+    example: Any = None,
+    everyone: Comm | None = None,
+) -> TensorPlan:
+    """Cut `model` in place for the ranks of `comm`, all of which call this with a model of the same shapes.
+
+    `plan` is one of `plan_for`'s, or what that takes. Parameters stay the same objects, with this rank's part in them;
+    how each is cut is `cut_of(param)`. Do this before the forwards of blocks are wrapped (recomputation), and before an
+    optimizer has states.
+
+    If any rank cannot, PlanError is raised on all of them, and on those of `everyone`, which may have other models:
+    other stages of a pipeline.
+    """
+    made: TensorPlan | None = None
+    cause: PlanError | None = None
+    row: Stretch | None = None
+    tried: Tried | None = None
+    if isinstance(model, PipelineModule) and comm.size > 1 and not isinstance(plan, TensorPlan):
+        tried = try_stages(model, comm.size if sequence_parallel else 1, example, everyone)
+    if sequence_parallel and comm.size > 1 and isinstance(model, PipelineModule) and not isinstance(plan, TensorPlan):
+        row, cause = _row_of(model, comm.size, plan, example, everyone or comm, tried)
+    try:
+        if isinstance(plan, TensorPlan):
+            made = plan
+            _check_given(model, plan, comm.size)
+        elif cause is None:
+            made = plan_for(
+                model, comm.size, plan=plan, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim,
+                example=example, row=row, tried=tried,
+            )  # fmt: skip
+    except PlanError as error:
+        cause = error
+    cause = _agreed(comm, None if cause is not None else str(made), cause, "tensor-parallel rank")
+    if everyone is not None:
+        cause = _agreed(everyone, None if cause is not None else "", cause, "rank")
+    if cause is not None:
+        raise cause
+    assert made is not None
+    if made.size > 1:
+        _apply(model, made, comm)
+    return made
+
+
+def _row_of(
+    model: PipelineModule, size: int, plan: Mapping[str, str] | str | None, example: Any, everyone: Comm,
+    tried: Tried | None,
+) -> tuple[Stretch | None, PlanError | None]:  # fmt: skip
+    """Where the blocks are in the pipeline, or why that is not to be told here. On all ranks of `everyone`."""
+    mine: list[int] = []
+    cause: PlanError | None = None
+    try:
+        _, trials, found = decided(model, size, plan, size, example, tried)
+        mine = blocks_here(model, trials, found.roles)
+    except PlanError as error:
+        cause = error
+    row = widest(mine, everyone, model.bounds[-1])
+    return row, cause or (PlanError(NO_BLOCKS) if row is None else None)
+
+
+def _check_given(model: nn.Module, plan: TensorPlan, size: int) -> None:
+    if plan.size != size:
+        raise PlanError(f"the tensor parallel plan is one for {plan.size} ranks, and there are {size}")
+    modules = dict(model.named_modules())
+    for role in plan.roles:
+        found = layer_of(modules[role.module]) if role.module in modules else None
+        if found != role.layer:
+            raise PlanError(f"the tensor parallel plan was made for another model: {role.module} is {found} here")
+
+
+def _agreed(comm: Comm, planned: str | None, cause: PlanError | None, rank: str) -> PlanError | None:
+    """What all ranks of `comm` are to raise: `cause`, or why another one failed, or that the plans differ."""
+    if comm.size == 1:
+        return cause
+    said: list[tuple[str | None, str | None]] = [(None, None)] * comm.size
+    digest = None if planned is None else hashlib.blake2b(planned.encode(), digest_size=8).hexdigest()
+    own = None if cause is None or isinstance(cause, ElsewhereError) else str(cause)
+    dist.all_gather_object(said, (digest, own), group=comm.group)
+    if cause is not None:
+        return cause
+    for other, (_, why) in enumerate(said):
+        if why is not None:
+            return ElsewhereError(f"{rank} {other} could not plan: {why}")
+    differs = [other for other, answer in enumerate(said) if answer != said[0]]
+    if differs:
+        return PlanError(f"{rank}s {differs} planned otherwise than rank 0: the model must be the same on all")
+    return None
+
+
+# --- cutting
+
+
+def _apply(model: nn.Module, plan: TensorPlan, comm: Comm) -> None:
+    params = dict(model.named_parameters(remove_duplicate=False))
+    entrances: dict[str, Entrance] = {}
+    streams = {region: RankStream(comm.rank) for region in plan.random_regions}
+    readers = [role.shares for role in plan.roles]
+    for role in plan.roles:
+        module = model.get_submodule(role.module)
+        along, stream = None, streams.get(role.region) if role.region is not None else None
+        if role.style == "heads":
+            stream = RankStream(comm.rank)
+        if plan.stack is not None and plan.stack.holds(role.module):
+            along, stream = plan.stack.dim, None  # in the blocks each rank draws for itself all the time
+        if role.style in ("column", "column_gather"):
+            key = role.shares or role.module
+            if key not in entrances:
+                entrances[key] = Entrance(comm, max(1, readers.count(key)), sequence_dim=along, stream=stream)
+            _cut_column(module, role, comm, entrances[key])
+        elif role.style in ("row", "row_split"):
+            _cut_row(module, role, Row(comm, role.module, along, role.style == "row_split", stream))
+        elif role.style == "vocab":
+            cut_vocabulary(module, role, comm)
+        elif role.style == "heads":
+            _cut_attention(module, role, Heads(comm, role.module, along, stream))
+    for change in plan.arrangement.changes:
+        change.make(model.get_submodule(change.module))
+    for name, telling in plan.arrangement.tellings:
+        tell(model.get_submodule(name), telling)
+    for name, share in plan.arrangement.shares:
+        _cut_share(model, name, share, comm)
+    for name in plan.partial:
+        mark_partial(params[name])
+    if plan.stack is not None:
+        cut_sequence(model, plan.stack, comm)
+
+
+def _cut_column(module: nn.Module, role: Role, comm: Comm, entrance: Entrance) -> None:
+    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+    assert weight is not None
+    cut = _cut(role, role.layer.shape, role.layer.output_dim, comm)
+    cut_in_place(weight, cut)
+    if bias is not None:
+        cut_in_place(bias, _cut(role, (role.layer.outputs,), 0, comm))
+    derive(module, ColumnConv1D if role.layer.kind == "conv1d" else ColumnLinear)
+    state: Any = Column(comm, role.module, entrance, cut, role.style == "column_gather")
+    module.tensor = state
+    _set_counts(module, role, outputs=cut.local_shape[cut.dim])
+
+
+def _cut_row(module: nn.Module, role: Role, state: Any) -> None:
+    weight = module._parameters["weight"]
+    assert weight is not None
+    cut = even_cut(role.layer.shape, 1 - role.layer.output_dim, state.comm.size, state.comm.rank)
+    cut_in_place(weight, cut)
+    derive(module, RowConv1D if role.layer.kind == "conv1d" else RowLinear)
+    module.tensor = state
+    _set_counts(module, role, inputs=cut.local_shape[cut.dim])
+
+
+def cut_vocabulary(module: nn.Module, role: Role, comm: Comm) -> None:
+    """Leave in an embedding this rank's band of the rows."""
+    assert isinstance(module, nn.Embedding)
+    cut = even_cut(role.layer.shape, 0, comm.size, comm.rank)
+    cut_in_place(module.weight, cut)
+    derive(module, VocabularyEmbedding)
+    state: Any = Vocabulary(comm, role.module, cut, module.padding_idx)
+    module.tensor = state
+    _set_counts(module, role, inputs=cut.local_shape[0])
+
+
+def _cut_attention(module: nn.Module, role: Role, state: Any) -> None:
+    assert isinstance(module, nn.MultiheadAttention)
+    size, rank, width = state.comm.size, state.comm.rank, role.layer.outputs
+    for param in (module.in_proj_weight, module.in_proj_bias):
+        if param is not None:
+            shape = tuple(param.shape)
+            cut_in_place(param, TensorCut(shape=shape, dim=0, bands=(width,) * 3, size=size, rank=rank))
+    for param in (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight):
+        if param is not None:
+            cut_in_place(param, even_cut(param.shape, 0, size, rank))
+    cut_in_place(module.out_proj.weight, even_cut((width, width), 1, size, rank))
+    derive(module, HeadsAttention)
+    module.tensor = state
+
+
+def _cut_share(model: nn.Module, name: str, share: Share, comm: Comm) -> None:
+    owner, _, attribute = name.rpartition(".")
+    module = model.get_submodule(owner)
+    whole = getattr(module, attribute)
+    cut = cut_of_share(share, whole.shape, comm.size, comm.rank)
+    if isinstance(whole, nn.Parameter):
+        cut_in_place(whole, cut)
+    elif is_batch_norm(module):
+        cut_batch_norm(module, Features(comm, owner, cut))
+    elif tuple(whole.shape) == cut.shape:  # and not another name of one that is cut
+        setattr(module, attribute, cut.take(whole))
+
+
+def _cut(role: Role, shape: tuple[int, ...], dim: int, comm: Comm) -> TensorCut:
+    if role.bands is None:
+        return even_cut(shape, dim, comm.size, comm.rank)
+    return TensorCut(
+        shape=shape, dim=dim, bands=role.bands.sizes, size=comm.size, rank=comm.rank, copies=role.bands.copies
+    )  # fmt: skip
+
+
+def _set_counts(module: nn.Module, role: Role, **local: int) -> None:
+    """Have the layer say the size of the part that it holds."""
+    names = {
+        "linear": {"inputs": "in_features", "outputs": "out_features"},
+        "conv1d": {"inputs": "nx", "outputs": "nf"},
+        "embedding": {"inputs": "num_embeddings"},
+    }[role.layer.kind]
+    for which, value in local.items():
+        if hasattr(module, names[which]):
+            setattr(module, names[which], value)

@@ -1,0 +1,181 @@
+"""What depends on what: gradients of a trial say which outputs of one layer reach which inputs of another.
+
+Between two layers lies whatever the model computes there; none of it needs to be understood. Where a gradient is
+exactly zero there is no dependence, and where there is one, random numbers do not cancel.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .tracer import Call, Trial
+
+
+class Source(NamedTuple):
+    """Where a gradient can lead back to."""
+
+    kind: str
+    """`layer`, `parameter`, `buffer` or `input`."""
+
+    name: str
+    """Module, or name of the parameter or buffer."""
+
+    number: int
+    """Of the call, for a layer."""
+
+
+@dataclass(frozen=True)
+class Bands:
+    """How the outputs of a layer are to be cut: see `cut.TensorCut`."""
+
+    sizes: tuple[int, ...]
+    copies: int = 1
+
+
+@dataclass(frozen=True)
+class Share:
+    """How a parameter or buffer that is applied between two layers is cut with what it is applied to."""
+
+    dim: int
+    bands: Bands
+
+
+class Flow:
+    """The dependences in one trial."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._tensors: dict[Source, Tensor] = {}
+        for index, call in enumerate(trial.calls):
+            self._tensors[Source("layer", call.module, index)] = call.wrote
+        buffers = dict(trial.module.named_buffers())
+        for name, tensor in trial.stand_ins.items():
+            if tensor.requires_grad:
+                kind = "buffer" if name in buffers else "parameter"
+                self._tensors[Source(kind, f"{trial.root}.{name}".strip("."), 0)] = tensor
+        for index, tensor in enumerate(trial.inputs.tensors()):
+            if tensor.requires_grad:
+                self._tensors[Source("input", "", index)] = tensor
+
+    def sources(self, x: Tensor) -> list[Source]:
+        """What `x` depends on without another layer in between."""
+        return list(self._gradients(x, list(self._tensors)))
+
+    def reach(self, x: Tensor, sources: Sequence[Source], first: int, count: int) -> dict[Source, Tensor]:
+        """What of each source reaches `count` features of `x` from the `first` on: booleans, of a layer [outputs], of
+        any other in its shape."""
+        gradients = self._gradients(x[..., first : first + count], sources)
+        found = {}
+        for source in sources:
+            shape = self._tensors[source].shape
+            gradient = gradients.get(source)
+            reached = torch.zeros(shape, dtype=torch.bool) if gradient is None else _nonzero(gradient)
+            found[source] = reached.reshape(-1, shape[-1]).any(0) if source.kind == "layer" else reached
+        return found
+
+    def _gradients(self, x: Tensor, sources: Sequence[Source]) -> dict[Source, Tensor]:
+        if not sources or not x.requires_grad or not x.numel():
+            return {}
+        weights = torch.rand(x.shape, generator=torch.Generator().manual_seed(1)).add_(0.5).to(x.dtype)
+        gradients = torch.autograd.grad(
+            (x * weights).sum(), [self._tensors[source] for source in sources], retain_graph=True, allow_unused=True
+        )
+        return {
+            source: gradient
+            for source, gradient in zip(sources, gradients, strict=True)
+            if gradient is not None and _nonzero(gradient).any()
+        }
+
+
+def _nonzero(gradient: Tensor) -> Tensor:
+    return gradient.ne(0)  # NaN is not equal to 0 either
+
+
+def pieces(
+    flow: Flow, call: Call, sources: Sequence[Source], count: int
+) -> tuple[dict[str, Bands], dict[Source, Share]] | None:
+    """How the layers that `call` reads are to be cut so that each of `count` ranks has what its share of the input
+    needs, and how the parameters and buffers on the way are; None if that cannot be.
+
+    The input is cut into `count` stretches of features.
+    """
+    features = call.read.shape[-1]
+    if features % count:
+        return None
+    width = features // count
+    reached = [flow.reach(call.read, sources, rank * width, width) for rank in range(count)]
+    found: dict[str, Bands] = {}
+    shares: dict[Source, Share] = {}
+    for source in sources:
+        needed = [reach[source] for reach in reached]
+        if source.kind == "layer":
+            bands = _bands(needed)
+            if bands is None or found.setdefault(source.name, bands) != bands:
+                return None
+        elif (share := _share(needed)) is not None:
+            shares[source] = share
+    return found, shares
+
+
+def _share(needed: Sequence[Tensor]) -> Share | None:
+    """From the elements that each rank needs of a tensor; None if there is no dimension along which they differ."""
+    for dim in range(needed[0].dim()):
+        if needed[0].shape[dim] < 2:
+            continue
+        along = [reached.movedim(dim, -1).reshape(-1, reached.shape[dim]).any(0) for reached in needed]
+        bands = _bands(along) or _even(along)
+        if bands is not None and bands.copies < len(needed):
+            return Share(dim, bands)
+    return None
+
+
+def parts(flow: Flow, call: Call, sources: Sequence[Source]) -> int:
+    """Into how many independent parts the input of `call` falls at most: attention heads, or single features.
+
+    Two features of one head depend on the same queries and keys, and on one value each.
+    """
+    features = call.read.shape[-1]
+    first = flow.reach(call.read, sources, 0, 1)
+    if all(int(reached.sum()) <= 1 for reached in first.values()):
+        return features
+    for width in (w for w in range(1, features) if features % w == 0):
+        other = flow.reach(call.read, sources, width, 1)
+        if any(int((other[source] & ~first[source]).sum()) > 1 for source in sources):
+            return features // width
+    return 1
+
+
+def _even(needed: Sequence[Tensor]) -> Bands | None:
+    """Equal stretches, where behind a norm and a ReLU some of the elements [count] seem to be needed by no rank."""
+    stack = torch.stack(list(needed))
+    ranks, count = stack.shape
+    if count % ranks or not stack.any(1).all():
+        return None
+    others = stack.unflatten(1, (ranks, -1)).any(2) & ~torch.eye(ranks, dtype=torch.bool)
+    return None if others.any() else Bands((count,))
+
+
+def _bands(reached: Sequence[Tensor]) -> Bands | None:
+    """From the outputs [features] that each rank needs."""
+    needed = torch.stack(list(reached))
+    runs: list[tuple[tuple[int, ...], int]] = []
+    changes = (needed[:, 1:] != needed[:, :-1]).any(0).nonzero().flatten().add(1).tolist()
+    edges = [0, *changes, needed.shape[1]]
+    for begin, end in itertools.pairwise(edges):
+        runs.append((tuple(needed[:, begin].nonzero().flatten().tolist()), end - begin))
+    copies = len(runs[0][0])
+    if not copies or len(reached) % copies:
+        return None
+    holders = [tuple(range(first, first + copies)) for first in range(0, len(reached), copies)]
+    sizes = []
+    for first in range(0, len(runs), len(holders)):
+        band = runs[first : first + len(holders)]
+        if [ranks for ranks, _ in band] != holders or len({length for _, length in band}) != 1:
+            return None
+        sizes.append(sum(length for _, length in band))
+    return Bands(tuple(sizes), copies)

@@ -1,0 +1,276 @@
+"""Activations that are cut along the sequence on their way through a pipeline, from one stage to the next.
+
+The blocks are a stretch of the pipeline's row of layers. Where its edges fall together with those of stages, it is the
+smaller thing that is sent: who has the layer before the first block cuts its output, and who has the layer after the
+last one joins its input. In between every rank passes its part on to the rank of the next stage that has the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.comm import Comm
+from ..pipe import row as pipeline
+from ..pipe.module import Passage, PipelineModule
+from ..tensor.collectives import join, split
+from ..tensor.rng import RankStream
+from .blocks import Edges, Stack, Stretch, of_first, on_first_activation, passage, passed_by
+from .plan_data import Role
+from .styles import PlanError
+from .tracer import Trial, joined, run
+
+NO_BLOCKS: Final = (
+    "sequence_parallel: the pipeline has no layers that are cut and keep the shape of activations; switch it off"
+)
+
+
+# --- planning
+
+
+def blocks_here(model: PipelineModule, trials: Sequence[Trial], roles: Mapping[str, Role]) -> list[int]:
+    """Numbers of the layers here that are blocks: with cut regions, and giving what is shaped as what they get.
+
+    Raises PlanError if a stage could not be tried as a whole.
+    """
+    paths = pipeline.paths(model)
+    regions = [name for name, role in roles.items() if role.region is not None or role.style == "heads"]
+    seen: dict[int, tuple[Any, Any]] = {}
+
+    def observed(start: int, stop: int) -> Passage:
+        def call_layer(at: int, call: Callable[[Any], Any], value: Any) -> Any:
+            before = _shape(value)
+            value = call(value)
+            seen[at] = before, _shape(value)
+            return value
+
+        return call_layer
+
+    for trial in trials:
+        if trial.module is model:
+            _again(trial, observed)
+    missing = [at for stage in model.stages for at in range(*model.bounds[stage : stage + 2]) if at not in seen]
+    if missing:
+        raise PlanError(
+            f"sequence_parallel: the pipeline's layer {paths[missing[0]]} could not be tried with the others of its "
+            "stage; have layers take and give a tensor of batch, sequence and features, or switch it off"
+        )
+    return [
+        at for at, (before, after) in seen.items()
+        if before is not None and before == after and any(Stack((paths[at],), 0).holds(name) for name in regions)
+    ]  # fmt: skip
+
+
+def widest(mine: Sequence[int], comm: Comm, count: int) -> Stretch | None:
+    """The stretch of the row, of `count` layers, from the first to the last block that any rank of `comm` has; None if
+    there are none. On all its ranks."""
+    rows = torch.zeros((comm.size, 2), dtype=torch.int64, device=comm.device)
+    rows[comm.rank] = torch.tensor([min(mine, default=count), max(mine, default=-1)])
+    if comm.size > 1:
+        comm.all_gather(rows, "tensor-parallel").wait()
+    first, last = int(rows[:, 0].min()), int(rows[:, 1].max())
+    return Stretch(first, last, count) if first <= last else None
+
+
+def row_here(model: nn.Module, trials: Sequence[Trial], roles: Mapping[str, Role]) -> Stretch | None:
+    """Where the blocks are in a pipeline all of which is on this rank; None for another model."""
+    if not isinstance(model, PipelineModule):
+        return None
+    row = widest(blocks_here(model, trials, roles), Comm(None, None), len(pipeline.paths(model)))
+    if row is None:
+        raise PlanError(NO_BLOCKS)
+    return row
+
+
+def stack_of(model: nn.Module, row: Stretch, dim: int) -> Stack:
+    """The blocks that activations pass one after the other. Raises PlanError for what is a block and something else."""
+    assert isinstance(model, PipelineModule)
+    paths = pipeline.paths(model)
+    stack = Stack(tuple(paths[row.first : row.last + 1]), dim, row)
+    for name, places in pipeline.places_of_tied(model).items():
+        inside = [row.first <= at <= row.last for at in places]
+        if any(inside) and not all(inside):
+            raise PlanError(
+                f"sequence_parallel: {name} is used by layers {places[inside.index(True)]}, where the sequence is cut, "
+                f"and {places[inside.index(False)]}, where it is not; switch it off"
+            )
+    return stack
+
+
+def note_join(trial: Trial, stack: Stack) -> None:
+    """Keep what the last block of `stack` gave, if this stage joins it."""
+    assert stack.row is not None
+    row = stack.row
+
+    class Noted(Edges):
+        def join(self, value: Any) -> Any:
+            def keep(x: Tensor) -> Tensor:
+                trial.blocks[stack.last] = x.detach()
+                return x
+
+            return of_first(keep, value)
+
+    _again(trial, lambda start, stop: passage(row, start, stop, Noted()))
+
+
+def _again(trial: Trial, made: Callable[[int, int], Passage]) -> None:
+    answers = iter(trial.calls)
+    with passed_by(trial.module, made):
+        run(trial, lambda name, layer, x: next(answers).wrote.detach().clone())
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    found: list[tuple[int, ...]] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(tuple(x.shape))
+        return x
+
+    of_first(note, value)
+    return found[0] if found else None
+
+
+# --- training
+
+
+def cut_row(model: nn.Module, stack: Stack, comm: Comm) -> None:
+    """Have the activations of the pipeline `model` cut where `stack` says."""
+    row = stack.row
+    assert row is not None
+    assert isinstance(model, PipelineModule)
+
+    passes: list[_Cutting] = []
+
+    def made(start: int, stop: int) -> Passage:
+        if passes:
+            passes.pop().give_up()
+        passes.append(_Cutting(model, stack, comm))
+        return passage(row, start, stop, passes[-1])
+
+    model.passage = made
+
+
+class _Cutting(Edges):
+    """Of one pass. In the blocks dropout draws for this rank's part alone.
+
+    The random numbers of all ranks are kept for as long as the pass can be repeated: a recomputation of some of its
+    layers may begin where they are set aside, or end where they go on.
+    """
+
+    def __init__(self, model: PipelineModule, stack: Stack, comm: Comm) -> None:
+        self._model = model
+        self._stack = stack
+        self._comm = comm
+        self._stream = RankStream(comm.rank)
+        self._over = False
+
+    def cut(self, value: Any) -> Any:
+        return of_first(lambda x: split(x, self._comm, self._stack.dim, self._stack.first), value)
+
+    def join(self, value: Any) -> Any:
+        return of_first(lambda x: join(x, self._comm, self._stack.dim, self._stack.last), value)
+
+    def begin(self, value: Any) -> None:
+        def enter(x: Tensor) -> Tensor:
+            self._stream.enter(x.device, self._stack.first)
+            return x
+
+        if self._model.training:
+            of_first(enter, value)
+
+    def end(self) -> None:
+        self._stream.leave(forget=False)
+        self._over = True
+
+    def give_up(self) -> None:
+        """Go on with the random numbers of all ranks if a layer failed where they were set aside."""
+        if not self._over:
+            self._stream.leave()
+
+
+def find_stack(model: nn.Module, roles: Mapping[str, Role], dim: int, row: Stretch | None = None) -> Stack:
+    """The blocks that activations pass one after the other: those with cut regions in one ModuleList, Sequential, or
+    other module whose children are numbered; in a pipeline, the layers of `row`.
+
+    Raises PlanError if there are none, or if a layer in one of them needs the whole sequence.
+    """
+    stack = _numbered(model, roles, dim) if row is None else stack_of(model, row, dim)
+    for layer, role in roles.items():
+        if stack.holds(layer) and role.region is None and role.style not in ("whole", "heads"):
+            raise PlanError(
+                f"sequence_parallel: {layer} is {role.style}, which needs the whole sequence, in the blocks where it "
+                "is cut; make it column or row, or leave it whole"
+            )
+    return stack
+
+
+def _numbered(model: nn.Module, roles: Mapping[str, Role], dim: int) -> Stack:
+    children: list[str] = []
+    holding: list[str] = []
+    regions = [name for name, role in roles.items() if role.region is not None or role.style == "heads"]
+    for name, module in model.named_modules():
+        numbered = all(child.isdigit() for child, _ in module.named_children())
+        if not numbered and not isinstance(module, nn.Sequential | nn.ModuleDict):
+            continue
+        inside = [joined(name, child) for child, _ in module.named_children()]
+        with_regions = [child for child in inside if any(region.startswith(f"{child}.") for region in regions)]
+        if len(with_regions) > len(holding):
+            children, holding = inside, with_regions
+    if not holding:
+        raise PlanError(
+            "sequence_parallel: the model has no ModuleList or Sequential of blocks with layers that are cut; switch "
+            "it off"
+        )
+    return Stack(tuple(children[children.index(holding[0]) : children.index(holding[-1]) + 1]), dim)
+
+
+def uncut_in(model: nn.Module, stack: Stack, roles: Mapping[str, Role]) -> list[str]:
+    """Parameters of the blocks that are not cut: each rank applies them to its part of the sequence.
+
+    Raises PlanError for one that is used outside the blocks too.
+    """
+    cut = {name for role in roles.values() for name in role.cut_names()}
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    found = []
+    for same in names.values():
+        inside = [name for name in same if stack.holds(name)]
+        if not inside or cut.intersection(same):
+            continue
+        if len(inside) < len(same):
+            outside = next(name for name in same if name not in inside)
+            raise PlanError(f"sequence_parallel: {inside[0]} is used outside the blocks too, as {outside}")
+        found.append(same[0])
+    return found
+
+
+def cut_sequence(model: nn.Module, stack: Stack, comm: Comm) -> None:
+    """Cut what the first block gets along the sequence, and join what the last one returns.
+
+    In between dropout draws for this rank's part alone.
+    """
+    if stack.row is not None:
+        cut_row(model, stack, comm)
+        return
+    stream = RankStream(comm.rank)
+    first = model.get_submodule(stack.first)
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        def cut(x: Tensor) -> Tensor:
+            if module.training:
+                stream.leave()
+                stream.enter(x.device, stack.first)
+            return split(x, comm, stack.dim, stack.first)
+
+        return on_first_activation(cut, args, kwargs)
+
+    def end(_: nn.Module, __: Any, output: Any) -> Any:
+        stream.leave()
+        return on_first_activation(lambda x: join(x, comm, stack.dim, stack.last), (output,), {})[0][0]
+
+    first.register_forward_pre_hook(begin, with_kwargs=True)
+    model.get_submodule(stack.last).register_forward_hook(end)

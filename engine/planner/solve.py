@@ -1,0 +1,404 @@
+"""Which layer is cut how, from what depends on what.
+
+A layer is a row layer if its input falls into as many independent parts as there are ranks, each made of a part of what
+the layers before wrote; these are its column layers. They must be read by row layers alone, with the same parts. Such a
+set is a cut region: nothing inside it needs another rank until the row layers sum their outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from torch import nn
+
+from ..tensor.batch_norm import is_batch_norm
+from ..tensor.layers import Layer, layers_of
+from .dependence import Bands, Flow, Share, Source, parts, pieces
+from .plan_data import Role, Roles
+from .styles import PlanError, Style, Wanted, pattern_of
+from .tracer import Call, Trial, joined
+
+T = TypeVar("T")
+
+OUTPUT: Final = "the output"
+"""Reader of what a tried module returns."""
+
+
+@dataclass(frozen=True)
+class _Use:
+    call: Call
+    flow: Flow
+    sources: tuple[Source, ...]
+
+    def layers(self) -> list[Source]:
+        return [source for source in self.sources if source.kind == "layer"]
+
+
+@dataclass(frozen=True)
+class _Cutting:
+    """What is to be cut for a layer to be a row layer."""
+
+    columns: dict[str, Bands]
+    shares: dict[str, Share]
+
+
+def decide(model: nn.Module, trials: Sequence[Trial], wanted: Mapping[str, Wanted], size: int) -> Roles:
+    """The role of every layer of `model`. Raises PlanError for what cannot be carried out as wanted."""
+    return _Decision(model, trials, wanted, size).made()
+
+
+class _Decision:
+    def __init__(self, model: nn.Module, trials: Sequence[Trial], wanted: Mapping[str, Wanted], size: int) -> None:
+        self._size = size
+        self._wanted = wanted
+        self._layers = layers_of(model)
+        self._modules = dict(model.named_modules())
+        self._uses: dict[str, list[_Use]] = {}
+        self._readers: dict[str, set[str]] = {name: set() for name in self._layers}
+        self._param_readers: dict[str, set[str]] = {}
+        self._on_inputs = {call.module for trial in trials for call in trial.calls if _reads_input(trial, call)}
+        for trial in trials:
+            flow = Flow(trial)
+            for call in trial.calls:
+                sources = tuple(flow.sources(call.read)) if call.read.is_floating_point() else ()
+                self._uses.setdefault(call.module, []).append(_Use(call, flow, sources))
+                self._note(call.module, sources)
+            for output in trial.outputs:
+                self._note(OUTPUT, flow.sources(output))
+        self._owners = _owners(model, self._layers)
+        params = self._params = dict(model.named_parameters(remove_duplicate=False))
+        self._unfit = {name: why for name in self._layers if (why := _unfit(self._modules[name]))}
+        """Layer -> why it has to be whole."""
+        for name in self._param_readers:
+            for owner in self._owners.get(id(params.get(name)), ()):
+                self._unfit[owner] = "its weight is used outside its forward"
+        self._tied = {
+            name: tuple({owner: 1 for param in self._modules[name].parameters()
+                         for owner in self._owners[id(param)] if owner != name})
+            for name in self._layers
+        }  # fmt: skip
+        """Layer -> those that have a parameter with it in common."""
+        self._roles: dict[str, Role] = {}
+        self._shares: dict[str, Share] = {}
+        self._tests: dict[str, _Cutting | str] = {}
+        self._sizes: dict[str, tuple[list[Source], PlanError]] = {}
+        """Row layer -> the layers that it reads, and the error that it is, if all of them are left without a region."""
+
+    def _note(self, reader: str, sources: Iterable[Source]) -> None:
+        for source in sources:
+            if source.kind == "layer":
+                self._readers[source.name].add(reader)
+            elif source.kind != "input":
+                self._param_readers.setdefault(source.name, set()).add(reader)
+
+    def made(self) -> Roles:
+        for name, why in self._unfit.items():
+            if self._wanted[name] not in ("auto", "whole"):
+                raise PlanError(f"tensor parallel plan: {name} cannot be cut: {why}; write whole")
+        found = [region for name in self._uses if self._is_linear(name) and (region := self._region(name))]
+        # The adapters of a layer could be a region, too, and would keep the layer from being in one.
+        for number, region in enumerate(sorted(found, key=self._elements, reverse=True)):
+            self._enter(region, number)
+        for name, (sources, error) in self._sizes.items():
+            if not any(layer in self._roles for layer in (name, *(source.name for source in sources))):
+                raise error
+        self._vocabularies()
+        for name in self._layers:
+            if name not in self._roles:
+                self._alone(name)
+        order = {name: self._roles[name] for name in self._layers}
+        return Roles(order, self._partial(), self._shares)
+
+    # --- regions
+
+    def _may(self, name: str, style: Style) -> bool:
+        free = name not in self._roles and name not in self._unfit and not self._tied[name]
+        return free and self._is_linear(name) and self._wanted[name] in ("auto", style)
+
+    def _is_linear(self, name: str) -> bool:
+        return self._layers[name].kind in ("linear", "conv1d")
+
+    def _region(self, first: str) -> dict[str, _Cutting] | None:
+        """The row layers of the region that has `first` as one, with what is to be cut for each; None if there is no
+        such region."""
+        if not self._may(first, "row"):
+            return None
+        rows, columns, todo = dict[str, _Cutting](), dict[str, Bands](), [first]
+        while todo:
+            row = todo.pop()
+            cutting = self._test(row)
+            if isinstance(cutting, str):
+                return None
+            rows[row] = cutting
+            for column, cut in cutting.columns.items():
+                if columns.setdefault(column, cut) != cut or not self._may(column, "column"):
+                    return None
+                for reader in self._readers[column]:
+                    if reader == OUTPUT or not self._may(reader, "row"):
+                        return None
+                    if reader not in rows and reader not in todo:
+                        todo.append(reader)
+        shares = _agreed([cutting.shares for cutting in rows.values()])
+        alone = shares is not None and all(self._param_readers[name] <= rows.keys() for name in shares)
+        return rows if alone and not rows.keys() & columns.keys() else None
+
+    def _elements(self, region: Mapping[str, _Cutting]) -> int:
+        members = {*region, *(column for cutting in region.values() for column in cutting.columns)}
+        return sum(self._layers[name].inputs * self._layers[name].outputs for name in members)
+
+    def _enter(self, region: Mapping[str, _Cutting], number: int) -> None:
+        """Give the layers of `region` their roles, unless one of them has got another."""
+        columns = {column: cut for cutting in region.values() for column, cut in cutting.columns.items()}
+        if any(name in self._roles for name in (*region, *columns)):
+            return
+        for column, cut in columns.items():
+            share = f", in bands of {', '.join(map(str, cut.sizes))}" if len(cut.sizes) > 1 else ""
+            share += f", each part on {cut.copies} ranks" if cut.copies > 1 else ""
+            given = self._uses[column][0].call.given
+            shares = next(name for name in columns if self._uses[name][0].call.given is given)
+            self._roles[column] = Role(
+                column, self._layers[column], "column", f"read by {_listed(region)}{share}", cut, number, shares=shares
+            )
+        heads = self._heads(next(iter(region)))
+        for row, cutting in region.items():
+            why = f"reads {_listed(columns)} in {heads} independent parts"
+            self._roles[row] = Role(row, self._layers[row], "row", why, None, number, heads)
+            self._shares.update(cutting.shares)
+
+    def _test(self, name: str) -> _Cutting | str:
+        """What is to be cut for `name` to be a row layer, or why it cannot be one."""
+        if name not in self._tests:
+            self._tests[name] = self._tested(name)
+        return self._tests[name]
+
+    def _tested(self, name: str) -> _Cutting | str:
+        found: list[_Cutting] = []
+        for use in self._uses.get(name, ()):
+            sources = use.layers()
+            if not sources:
+                return "no layer that is cut wrote its input"
+            for source in use.sources:
+                if source.kind == "input" or (source.kind == "layer" and not self._cuttable(source.name)):
+                    return f"its input depends on {source.name or 'the input'}, which is not cut"
+            cutting = self._pieces(use, self._size)
+            if cutting is None:
+                if self._would_be_cut(name, sources):
+                    self._refuse_size(name, use)
+                return f"its input mixes what {_listed({source.name for source in sources})} wrote"
+            for share in cutting.shares:
+                if why := self._unfit_share(share, cutting.shares[share]):
+                    return f"{share} would have to be cut with its input, and {why}"
+            found.append(cutting)
+        if not found:
+            return "it was not used when the model was tried"
+        columns, shares = _agreed([use.columns for use in found]), _agreed([use.shares for use in found])
+        if columns is None or shares is None:
+            return "its uses need different parts of what it reads"
+        return _Cutting(columns, shares)
+
+    def _unfit_share(self, name: str, share: Share) -> str:
+        """Why a parameter or buffer cannot be cut."""
+        if share.bands.copies > 1:
+            return f"{share.bands.copies} ranks need the same part of it"
+        owner, attribute = self._modules[name.rpartition(".")[0]], name.rpartition(".")[2]
+        saved = attribute in owner._buffers and attribute not in owner._non_persistent_buffers_set
+        return "is a buffer that is saved" if saved and not is_batch_norm(owner) else ""
+
+    def _pieces(self, use: _Use, size: int) -> _Cutting | None:
+        found = pieces(use.flow, use.call, use.sources, size)
+        if found is None:
+            return None
+        bands = found[0]
+        # Key-value heads may be copied to every rank; what is as wide as the queries is mixed, if every rank needs it.
+        copied = [layer for layer, cut in bands.items() if cut.copies == size]
+        mixed = any(self._layers[layer].outputs >= use.call.layer.inputs for layer in copied)
+        if mixed or len(copied) == len(bands):
+            return None
+        return _Cutting(bands, {source.name: share for source, share in found[1].items()})
+
+    def _cuttable(self, name: str) -> bool:
+        return self._is_linear(name) and name not in self._unfit and not self._tied[name]
+
+    def _would_be_cut(self, name: str, sources: Sequence[Source]) -> bool:
+        """Whether `name` and what it reads would be a region, if only its heads divided."""
+        return self._may(name, "row") and all(
+            self._may(source.name, "column") and OUTPUT not in self._readers[source.name] for source in sources
+        )
+
+    def _heads(self, name: str) -> int:
+        use = self._uses[name][0]
+        return parts(use.flow, use.call, use.layers())
+
+    def _refuse_size(self, name: str, use: _Use) -> None:
+        """Note it as an error if the input of `name` could be shared out over another number of ranks."""
+        heads, features = parts(use.flow, use.call, use.layers()), use.call.layer.inputs
+        works = [n for n in range(2, min(heads, 64) + 1) if heads % n == 0 and self._pieces(use, n) is not None]
+        if not works:
+            return
+        what = f"{heads} attention heads" if heads < features else f"{features} features"
+        written = f"reads {what} of {_listed({source.name for source in use.layers()})}"
+        if heads % self._size == 0:
+            written += ", some of whose keys and values would be needed on several ranks"
+        self._sizes[name] = use.layers(), PlanError(self._not_shared_out(name, written, works))
+
+    def _not_shared_out(self, name: str, what: str, works: Sequence[int]) -> str:
+        return (
+            f"tensor parallelism over {self._size} ranks: {name} {what}, which cannot be shared out over {self._size}; "
+            f"sizes that work: {', '.join(map(str, works)) or 'none'}. Choose one, or leave it whole with a plan: "
+            f'{{"{pattern_of(name.rpartition(".")[0] or name)}": "whole", "*": "auto"}}'
+        )
+
+    # --- the others
+
+    def _vocabularies(self) -> None:
+        """Token embeddings and the heads that belong to them."""
+        tables = set()
+        for name, layer in self._layers.items():
+            if layer.kind != "embedding" or name in self._unfit or name not in self._uses:
+                continue
+            tied = self._tied[name]
+            follows = next((n for n in tied if self._wanted[n] in ("column_gather", "column")), None)
+            auto = self._wanted[name] == "auto" and (name in self._on_inputs or tied)
+            if self._wanted[name] in ("vocab", "row", "row_split") or auto or follows is not None:
+                why = f"tied to {tied[0]}" if tied else "looks up the model's input"
+                self._roles[name] = self._role(name, "vocab", why)
+                tables.add(layer.inputs)
+        for name, layer in self._layers.items():
+            if not self._is_linear(name) or name in self._roles or name in self._unfit:
+                continue
+            table = next((n for n in self._tied[name] if n in self._roles and self._roles[n].style == "vocab"), None)
+            # On a pipeline's last stage the embedding is elsewhere; then there is but the width to go by.
+            is_head = layer.outputs in tables or (not tables and layer.outputs >= 4 * layer.inputs)
+            if table is not None and self._wanted[name] != "column":
+                self._roles[name] = self._role(name, "column_gather", f"tied to {table}")
+            elif is_head and self._wanted[name] == "auto" and self._readers[name] == {OUTPUT}:
+                self._roles[name] = self._role(name, "column_gather", "writes the logits of the vocabulary")
+
+    def _alone(self, name: str) -> None:
+        """A layer that belongs to no region: what it is wanted to be, if it can."""
+        layer, wanted = self._layers[name], self._wanted[name]
+        if layer.kind == "attention" and wanted == "auto" and name in self._uses and not self._tied[name]:
+            wanted = "heads"
+        if wanted == "auto" or wanted == "whole":
+            self._roles[name] = self._role(name, "whole", "as planned" if wanted == "whole" else self._why_whole(name))
+            return
+        if name not in self._uses:
+            raise PlanError(f"tensor parallel plan: {name} is {wanted}, but it was not used when the model was tried")
+        kind = {"vocab": "embedding", "heads": "attention"}.get(wanted, "linear")
+        if kind != layer.kind.replace("conv1d", "linear"):
+            raise PlanError(f"tensor parallel plan: {name} is {wanted}, which is not for {_article(layer)}")
+        if wanted == "heads":
+            self._roles[name] = self._role(name, "heads", self._why_heads(name))
+            return
+        if wanted == "row_split" and layer.inputs % self._size:
+            raise PlanError(
+                f"tensor parallel plan: {name} has {layer.inputs} inputs, which do not divide by {self._size}"
+            )
+        if wanted == "row":
+            test = self._test(name)
+            bad = (
+                test
+                if isinstance(test, str)
+                else f"{_listed(test.columns)} would have to be column, and read by row layers only"
+            )
+            raise PlanError(
+                f"tensor parallel plan: {name} is row, but {bad}; where its input is whole, write row_split"
+            )
+        if wanted == "column" and self._readers[name] != {OUTPUT}:
+            reader = next(iter(sorted(self._readers[name])), "nothing")
+            raise PlanError(
+                f"tensor parallel plan: {name} is column, but {reader} reads its output whole; make that row, or write "
+                "column_gather"
+            )
+        self._roles[name] = self._role(name, wanted, "as planned")
+
+    def _why_heads(self, name: str) -> str:
+        heads = self._modules[name].num_heads
+        assert isinstance(heads, int)
+        if heads % self._size:
+            works = [n for n in range(2, heads + 1) if heads % n == 0]
+            raise PlanError(self._not_shared_out(name, f"has {heads} attention heads", works))
+        return f"has {heads} heads"
+
+    def _why_whole(self, name: str) -> str:
+        if name in self._unfit:
+            return self._unfit[name]
+        if name not in self._uses:
+            return "not used when the model was tried"
+        if self._layers[name].kind == "embedding":
+            return "looks up what the model computes"
+        readers = sorted(self._readers[name])
+        if readers == [OUTPUT]:
+            return "writes the output"
+        return (
+            f"{_listed(readers)} read{'s' if len(readers) == 1 else ''} its output whole" if readers else "is not read"
+        )
+
+    def _role(self, name: str, style: Style, why: str) -> Role:
+        return Role(name, self._layers[name], style, why)
+
+    def _partial(self) -> list[str]:
+        """Parameters that row layers of regions read directly. Raises PlanError for one that is used elsewhere too."""
+        inside = {name for name, role in self._roles.items() if role.style == "row" and role.region is not None}
+        found = []
+        for param, readers in self._param_readers.items():
+            if readers & inside and param in self._params and param not in self._shares:
+                if readers - inside:
+                    raise PlanError(
+                        f"tensor parallelism: {param} is applied both to activations that are cut and, before "
+                        f"{_listed(readers - inside)}, to whole ones; leave one of these whole with a plan"
+                    )
+                found.append(param)
+        return found
+
+
+def _agreed(parts: Sequence[dict[str, T]]) -> dict[str, T] | None:
+    """All of them in one, unless two say different things of one name."""
+    found: dict[str, T] = {}
+    for part in parts:
+        for name, value in part.items():
+            if found.setdefault(name, value) != value:
+                return None
+    return found
+
+
+def _owners(model: nn.Module, layers: Collection[str]) -> dict[int, list[str]]:
+    """Parameter -> the layers that have it."""
+    found: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        if name in layers:
+            for param in module.parameters():
+                found.setdefault(id(param), []).append(name)
+    return found
+
+
+def _reads_input(trial: Trial, call: Call) -> bool:
+    """Whether an embedding looks up what was passed to the model, in whatever shape."""
+    if call.layer.kind != "embedding":
+        return False
+    own = call.read.untyped_storage().data_ptr()
+    return any(own == tensor.untyped_storage().data_ptr() for tensor in trial.inputs.tensors())
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Names that share a beginning say it once: `blocks.0.attn.{q, k, v}`."""
+    names = sorted(names)
+    if len(names) < 2:
+        return names[0] if names else "nothing"
+    parents = {name.rpartition(".")[0] for name in names}
+    if len(parents) == 1 and (parent := next(iter(parents))):
+        return f"{joined(parent, '')}.{{{', '.join(name.rpartition('.')[2] for name in names)}}}"
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _unfit(module: nn.Module) -> str:
+    """Why a layer has to be whole, by what it is."""
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
+        return "max_norm and scale_grad_by_freq need all rows"
+    return ""
+
+
+def _article(layer: Layer) -> str:
+    return {"embedding": "an embedding", "attention": "an attention"}.get(layer.kind, "a linear layer")

@@ -1,0 +1,120 @@
+"""What a plan may say of a layer, in dsprof's words and in Hugging Face's."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Mapping
+from typing import Any, Final, Literal, get_args
+
+from torch import nn
+
+from ..tensor.layers import layers_of
+
+Style = Literal["column", "column_gather", "row", "row_split", "vocab", "heads", "whole"]
+"""`column`: each rank computes some of the outputs. `column_gather`: and then all ranks get all of them. `row`: each
+rank reads the inputs that its part of a column layer wrote, and the results are summed. `row_split`: the same where
+the input comes whole. `vocab`: each rank holds some of an embedding's rows. `heads`: each rank computes some of the
+heads of an nn.MultiheadAttention. `whole`: every rank computes all of it."""
+
+Wanted = Style | Literal["auto"]
+
+HUGGING_FACE: Final[dict[str, Wanted]] = {
+    "colwise": "column",
+    "packed_colwise": "column",
+    "local_colwise": "column",
+    "colwise_rep": "column_gather",
+    "colwise_gather_output": "column_gather",
+    "rowwise": "row",
+    "packed_rowwise": "row",
+    "local_rowwise": "row",
+    "rowwise_rep": "row_split",
+    "rowwise_split_input": "row_split",
+    "embedding_rowwise": "vocab",
+    # What follows concerns modules that are not cut: whether their gradients are partial is derived.
+    "sequence_parallel": "whole",
+    "replicate": "whole",
+    "replicated_with_grad_allreduce": "whole",
+}
+"""Style of a `tp_plan` of transformers -> ours."""
+
+
+class PlanError(ValueError):
+    """A plan that cannot be carried out, or one that cannot be derived; says what to write instead."""
+
+
+def wanted_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Wanted]:
+    """Layer -> style, of an explicit plan. The first pattern that fits a layer counts.
+
+    In a pattern `*` stands for any one part of a name, as in `blocks.*.mlp.up`. `whole` and `auto` (derive it) may be
+    said of any module, and then hold for all layers in it; the others of layers. A layer that no pattern fits is
+    `whole`. Raises PlanError for a pattern that fits nothing, and for an unknown style.
+    """
+    modules = dict(model.named_modules())
+    layers = layers_of(model)
+    found: dict[str, Wanted] = {}
+    for pattern, said in plan.items():
+        style = _style(pattern, said)
+        named = [name for name in modules if fits(name, pattern)]
+        if not named:
+            near = difflib.get_close_matches(pattern, [name for name in modules if name], n=1, cutoff=0.3)
+            hint = f"did you mean {near[0]!r}?" if near else f"its parts are {[n for n, _ in model.named_children()]}"
+            raise PlanError(f"tensor parallel plan: the model has no module {pattern!r}; {hint}")
+        for name in named:
+            inside = {layer for layer in layers if layer == name or layer.startswith(f"{name}.") or not name}
+            if style not in ("whole", "auto") and name not in layers:
+                example = next(iter(sorted(inside)), None)
+                raise PlanError(
+                    f"tensor parallel plan: {name!r} is {said!r}, and a {type(modules[name]).__name__} is no linear "
+                    f"layer, embedding or attention{f'; name one, such as {example!r}' if example else ''}"
+                )
+            for layer in inside:
+                found.setdefault(layer, _for_embedding(style) if layers[layer].kind == "embedding" else style)
+    return {layer: found.get(layer, "whole") for layer in layers}
+
+
+def own_plan(model: nn.Module) -> dict[str, Any]:
+    """The plan that a model of transformers carries: pattern -> style; empty for any other."""
+    plan = getattr(model, "_tp_plan", None)
+    return dict(plan) if isinstance(plan, dict) else {}
+
+
+def own_styles(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Wanted]:
+    """Layer -> style, of a model's own plan, which covers more than this model has. What it does not name is `auto`,
+    and so is what has a style for experts, or one for what is no layer."""
+    found: dict[str, Wanted] = {}
+    for name, layer in layers_of(model).items():
+        said = next((style for pattern, style in plan.items() if fits(name, pattern)), None)
+        style = HUGGING_FACE.get(said, "auto") if isinstance(said, str) else "auto"
+        found[name] = _for_embedding(style) if layer.kind == "embedding" else style
+    return found
+
+
+def pattern_of(name: str) -> str:
+    """`name` for all blocks: with `*` for the first number in it."""
+    parts = name.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join([*parts[: numbers[0]], "*", *parts[numbers[0] + 1 :]]) if numbers and numbers[0] else name
+
+
+def _for_embedding(style: Wanted) -> Wanted:
+    """Hugging Face calls an embedding cut by its rows rowwise, too."""
+    return "vocab" if style in ("row", "row_split") else style
+
+
+def _style(pattern: str, said: Any) -> Wanted:
+    known: tuple[str, ...] = (*get_args(Style), "auto")
+    if said in known:
+        return said  # type: ignore[no-any-return]
+    if said in HUGGING_FACE:
+        return HUGGING_FACE[said]
+    near = difflib.get_close_matches(str(said), [*known, *HUGGING_FACE], n=1)
+    raise PlanError(
+        f"tensor parallel plan: {pattern!r} is {said!r}, which is no style"
+        f"{f'; did you mean {near[0]!r}?' if near else ''}; there are {', '.join(known)}"
+    )
+
+
+def fits(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))

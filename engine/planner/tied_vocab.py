@@ -1,0 +1,296 @@
+"""The vocabulary of a pipeline whose first stage looks up tokens in a weight that its last one computes logits with.
+
+Both stages cut it alike, by rows, so each rank sums the gradient of its rows with the rank of the other stage that has
+the same (`zero.shared_params`). The planner sees one stage at a time, so what is tied is settled first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ..comm.comm import Comm
+from ..pipe.module import PipelineModule
+from ..pipe.row import TiedFunction, call_instead, last_path, tied_functions
+from ..tensor.collectives import copy, join
+from ..tensor.cross_entropy import VocabularyCrossEntropy
+from ..tensor.layers import layer_of
+from ..tensor.sharding import cut_of, even_cut
+from .apply import ElsewhereError, cut_vocabulary, parallelize
+from .blocks import of_first
+from .plan import TensorPlan
+from .plan_data import Role
+from .styles import PlanError, Wanted, wanted_styles
+from .verify import ATOL, RTOL
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank says of a tied weight that it has."""
+
+    shape: tuple[int, ...]
+    looked_up: bool
+    """Whether tokens are looked up in it here."""
+    against: str
+    """Why it cannot be cut by rows; empty if it can."""
+
+
+@dataclass(frozen=True)
+class _Tied:
+    """A tied weight that this rank has."""
+
+    name: str
+    """In the whole model."""
+    param: nn.Parameter
+    owners: dict[str, nn.Module]
+    """The modules that have it, by their names in the pipeline."""
+    functions: list[TiedFunction]
+    """Layers that are functions of one of these, or of what it is in."""
+    called: bool
+    """Whether the owners are called themselves, too."""
+
+
+def parallelize_pipeline(
+    model: PipelineModule,
+    comm: Comm,
+    plan: Mapping[str, str] | None,
+    *,
+    sequence_parallel: bool = False,
+    example: Any = None,
+    everyone: Comm,
+) -> tuple[TensorPlan, list[str]]:
+    """`parallelize`, with what is tied across layers of the pipeline cut by rows, if it is a vocabulary and all stages
+    can do that alike; otherwise it stays whole. Also lines that say which. On all ranks of `everyone`."""
+    tied = _tied_here(model)
+    styles = _styles(model, plan)
+    against = _agreed({each.name: _offer(each, comm.size, styles) for each in tied}, everyone)
+    head = _head(model)
+    while True:
+        cut = [each for each in tied if not against[each.name]]
+        settled = _settled(tied, against, styles)
+        if head is not None and styles.get(head) == "auto" and settled.get(head) != "whole":
+            settled[head] = "column"
+        wanted: Mapping[str, str] | None = plan
+        if settled:
+            wanted = {**settled, **({"*": "auto"} if plan is None else plan)}
+        try:
+            with _standing_in(model, cut):
+                made = parallelize(
+                    model, comm, wanted, sequence_parallel=sequence_parallel, example=example, everyone=everyone
+                )
+            break
+        except PlanError as error:
+            if all(against.values()):
+                raise
+            cause = _cause(error, everyone)
+            against = {name: why or cause for name, why in against.items()}
+    for each in cut:
+        _cut_functions(model, each, comm)
+    for role in made.roles:
+        if role.module == head and role.style == "column":
+            _of_parts(model, comm, role.layer.outputs)
+    return made, [
+        f"  {name}, tied over the pipeline: " + (f"whole, since {why}" if why else "cut by rows wherever it is used")
+        for name, why in against.items()
+    ]  # fmt: skip
+
+
+# --- what could be cut
+
+
+def _tied_here(model: PipelineModule) -> list[_Tied]:
+    """The weights here that several pipeline ranks have, or that a layer is a function of."""
+    functions = list(tied_functions(model))
+    shared = {param for tie in model.ties() for param in tie.params}
+    shared.update(param for use in functions for param in use.module.parameters())
+    found = []
+    for param, name in model.names().items():
+        if param not in shared:
+            continue
+        owners = {path: module for path, module in model.named_modules()
+                  if any(param is other for other in module.parameters(recurse=False))}  # fmt: skip
+        uses = [use for use in functions if any(param is other for other in use.module.parameters())]
+        found.append(_Tied(name, param, owners, uses, not uses or any(use.called_too for use in uses)))
+    return found
+
+
+def _head(model: PipelineModule) -> str | None:
+    """The linear layer here whose output is nothing but what a VocabularyCrossEntropy gets, if there is one."""
+    last = len(model.bounds) - 2
+    if last not in model.stages or not isinstance(model.loss_fn, VocabularyCrossEntropy):
+        return None
+    path = last_path(model)
+    layer = layer_of(model.get_submodule(path)) if path is not None else None
+    return path if layer is not None and layer.kind == "linear" else None
+
+
+def _of_parts(model: PipelineModule, comm: Comm, vocabulary: int) -> None:
+    assert isinstance(model.loss_fn, VocabularyCrossEntropy)
+    model.loss_fn.cut(comm, vocabulary)
+
+
+def _styles(model: PipelineModule, plan: Mapping[str, str] | None) -> dict[str, Wanted]:
+    try:
+        return wanted_styles(model, {"*": "auto"} if plan is None else plan)
+    except PlanError:
+        return {}  # which is told when the plan is carried out
+
+
+def _offer(tied: _Tied, size: int, styles: Mapping[str, Wanted]) -> _Offer:
+    looked_up = tied.called and any(isinstance(module, nn.Embedding) for module in tied.owners.values())
+    against = next((why for path, module in tied.owners.items() if (why := _unfit(path, module, tied, styles))), "")
+    for use in tied.functions:
+        against = against or _not_by_rows(use, tied.param, size)
+    return _Offer(tuple(tied.param.shape), looked_up, against)
+
+
+def _unfit(path: str, module: nn.Module, tied: _Tied, styles: Mapping[str, Wanted]) -> str:
+    layer = layer_of(module)
+    if layer is None or layer.kind not in ("linear", "embedding") or module._parameters.get("weight") is not tied.param:
+        return f"{path} is neither an embedding nor a linear layer that has it as its weight"
+    if styles.get(path, "whole") == "whole":
+        return f"the plan leaves {path} whole"
+    return ""
+
+
+def _not_by_rows(use: TiedFunction, param: nn.Parameter, size: int) -> str:
+    """Why the layer `use` cannot be computed by each rank from its rows of `param`; empty if it can.
+
+    It is tried on random numbers: with some of the rows it must compute those features of what it computes with all,
+    and with no other parameter.
+    """
+    what = f"layer {use.at} is a function of {use.path} that does not compute a feature of each row"
+    called = _Called(use)
+    rows, width = param.shape
+    parameters = dict(called.named_parameters())
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        others = {key: torch.rand(x.shape, requires_grad=True) for key, x in parameters.items() if x is not param}
+        name = next(key for key in parameters if key not in others)
+        x, weight = torch.rand(2, 3, width), torch.rand(rows, width)
+        try:
+            whole = functional_call(called, {name: weight, **others}, (x,))
+            if not isinstance(whole, Tensor) or whole.shape[-1] != rows:
+                return what
+            if whole.requires_grad:
+                return f"layer {use.at}, a function of {use.path}, uses other parameters of it too"
+            for rank in (0, size - 1):
+                cut = even_cut((rows, width), 0, size, rank)
+                part = functional_call(called, {name: cut.take(weight), **others}, (x,))
+                expected = even_cut(whole.shape, -1 % whole.dim(), size, rank).take(whole)
+                if part.shape != expected.shape or not torch.allclose(part, expected, RTOL, ATOL):
+                    return what
+        except Exception as error:
+            return f"{what}: {type(error).__name__} {str(error).partition(chr(10))[0]}"
+    return ""
+
+
+class _Called(nn.Module):
+    """What a layer is a function of, so that it can be called with other parameters."""
+
+    def __init__(self, use: TiedFunction) -> None:
+        super().__init__()
+        self.module = use.module
+        self.function = use.function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.module, x)
+
+
+def _agreed(offers: Mapping[str, _Offer], everyone: Comm) -> dict[str, str]:
+    """Name of each tied weight -> why it stays whole, or nothing. On all ranks of `everyone` the same."""
+    made: list[Any] = [offers]
+    if everyone.group is not None:
+        made *= everyone.size
+        dist.all_gather_object(made, offers, group=everyone.group)
+    found: dict[str, str] = {}
+    for name in sorted({name for rank in made for name in rank}):
+        said = [rank[name] for rank in made if name in rank]
+        why = next((offer.against for offer in said if offer.against), "")
+        if not why and len({offer.shape for offer in said}) > 1:
+            why = f"its shape differs: {sorted({offer.shape for offer in said})}"
+        if not why and not any(offer.looked_up for offer in said):
+            why = "no layer looks up tokens in it"
+        found[name] = why
+    return found
+
+
+def _cause(error: PlanError, everyone: Comm) -> str:
+    """What went wrong, on whichever rank that was."""
+    own = None if isinstance(error, ElsewhereError) else str(error)
+    said: list[Any] = [own]
+    if everyone.group is not None:
+        said *= everyone.size
+        dist.all_gather_object(said, own, group=everyone.group)
+    return str(next(text for text in said if text is not None))
+
+
+# --- carrying it out
+
+
+def _settled(tied: list[_Tied], against: Mapping[str, str], styles: Mapping[str, Wanted]) -> dict[str, str]:
+    """What the layers are to be of which the plan leaves it open."""
+    found: dict[str, str] = {}
+    for each in tied:
+        for path, module in each.owners.items():
+            if layer_of(module) is None or (styles.get(path) != "auto" and each.called):
+                continue
+            style = "vocab" if isinstance(module, nn.Embedding) else "column_gather"
+            found[path] = style if each.called and not against[each.name] else "whole"
+    return found
+
+
+@contextmanager
+def _standing_in(model: PipelineModule, cut: list[_Tied]) -> Iterator[None]:
+    """While the planner tries the model, layers that are functions of what is cut do not read it, and write features
+    that depend on all of their input."""
+    uses = [(use, each.param.shape) for each in cut for use in each.functions]
+    try:
+        for use, (rows, width) in uses:
+            inner, outer = (torch.rand(n, generator=torch.Generator().manual_seed(n)) + 0.5 for n in (width, rows))
+            call_instead(model, use.at, functools.partial(_mixed, inner, outer))
+        yield
+    finally:
+        for use, _ in uses:
+            call_instead(model, use.at, None)
+
+
+def _mixed(inner: Tensor, outer: Tensor, x: Tensor) -> Tensor:
+    return (x * inner).sum(-1, keepdim=True) * outer
+
+
+def _cut_functions(model: PipelineModule, tied: _Tied, comm: Comm) -> None:
+    """Have the layers that are functions of `tied`, whose rows are cut, write all features on every rank."""
+    if comm.size == 1:
+        return
+    if not tied.called:
+        for path, module in tied.owners.items():
+            layer = layer_of(module)
+            assert layer is not None
+            cut_vocabulary(module, Role(path, layer, "vocab", "tied over the pipeline"), comm)
+    cut = cut_of(tied.param)
+    assert cut is not None
+    for use in tied.functions:
+        stays_cut = use.at == model.bounds[-1] - 1 and isinstance(model.loss_fn, VocabularyCrossEntropy)
+        call_instead(model, use.at, _by_rows(use, cut.shape[0], comm, joined=not stays_cut))
+        if stays_cut:
+            _of_parts(model, comm, cut.shape[0])
+
+
+def _by_rows(use: TiedFunction, rows: int, comm: Comm, *, joined: bool) -> Callable[[Any], Any]:
+    def call(x: Any) -> Tensor:
+        y: Tensor = use.function(use.module, of_first(lambda x: copy(x, comm, use.path), x))
+        if not joined:
+            return y
+        y = join(y, comm, -1, use.path)
+        return y[..., :rows].contiguous() if y.shape[-1] > rows else y
+
+    return call

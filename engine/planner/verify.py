@@ -1,0 +1,363 @@
+"""The cut model is tried as one rank will run it, and held against the trial of the whole model.
+
+Column layers answer with this rank's part of what they answered then; the input of every layer must be this rank's part
+of its input then. So whatever lies between the layers has been shown to work on parts: nothing is taken on trust.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from ..tensor.layers import Layer
+from ..tensor.shape_override import Telling, plain, tell
+from ..tensor.sharding import TensorCut
+from .blocks import Edges, Stack, Stretch, of_first, on_first_activation, passage, passed_by
+from .dependence import Share
+from .plan_data import Role
+from .tracer import Trial, joined, run, tensors_of
+
+RTOL: Final = 1e-3
+ATOL: Final = 1e-4
+"""What may come of computing in fp32 in another order."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """An integer attribute of a module that counts what is cut, such as `num_heads`.
+
+    One of the module's configuration, `config.num_heads`, is changed in a copy, which the module then has for itself.
+    """
+
+    module: str
+    attribute: str
+    before: int
+    after: int
+
+    def make(self, module: nn.Module) -> Callable[[], None]:
+        """Make it; call the result to take it back."""
+        first, _, of_config = self.attribute.partition(".")
+        before = getattr(module, first)
+        after: Any = self.after
+        if of_config:
+            after = copy.copy(before)
+            setattr(after, of_config, self.after)
+        setattr(module, first, after)
+        return lambda: setattr(module, first, before)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """What is done to the model beside cutting its layers."""
+
+    changes: tuple[Change, ...] = ()
+    tellings: tuple[tuple[str, Telling], ...] = ()
+    shares: tuple[tuple[str, Share], ...] = ()
+    """Parameters and buffers that are cut like what they are applied to."""
+
+
+class Mismatch(Exception):
+    """The cut model does not compute what the whole one does; `region` is where that begins, if it is in one."""
+
+    def __init__(self, region: int | None, what: str) -> None:
+        super().__init__(what)
+        self.region = region
+
+
+class OwnDecision(Mismatch):
+    """The model's code decides by what it reads of a part, which no arrangement changes."""
+
+
+def rehearse(
+    trial: Trial, roles: Mapping[str, Role], arrangement: Arrangement, stack: Stack | None, size: int, rank: int
+) -> None:
+    """Run the tried module as `rank` of `size` will: with gradients and without, and in training, where dropout lets
+    only shapes be compared. Raises Mismatch."""
+    modules = {joined(trial.root, name): module for name, module in trial.module.named_modules()}
+    shares = dict(arrangement.shares)
+
+    def part(name: str, x: Tensor) -> Tensor:
+        share = shares.get(joined(trial.root, name))
+        return x if share is None else mark(cut_of_share(share, x.shape, size, rank).take(x))
+
+    for grad, training in ((True, False), (False, False), (True, True))[: 3 if trial.trains else 2]:
+        reads = Reads()
+        with (
+            torch.set_grad_enabled(grad),
+            arranged(modules, arrangement),
+            _NoHeadsRefused(),
+            reads,
+            ExitStack() as edges,
+        ):
+            rank_run = _RankRun(trial, roles, stack, size, rank, reads, exact=not training)
+            if stack is not None and stack.row is not None:
+                edges.enter_context(rank_run.row(trial.module, stack.row))
+            elif stack is not None and stack.first in modules:
+                edges.enter_context(rank_run.sequence(modules[stack.first], modules[stack.last]))
+            try:
+                found = tensors_of(run(trial, rank_run.answer, training=training, part=part))
+            except Mismatch:
+                raise
+            except Decided as error:
+                raise OwnDecision(
+                    rank_run.region, f"{rank_run.last} is followed by {error}() of an activation"
+                ) from error
+            except Exception as error:
+                text = f"{rank_run.last} is followed by {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                raise Mismatch(rank_run.region, text) from error
+            rank_run.finish(found)
+
+
+class _NoHeadsRefused(TorchFunctionMode):
+    """An arrangement that leaves a rank no key heads fails as any other wrong one does. torch 2.11 divides by their
+    number in grouped-query attention, which would end the process."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            tensors = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
+            if any(x.numel() == 0 for x in tensors):
+                raise ValueError("attention is asked for no heads")
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def arranged(modules: Mapping[str, nn.Module], arrangement: Arrangement) -> Iterator[None]:
+    """`arrangement`, for a while; what concerns other modules is passed over."""
+    undos: list[Callable[[], None]] = []
+    try:
+        for change in arrangement.changes:
+            if change.module in modules:
+                undos.append(change.make(modules[change.module]))
+        undos += [tell(modules[name], telling) for name, telling in arrangement.tellings if name in modules]
+        yield
+    finally:
+        for undo in reversed(undos):
+            undo()
+
+
+class _RankRun:
+    """One run as one rank."""
+
+    def __init__(
+        self, trial: Trial, roles: Mapping[str, Role], stack: Stack | None, size: int, rank: int, reads: Reads, *,
+        exact: bool,
+    ) -> None:  # fmt: skip
+        self._exact = exact
+        self._reads = reads
+        self._trial = trial
+        self._roles = roles
+        self._stack = stack
+        self._size, self._rank = size, rank
+        self._calls = trial.numbered()
+        self._count: Counter[str] = Counter()
+        self._along: int | None = None
+        """Dimension along which activations are cut at present, outside of regions."""
+        self.last = "its beginning"
+        self.region: int | None = None
+        """The region that is open, or was last."""
+
+    def answer(self, name: str, layer: Layer, x: Tensor) -> Tensor:
+        """What the layer answers on this rank; raises Mismatch if it is not asked what it should be."""
+        x, role = plain(x), self._roles[name]
+        call = self._calls.get((name, self._count[name]))
+        if call is None:
+            raise Mismatch(self.region, f"{name} is used once more than by the whole model")
+        self._count[name] += 1
+        expected = call.read.detach()
+        if role.style == "row" and role.region is not None:
+            self.region = role.region
+            width = expected.shape[-1] // self._size
+            expected = expected[..., self._rank * width : (self._rank + 1) * width]
+        else:
+            expected = self._piece(expected)
+        self._compare(x, expected, f"the input of {name}")
+        self.last = name
+        if role.style == "column" and role.region is not None:
+            self.region = role.region
+            return mark(_index(call.wrote.detach(), role, self._size, self._rank))
+        return self._given(call.wrote.detach())
+
+    def finish(self, outputs: Sequence[Tensor]) -> None:
+        """Compare what the module returned, unless it is logits that stay cut."""
+        missing = [name for (name, number) in self._calls if number >= self._count[name]]
+        if missing:
+            raise Mismatch(self.region, f"{missing[0]} is used less often than by the whole model")
+        if any(role.style == "column" and role.region is None for role in self._roles.values()):
+            return
+        whole = self._trial.outputs if self._exact else self._trial.trained
+        if len(outputs) != len(whole):
+            raise Mismatch(self.region, f"{len(outputs)} outputs instead of {len(whole)}")
+        # A pipeline's stage may pass on what is cut.
+        expected_outputs, _ = on_first_activation(self._piece, tuple(whole), {})
+        for found, expected in zip(outputs, expected_outputs, strict=True):
+            self._compare(found, expected.detach(), "the output")
+
+    @contextmanager
+    def sequence(self, first: nn.Module, last: nn.Module) -> Iterator[None]:
+        """Activations are cut along the sequence from the input of `first` to the output of `last`."""
+        assert self._stack is not None
+        stack = self._stack
+
+        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            self._along = stack.dim
+            return on_first_activation(self._given, args, kwargs)
+
+        def end(_: nn.Module, __: Any, output: Any) -> Any:
+            whole = self._trial.blocks[stack.last].detach()
+
+            def join(x: Tensor) -> Tensor:
+                self._compare(x, self._piece(whole), f"the output of {stack.last}")
+                return whole.clone()
+
+            result = on_first_activation(join, (output,), {})[0][0]
+            self._along = None
+            return result
+
+        handles = [first.register_forward_pre_hook(begin, with_kwargs=True), last.register_forward_hook(end)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def row(self, model: nn.Module, row: Stretch) -> AbstractContextManager[None]:
+        """The same in a pipeline, whichever part of the blocks the tried stage has."""
+        assert self._stack is not None
+        run, stack = self, self._stack
+
+        class Rehearsed(Edges):
+            def arrive(self, value: Any) -> Any:
+                run._along = stack.dim
+                return of_first(run._given, value)
+
+            def cut(self, value: Any) -> Any:
+                return self.arrive(value)
+
+            def join(self, value: Any) -> Any:
+                whole = run._trial.blocks[stack.last]
+
+                def joined(x: Tensor) -> Tensor:
+                    run._compare(x, run._piece(whole), f"the output of {stack.last}")
+                    return whole.clone()
+
+                value = of_first(joined, value)
+                run._along = None
+                return value
+
+        return passed_by(model, lambda start, stop: passage(row, start, stop, Rehearsed()))
+
+    def _compare(self, found: Tensor, expected: Tensor, what: str) -> None:
+        if found.shape != expected.shape:
+            raise Mismatch(self.region, f"{what} has shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
+        with self._reads.aside():
+            alike = not self._exact or torch.allclose(found.float(), expected.float(), RTOL, ATOL, equal_nan=True)
+        if not alike:
+            raise Mismatch(self.region, f"{what} is not what the whole model computes")
+
+    def _given(self, x: Tensor) -> Tensor:
+        """`x` as code between regions gets it."""
+        piece = self._piece(x).clone()
+        return piece if self._along is None or x.dim() <= self._along else mark(piece)
+
+    def _piece(self, x: Tensor) -> Tensor:
+        if self._along is None or x.dim() <= self._along:
+            return x
+        length = x.shape[self._along]
+        if length % self._size:
+            what = f"sequence_parallel: a sequence of {length} does not divide by {self._size} ranks; pad it"
+            raise Mismatch(None, what)
+        return x.narrow(self._along, self._rank * (length // self._size), length // self._size)
+
+
+def cut_of_outputs(role: Role, size: int, rank: int) -> TensorCut:
+    """How the outputs of a column layer of a region are cut."""
+    assert role.bands is not None
+    return TensorCut(
+        shape=(role.layer.outputs,), dim=0, bands=role.bands.sizes, size=size, rank=rank, copies=role.bands.copies
+    )  # fmt: skip
+
+
+def cut_of_share(share: Share, shape: Sequence[int], size: int, rank: int) -> TensorCut:
+    """How a parameter or buffer of this `shape` is cut."""
+    return TensorCut(shape=tuple(shape), dim=share.dim, bands=share.bands.sizes, size=size, rank=rank)
+
+
+def _index(wrote: Tensor, role: Role, size: int, rank: int) -> Tensor:
+    return wrote[..., cut_of_outputs(role, size, rank).index()]
+
+
+_READS: Final = frozenset({
+    "__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__array__", "item", "tolist",
+    "numpy", "is_nonzero", "equal", "allclose",
+})  # fmt: skip
+"""Functions that give Python a value of a tensor."""
+
+_CHECKS: Final = frozenset({"isnan", "isinf", "isfinite", "isposinf", "isneginf"})
+"""Asked of activations to find faults, and to clamp each by itself; a part may be asked as well."""
+
+
+class Decided(Exception):
+    """Python has asked for a value of what is one rank's part; the text is the function that did."""
+
+
+def mark(part: Tensor) -> Tensor:
+    """Say of `part` that other ranks have other values."""
+    part.of_one_rank = True  # type: ignore[attr-defined]
+    return part
+
+
+class Reads(TorchFunctionMode):
+    """While it is on, what is computed from marked tensors is marked. Raises Decided where Python is given a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._aside = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done here is not the model's."""
+        before, self._aside = self._aside, True
+        try:
+            yield
+        finally:
+            self._aside = before
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._aside or not (_is_marked(args) or _is_marked(kwargs)):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _READS:
+            raise Decided(name.strip("_"))
+        result = func(*args, **kwargs)
+        if name not in _CHECKS:
+            _mark_all(result)
+        if name == "__setitem__":
+            _mark_all(args[0])
+        return result
+
+
+def _is_marked(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return getattr(value, "of_one_rank", False)
+    if isinstance(value, Mapping):
+        return any(map(_is_marked, value.values()))
+    return isinstance(value, tuple | list) and any(map(_is_marked, value))
+
+
+def _mark_all(value: Any) -> None:
+    if isinstance(value, Tensor):
+        mark(value)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            _mark_all(item)

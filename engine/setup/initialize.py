@@ -1,0 +1,324 @@
+"""`initialize`: from a model and a configuration to an engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from .. import activation_checkpoint, optim
+from ..activation_checkpoint import policies
+from ..comm.comm import Comm, open_comm
+from ..comm.groups import mesh_of, open_parallel
+from ..comm.lane import open_lane
+from ..comm.launch import init_distributed, local_device
+from ..comm.mesh import Mesh
+from ..config import Config, load
+from ..data import ShardedLoader
+from ..hooks import Hooks
+from ..offload import open_offload
+from ..optim import lr
+from ..optim.loss_scaler import DTYPES, loss_scaler, model_dtype
+from ..pipe.module import PipelineModule
+from ..pipe.p2p import open_links
+from ..train.engine import Engine
+from ..train.pipeline_engine import PipelineEngine
+from ..zero import Comms, Zero, ZeroSettings
+from ..zero.fetch import FetchSettings
+from ..zero.registry import EarlyParam, holder
+from ..zero.shard import ShardedParam
+from ..zero.validate import refuse_overlaps
+from ..zero.zero import idle_pipelines
+from .parallelize import arrange, cut_layers, stages_of
+from .replicas import share
+from .sync import begin_alike, check_alike
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | Path | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Path | dict[str, Any] | None = None,
+    *,
+    train_dataloader: Any = None,
+    example: Any = None,
+) -> tuple[Engine, torch.optim.Optimizer | None, Any, Any]:
+    """(engine, optimizer, dataloader, lr_scheduler), with the arguments of `deepspeed.initialize`.
+
+    `config` is a dict or the path of a JSON file; `config_params` and `args.deepspeed_config` are older names of it.
+    `optimizer` may be made already, or a function of the parameters; so may `lr_scheduler`, of the optimizer.
+    `train_dataloader` is returned as it is, which some tutorials rely on. `example` is what the model's forward takes,
+    a tuple of arguments or a dict of them by name, and of a pipeline the input of its first layer: needed where layers
+    are cut over ranks and no input can be made up.
+    Raises ConfigError for a configuration that cannot be, ValueError for arguments that contradict each other.
+    """
+    if model is None:
+        raise ValueError("initialize: no model; pass model=")
+    for name, given in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if given is not None:
+            raise ValueError(
+                f"initialize: {name} is not supported: ranks are divided by the configuration; write "
+                '"tensor_parallel": {"autotp_size": ...} and "pipeline": {"stages": ...} there, and leave it out'
+            )
+    for param in model.parameters():
+        found = holder(param)
+        if found is not None and not isinstance(found.sharded, EarlyParam):
+            raise ValueError("initialize: the model has an engine already; call its destroy() first, on all ranks")
+    _refuse_cut(model)
+    source = _config_of(args, config, config_params)
+    if dist_init_required is not False:
+        init_distributed(distributed_port=distributed_port)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    settings = load(source, world_size=world_size, pipeline_stages=stages_of(model))
+    if rank == 0:
+        for warning in settings.warnings:
+            warnings.warn(warning, stacklevel=2)
+        if settings.dump_state:
+            print(settings.model_dump_json(indent=2))
+
+    vain = list(_in_vain(optimizer, lr_scheduler, settings))
+    own = {"optimizer": optimizer, "scheduler": lr_scheduler}
+    settings = settings.model_copy(update={name: None for name, passed in own.items() if passed is not None})
+
+    hooks = Hooks()
+    device = local_device()
+    mesh = mesh_of(settings.pipeline.stages, settings.tensor_parallel.size)
+    arrange(model, settings, mesh)
+    refuse_overlaps(model)
+    _place(model, device, model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled))
+    parallel = open_parallel(mesh, hooks)
+    check_alike(model, parallel, model.names() if isinstance(model, PipelineModule) else None)
+    begin_alike([*(p for p in model.parameters() if holder(p) is None), *model.buffers()], parallel)
+    cut_layers(model, settings, parallel, device, example)
+    shared = share(model, parallel, hooks)
+    shared.agree()
+    activation_checkpoint.attach(hooks, settings.activation_checkpointing)
+    undo = policies.from_config(settings.activation_checkpointing).apply(model, hooks)
+    offload = open_offload(settings, device, hooks, rank)
+    _check_parameters(model, settings)
+    zero = Zero(
+        model, _zero_settings(settings), _open_comms(settings, mesh, device, hooks), hooks,
+        make_master=offload.states.make_master, take_piece=offload.take_piece,
+        names=model.names() if isinstance(model, PipelineModule) else None,
+    )  # fmt: skip
+    made = _optimizer(optimizer, model_parameters, settings, zero, parallel.data, hooks)
+    scheduler = _scheduler(lr_scheduler, settings, made)
+    for note in (*vain, *offload.notes) if rank == 0 else ():
+        warnings.warn(note, stacklevel=2)
+    loader = train_dataloader
+    if training_data is not None:
+        if train_dataloader is not None:
+            raise ValueError("initialize: training_data and train_dataloader: pass one of them")
+        loader = _loader(training_data, settings, mesh, collate_fn)
+    parts = (settings, zero, made, scheduler, loss_scaler(settings.fp16), hooks, parallel, shared, offload)
+    engine: Engine
+    if isinstance(model, PipelineModule):
+        links = open_links(mesh, device, hooks, wraps=model.virtual_stages > 1)
+        engine = PipelineEngine(model, *parts, training_dataloader=loader, undo=undo, links=links)
+    else:
+        engine = Engine(model, *parts, training_dataloader=loader, undo=undo)
+    for note in idle_pipelines(settings, engine.tiles) if rank == 0 else ():
+        warnings.warn(note, stacklevel=2)
+    return engine, made, loader, scheduler
+
+
+def _config_of(args: Any, config: Any, config_params: Any) -> Any:
+    by_args = getattr(args, "deepspeed_config", None)
+    given = [name for name, value in
+             (("config", config), ("config_params", config_params), ("args.deepspeed_config", by_args))
+             if value is not None]  # fmt: skip
+    if not given:
+        raise ValueError("initialize: no configuration; pass config= (a dict or the path of a JSON file)")
+    if len(given) > 1:
+        raise ValueError(f"initialize: {' and '.join(given)}: pass one of them")
+    return next(value for value in (config, config_params, by_args) if value is not None)
+
+
+def _refuse_cut(model: nn.Module) -> None:
+    """Raise ValueError for a model whose layers an engine has cut: destroy() does not make them whole again."""
+    from ..tensor import cut_parameters
+
+    name = next((name for name, _, _ in cut_parameters(model)), None)
+    if name is not None:
+        raise ValueError(
+            f"initialize: {name} is cut over tensor-parallel ranks already, by an engine before: build the model anew, "
+            "and load_checkpoint what that one saved"
+        )
+
+
+def _check_parameters(model: nn.Module, config: Config) -> None:
+    """Raise ValueError for what no setting of the engine can train."""
+    for name, param in model.named_parameters():
+        if param.is_complex():
+            raise ValueError(f"initialize: {name} is complex, which the engine does not train; keep its real view")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and config.zero_optimization.stage >= 2:
+            raise ValueError(
+                f"initialize: {name or 'the model'} is an embedding with sparse=True, and its gradients travel as rows "
+                "in ZeRO stages 0 and 1 only: write one of these, or sparse=False"
+            )
+
+
+def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Bring the model to `device` and its floating-point tensors to `dtype`; what zero.Init has cut, it has placed."""
+    early = [param for param in model.parameters() if holder(param) is not None]
+    if not early:
+        model.to(device=device, dtype=dtype)
+        return
+    for param in early:
+        if dtype is not None and param.is_floating_point() and param.dtype != dtype:
+            raise ValueError(
+                f"initialize: zero.Init made parameters of {param.dtype}, and the configuration asks for {dtype}: "
+                "give zero.Init the same configuration (config_dict_or_path=)"
+            )
+    for tensor in (*(p for p in model.parameters() if holder(p) is None), *model.buffers()):
+        tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
+
+
+def _zero_settings(config: Config) -> ZeroSettings:
+    zero = config.zero_optimization
+    dtype, accumulate = config.communication_data_type, config.data_types.grad_accum_dtype
+    return ZeroSettings(
+        stage=zero.stage,
+        reduce_bucket_size=zero.reduce_bucket_size,
+        allgather_bucket_size=zero.allgather_bucket_size,
+        overlap_comm=zero.overlap_comm,
+        reduce_scatter=zero.reduce_scatter,
+        contiguous_gradients=zero.contiguous_gradients,
+        allgather_partitions=zero.allgather_partitions,
+        round_robin_gradients=zero.round_robin_gradients,
+        ignore_unused_parameters=zero.ignore_unused_parameters,
+        param_persistence_threshold=zero.stage3_param_persistence_threshold,
+        model_persistence_threshold=zero.stage3_model_persistence_threshold,
+        sparse_gradients=config.sparse_gradients,
+        communication_dtype=None if dtype is None else DTYPES[dtype],
+        accumulate_dtype=None if accumulate is None else DTYPES[accumulate],
+        prescale_gradients=config.prescale_gradients,
+        gradient_predivide_factor=config.gradient_predivide_factor,
+        fetch=FetchSettings(
+            zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance
+        ),
+    )
+
+
+def _open_comms(config: Config, mesh: Mesh, device: torch.device, hooks: Hooks) -> Comms:
+    replicas = mesh.sets("dp")
+    near = None
+    size = config.zero_optimization.zero_hpz_partition_size
+    if config.zero_optimization.stage == 3 and size > 1:
+        neighbours = [ranks[first : first + size] for ranks in replicas for first in range(0, mesh.dp, size)]
+        near = open_comm(neighbours, lambda: open_lane("near", device, hooks))
+    return Comms(
+        open_comm(replicas, lambda: open_lane("gradients", device, hooks)),
+        open_comm(replicas, lambda: open_lane("parameters", device, hooks)),
+        near,
+    )
+
+
+def _optimizer(
+    given: Any, model_parameters: Iterable[Any] | None, config: Config, zero: Zero, main: Comm, hooks: Hooks
+) -> torch.optim.Optimizer | None:
+    """The script's optimizer or the configuration's, over the masters."""
+    masters = {p.param: p.master for p in zero.trainable if p.master is not None}
+    shards = {p.master: _shard(p, zero, main) for p in zero.trainable if p.master is not None}
+    listed = list(masters) if model_parameters is None else list(model_parameters)
+    for param in [p for group in _groups(listed) for p in group["params"]]:
+        if param not in zero.by_param:
+            raise ValueError(
+                f"initialize: model_parameters has a parameter of shape {tuple(param.shape)} that the model does not "
+                "have; pass those of the same model"
+            )
+    if model_parameters is not None and not listed and masters:
+        raise ValueError(
+            "initialize: model_parameters is empty, and the model has parameters to train: leave it out, or list them "
+            "when the model has its layers (a PipelineModule without num_stages has none before)"
+        )
+    if given is not None:
+        client = given if isinstance(given, torch.optim.Optimizer) else given(listed)
+        if client is given and model_parameters is not None and main.rank == 0:
+            _compare(_groups(listed), client.param_groups)
+        optim.adopt(client, masters, shards=shards, allow_untested=config.zero_allow_untested_optimizer)
+        return client
+    if config.optimizer is None:
+        return None
+    if not listed:
+        listed = [{"params": []}]  # a pipeline stage without parameters steps with the others
+    groups = [{**group, "params": [masters[p] for p in group["params"] if p in masters]} for group in _groups(listed)]
+    return optim.build(
+        config.optimizer.type, config.optimizer.params.arguments(), groups, shards=shards, group=main.group, hooks=hooks
+    )
+
+
+def _groups(parameters: Sequence[Any]) -> list[dict[str, Any]]:
+    """Parameters, or (name, parameter) pairs, or parameter groups, as parameter groups."""
+    if parameters and isinstance(parameters[0], dict):
+        return [{**group, "params": _plain(group["params"])} for group in parameters]
+    return [{"params": _plain(parameters)}]
+
+
+def _plain(parameters: Any) -> list[Any]:
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return [item[1] if isinstance(item, tuple) else item for item in listed]
+
+
+def _shard(param: ShardedParam, zero: Zero, main: Comm) -> optim.Shard:
+    """What the optimizer is to know of a master."""
+    pieces = param.cut.pieces
+    bounds = tuple(param.cut.bounds(row) for row in range(pieces))
+    group = main.group if pieces > 1 else None
+    return optim.Shard(param.shape, bounds, group, optim.wants_muon(param.name, param.param))
+
+
+def _compare(listed: list[dict[str, Any]], stepped: list[dict[str, Any]]) -> None:
+    """Warn if `model_parameters` are others than those of the script's optimizer, which counts."""
+    ours, theirs = ({id(p) for group in groups for p in group["params"] if p.requires_grad}
+                    for groups in (listed, stepped))  # fmt: skip
+    if ours != theirs:
+        warnings.warn(
+            f"initialize: model_parameters has {len(ours - theirs)} parameters to train that optimizer= has not, and "
+            f"not {len(theirs - ours)} that it has; it has no effect: the optimizer's own are trained",
+            stacklevel=4,
+        )
+
+
+def _in_vain(optimizer: Any, scheduler: Any, config: Config) -> Iterator[str]:
+    """What the configuration says without effect beside what the script passes."""
+    if optimizer is not None and config.optimizer is not None:
+        yield "optimizer: has no effect; the script passes its own to initialize"
+    if scheduler is not None and config.scheduler is not None:
+        yield "scheduler: has no effect; the script passes its own to initialize"
+    elif optimizer is None and config.optimizer is None and config.scheduler is not None:
+        yield 'scheduler: has no effect; there is no optimizer: write "optimizer" too, or pass one to initialize'
+
+
+def _scheduler(given: Any, config: Config, optimizer: torch.optim.Optimizer | None) -> Any:
+    if given is not None:
+        return given(optimizer) if callable(given) and not callable(getattr(given, "step", None)) else given
+    if config.scheduler is None or optimizer is None:
+        return None
+    return lr.build(config.scheduler.type, config.scheduler.params.arguments(), optimizer)
+
+
+def _loader(data: Any, config: Config, mesh: Mesh, collate_fn: Any) -> Any:
+    if isinstance(data, DataLoader):
+        return data  # made by the script, which is then responsible for the split over the ranks
+    return ShardedLoader(
+        data, batch_size=config.train_micro_batch_size_per_gpu, rank=mesh.dp_rank, world_size=mesh.dp,
+        collate_fn=collate_fn, drop_last=config.dataloader_drop_last,
+    )  # fmt: skip

@@ -1,0 +1,119 @@
+"""Leaving a rank its part of the model: the layers of its pipeline stages, and its share of each."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..comm.groups import Parallel
+from ..comm.mesh import Mesh
+from ..config import Config, ConfigError
+from ..pipe.agreement import agree
+from ..pipe.module import PipelineModule
+from ..zero.registry import holder
+
+
+def stages_of(model: nn.Module) -> int | None:
+    """Pipeline ranks that the model itself asks for; None if it leaves that to the configuration, 0 for no pipeline."""
+    return model.num_stages if isinstance(model, PipelineModule) else 0
+
+
+def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
+    """Have a pipeline's layers where the configuration wants them."""
+    pipeline = config.pipeline
+    if not isinstance(model, PipelineModule):
+        return
+    given = {key: getattr(pipeline, key) for key in pipeline.model_fields_set}
+    agree({
+        "pipeline.stages": mesh.pp,
+        "tensor_parallel.autotp_size": mesh.tp,
+        "pipeline.schedule": pipeline.schedule,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        **{f"pipeline.{key}": given.get(key) for key in ("virtual_stages", "partition_method")},
+        "pipeline.layer_costs": "a file" if pipeline.layer_costs is not None else None,
+    })  # fmt: skip
+    virtual, method = given.get("virtual_stages"), given.get("partition_method")
+    model.activation_checkpoint_interval = given.get(
+        "activation_checkpoint_interval", model.activation_checkpoint_interval
+    )
+    differs = virtual not in (None, model.virtual_stages) or method not in (None, model.partition_method)
+    if differs or not model.bounds or pipeline.layer_costs is not None:
+        model.arrange_everywhere(mesh.pp, mesh.pp_rank, virtual, method, pipeline.layer_costs)
+    if model.virtual_stages > 1 and pipeline.schedule != "interleaved":
+        raise ConfigError([
+            f'pipeline.schedule: "{pipeline.schedule}" knows one stage a rank, and the PipelineModule has '
+            f'{model.virtual_stages}; write "interleaved", or build it with virtual_stages=1'
+        ])  # fmt: skip
+    topology = model.topology()
+    if "model" in topology.get_axis_names():
+        asked = topology.get_dim("model")
+        if asked != mesh.tp:
+            raise ConfigError([
+                f"tensor_parallel.autotp_size: {mesh.tp}, and the PipelineModule's topology has {asked} model-parallel "
+                f'ranks; write "autotp_size": {asked}'
+            ])  # fmt: skip
+    model.forget_others()
+
+
+def cut_layers(model: nn.Module, config: Config, parallel: Parallel, device: torch.device, example: Any) -> None:
+    """Leave this rank its part of every layer, if layers are to be cut. `example` is what the model's forward takes; it
+    is None where that can be made up."""
+    section = config.tensor_parallel
+    if section.size == 1:
+        return
+    early = [name for name, param in model.named_parameters() if holder(param) is not None]
+    if early:
+        raise ValueError(
+            f"initialize: zero.Init has divided {early[0]} among all ranks, and with tensor parallelism it is to be "
+            "cut first; build the model without zero.Init"
+        )
+    from .. import tensor
+
+    wanted = section.plan
+    if wanted is not None and parallel.mesh.pp > 1:
+        wanted = _here(wanted, model, parallel)
+    where: Any = {"sequence_parallel": section.sequence_parallel, "example": example, "everyone": parallel.everyone}
+    notes: list[str] = []
+    if isinstance(model, PipelineModule):
+        plan, notes = tensor.parallelize_pipeline(model, parallel.tensor, wanted, **where)
+    else:
+        plan = tensor.parallelize(model, parallel.tensor, wanted, **where)
+    tensor.same_random_numbers(parallel.tensor, device)
+    said = _of_each_stage(str(plan), parallel)
+    if parallel.mesh.rank == 0:
+        print(*said, *notes, sep="\n", file=sys.stderr)
+
+
+def _of_each_stage(plan: str, parallel: Parallel) -> list[str]:
+    """The plans of all pipeline ranks, each under its number. On all ranks."""
+    mesh = parallel.mesh
+    if mesh.pp == 1:
+        return [plan]
+    plans: list[str] = [""] * mesh.size
+    dist.all_gather_object(plans, plan if mesh.dp_rank == mesh.tp_rank == 0 else "", group=parallel.everyone.group)
+    return [
+        line for stage in range(mesh.pp)
+        for line in (f"pipeline rank {stage}:", plans[stage * mesh.dp * mesh.tp])
+    ]  # fmt: skip
+
+
+def _here(plan: dict[str, str], model: nn.Module, parallel: Parallel) -> dict[str, str]:
+    """What a plan for the whole model says of the layers on this stage. On all ranks."""
+    from ..planner.styles import fits
+
+    mine = [name for name, _ in model.named_modules()]
+    everybody: list[list[str]] = [mine] * parallel.everyone.size
+    if parallel.everyone.group is not None:
+        dist.all_gather_object(everybody, mine, group=parallel.everyone.group)
+    names = dict.fromkeys(name for stage in everybody for name in stage)
+    for pattern in plan:
+        if not any(fits(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError([f"tensor_parallel.plan: no stage has a module {pattern!r}{hint}"])
+    return {pattern: style for pattern, style in plan.items() if any(fits(name, pattern) for name in mine)}

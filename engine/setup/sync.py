@@ -1,0 +1,92 @@
+"""Ranks that are to have the same model are held to that before anything is sent, and begin with the same weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..comm.comm import Comm
+from ..comm.groups import Parallel
+from ..comm.mesh import Mesh
+
+
+def check_alike(model: nn.Module, parallel: Parallel, names: Mapping[nn.Parameter, str] | None = None) -> None:
+    """Raise ValueError on all ranks of the job if those of one pipeline stage have different models: parameters or
+    buffers with other names, shapes or dtypes, in another order, or frozen on some ranks only.
+
+    Before layers are cut over tensor-parallel ranks; on all ranks. Costs one collective of 8 bytes a rank. `names` are
+    those of the parameters in the whole model, where this is a part of it.
+    """
+    everyone = parallel.everyone
+    if everyone.group is None:
+        return
+    mine = _described(model, names)
+    digest = hashlib.blake2b("\n".join(mine).encode(), digest_size=8).digest()
+    if all(len(set(same)) == 1 for same in _by_stage(_gathered(digest, everyone), parallel.mesh)):
+        return
+    everybody: list[list[str]] = [mine] * everyone.size
+    dist.all_gather_object(everybody, mine, group=everyone.group)
+    for stage, ranks in enumerate(parallel.mesh.sets("dp", "tp")):
+        found = _first_difference(ranks, [everybody[rank] for rank in ranks])
+        if found:
+            where = f" on the pipeline stage {stage}" if parallel.mesh.pp > 1 else ""
+            raise ValueError(
+                f"initialize: the ranks have different models{where}, first where {found}: build the same one on every "
+                "rank, from the same arguments, with the same parameters frozen"
+            )
+    raise AssertionError("equal descriptions have equal digests")
+
+
+@torch.no_grad()
+def begin_alike(tensors: list[torch.Tensor], parallel: Parallel) -> None:
+    """Have the ranks that are to have the same weights begin with those of the first: replicas, and before layers are
+    cut, tensor-parallel ranks. On all ranks."""
+    for comm in (parallel.tensor, parallel.data):
+        for tensor in tensors:
+            comm.broadcast(tensor.data, 0, "parameter").wait()
+
+
+def _described(model: nn.Module, names: Mapping[nn.Parameter, str] | None) -> list[str]:
+    """What has to agree, a line for each parameter and each buffer."""
+    lines = []
+    for name, param in model.named_parameters():
+        whole = name if names is None else names[param]
+        lines.append(f"{whole} {_kind(param)}{'' if param.requires_grad else ', frozen'}")
+    return lines + [f"the buffer {name} {_kind(buffer)}" for name, buffer in model.named_buffers()]
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    if is_lazy(tensor):
+        return "without a shape yet"
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _gathered(digest: bytes, everyone: Comm) -> list[int]:
+    """The digests of all ranks."""
+    rows = torch.zeros(everyone.size, 1, dtype=torch.int64, device=everyone.device)
+    rows[everyone.rank, 0] = int.from_bytes(digest, "little", signed=True)
+    everyone.all_gather(rows, "other").wait()
+    found: list[int] = rows.view(-1).tolist()
+    return found
+
+
+def _by_stage(values: Sequence[int], mesh: Mesh) -> list[list[int]]:
+    return [[values[rank] for rank in ranks] for ranks in mesh.sets("dp", "tp")]
+
+
+def _first_difference(ranks: Sequence[int], descriptions: Sequence[list[str]]) -> str:
+    """Where the descriptions part, in words; empty if they do not."""
+    for lines in zip_longest(*descriptions, fillvalue="nothing"):
+        if len(set(lines)) > 1:
+            having = {line: [rank for rank, other in zip(ranks, lines, strict=True) if other == line] for line in lines}
+            return ", and ".join(
+                f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))} ha{'ve' if len(who) > 1 else 's'} {line}"
+                for line, who in having.items()
+            )
+    return ""

@@ -1,0 +1,308 @@
+"""An engine whose model is a pipeline: a step is one call of `train_batch`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..optim.loss_scaler import cast_floating
+from ..pipe import split_backward
+from ..pipe.failure import Verdict
+from ..pipe.grid import PipelineGrid
+from ..pipe.module import PipelineModule
+from ..pipe.p2p import Links, PipelineError
+from ..pipe.place import PlacedEngine
+from ..pipe.runtime import Runner
+from ..pipe.step_data import StepData
+from ..schedule import Plan, check, make_plan
+from ..zero import Zero
+
+
+class PipelineEngine(PlacedEngine):
+    """Trains a PipelineModule. Made by `dsprof.engine.initialize`; its surface is DeepSpeed's PipelineEngine's."""
+
+    def __init__(self, module: PipelineModule, *args: Any, links: Links, **more: Any) -> None:
+        super().__init__(module, *args, **more)
+        module.hooks = self.hooks
+        self._links = links
+        module.grid = PipelineGrid(self.parallel)
+        mesh = self.parallel.mesh
+        self._plans: dict[tuple[int, bool], Plan] = {}
+        self.plan = self._planned(self.gradient_accumulation_steps())
+        """What every rank of the pipeline does in a step."""
+        if self.plan.splits:
+            self._stop_deferring = split_backward.install(module)
+        else:
+            self._stop_deferring = _nothing
+        groups = [*(comm.group for comm in self._comms()), *links.groups]
+        self._verdict = Verdict(self.parallel.everyone, groups, apart=mesh.dp * mesh.tp > 1)
+        self._runner = Runner(module, mesh.pp_rank, links, self.hooks, self.device, self._verdict)
+        double = torch.tensor(float(any(param.dtype is torch.float64 for param in module.parameters())))
+        double = double.to(self.device)
+        self.parallel.everyone.all_reduce(double, "pipeline").wait()  # a rank that has no parameters is to know
+        self._loss_dtype = torch.float64 if double.item() else torch.float32
+        """Of losses that are returned: float64 in models of it."""
+        self.hooks.stage = mesh.pp_rank
+        self._began = time.perf_counter()
+        self._batch_fn: Callable[[Any], Any] = _same
+        self._last_loss: Tensor | None = None
+        self._halfway = False
+        """Whether a step failed that had begun to make gradients."""
+        self._told: tuple[int, float] | None = None
+        """At which step, and when, progress was told last."""
+
+    # --- training
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """One whole step: `gradient_accumulation_steps` micro-batches of `data_iter`, each (inputs, labels).
+
+        Returns the mean loss over the micro-batches and the data-parallel ranks, on every rank. `data_iter` is read on
+        the ranks of the first and the last stage, and may be None on the others. Raises PipelineError on all ranks if
+        one of them fails, and RuntimeError without an optimizer.
+        """
+        if self.optimizer is None:
+            raise RuntimeError("train_batch: there is no optimizer: pass one to initialize, or configure `optimizer`")
+        if self._halfway:
+            raise PipelineError(
+                "train_batch: an earlier step of this engine failed half-way, which left its gradients incomplete; "
+                "make the engine anew, from a checkpoint"
+            )
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch is called under torch.no_grad(); write engine.eval_batch(data_iter) there")
+        self.module.train()
+        self._began = time.perf_counter()
+        if data_iter is not None:
+            self._own_data = data_iter
+        loss_fn = self.module.loss_fn
+        losses = self._run(self.plan, partial(self._data, loss_fn is not None), _Reduction(self.zero), loss_fn)
+        mean = self._mean(losses, self.plan.microbatches)
+        self._last_loss = mean
+        if self._tells_losses:
+            self._losses.append(mean)
+        self.global_samples += self.train_batch_size()
+        with self.hooks.span("phase", "step"):
+            self._stepped = False
+            self._take_step({})
+        self.micro_steps += self.plan.microbatches
+        return mean
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """The mean loss of as many micro-batches as a step has, or of `num_micro_batches`, without gradients.
+
+        On every rank, or without `bcast_loss` on those of the last stage; None on the others. `reduce_output` is "avg",
+        or None for a list of the micro-batches' losses, which is not broadcast. With `return_logits`, a tuple of this
+        and the outputs of the last stage, a list with one for each micro-batch. Without `compute_loss`, these outputs
+        alone. `data_iter` is read on the ranks of the first stage, and for the loss on those of the last.
+        """
+        if reduce_output not in ("avg", None):
+            raise ValueError(
+                f'eval_batch: reduce_output={reduce_output!r}; write "avg", the mean loss, or None, the loss of each '
+                "micro-batch"
+            )
+        if reduce_output is None and compute_loss and bcast_loss:
+            raise ValueError(
+                "eval_batch: with reduce_output=None the losses are a list, on the last stage alone; write "
+                "bcast_loss=False, too"
+            )
+        count = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
+        if count < 1:
+            raise ValueError(f"eval_batch: num_micro_batches={count}; write 1 or more")
+        training = self.module.training
+        self.module.eval()
+        plan = self._planned(count, forward_only=True)
+        outputs: list[Any] = []
+        loss_fn = self.module.loss_fn
+        if return_logits and loss_fn is None:
+            raise ValueError("eval_batch: return_logits takes a PipelineModule with a loss_fn")
+
+        def loss(output: Any, labels: Any) -> Tensor:
+            if return_logits:
+                outputs.append(output)
+            found = output if loss_fn is None else loss_fn(output, labels)
+            if not isinstance(found, Tensor):
+                what = "the last layer" if loss_fn is None else "loss_fn"
+                raise PipelineError(
+                    f"eval_batch: {what} returned a {type(found).__name__}, which is no loss; for outputs alone write "
+                    "eval_batch(data_iter, compute_loss=False)"
+                )
+            return found
+
+        try:
+            with torch.no_grad():
+                data = partial(self._data, loss_fn is not None and compute_loss, data_iter, "eval_batch")
+                results = self._run(plan, data, None, loss if compute_loss else None)
+        finally:
+            self.module.train(training)
+        last = self.is_last_stage()
+        if not compute_loss:
+            found: Any = results if last else None
+            return (found, found) if return_logits else found
+        found = results if reduce_output is None else self._mean(results, plan.microbatches)
+        found = found if last or bcast_loss else None
+        return (found, outputs if last else None) if return_logits else found
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """A stage by itself has no meaning. Raises PipelineError."""
+        raise PipelineError("a pipeline trains by engine.train_batch(data_iter) and is tried by engine.eval_batch")
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """As `forward`. Raises PipelineError."""
+        self.forward()
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """As `forward`. Raises PipelineError."""
+        self.forward()
+
+    def no_sync(self) -> NoReturn:
+        """A step has all its micro-batches, and reduces when it can. Raises PipelineError."""
+        raise PipelineError(
+            "engine.no_sync: train_batch runs all micro-batches of a step, and reduces gradients once in ZeRO stages 0 "
+            'and 1; leave it out, and write "gradient_accumulation_steps" in the configuration'
+        )
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """What `train_batch` reads when it is given nothing."""
+        self._own_data = iterator
+
+    def set_batch_fn(self, function: Callable[[Any], Any]) -> None:
+        """What makes (inputs, labels) of that which the iterator gives."""
+        self._batch_fn = function
+
+    def set_dataloader(self, loader: Any) -> None:
+        """What `train_batch` reads, over and over, when it is given nothing."""
+        self.training_dataloader, self._own_data = loader, None
+
+    @property
+    def agg_train_loss(self) -> Tensor | None:
+        """What `train_batch` returned last."""
+        return self._last_loss
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Have a step take so many samples, in more or fewer micro-batches of the same size.
+
+        Raises ValueError if they do not make up whole micro-batches on every replica."""
+        each = self.train_micro_batch_size_per_gpu() * self.parallel.mesh.dp
+        if train_batch_size < 1 or train_batch_size % each:
+            raise ValueError(
+                f"set_train_batch_size: {train_batch_size} samples are no multiple of the {each} of a micro-batch over "
+                f"the {self.parallel.mesh.dp} replicas; write {max(1, round(train_batch_size / each)) * each}"
+            )
+        sizes = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": train_batch_size // each}
+        self.config = self.config.model_copy(update=sizes)
+        self.plan = self._planned(sizes["gradient_accumulation_steps"])
+
+    def destroy(self) -> None:
+        """As Engine.destroy; the model keeps the layers of this rank."""
+        if self._destroyed:
+            return
+        super().destroy()
+        self._stop_deferring()
+        self._links.close()
+
+    # --- inside
+
+    def _planned(self, microbatches: int, *, forward_only: bool = False) -> Plan:
+        """Raises PlanError for a schedule that would never end."""
+        found = self._plans.get((microbatches, forward_only))
+        if found is None:
+            pipeline, ranks = self.config.pipeline, self.parallel.mesh.pp
+            found = make_plan(pipeline.schedule, ranks, microbatches, self.module.virtual_stages)
+            check(found)
+            if forward_only:
+                forwards = tuple(tuple(a for a in actions if a.op == "F") for actions in found.actions)
+                found = Plan(found.schedule, ranks, microbatches, found.virtual_stages, forwards)
+            self._plans[microbatches, forward_only] = found
+        return found
+
+    def _data(self, labels: bool, data_iter: Iterator[Any] | None = None, caller: str = "train_batch") -> StepData:
+        """What is read on this rank: inputs on the first stage, and `labels` on the last if they are needed."""
+        wanted = (self.is_first_stage(), self.is_last_stage() and labels)
+        if not any(wanted):
+            return StepData(iter(()), self.device, wanted, self._batch_fn, caller)
+        if data_iter is None and caller == "eval_batch":
+            raise PipelineError("eval_batch: pass an iterator of batches on the ranks of the first and the last stage")
+        source = data_iter if data_iter is not None else self._batches(self._own_data)
+        return StepData(source, self.device, wanted, self._batch_fn, caller, self._check_data)
+
+    def _run(
+        self,
+        plan: Plan,
+        open_data: Callable[[], StepData],
+        backward: _Reduction | None,
+        loss_fn: Callable[[Any, Any], Any] | None,
+    ) -> list[Any]:
+        """Run a plan. If it fails on one rank of the job it fails on all."""
+        self._refuse_destroyed()
+        self._verdict.begin()
+        half = self.config.fp16.enabled and self.config.fp16.auto_cast
+        cast: Callable[[Any], Any] = (lambda inputs: cast_floating(inputs, torch.float16)) if half else _same
+        failed: BaseException | None = None
+        losses: list[Any] = []
+        try:
+            losses = self._runner.run(plan, open_data, backward, loss_fn=loss_fn, cast=cast, scale=self.scaler.scale)
+        except Exception as error:
+            failed = error
+        except BaseException:
+            self._verdict.give_up()  # this rank will not come back
+            raise
+        raised, halfway = self._verdict.of(failed, begun=backward is not None and backward.begun)
+        if raised is not None:
+            self._halfway = self._halfway or halfway
+            raise raised
+        return losses
+
+    def _progress(self) -> str:
+        """As DeepSpeed's pipelines tell it: loss, and time and samples since it was told last."""
+        step, now = self.global_steps + 1, time.perf_counter()
+        before, then = self._told or (step - 1, self._began)
+        self._told = step, now
+        each = (now - then) / (step - before)
+        loss = float("nan") if self._last_loss is None else self._last_loss.item()
+        speed = self.train_batch_size() / each
+        return f"steps: {step} loss: {loss:0.4f} iter time (s): {each:0.3f} samples/sec: {speed:0.3f}"
+
+    def _mean(self, losses: list[Any], microbatches: int) -> Tensor:
+        """Over the ranks of the last stage, where the losses are."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for loss in losses:
+            total += loss.double().mean()
+        self.parallel.everyone.all_reduce(total, "pipeline").wait()
+        mesh = self.parallel.mesh
+        return (total / (microbatches * mesh.dp * mesh.tp)).to(self._loss_dtype)
+
+
+class _Reduction:
+    """Tells ZeRO of the pipeline's backwards: stages 0 and 1 reduce in the last, the others in each."""
+
+    def __init__(self, zero: Zero) -> None:
+        self._zero = zero
+        self.begun = False
+
+    def begin(self, *, last: bool, complete: bool) -> None:
+        self.begun = True
+        self._zero.last_microbatch = last
+        self._zero.holds_back = not complete
+
+    def end(self) -> None:
+        self._zero.finish_backward()
+
+
+def _same(inputs: Any) -> Any:
+    return inputs
+
+
+def _nothing() -> None:
+    return

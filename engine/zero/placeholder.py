@@ -1,0 +1,141 @@
+"""What a parameter of stage 3 is between its uses: it tells its shape, and is fetched, or refuses, when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, Final, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+TELLS: Final = frozenset({
+    "size", "dim", "ndimension", "numel", "element_size", "stride", "storage_offset", "get_device", "dim_order",
+    "is_contiguous", "is_floating_point", "is_complex", "is_signed", "__len__", "_has_compatible_shallow_copy_type",
+    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "untyped_storage", "data_ptr",
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+    "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor",
+})  # fmt: skip
+"""Functions that do not look at a tensor's elements."""
+
+ELEMENTS: Final = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+"""Attributes that lead to them."""
+
+CONVERSIONS: Final = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "contiguous"})
+"""Functions that return the tensor itself where there is nothing to do, as `model.to(device)` may have."""
+
+
+plainly: Final = torch._C.DisableTorchFunctionSubclass
+"""A context in which attributes of many parameters are asked for faster, be they absent or not."""
+
+
+class Fetches(Protocol):
+    """What fetches absent parameters when they are used."""
+
+    def used(self, sharded: Any, /) -> Any:
+        """Have `sharded` whole, if something runs that it can be fetched for."""
+
+
+class Sharded(Protocol):
+    """What is known of an absent parameter: of `shard.ShardedParam`, that which is used here."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fetches(self) -> Fetches | None: ...
+
+
+class HoldsSharded(Protocol):
+    """What keeps a parameter in pieces: of `registry.Holder`, that which is used here."""
+
+    @property
+    def sharded(self) -> Sharded: ...
+
+
+HOLDERS: Final[MutableMapping[Tensor, Callable[[], HoldsSharded | None]]] = WeakIdKeyDictionary()
+"""Parameter -> finds its holder. Beside the parameters, so they can be copied and saved like any other; the values must
+not lead back to their parameters: these would never be freed."""
+
+
+def holder_of(param: Tensor) -> HoldsSharded | None:
+    """What keeps `param` in pieces; None for one that is not under ZeRO, or no longer."""
+    find = HOLDERS.get(param)
+    return None if find is None else find()
+
+
+class Absent(nn.Parameter):
+    """A parameter whose elements are not here. Only the class of the script's own parameter is changed, and back.
+
+    A use while a module runs, or a backward, fetches it: as of a reference that a module keeps in a list. At another
+    time ranks may be at different places, so that raises RuntimeError.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        more = kwargs or {}
+        name = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name.startswith("__") else ""
+        if attribute == "data" and name == "__set__" and args[1] is args[0]:
+            return None  # model.to(device) with nothing to do
+        with plainly():
+            if name in TELLS or (name in ("__get__", "__set__", "__delete__") and attribute not in ELEMENTS):
+                return func(*args, **more)
+            absent = _absent((args, more))
+            for param in absent:
+                _fetch(param)
+            left = [param for param in absent if isinstance(param, cls)]
+            if not left:
+                return func(*args, **more)
+            if name in CONVERSIONS:
+                result = func(*args, **more)
+                if result is args[0] or not isinstance(result, Tensor):
+                    return result
+        raise _refusal(left[0], attribute or name)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with plainly():
+            return f"Parameter {_name(self)} in pieces (ZeRO stage 3), shape {tuple(self.shape)}, {self.dtype}"
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise _refusal(self, "deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _refusal(self, "pickle")
+
+
+def _absent(value: Any) -> list[Absent]:
+    """Those among a function's arguments."""
+    if isinstance(value, Absent):
+        return [value]
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [param for item in value for param in _absent(item)]
+
+
+def _fetch(param: Tensor) -> None:
+    """Have `param` whole, if something runs that it can be fetched for."""
+    found = holder_of(param)
+    if found is not None and found.sharded.fetches is not None:
+        found.sharded.fetches.used(found.sharded)
+
+
+def _name(param: Tensor) -> str:
+    found = holder_of(param)
+    return "of an engine that is gone" if found is None else found.sharded.name
+
+
+def _refusal(param: Tensor, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"the parameter {_name(param)} is in pieces (ZeRO stage 3), and is fetched while the model's modules or a "
+        f"backward run; `{what}` of it at another time takes `with zero.GatheredParameters(parameters):` around it, on "
+        "all ranks, and modifier_rank=0 there to change it. engine.save_16bit_model saves the whole model"
+    )

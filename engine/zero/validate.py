@@ -1,0 +1,73 @@
+"""Parameters that came into a model after its engine was made: nothing would train them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from .registry import holder
+
+
+class Newcomers:
+    """Looks for parameters of `model` that are not `known`. Going through a model takes long, so that is done only when
+    a dict of one of its modules has changed."""
+
+    def __init__(self, model: nn.Module, known: Container[nn.Parameter]) -> None:
+        self._model = model
+        self._known = known
+        self._found: list[tuple[str, nn.Parameter]] = []
+        self._dicts: list[dict[str, Any]] = []
+        self._contents: list[int] = []
+        self._go_through()
+
+    def check(self) -> None:
+        """Before a step: raise RuntimeError if one of them has a gradient."""
+        if self._look() != self._contents:
+            self._go_through()
+        for name, param in self._found:
+            if param.grad is not None:
+                raise RuntimeError(
+                    f"engine.step: {name} came into the model after the engine was made, and has a gradient, which "
+                    "nothing would use: build the whole model before initialize, or call engine.destroy and initialize "
+                    "anew"
+                )
+
+    def _look(self) -> list[int]:
+        return list(map(id, chain.from_iterable(map(dict.values, self._dicts))))
+
+    def _go_through(self) -> None:
+        self._dicts = [each for module in self._model.modules() for each in (module._modules, module._parameters)]
+        self._contents = self._look()
+        self._found = [(name, param) for name, param in self._model.named_parameters() if param not in self._known]
+
+
+def refuse_overlaps(model: nn.Module) -> None:
+    """Raise ValueError for two that have elements in common, as `b.weight = nn.Parameter(a.weight.data)` makes them:
+    torch trains these as one, and an engine, which moves them, as two."""
+    spans: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
+    for name, param in model.named_parameters():
+        if is_lazy(param) or param.is_meta or param.layout != torch.strided or holder(param) is not None:
+            continue
+        if param.numel() == 0:
+            continue
+        start = param.data_ptr()
+        stop = start + param.numel() * param.element_size()
+        spans.setdefault(param.untyped_storage()._cdata, []).append((start, stop, name, param))
+    for same in spans.values():
+        same.sort(key=lambda span: span[:2])
+        for (start, stop, name, param), (other_start, _, other_name, other) in itertools.pairwise(same):
+            # Rows and columns of one tensor lie between each other's without having any in common.
+            dense = param.is_contiguous() and other.is_contiguous()
+            if not (start == other_start or (dense and other_start < stop)):
+                continue
+            if param.requires_grad or other.requires_grad:
+                raise ValueError(
+                    f"initialize: {name} and {other_name} are two parameters in the same memory, which the engine "
+                    "would train apart: tie them as one (b.weight = a.weight), or give each its own (.detach().clone())"
+                )

@@ -1,0 +1,263 @@
+"""ZeRO 0 to 3 over one model (Rajbhandari et al. 2020, arXiv 1910.02054).
+
+Stage 0 replicates everything, 1 cuts the optimizer's state, 2 the gradients too, 3 the parameters too. One design for
+all: every trainable parameter has a master that the optimizer steps, the whole of it in stage 0, otherwise this rank's
+piece; the stages differ in when gradients are reduced and in how long parameters stay whole.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..comm.comm import Comm
+from ..comm.deadlock import DeadlockWatch
+from ..hooks import Hooks
+from .fetch import Fetcher, FetchSettings
+from .gather import Gatherer, batches
+from .order_check import Trail
+from .reduce import Reducer, ReduceSettings
+from .registry import Holder, forget, hold, holder
+from .shard import Cut, ShardedParam
+from .sparse import SparseReducer, sparse_params
+
+if TYPE_CHECKING:
+    from ..config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroSettings:
+    """What ZeRO is to do; sizes in elements, names and meaning as in DeepSpeed's configuration."""
+
+    stage: int = 0
+    reduce_bucket_size: int = 500_000_000
+    allgather_bucket_size: int = 500_000_000
+    overlap_comm: bool = True
+    reduce_scatter: bool = True
+    contiguous_gradients: bool = True
+    allgather_partitions: bool = True
+    round_robin_gradients: bool = False
+    ignore_unused_parameters: bool = True
+    param_persistence_threshold: int = 100_000
+    model_persistence_threshold: int = 2**63 - 1
+    sparse_gradients: bool = False
+    communication_dtype: torch.dtype | None = None
+    accumulate_dtype: torch.dtype | None = None
+    prescale_gradients: bool = False
+    gradient_predivide_factor: float = 1.0
+    fetch: FetchSettings = field(default_factory=lambda: FetchSettings(50_000_000, 1_000_000_000, 1_000_000_000))
+
+
+@dataclass(frozen=True, slots=True)
+class Comms:
+    """Who communicates what: each with a group and a lane of its own, so they run side by side."""
+
+    gradients: Comm
+    parameters: Comm
+    near: Comm | None = None
+    """Ranks that share a second partition of the parameters (hierarchical partition)."""
+
+
+class Zero:
+    """The parameters of `model`, cut for the ranks of `comms.gradients`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: ZeroSettings,
+        comms: Comms,
+        hooks: Hooks,
+        *,
+        make_master: Callable[[ShardedParam], nn.Parameter] = ShardedParam.make_master,
+        take_piece: Callable[[ShardedParam], None] | None = None,
+        names: Mapping[nn.Parameter, str] | None = None,
+    ) -> None:
+        """`make_master` decides where masters are. `take_piece` moves pieces of stage 3 away, of a single rank too.
+        `names` are those of the parameters in the whole model, where this is a part of it."""
+        self.settings = settings
+        self._hooks = hooks
+        self.comms = [comm for comm in (comms.gradients, comms.parameters, comms.near) if comm is not None]
+        self._comm = comms.gradients
+        self.last_microbatch = True
+        """Whether the backward under way is of the step's last micro-batch."""
+        self.holds_back = False
+        """Whether gradients are still to come for the micro-batches under way, so that none are reduced yet."""
+        size, rank = self._comm.size, self._comm.rank
+        self.params: list[ShardedParam] = []
+        sharded_size = 0
+        for index, (name, param) in enumerate(model.named_parameters()):
+            early = holder(param)  # cut by zero.Init already
+            if early is not None and not early.sharded.resident:
+                early.gatherer.bring([early.sharded], param.numel())
+            name = name if names is None else names[param]
+            param.data = param.data.contiguous()
+            may = settings.stage == 3 and (size > 1 or take_piece is not None)
+            sharded = may and param.numel() > settings.param_persistence_threshold
+            sharded_size += 0 if sharded else param.numel()
+            if may and sharded_size > settings.model_persistence_threshold:
+                sharded = True
+            if sharded and early is None:
+                param.data = param.data.clone()  # storage of its own, which can be emptied
+            cut = Cut(
+                param.numel(), size if settings.stage else 1, index % size if settings.round_robin_gradients else 0
+            )
+            self.params.append(ShardedParam(name, param, cut, rank, persistent=not sharded, index=index))
+            if sharded:
+                self.params[-1].release()  # one at a time: the model need not fit whole
+            if sharded and take_piece is not None:
+                take_piece(self.params[-1])
+        self.by_param = {p.param: p for p in self.params}
+        self.trainable = [p for p in self.params if p.param.requires_grad]
+        rows = sparse_params(model, dense_too=settings.sparse_gradients) if settings.stage <= 1 else set()
+        self.sparse = SparseReducer([p for p in self.trainable if p.param in rows], comms.gradients)
+        for sharded_param in self.trainable:
+            make_master(sharded_param)
+        self.reducer = Reducer(
+            [p for p in self.trainable if p.param not in rows],
+            comms.gradients,
+            ReduceSettings(
+                settings.stage, settings.reduce_bucket_size, settings.overlap_comm, settings.reduce_scatter,
+                settings.contiguous_gradients, settings.communication_dtype, settings.accumulate_dtype,
+                settings.prescale_gradients, settings.gradient_predivide_factor, settings.ignore_unused_parameters,
+            ),
+        )  # fmt: skip
+        self.gatherer = Gatherer(comms.parameters, comms.near, with_broadcasts=not settings.allgather_partitions)
+        if settings.stage == 3 and size > 1 and not self.gatherer.tells_apart:
+            self.gatherer.trail = Trail(comms.parameters)
+        self.deadlocks = _watch(comms) if settings.stage == 3 and size > 1 else None
+        self.fetcher: Fetcher | None = None
+        self._handles: list[RemovableHandle] = []
+        for sharded_param in self.params:
+            hold(sharded_param.param, Holder(sharded_param, self.gatherer, comms.parameters))
+        for sharded_param in self.trainable:
+            if sharded_param.param in rows:
+                continue
+            param, hook = sharded_param.param, self._gradient_hook(sharded_param)
+            self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        if any(not p.persistent for p in self.params):
+            self.fetcher = Fetcher(model, self.by_param, self.gatherer, settings.fetch, hooks)
+
+    def _gradient_hook(self, param: ShardedParam) -> Callable[[torch.Tensor], None]:
+        # torch cannot collect a hook that leads back to its own parameter, so this one must not keep us alive.
+        alive, index = weakref.ref(self), param.index
+
+        def ready(_: torch.Tensor) -> None:
+            zero = alive()
+            if zero is not None:
+                zero._gradient_ready(zero.params[index])
+
+        return ready
+
+    def _gradient_ready(self, param: ShardedParam) -> None:
+        if not self.holds_back:
+            self.reducer.ready(param, self.last_microbatch)
+        if self.fetcher is not None:
+            self.fetcher.gradient_taken(param)
+
+    def finish_backward(self) -> None:
+        """After each backward: gradients reduced as far as the stage has it, parameters released."""
+        self.reducer.finish(self.last_microbatch)
+        self.sparse.finish(self.last_microbatch)
+        if self.fetcher is not None:
+            self.fetcher.finish_backward()
+
+    def check_trail(self, everyone: Comm) -> None:
+        """Before the step: raise RuntimeError on all ranks of the job if ranks were seen to run different modules."""
+        if self.gatherer.trail is not None:
+            self.gatherer.trail.check(everyone)
+
+    def collect(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Masters with the step's reduced gradient, of those that have one, which is their `grad` now too.
+
+        They remain to be multiplied by the reducer's `after`.
+        """
+        self.reducer.collect()
+        self.sparse.collect(1.0 / self.reducer.after)
+        masters = [p.master for p in self.trainable if p.master is not None]
+        return [(master, master.grad) for master in masters if master.grad is not None]
+
+    def clear(self) -> None:
+        """After the step: forget the gradients."""
+        self.reducer.clear()
+        self.sparse.clear()
+
+    def publish(self, params: Sequence[ShardedParam] | None = None) -> None:
+        """After the optimizer stepped `params` (all, by default): start bringing what stays whole to every rank."""
+        todo = self.trainable if params is None else params
+        for param in todo:
+            param.publish()
+        if self.settings.stage:
+            for batch in batches((p for p in todo if p.persistent), self.settings.allgather_bucket_size):
+                self.gatherer.start(batch)
+                self.gatherer.finish_all_but(2 if self.settings.overlap_comm else 0)
+
+    def finish_publish(self) -> None:
+        """Wait for what `publish` started."""
+        self.gatherer.finish(self.gatherer.pending)
+
+    def close(self) -> None:
+        """Leave the model whole and without hooks; end the lanes, and destroy their groups. On all ranks."""
+        try:
+            self.gatherer.bring([p for p in self.params if not p.resident], self.settings.allgather_bucket_size)
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            if self.fetcher is not None:
+                self.fetcher.remove()
+            for param in self.params:
+                forget(param.param)
+            for comm in self.comms:
+                comm.close()
+
+    @property
+    def size(self) -> int:
+        """Ranks that the parameters are cut for."""
+        return self._comm.size
+
+
+def _watch(comms: Comms) -> DeadlockWatch | None:
+    """Where the lanes are threads: a GPU's streams do not tell the host what they wait for."""
+    if not comms.parameters.tells_apart:
+        return None
+    named = {"parameters": comms.parameters, "gradients": comms.gradients}
+    return DeadlockWatch(named if comms.near is None else {**named, "near": comms.near})
+
+
+def tiles_of(params: Sequence[ShardedParam], size: int) -> list[list[ShardedParam]]:
+    """Cut `params` into tiles of at most `size` elements of masters, one parameter at least; the same on every rank."""
+    tiles: list[list[ShardedParam]] = [[]]
+    filled = 0
+    for param in params:
+        if tiles[-1] and filled + param.cut.chunk > size:
+            tiles.append([])
+            filled = 0
+        tiles[-1].append(param)
+        filled += param.cut.chunk
+    return tiles
+
+
+def idle_pipelines(config: Config, tiles: Sequence[Sequence[ShardedParam]]) -> Iterator[str]:
+    """A warning for each key that is to have the disk work beside the step, where a single tile leaves nothing to."""
+    zero = config.zero_optimization
+    section = zero.offload_optimizer
+    if section is None or section.device != "nvme" or zero.stage < 1 or len(tiles) != 1:
+        return
+    elements = sum(param.cut.chunk for param in tiles[0])
+    # As many tiles as there are buffers, so that one is read and one written while one is stepped.
+    size = max(1, -(-elements // max(3, section.buffer_count)))
+    if len(tiles_of(tiles[0], size)) > 1:
+        instead = f'write "sub_group_size": {size} or less'
+    else:
+        instead = "there is one parameter, and a tile has one at least"
+    for key in ("pipeline_read", "pipeline_write"):
+        if getattr(section, key):
+            yield (
+                f"zero_optimization.offload_optimizer.{key}: has no effect; what a rank steps, {elements} elements, is "
+                f"one tile of at most {zero.sub_group_size} (sub_group_size): {instead}"
+            )
