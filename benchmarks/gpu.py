@@ -216,8 +216,7 @@ def offload(arm: str, size: Size, device: Device, args: argparse.Namespace) -> d
 
 def lane(device: Device) -> dict[str, Any]:
     """Copies to pinned memory and back on a lane, in order, and what was told of them."""
-    from dsprof.engine.comm.comm.lane import Label, open_lane
-
+    from dsprof.engine.comm.lane import Label, open_lane
     from dsprof.engine.hooks import Hooks
 
     hooks, told = Hooks(), []

@@ -20,7 +20,7 @@ _END: Final = object()
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _DataPosition:
     """Where a training stood in its data."""
 
     epoch: int
@@ -72,7 +72,7 @@ class ShardedLoader:
         """Whether to warn where a pass goes on in the middle, for scripts that would skip its beginning themselves."""
         self._world_size = world_size
         self._rank = rank
-        self._resume: _Place | None = None
+        self._resume: _DataPosition | None = None
         self._progress: _Progress | None = None
         if isinstance(dataset, IterableDataset):
             if sampler is not None:
@@ -157,7 +157,7 @@ class ShardedLoader:
                 f"{samples} samples of epoch {epoch} were taken, which the {self._world_size} ranks do not divide: the "
                 f"last {samples % self._world_size} of them come again"
             )
-        self._resume = _Place(epoch, None if samples is None else samples // self._world_size)
+        self._resume = _DataPosition(epoch, None if samples is None else samples // self._world_size)
         return None
 
     @property

@@ -23,9 +23,8 @@ code.
 """
 
 from ..comm.consensus import CheckpointError
-from .consolidate import save_16bit_model, weights_of
+from .consolidate import consolidated, save_16bit_model, weights_of
 from .loading import load
 from .saving import save
-from .state import Trainee
 
-__all__ = ["CheckpointError", "Trainee", "load", "save", "save_16bit_model", "weights_of"]
+__all__ = ["CheckpointError", "consolidated", "load", "save", "save_16bit_model", "weights_of"]

@@ -13,16 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.consensus import CheckpointError, Team, gather_over
+from ..training import Training
 from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
 from .folder import find, latest_tag, replace_whole
 from .reshard import Wanted, as_saved, join, read, tensor_cut
 from .serialize import unpack
-from .state import Trainee, buffers, merged, names
+from .state import buffers, merged, names
 
 
 def save_16bit_model(
-    engine: Trainee,
+    training: Training,
     folder: str | os.PathLike[str],
     name: str = "pytorch_model.bin",
     exclude_frozen_parameters: bool = False,
@@ -35,8 +36,8 @@ def save_16bit_model(
     CheckpointError on all ranks.
     """
     path = Path(folder) / name
-    zero = engine.zero
-    if zero.settings.stage == 3 and not engine.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
+    zero = training.zero
+    if zero.settings.stage == 3 and not training.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
         warnings.warn(
             f"save_16bit_model: {path} was not written, because the parameters are sharded; set "
             "zero_optimization.stage3_gather_16bit_weights_on_model_save to true",
@@ -44,8 +45,8 @@ def save_16bit_model(
         )
         return False
     team = Team()
-    with engine.hooks.span("phase", "checkpoint", purpose="checkpoint"):
-        state = collect(engine, with_frozen=not exclude_frozen_parameters)
+    with training.hooks.span("phase", "checkpoint", purpose="checkpoint"):
+        state = consolidated(training, with_frozen=not exclude_frozen_parameters)
 
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +55,7 @@ def save_16bit_model(
                 torch.save(state, file)
 
             size = sum({id(tensor): tensor.nbytes for tensor in state.values()}.values())
-            with engine.hooks.span("copy", "checkpoint_write", purpose="checkpoint", bytes=size):
+            with training.hooks.span("copy", "checkpoint_write", purpose="checkpoint", bytes=size):
                 replace_whole(path, put)
 
         team.from_first(f"{path} was not written", write)
@@ -62,7 +63,7 @@ def save_16bit_model(
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class _SentTensor:
     """One tensor that a rank contributes."""
 
     name: str
@@ -76,24 +77,24 @@ class _Sent:
 class _Contribution:
     """What the state dict has from one rank: tensors in the order in which they come, and who is who."""
 
-    params: list[_Sent]
-    buffers: list[_Sent]
+    params: list[_SentTensor]
+    buffers: list[_SentTensor]
     names: dict[str, str]
     """All names of the parameters that are there, a tied one having several -> those they have in the whole model."""
 
 
-def collect(engine: Trainee, *, with_frozen: bool) -> dict[str, Tensor]:
+def consolidated(training: Training, *, with_frozen: bool) -> dict[str, Tensor]:
     """The state dict in host memory, on rank 0; elsewhere it is empty. On all ranks.
 
     Each rank of the first replica sends rank 0 what it counts, and rank 0 takes them rank after rank.
     """
-    parallel, zero = engine.parallel, engine.zero
-    params = [p for p in zero.params if engine.shared.counts(p.param) and (p.trainable or with_frozen)]
-    kept = buffers(engine.module)
+    parallel, zero = training.parallel, training.zero
+    params = [p for p in zero.params if training.shared.counts(p.param) and (p.trainable or with_frozen)]
+    kept = buffers(training.module)
     contribution = _Contribution(
         [_sent(param) for param in params],
-        [_Sent(name, buffer.shape, buffer.dtype) for name, buffer in kept.items()],
-        names(engine),
+        [_SentTensor(name, buffer.shape, buffer.dtype) for name, buffer in kept.items()],
+        names(training),
     )
     replica = gather_over(parallel.model, contribution)
     first_replica, receives = parallel.mesh.dp_rank == 0, parallel.mesh.rank == 0
@@ -105,28 +106,28 @@ def collect(engine: Trainee, *, with_frozen: bool) -> dict[str, Tensor]:
         if receives:
             parts[param.name] = [_on_host(param.param)]
         elif first_replica:
-            _send(engine, param.param)
+            _send(training, param.param)
         if absent:
             param.release()
     if not receives:
         for buffer in kept.values() if first_replica else ():
-            _send(engine, buffer)
+            _send(training, buffer)
         return {}
     kept_buffers = {name: _on_host(buffer) for name, buffer in kept.items()}
     for source, other in enumerate(replica[1:], 1):
         for each in other.params:
-            parts.setdefault(each.name, []).append(_receive(engine, each, source))
+            parts.setdefault(each.name, []).append(_receive(training, each, source))
         for each in other.buffers:
-            kept_buffers.setdefault(each.name, _receive(engine, each, source))
+            kept_buffers.setdefault(each.name, _receive(training, each, source))
     cuts = {each.name: each.cut for other in replica for each in other.params}
     wholes = {name: _join(cuts[name], parts.pop(name)) for name in list(parts)}
     everywhere = merged(other.names for other in replica)
     return {key: wholes[name] for key, name in everywhere.items() if name in wholes} | kept_buffers
 
 
-def _sent(param: ShardedParam) -> _Sent:
+def _sent(param: ShardedParam) -> _SentTensor:
     cut = tensor_cut(param)
-    return _Sent(param.name, param.shape, param.param.dtype, None if cut is None else cut.to_dict())
+    return _SentTensor(param.name, param.shape, param.param.dtype, None if cut is None else cut.to_dict())
 
 
 def _join(cut: dict[str, Any] | None, parts: list[Tensor]) -> Tensor:
@@ -138,17 +139,17 @@ def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _send(engine: Trainee, tensor: Tensor) -> None:
+def _send(training: Training, tensor: Tensor) -> None:
     """Send rank 0 a tensor: its bytes, for not every backend takes every dtype."""
-    model = engine.parallel.model
+    model = training.parallel.model
     if tensor.numel():
         flat = tensor.detach().reshape(-1).to(model.device or "cpu")
         dist.send(flat.view(torch.uint8), group=model.group, group_dst=0)
 
 
-def _receive(engine: Trainee, sent: _Sent, source: int) -> Tensor:
+def _receive(training: Training, sent: _SentTensor, source: int) -> Tensor:
     """What rank `source` of the replica sends, in host memory."""
-    model = engine.parallel.model
+    model = training.parallel.model
     flat = torch.empty(sent.shape.numel(), dtype=sent.dtype, device=model.device or "cpu")
     if flat.numel():
         dist.recv(flat.view(torch.uint8), group=model.group, group_src=source)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..comm.consensus import CheckpointError, Team, gather_over
 from ..optim.onebit import OneBitAdam
+from ..training import Training
 from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
 from .folder import find, latest_tag
@@ -21,11 +22,11 @@ from .optimizer import OptimizerLoading, OptimizerState, group_names
 from .reshard import Wanted, as_saved, read, tensor_cut
 from .saving import COUNTERS, FORMAT
 from .serialize import set_random_states, unpack
-from .state import Holdings, Trainee, buffers, device_of, holdings, loader_of, merged, own_buffer, weights
+from .state import Holdings, buffers, device_of, holdings, loader_of, merged, own_buffer, weights
 
 
 def load(
-    engine: Trainee,
+    training: Training,
     folder: str | os.PathLike[str],
     tag: str | int | None = None,
     load_module_strict: bool = True,
@@ -46,7 +47,7 @@ def load(
     ones nor the new; nothing is touched before it is known that the checkpoint fits and is complete.
     """
     team = Team()
-    with engine.hooks.span("phase", "checkpoint", purpose="checkpoint"):
+    with training.hooks.span("phase", "checkpoint", purpose="checkpoint"):
         chosen = None if tag is None else str(tag)
         name = team.from_first(f"no checkpoint was loaded from {folder}", lambda: _choose(Path(folder), chosen))
         if name is None:
@@ -58,14 +59,14 @@ def load(
             return None, None
         path = Path(folder) / name
         doing = f"checkpoint {path} was not loaded"
-        replica = gather_over(engine.parallel.model, team.together(doing, lambda: _of_rank(engine)))
-        loading = team.together(doing, lambda: _Loading(engine, path, team, replica, strict=load_module_strict))
+        replica = gather_over(training.parallel.model, team.together(doing, lambda: _of_rank(training)))
+        loading = team.together(doing, lambda: _Loading(training, path, team, replica, strict=load_module_strict))
         if not load_module_only:
             team.together(
                 doing, lambda: loading.with_training(optimizer=load_optimizer_states, lr=load_lr_scheduler_states)
             )
         team.together(doing, loading.check)
-        with engine.hooks.span("copy", "checkpoint_read", purpose="checkpoint", bytes=loading.bytes):
+        with training.hooks.span("copy", "checkpoint_read", purpose="checkpoint", bytes=loading.bytes):
             team.together(doing, loading.read)
         team.together(doing, loading.finish)
         loading.publish()
@@ -87,9 +88,9 @@ class _OfRank:
     """Names in the optimizer's parameter groups."""
 
 
-def _of_rank(engine: Trainee) -> _OfRank:
-    groups = [] if engine.optimizer is None else group_names(engine.optimizer, engine.zero)
-    return _OfRank(holdings(engine), groups)
+def _of_rank(training: Training) -> _OfRank:
+    groups = [] if training.optimizer is None else group_names(training.optimizer, training.zero)
+    return _OfRank(holdings(training), groups)
 
 
 def _of_format_1(training: dict[str, Any]) -> dict[str, Any]:
@@ -107,8 +108,8 @@ class _Loading:
     communicates.
     """
 
-    def __init__(self, engine: Trainee, path: Path, team: Team, replica: Sequence[_OfRank], *, strict: bool) -> None:
-        self._engine = engine
+    def __init__(self, training: Training, path: Path, team: Team, replica: Sequence[_OfRank], *, strict: bool) -> None:
+        self._job = training
         self._team = team
         self._replica = replica
         self._contents = Contents(path)
@@ -120,7 +121,7 @@ class _Loading:
             )
         if self._format == 1:
             self._training = _of_format_1(self._training)
-        mesh = engine.parallel.mesh
+        mesh = training.parallel.mesh
         self._same_ranks = tuple(self._training["mesh"]) == (mesh.pp, mesh.dp, mesh.tp)
         self._cuts = {name: as_saved(cut) for name, cut in self._training["cuts"].items()}
         self.client_state: dict[str, Any] = self._value("client_state")
@@ -139,20 +140,20 @@ class _Loading:
     def with_training(self, *, optimizer: bool, lr: bool) -> None:
         """Load more than the module: counters, loss scale, random numbers, and, if wanted, optimizer and schedule."""
         self._module_only = False
-        engine = self._engine
-        if optimizer and engine.optimizer is not None:
+        training = self._job
+        if optimizer and training.optimizer is not None:
             saved = self._optional("optimizer")
             if saved is not None and self._format == 1:
                 saved["groups"] = [saved["groups"]]
             if saved is not None:
                 self._optimizer = OptimizerLoading(
-                    engine.optimizer, OptimizerState(**saved, tensors=[]), engine.zero, self._contents,
+                    training.optimizer, OptimizerState(**saved, tensors=[]), training.zero, self._contents,
                     rank=self._team.rank, same_ranks=self._same_ranks, cuts=self._cuts,
                     groups=[other.groups for other in self._replica],
                 )  # fmt: skip
-        if lr and engine.lr_scheduler is not None:
+        if lr and training.lr_scheduler is not None:
             saved = self._optional("lr_scheduler")
-            mine = type(engine.lr_scheduler).__name__
+            mine = type(training.lr_scheduler).__name__
             if saved is not None and saved["kind"] != mine:
                 raise CheckpointError(
                     f"it has the state of the schedule {saved['kind']}, and the schedule is {mine}; configure it as it "
@@ -166,11 +167,11 @@ class _Loading:
 
     def read(self) -> None:
         """Read the tensors to where they belong: masters and optimizer states as they come into memory."""
-        engine = self._engine
-        if engine.zero.fetcher is not None:
-            engine.zero.fetcher.finish_backward()  # releases what is whole, and would be out of date
+        training = self._job
+        if training.zero.fetcher is not None:
+            training.zero.fetcher.finish_backward()  # releases what is whole, and would be out of date
         rest = dict.fromkeys(self._params)
-        for tile in engine.states.through() if engine.optimizer is not None else ():
+        for tile in training.states.through() if training.optimizer is not None else ():
             loaded = [param for param in tile if param in rest]
             wanted = self._weights(loaded, masters=True)
             if self._optimizer is not None:
@@ -192,31 +193,31 @@ class _Loading:
 
     def finish(self) -> None:
         """Set everything that is no tensor."""
-        engine = self._engine
+        training = self._job
         if self._module_only:
             return
         if self._optimizer is not None:
             self._optimizer.finish()
         if self._lr_state is not None:
-            engine.lr_scheduler.load_state_dict(self._lr_state)
-        if engine.scaler.dynamic and self._training["loss_scaler"] is not None:
-            engine.scaler.load_state_dict(self._training["loss_scaler"])
+            training.lr_scheduler.load_state_dict(self._lr_state)
+        if training.scaler.dynamic and self._training["loss_scaler"] is not None:
+            training.scaler.load_state_dict(self._training["loss_scaler"])
         for name in COUNTERS:
-            setattr(engine, name, self._training["counters"][name])
+            setattr(training, name, self._training["counters"][name])
         # Gradients are not saved, so a step begins anew; and it may have another number of micro-batches now.
-        engine.micro_steps -= engine.micro_steps % engine.config.gradient_accumulation_steps
-        engine.hooks.step = engine.global_steps
-        engine.hooks.microbatch = 0
-        loader = loader_of(engine)
+        training.micro_steps -= training.micro_steps % training.config.gradient_accumulation_steps
+        training.hooks.step = training.global_steps
+        training.hooks.microbatch = 0
+        loader = loader_of(training)
         if loader is not None:
             loader.load_state_dict(self._training.get("data"))
         if self._same_ranks:
             own = self._value(f"rank/{self._team.rank}")
-            set_random_states(own["random"], device_of(engine.zero))
+            set_random_states(own["random"], device_of(training.zero))
 
     def publish(self) -> None:
         """Bring what the ranks have read to all that need it."""
-        zero, parallel = self._engine.zero, self._engine.parallel
+        zero, parallel = self._job.zero, self._job.parallel
         zero.clear()
         _, _, tensor_parallel = self._training["mesh"]
         orders = self._training["reduction_orders"]
@@ -224,11 +225,11 @@ class _Loading:
             order = orders[parallel.model.rank]
             if order is not None:
                 zero.reducer.restart(order)
-        if isinstance(self._engine.optimizer, OneBitAdam):
-            zero.reducer.keep_local(self._engine.optimizer.wants_local_gradients)
+        if isinstance(self._job.optimizer, OneBitAdam):
+            zero.reducer.keep_local(self._job.optimizer.wants_local_gradients)
         for param in zero.params:
             param.secondary = None
-        if zero.settings.stage and self._engine.optimizer is not None:
+        if zero.settings.stage and self._job.optimizer is not None:
             whole = [param for param in zero.trainable if param.persistent]
             zero.gatherer.bring(whole, zero.settings.allgather_bucket_size)
 
@@ -236,7 +237,7 @@ class _Loading:
 
     def _sources(self) -> list[Piece]:
         """All that is to be read; what is not in memory, by its shape."""
-        wanted = self._weights(self._params, masters=self._engine.optimizer is not None)
+        wanted = self._weights(self._params, masters=self._job.optimizer is not None)
         wanted += self._optimizer.expected if self._optimizer is not None else []
         return [piece for each in wanted for piece in each.sources("meta")] + self._buffers
 
@@ -252,7 +253,7 @@ class _Loading:
         optional = [name for each in everywhere for name in each.frozen] if self._training["without_frozen"] else []
         shapes = merged(each.weights for each in everywhere)
         common = _common("parameters", shapes, self._training["weights"], optional, strict)
-        return [param for param in self._engine.zero.params if param.name in common]
+        return [param for param in self._job.zero.params if param.name in common]
 
     def _buffer_pieces(self, strict: bool) -> list[Piece]:
         shapes = merged(other.holdings.buffers for other in self._replica)
@@ -263,7 +264,7 @@ class _Loading:
         common = _common("buffers", shapes, saved, optional, strict)
         pieces: list[Piece] = []
         taken: set[int] = set()
-        for name, buffer in buffers(self._engine.module).items():
+        for name, buffer in buffers(self._job.module).items():
             if name not in common or id(buffer) in taken:
                 continue
             taken.add(id(buffer))

@@ -11,19 +11,20 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..comm.consensus import CheckpointError, Team, gather_over
+from ..training import Training
 from .dcp import Piece, shares, write
 from .folder import Place, check_tag, write_synced
 from .optimizer import optimizer_state
 from .reshard import part_name, tensor_cut
 from .serialize import pack, plain, random_states
-from .state import Holdings, Trainee, buffers, device_of, digests, holdings, loader_of, merged, own_buffer, weights
+from .state import Holdings, buffers, device_of, digests, holdings, loader_of, merged, own_buffer, weights
 
 FORMAT: Final = 2
 COUNTERS: Final = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 def save(
-    engine: Trainee,
+    training: Training,
     folder: str | os.PathLike[str],
     tag: str | int | None = None,
     client_state: dict[str, Any] | None = None,
@@ -37,9 +38,9 @@ def save(
     before is still there, a checkpoint of the same tag included.
     """
     team = Team()
-    with engine.hooks.span("phase", "checkpoint", purpose="checkpoint"):
-        name = _agree_on_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag), team)
-        if engine.micro_steps % engine.config.gradient_accumulation_steps:
+    with training.hooks.span("phase", "checkpoint", purpose="checkpoint"):
+        name = _agree_on_tag(training, f"global_step{training.global_steps}" if tag is None else str(tag), team)
+        if training.micro_steps % training.config.gradient_accumulation_steps:
             warnings.warn(
                 "save_checkpoint in the middle of a step: the gradients of its micro-batches so far are not saved, and "
                 "a restart begins that step anew; save after a step has been taken",
@@ -47,26 +48,26 @@ def save(
             )
         doing = f"checkpoint {name} was not saved to {folder}"
         with contextlib.ExitStack() as stack:
-            if engine.optimizer is not None:
-                team.together(doing, lambda: stack.enter_context(engine.states.at_once(changed=False)))
-            mine, described = team.together(doing, lambda: _take(engine, exclude_frozen_parameters, team.rank))
-            replica = gather_over(engine.parallel.model, described)
+            if training.optimizer is not None:
+                team.together(doing, lambda: stack.enter_context(training.states.at_once(changed=False)))
+            mine, described = team.together(doing, lambda: _take(training, exclude_frozen_parameters, team.rank))
+            replica = gather_over(training.parallel.model, described)
             values = team.together(
-                doing, lambda: _values(engine, client_state or {}, exclude_frozen_parameters, replica, team.rank)
+                doing, lambda: _values(training, client_state or {}, exclude_frozen_parameters, replica, team.rank)
             )
-            mine += team.together(doing, lambda: _buffers(engine, replica))
+            mine += team.together(doing, lambda: _buffers(training, replica))
             everyones = team.gather(
-                (engine.parallel.mesh.dp_rank, team.together(doing, lambda: digests(engine.module)))
+                (training.parallel.mesh.dp_rank, team.together(doing, lambda: digests(training.module)))
             )
             common = merged(found for dp_rank, found in everyones if dp_rank == 0)
-            mine += team.together(doing, lambda: _own_buffers(engine, common, team.rank))
+            mine += team.together(doing, lambda: _own_buffers(training, common, team.rank))
             place = Place(Path(folder), name)
             team.from_first(doing, place.open)
             try:
                 size = sum(piece.flat.nbytes for piece in mine)
-                with engine.hooks.span("copy", "checkpoint_write", purpose="checkpoint", bytes=size):
+                with training.hooks.span("copy", "checkpoint_write", purpose="checkpoint", bytes=size):
                     write(place.temporary, mine, values, team, doing)
-                team.from_first(doing, lambda: _finish(engine, place, save_latest))
+                team.from_first(doing, lambda: _finish(training, place, save_latest))
             except CheckpointError:
                 if team.rank == 0:
                     place.discard()
@@ -74,10 +75,10 @@ def save(
     return True
 
 
-def _agree_on_tag(engine: Trainee, tag: str, team: Team) -> str:
+def _agree_on_tag(training: Training, tag: str, team: Team) -> str:
     team.together("no checkpoint was saved", lambda: check_tag(tag))
     tags = team.gather(tag)
-    validation = engine.config.checkpoint.tag_validation
+    validation = training.config.checkpoint.tag_validation
     odd = [rank for rank, other in enumerate(tags) if other != tags[0]]
     if odd and validation != "Ignore":
         text = f"rank 0 gave the tag {tags[0]!r}, and rank {odd[0]} {tags[odd[0]]!r}; give the same on all ranks"
@@ -99,73 +100,73 @@ class _Described:
     """Kind, groups and entries of an `OptimizerState`."""
 
 
-def _take(engine: Trainee, without_frozen: bool, rank: int) -> tuple[list[Piece], _Described]:
+def _take(training: Training, without_frozen: bool, rank: int) -> tuple[list[Piece], _Described]:
     """The pieces that this rank writes, but for buffers, and what there is to be told of what it has."""
-    zero, mesh, counts = engine.zero, engine.parallel.mesh, engine.shared.counts
+    zero, mesh, counts = training.zero, training.parallel.mesh, training.shared.counts
     kept = [param for param in zero.params if param.trainable or not without_frozen]
     counted = [param for param in kept if counts(param.param)]
     mine = [
         replace(piece, name=part_name(piece.name, tensor_cut(param)))
-        for param, piece in zip(counted, weights(counted, masters=engine.optimizer is not None), strict=True)
+        for param, piece in zip(counted, weights(counted, masters=training.optimizer is not None), strict=True)
     ]
     about = None
-    if engine.optimizer is not None:
-        optimizer = optimizer_state(engine.optimizer, zero, rank, counts)
+    if training.optimizer is not None:
+        optimizer = optimizer_state(training.optimizer, zero, rank, counts)
         mine += optimizer.tensors
         about = {"kind": optimizer.kind, "groups": optimizer.groups, "entries": optimizer.entries}
         about = plain(about, "optimizer.state_dict()")
-    described = _Described(holdings(engine, without_frozen=without_frozen), zero.reducer.order, about)
+    described = _Described(holdings(training, without_frozen=without_frozen), zero.reducer.order, about)
     return list(shares(mine, mesh.dp_rank, mesh.dp)), described
 
 
-def _buffers(engine: Trainee, replica: Sequence[_Described]) -> list[Piece]:
+def _buffers(training: Training, replica: Sequence[_Described]) -> list[Piece]:
     """The buffers that this rank writes: of the first replica, the first rank that has one of the name."""
-    parallel = engine.parallel
+    parallel = training.parallel
     if parallel.mesh.dp_rank != 0:
         return []
     before = merged(other.holdings.buffers for other in replica[: parallel.model.rank])
     mine = [
         Piece(f"buffer/{name}", buffer.reshape(-1), buffer.numel())
-        for name, buffer in buffers(engine.module).items()
+        for name, buffer in buffers(training.module).items()
         if name not in before
     ]
     return list(shares(mine, 0, 1))
 
 
-def _own_buffers(engine: Trainee, common: Mapping[str, bytes], rank: int) -> list[Piece]:
+def _own_buffers(training: Training, common: Mapping[str, bytes], rank: int) -> list[Piece]:
     """The buffers of this rank that are not as those in `common`, the ones every other layout of ranks will read."""
-    found = digests(engine.module)
+    found = digests(training.module)
     mine = [
         Piece(own_buffer(name, rank), buffer.reshape(-1), buffer.numel())
-        for name, buffer in buffers(engine.module).items()
+        for name, buffer in buffers(training.module).items()
         if found[name] != common[name]
     ]
     return list(shares(mine, 0, 1))
 
 
 def _values(
-    engine: Trainee, client_state: dict[str, Any], without_frozen: bool, replica: Sequence[_Described], rank: int
+    training: Training, client_state: dict[str, Any], without_frozen: bool, replica: Sequence[_Described], rank: int
 ) -> dict[str, bytes]:
     """The values that this rank writes. Rank 0 is one of the first replica, and writes what there is of the whole."""
-    own = {"random": random_states(device_of(engine.zero))}
+    own = {"random": random_states(device_of(training.zero))}
     values = {f"rank/{rank}": pack(own, "the state of a random number generator")}
     if rank != 0:
         return values
-    mesh, held = engine.parallel.mesh, [each.holdings for each in replica]
-    training = {
+    mesh, held = training.parallel.mesh, [each.holdings for each in replica]
+    about_training = {
         "format": FORMAT,
         "mesh": (mesh.pp, mesh.dp, mesh.tp),
-        "counters": {name: getattr(engine, name) for name in COUNTERS},
-        "data": _data(engine),
+        "counters": {name: getattr(training, name) for name in COUNTERS},
+        "data": _data(training),
         "weights": merged(each.weights for each in held),
         "cuts": merged(each.cuts for each in held),
         "buffers": merged(each.buffers for each in held),
         "aliases": merged(each.aliases for each in held),
         "without_frozen": without_frozen,
         "reduction_orders": [each.order for each in replica],
-        "loss_scaler": engine.scaler.state_dict() if engine.scaler.dynamic else None,
+        "loss_scaler": training.scaler.state_dict() if training.scaler.dynamic else None,
     }
-    values["training"] = pack(training, "the state of the training")
+    values["training"] = pack(about_training, "the state of the training")
     values["client_state"] = pack(client_state, "client_state")
     stages = [each.optimizer for each in replica[:: mesh.tp] if each.optimizer is not None]
     if stages:
@@ -175,21 +176,21 @@ def _values(
             "entries": merged(stage["entries"] for stage in stages),
         }
         values["optimizer"] = pack(about, "optimizer.state_dict()")
-    if engine.lr_scheduler is not None:
-        state = engine.lr_scheduler.state_dict()
-        about = {"kind": type(engine.lr_scheduler).__name__, "state": state}
+    if training.lr_scheduler is not None:
+        state = training.lr_scheduler.state_dict()
+        about = {"kind": type(training.lr_scheduler).__name__, "state": state}
         values["lr_scheduler"] = pack(about, "lr_scheduler.state_dict()")
     return values
 
 
-def _data(engine: Trainee) -> dict[str, Any] | None:
+def _data(training: Training) -> dict[str, Any] | None:
     """Where the engine's own loader stands. A step that is under way begins anew, so its micro-batches come again."""
-    loader = loader_of(engine)
-    under_way = engine.micro_steps % engine.config.gradient_accumulation_steps
+    loader = loader_of(training)
+    under_way = training.micro_steps % training.config.gradient_accumulation_steps
     return None if loader is None else loader.state_dict(behind=under_way)
 
 
-def _finish(engine: Trainee, place: Place, save_latest: bool) -> None:
-    text = engine.config.model_dump_json(indent=2)
+def _finish(training: Training, place: Place, save_latest: bool) -> None:
+    text = training.config.model_dump_json(indent=2)
     write_synced(place.temporary / "config.json", lambda file: file.write(text.encode()))
     place.commit(latest=save_latest)

@@ -23,46 +23,22 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..data import ShardedLoader
-from ..hooks import Hooks
-from ..offload import States
-from ..optim.loss_scaler import LossScaler
+from ..training import Training
 from ..zero import Zero
 from ..zero.shard import ShardedParam
-from ..zero.shared_params import SharedParameters
 from .dcp import Piece
 from .reshard import tensor_cut, whole_shape
 
 if TYPE_CHECKING:
-    from ..comm.groups import Parallel
-    from ..config import Config
+    pass
 
 T = TypeVar("T")
-
-
-class Trainee(Protocol):
-    """What is saved and loaded: of an engine, this is all that is used."""
-
-    module: nn.Module
-    config: Config
-    zero: Zero
-    parallel: Parallel
-    shared: SharedParameters
-    optimizer: torch.optim.Optimizer | None
-    lr_scheduler: Any
-    scaler: LossScaler
-    hooks: Hooks
-    states: States
-    training_dataloader: Any
-    global_steps: int
-    global_samples: int
-    micro_steps: int
-    skipped_steps: int
 
 
 # --- what a rank has of the model
@@ -84,11 +60,11 @@ class Holdings:
     """Further names of parameters, tied ones -> those in `weights`."""
 
 
-def holdings(engine: Trainee, *, without_frozen: bool = False) -> Holdings:
+def holdings(training: Training, *, without_frozen: bool = False) -> Holdings:
     """What this rank has."""
-    params = [param for param in engine.zero.params if param.trainable or not without_frozen]
+    params = [param for param in training.zero.params if param.trainable or not without_frozen]
     cuts = {param.name: tensor_cut(param) for param in params}
-    kept = buffers(engine.module)
+    kept = buffers(training.module)
     first: dict[int, str] = {}
     for name, buffer in kept.items():
         first.setdefault(id(buffer), name)
@@ -98,14 +74,14 @@ def holdings(engine: Trainee, *, without_frozen: bool = False) -> Holdings:
         [param.name for param in params if not param.trainable],
         {name: buffer.shape for name, buffer in kept.items()},
         {name: first[id(buffer)] for name, buffer in kept.items() if first[id(buffer)] != name},
-        {name: held for name, held in names(engine).items() if held != name and held in cuts},
+        {name: held for name, held in names(training).items() if held != name and held in cuts},
     )
 
 
-def names(engine: Trainee) -> dict[str, str]:
+def names(training: Training) -> dict[str, str]:
     """All names that this rank's parameters have in a state dict, tied ones several -> those in the whole model."""
-    by_param = engine.zero.by_param
-    return {name: by_param[param].name for name, param in engine.module.named_parameters(remove_duplicate=False)}
+    by_param = training.zero.by_param
+    return {name: by_param[param].name for name, param in training.module.named_parameters(remove_duplicate=False)}
 
 
 def merged(parts: Iterable[Mapping[str, T]]) -> dict[str, T]:
@@ -174,7 +150,7 @@ def _digest(buffer: Tensor) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def loader_of(engine: Trainee) -> ShardedLoader | None:
+def loader_of(training: Training) -> ShardedLoader | None:
     """The engine's own loader; one of the script's is the script's to set."""
-    loader = engine.training_dataloader
+    loader = training.training_dataloader
     return loader if isinstance(loader, ShardedLoader) else None

@@ -71,7 +71,7 @@ class Lane(Protocol):
 
 
 @dataclass(slots=True)
-class _Job:
+class _LaneJob:
     work: Work
     label: Label
     issue_ns: int
@@ -129,7 +129,7 @@ class CpuLane:
         self.patience: Patience | None = None
         """How whoever waits for a communication does it, if not simply for as long as it takes."""
         self._hooks = hooks
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_LaneJob | None] = queue.SimpleQueue()
         self._broken: list[BaseException] = []
         """Why no communication is run any more."""
         self._thread = threading.Thread(
@@ -144,7 +144,7 @@ class CpuLane:
         if not self._thread.is_alive():
             raise RuntimeError(f"the lane {self.name!r} is closed: the engine was destroyed")
         ticket = _CpuTicket(self._hooks, label, self.patience)
-        self._jobs.put(_Job(work, label, time.monotonic_ns(), label.at or self._hooks.place, ticket))
+        self._jobs.put(_LaneJob(work, label, time.monotonic_ns(), label.at or self._hooks.place, ticket))
         return ticket
 
     def poll(self) -> None:
@@ -160,7 +160,7 @@ class CpuLane:
 
 
 def _run_jobs(
-    jobs: queue.SimpleQueue[_Job | None], lane: str, hooks: Hooks, link: float | None, broken: list[BaseException]
+    jobs: queue.SimpleQueue[_LaneJob | None], lane: str, hooks: Hooks, link: float | None, broken: list[BaseException]
 ) -> None:
     with torch.no_grad():
         while (job := jobs.get()) is not None:

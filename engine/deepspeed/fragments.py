@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from ..train.engine import Engine
+from ..train.base_engine import BaseEngine
 from ..zero.registry import holder
 from ..zero.shard import ShardedParam
 from .start import engine_of
@@ -156,7 +156,7 @@ def safe_update_full_grad_vectorized(
 # --- inside
 
 
-def _known(param: nn.Parameter) -> tuple[Engine, ShardedParam]:
+def _known(param: nn.Parameter) -> tuple[BaseEngine, ShardedParam]:
     found = engine_of(param)
     if found is None:
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is of no engine's model: call initialize first")
@@ -178,7 +178,7 @@ def _write_weight(held: ShardedParam, piece: Tensor) -> None:
         held.master.data.view(-1).copy_(piece)
 
 
-def _state(engine: Engine, held: ShardedParam, key: str) -> Tensor | None:
+def _state(engine: BaseEngine, held: ShardedParam, key: str) -> Tensor | None:
     """This rank's piece [n] of an optimizer's state, in its own memory."""
     states = {} if engine.optimizer is None or held.master is None else engine.optimizer.state.get(held.master, {})
     state = states.get(key)
@@ -187,14 +187,14 @@ def _state(engine: Engine, held: ShardedParam, key: str) -> Tensor | None:
     return state.view(-1)
 
 
-def _there(engine: Engine, held: ShardedParam, key: str) -> Tensor:
+def _there(engine: BaseEngine, held: ShardedParam, key: str) -> Tensor:
     state = _state(engine, held, key)
     if state is None:
         raise ValueError(_no_state(engine, held, key))
     return state
 
 
-def _no_state(engine: Engine, held: ShardedParam, key: str) -> str:
+def _no_state(engine: BaseEngine, held: ShardedParam, key: str) -> str:
     states = {} if engine.optimizer is None or held.master is None else engine.optimizer.state.get(held.master, {})
     have = ", ".join(sorted(k for k in states if _state(engine, held, k) is not None)) or "none before its first step"
     return f"{held.name} has no optimizer state {key!r}; it has {have}"

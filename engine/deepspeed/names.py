@@ -27,7 +27,7 @@ def _of(home: str, *names: str) -> dict[str, str]:
 
 _VERSION: Names = {"version": ".deepspeed.names:VERSION"}
 
-_ENGINE: Names = {"DeepSpeedEngine": ".train.engine:Engine"}
+_ENGINE: Names = {"DeepSpeedEngine": ".train.base_engine:BaseEngine"}
 
 _PIPELINE_ENGINE: Names = {"PipelineEngine": ".train.pipeline_engine:PipelineEngine"}
 

@@ -19,7 +19,7 @@ from ..config import Config, ConfigError, load
 from ..config.loading import read
 from ..setup.initialize import initialize as initialize_engine
 from ..setup.parallelize import stages_of
-from ..train.engine import Engine
+from ..train.base_engine import BaseEngine
 from ..zero.registry import holder
 from ..zero.shard import ShardedParam
 from .z3_leaf import check_leaves, get_z3_leaf_modules
@@ -36,7 +36,7 @@ class _Asked:
 
 
 _ASKED: Final[MutableMapping[nn.Module, _Asked]] = weakref.WeakKeyDictionary()
-_ENGINES: Final[list[weakref.ref[Engine]]] = []
+_ENGINES: Final[list[weakref.ref[BaseEngine]]] = []
 
 
 def initialize(
@@ -53,7 +53,7 @@ def initialize(
     config: Source | None = None,
     mesh_param: Any = None,
     config_params: Source | None = None,
-) -> tuple[Engine, torch.optim.Optimizer | None, Any, Any]:
+) -> tuple[BaseEngine, torch.optim.Optimizer | None, Any, Any]:
     """`dsprof.engine.initialize`, with what `tp_model_init` was asked for in the configuration.
 
     An `mpu` is taken if it has the ranks as the engine has them: `tensor_parallel.autotp_size` neighbours share each
@@ -129,7 +129,7 @@ def DeepSpeedConfig(config: Source, mpu: Any = None, mesh_device: Any = None) ->
     return loaded
 
 
-def last_engine(asker: str) -> Engine:
+def last_engine(asker: str) -> BaseEngine:
     """The engine that was made last. Raises RuntimeError if there is none (any more)."""
     alive = [engine for ref in _ENGINES if (engine := ref()) is not None]
     if not alive:
@@ -137,7 +137,7 @@ def last_engine(asker: str) -> Engine:
     return alive[-1]
 
 
-def engine_of(param: nn.Parameter) -> tuple[Engine, ShardedParam] | None:
+def engine_of(param: nn.Parameter) -> tuple[BaseEngine, ShardedParam] | None:
     """The engine that trains `param`, and what it has of it; None if none does (any more)."""
     held = holder(param)
     for ref in reversed(_ENGINES):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .transfer import Ticket
+    from .transfer import Transfer
 
 PAGE: Final = 4096
 """Bytes. No disk has larger logical blocks, which addresses, offsets and lengths must be multiples of."""
@@ -70,7 +70,7 @@ class Pool:
         self._pin = pin and device.type == "cuda"
         self._made = 0
         self._free: list[Buffer] = []
-        self._leaving: deque[tuple[Buffer, Ticket]] = deque()
+        self._leaving: deque[tuple[Buffer, Transfer]] = deque()
 
     def take(self, nbytes: int, wait: bool = True) -> Buffer | None:
         """A buffer of at least `nbytes`, what is in it undefined; None if there is none now, or with `wait` none to
@@ -105,7 +105,7 @@ class Pool:
             memory[: buffer.memory.nbytes].copy_(buffer.memory)
             buffer.memory = memory
 
-    def give(self, buffer: Buffer, after: Ticket | None = None) -> None:
+    def give(self, buffer: Buffer, after: Transfer | None = None) -> None:
         """Give a buffer back, free as soon as the write `after` is over, and copies to the device that have begun."""
         if self._device.type == "cuda":
             buffer.fence = torch.cuda.Event()

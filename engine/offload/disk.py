@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..hooks import Hooks, Place
 from .buffers import PAGE, aligned, as_bytes, round_up
-from .transfer import About, Direction, Ticket
+from .transfer import About, Direction, Transfer
 
 if TYPE_CHECKING:
     from ..config.offload import AioConfig
@@ -37,14 +37,14 @@ class OffloadError(RuntimeError):
 
 
 @dataclass(slots=True)
-class _Job:
+class _DiskJob:
     file: File
     offset: int
     memory: Tensor
     about: About
     issue_ns: int
     place: Place
-    ticket: Ticket
+    ticket: Transfer
 
 
 class Disk:
@@ -61,11 +61,11 @@ class Disk:
         self._hooks = hooks
         self._rank = rank
         self._files: list[File] = []
-        self._queues: dict[Direction, queue.SimpleQueue[_Job | None]] = {}
+        self._queues: dict[Direction, queue.SimpleQueue[_DiskJob | None]] = {}
         self._threads = []
         self._probe()
         for direction in ("read", "write"):
-            jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+            jobs: queue.SimpleQueue[_DiskJob | None] = queue.SimpleQueue()
             self._queues[direction] = jobs
             thread = threading.Thread(
                 target=_serve, args=(jobs, direction, aio, hooks), name=f"dsprof-nvme-{direction}", daemon=True
@@ -80,10 +80,10 @@ class Disk:
         self._files.append(file)
         return file
 
-    def submit(self, direction: Direction, file: File, offset: int, memory: Tensor, about: About) -> Ticket:
+    def submit(self, direction: Direction, file: File, offset: int, memory: Tensor, about: About) -> Transfer:
         """Begin a transfer: see `File.read` and `File.write`."""
-        ticket = Ticket(self._hooks, direction, about)
-        job = _Job(file, offset, memory, about, time.monotonic_ns(), self._hooks.place, ticket)
+        ticket = Transfer(self._hooks, direction, about)
+        job = _DiskJob(file, offset, memory, about, time.monotonic_ns(), self._hooks.place, ticket)
         self._queues[direction].put(job)
         return ticket
 
@@ -177,11 +177,11 @@ class File:
         self.size += nbytes
         return offset
 
-    def read(self, offset: int, memory: Tensor, about: About) -> Ticket:
+    def read(self, offset: int, memory: Tensor, about: About) -> Transfer:
         """Begin to read to `memory`: whole, aligned pages (`buffers.aligned`), not to be touched before the end."""
         return self._disk.submit("read", self, offset, memory, about)
 
-    def write(self, offset: int, memory: Tensor, about: About) -> Ticket:
+    def write(self, offset: int, memory: Tensor, about: About) -> Transfer:
         """Begin to write `memory`: whole, aligned pages, not to be changed before the end."""
         return self._disk.submit("write", self, offset, memory, about)
 
@@ -210,7 +210,7 @@ class File:
         self._close()
 
 
-def _serve(jobs: queue.SimpleQueue[_Job | None], direction: Direction, aio: AioConfig, hooks: Hooks) -> None:
+def _serve(jobs: queue.SimpleQueue[_DiskJob | None], direction: Direction, aio: AioConfig, hooks: Hooks) -> None:
     move = os.preadv if direction == "read" else os.pwritev
     with concurrent.futures.ThreadPoolExecutor(aio.intra_op_parallelism, f"dsprof-{direction}") as helpers:
         while (job := jobs.get()) is not None:

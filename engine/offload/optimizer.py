@@ -15,7 +15,7 @@ from ..optim.build import bytes_per_element
 from ..zero.shard import ShardedParam
 from .buffers import Buffer, Pool, hollow, round_up
 from .disk import Disk, File, OffloadError
-from .transfer import About, Ticket
+from .transfer import About, Transfer
 
 if TYPE_CHECKING:
     from ..config.offload import OffloadOptimizerConfig
@@ -87,7 +87,7 @@ class InMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _FilePlace:
     """Where a tensor is in its tile's image: the same in the file and in a buffer."""
 
     start: int
@@ -104,7 +104,7 @@ class _Tile:
 
     number: int
     params: Sequence[ShardedParam]
-    places: dict[tuple[ShardedParam, str], _Place] = field(default_factory=dict)
+    places: dict[tuple[ShardedParam, str], _FilePlace] = field(default_factory=dict)
     hollow: dict[tuple[ShardedParam, str], Tensor] = field(default_factory=dict)
     """What stands in the places of states that are in the file alone."""
     size: int = 0
@@ -116,11 +116,11 @@ class _Tile:
     written: bool = False
     """Whether the file has it, or a buffer that is being written: if not, masters are as the parameters have them."""
     buffer: Buffer | None = None
-    reading: Ticket | None = None
-    writing: Ticket | None = None
+    reading: Transfer | None = None
+    writing: Transfer | None = None
 
-    def add(self, param: ShardedParam, key: str, tensor: Tensor) -> _Place:
-        place = self.places[param, key] = _Place(self.size, tensor.dtype, tensor.shape)
+    def add(self, param: ShardedParam, key: str, tensor: Tensor) -> _FilePlace:
+        place = self.places[param, key] = _FilePlace(self.size, tensor.dtype, tensor.shape)
         self.size += _spaced(tensor.nbytes)
         self.room = max(self.room, self.size)
         return place

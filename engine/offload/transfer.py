@@ -28,7 +28,7 @@ class About:
     value: float | None = None
 
 
-class Ticket:
+class Transfer:
     """A transfer under way. `number`: of its spans, their `corr`."""
 
     def __init__(self, hooks: Hooks, direction: Direction, about: About) -> None:

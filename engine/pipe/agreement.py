@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .layers import Layer
+from .layers import PipelineLayer
 from .p2p import PipelineError
 
 
@@ -38,7 +38,7 @@ def check(said: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def row_of(layers: Sequence[Layer], shared: Mapping[str, Any]) -> dict[str, Any]:
+def row_of(layers: Sequence[PipelineLayer], shared: Mapping[str, Any]) -> dict[str, Any]:
     """What ranks have to have alike of the row: each layer in words, and which parameters several of them share."""
     told = [f"{each.name} ({each.kind}{'' if each.key is None else f', tied as {each.key!r}'})" for each in layers]
     return {"layers": told, "shared parameters": {name: list(where) for name, (_, where) in shared.items()}}

@@ -82,7 +82,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 @dataclass(eq=False, slots=True)
-class Layer:
+class PipelineLayer:
     """One of the row: what it is made of, and, where it is, the thing itself."""
 
     name: str
@@ -105,7 +105,7 @@ class Layer:
         return self.source.key if isinstance(self.source, TiedLayerSpec) else None
 
 
-def named(layers: Sequence[Any] | nn.Sequential) -> list[Layer]:
+def named(layers: Sequence[Any] | nn.Sequential) -> list[PipelineLayer]:
     """The layers of a list. Raises TypeError for one that cannot be called."""
     found = _children(layers) if isinstance(layers, nn.Sequential) else [(str(at), x) for at, x in enumerate(layers)]
     children = dict(found)
@@ -121,10 +121,10 @@ def named(layers: Sequence[Any] | nn.Sequential) -> list[Layer]:
                 f"PipelineModule: layer {at} is a {type(layer).__name__}; a layer is a LayerSpec, a module or a "
                 "function"
             )
-    return [Layer(name, layer) for name, layer in children.items()]
+    return [PipelineLayer(name, layer) for name, layer in children.items()]
 
 
-def told_of(layer: Layer, inputs: Any, *, by_name: bool) -> str:
+def told_of(layer: PipelineLayer, inputs: Any, *, by_name: bool) -> str:
     """Where an error was raised: in `layer`, called on `inputs`. `by_name`: it is one of the modules of a model."""
     plain = isinstance(inputs, Tensor) and not inputs.is_nested  # a nested one has no shape
     what = f"a tensor of shape {tuple(inputs.shape)}" if plain else f"a {type(inputs).__name__}"
@@ -149,10 +149,10 @@ def _is_list(module: nn.Module) -> bool:
     )
 
 
-def of_model(model: nn.Module, names: Iterable[Any]) -> list[Layer]:
+def of_model(model: nn.Module, names: Iterable[Any]) -> list[PipelineLayer]:
     """The modules of `model` called `names`, in this order."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    layers: list[Layer] = []
+    layers: list[PipelineLayer] = []
     for name in names:
         if name not in modules:
             near = difflib.get_close_matches(str(name), modules, 1)
@@ -160,7 +160,7 @@ def of_model(model: nn.Module, names: Iterable[Any]) -> list[Layer]:
             raise ValueError(f"PipelineModule: the model has no module {name!r}{hint}")
         module = modules[name]
         inner = _children(module) if _is_list(module) else []
-        layers += [Layer(f"{name}.{part}", child) for part, child in inner] or [Layer(name, module)]
+        layers += [PipelineLayer(f"{name}.{part}", child) for part, child in inner] or [PipelineLayer(name, module)]
     taken = {param for layer in layers for param in layer.source.parameters()}
     missing = [name for name, param in model.named_parameters() if param not in taken]
     if missing:
@@ -174,7 +174,9 @@ def of_model(model: nn.Module, names: Iterable[Any]) -> list[Layer]:
     return layers
 
 
-def shared_parameters(layers: Sequence[Layer], model: nn.Module | None) -> dict[str, tuple[nn.Parameter, list[int]]]:
+def shared_parameters(
+    layers: Sequence[PipelineLayer], model: nn.Module | None
+) -> dict[str, tuple[nn.Parameter, list[int]]]:
     """Parameters that several modules of the list have: name in `model`, or in the first of them -> the parameter,
     numbers of the layers."""
     called = {} if model is None else {param: name for name, param in model.named_parameters()}

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,11 @@ from .. import activation_checkpoint
 from ..hooks import Hooks
 from ..partition import partition, read_costs
 from .agreement import check, everyones, row_of
-from .answers import UNKNOWN, ModuleAnswers
-from .layers import Layer, LayerSpec, TiedLayerSpec, named, of_model, shared_parameters, told_of
+from .deepspeed_api import UNKNOWN, ModuleNames
+from .grid import PipelineGrid
+from .layers import LayerSpec, PipelineLayer, TiedLayerSpec, named, of_model, shared_parameters, told_of
 from .p2p import PipelineError
 from .topology import ProcessTopology, stages_asked
-
-if TYPE_CHECKING:
-    from .grid import PipelineGrid
 
 Passage = Callable[[int, Callable[[Any], Any], Any], Any]
 """Calls a layer on its way through a stage: the layer's number, what is to be called, and on what -> its output."""
@@ -42,7 +40,7 @@ class Tie:
     """This rank's, if it is one of them."""
 
 
-class PipelineModule(ModuleAnswers):
+class PipelineModule(ModuleNames):
     """`layers`, one called on the output of the other, divided among `num_stages` pipeline ranks.
 
     Arguments are DeepSpeed's, and some more:
@@ -304,7 +302,7 @@ class PipelineModule(ModuleAnswers):
 
     # --- inside
 
-    def _build(self, at: int, layer: Layer) -> Callable[..., Any]:
+    def _build(self, at: int, layer: PipelineLayer) -> Callable[..., Any]:
         if layer.source is None:
             raise RuntimeError(
                 f"PipelineModule: layer {layer.name} was given up when the engine was made; build it anew"
@@ -319,7 +317,7 @@ class PipelineModule(ModuleAnswers):
             self._seed(self._base_seed + (same[0] if same else at))
         return _built(layer)
 
-    def _path(self, layer: Layer) -> str:
+    def _path(self, layer: PipelineLayer) -> str:
         return layer.name if layer.key is None else f"{TIED}.{layer.key}"
 
     def _parameter_counts(self) -> list[int]:
@@ -348,7 +346,7 @@ class PipelineModule(ModuleAnswers):
         return tuple(dict.fromkeys(stage % self.num_stages for stage in stages))
 
 
-def _built(layer: Layer) -> nn.Module:
+def _built(layer: PipelineLayer) -> nn.Module:
     """Of a LayerSpec. Raises PipelineError, which names the layer, for whatever its class raises."""
     try:
         return layer.source.build()  # type: ignore[no-any-return]
@@ -359,7 +357,7 @@ def _built(layer: Layer) -> nn.Module:
         ) from error
 
 
-def _called(layer: Layer, built: Callable[..., Any]) -> Callable[[Any], Any]:
+def _called(layer: PipelineLayer, built: Callable[..., Any]) -> Callable[[Any], Any]:
     """What is called on the output of the layer before."""
     if layer.call is not None:
         return layer.call

@@ -142,18 +142,18 @@ def cut_row(model: nn.Module, stack: Stack, comm: Comm) -> None:
     assert row is not None
     assert isinstance(model, PipelineModule)
 
-    passes: list[_Cutting] = []
+    passes: list[_SequenceSplit] = []
 
     def made(start: int, stop: int) -> Passage:
         if passes:
             passes.pop().give_up()
-        passes.append(_Cutting(model, stack, comm))
+        passes.append(_SequenceSplit(model, stack, comm))
         return passage(row, start, stop, passes[-1])
 
     model.passage = made
 
 
-class _Cutting(Edges):
+class _SequenceSplit(Edges):
     """Of one pass. In the blocks dropout draws for this rank's part alone.
 
     The random numbers of all ranks are kept for as long as the pass can be repeated: a recomputation of some of its

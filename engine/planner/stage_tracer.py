@@ -27,7 +27,7 @@ _LARGE: Final = 1 << 20
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _SentActivation:
     """A tensor that a stage returned."""
 
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class _Handed:
     """What a stage returned."""
 
     form: str
-    tensors: tuple[_Sent, ...]
+    tensors: tuple[_SentActivation, ...]
 
     def inputs(self) -> Inputs:
         """Of the stage after it."""
@@ -129,7 +129,7 @@ def _returned(model: PipelineModule, stage: int, trial: Trial) -> _Handed | str:
     for x in tensors:
         fixed = x.is_floating_point() and all(source.kind == "buffer" for source in flow.sources(x))
         as_is = not x.is_floating_point() and x.numel() <= _LARGE
-        sent.append(_Sent(tuple(x.shape), x.dtype, fixed, x.detach().clone() if as_is else None))
+        sent.append(_SentActivation(tuple(x.shape), x.dtype, fixed, x.detach().clone() if as_is else None))
     return _Handed(made, tuple(sent))
 
 

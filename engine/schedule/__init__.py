@@ -14,7 +14,7 @@ render.py       a plan's timeline as text
 The engine runs a plan, the analyzer simulates it. A schedule is one file here and one line in `make.SCHEDULES`.
 """
 
-from .check import PlanError, check
+from .check import ScheduleError, check
 from .make import SCHEDULES, make_plan
 from .plan import COMPUTE, TRANSFERS, Action, Plan, with_transfers
 from .render import render
@@ -26,7 +26,7 @@ __all__ = [
     "TRANSFERS",
     "Action",
     "Plan",
-    "PlanError",
+    "ScheduleError",
     "Simulation",
     "check",
     "closed_form",

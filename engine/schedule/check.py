@@ -14,12 +14,12 @@ Needs = Callable[[Action], Iterable[Action]]
 """What must have been done, by whichever rank, before an action can be."""
 
 
-class PlanError(ValueError):
+class ScheduleError(ValueError):
     """A plan that is not whole, or can never finish."""
 
 
 def check(plan: Plan) -> None:
-    """Raise PlanError unless `plan` has each action once, on its rank and after what it needs, and can finish.
+    """Raise ScheduleError unless `plan` has each action once, on its rank and after what it needs, and can finish.
 
     A plan without transfers is checked with those of `with_transfers`. It must finish where sends are buffered, which
     return at once, and also where they are not: each waits for its receive, of which every channel (F or B, from one
@@ -27,16 +27,18 @@ def check(plan: Plan) -> None:
     that wait until the receiver gets there no 1F1B could do with.
     """
     if len(plan.actions) != plan.ranks:
-        raise PlanError(f"{_title(plan)} has the actions of {len(plan.actions)} ranks; give it a tuple for each rank")
+        raise ScheduleError(
+            f"{_title(plan)} has the actions of {len(plan.actions)} ranks; give it a tuple for each rank"
+        )
     transfers = any(action.op in TRANSFERS for actions in plan.actions for action in actions)
     _check_whole(plan, transfers)
     if not transfers:
         plan = with_transfers(plan)
     try:
         _finish(plan, _needs(plan, buffered=False))
-    except PlanError as error:
+    except ScheduleError as error:
         _finish(plan, _needs(plan, buffered=True))
-        raise PlanError(
+        raise ScheduleError(
             f"{error}\n  It could if sends were buffered: some are not in the order of their receives."
         ) from None
 
@@ -44,7 +46,7 @@ def check(plan: Plan) -> None:
 def in_order(plan: Plan, needs: Needs) -> Iterator[Action]:
     """All actions of `plan`, each after those it needs and those before it on its rank.
 
-    Takes time linear in the number of actions. Raises PlanError, after the last action that can be done, if not all
+    Takes time linear in the number of actions. Raises ScheduleError, after the last action that can be done, if not all
     can.
     """
     done: set[Action] = set()
@@ -66,7 +68,7 @@ def in_order(plan: Plan, needs: Needs) -> Iterator[Action]:
             if action in waiting:
                 ready += waiting.pop(action)
     if waiting:
-        raise PlanError(_dump(plan, at, {rank: action for action, ranks in waiting.items() for rank in ranks}))
+        raise ScheduleError(_dump(plan, at, {rank: action for action, ranks in waiting.items() for rank in ranks}))
 
 
 def _finish(plan: Plan, needs: Needs) -> None:
@@ -126,7 +128,7 @@ def _check_whole(plan: Plan, transfers: bool) -> None:
         elif ranks[0] != plan.owner(action.stage):
             problems.append(f"{action} is on rank {ranks[0]}, and stage {action.stage} on {plan.owner(action.stage)}")
     if problems:
-        raise PlanError(_listed(f"{_title(plan)} is not whole:", problems))
+        raise ScheduleError(_listed(f"{_title(plan)} is not whole:", problems))
 
 
 def _dump(plan: Plan, at: list[int], missing: dict[int, Action]) -> str:

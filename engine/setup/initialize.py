@@ -29,6 +29,7 @@ from ..pipe.module import PipelineModule
 from ..pipe.p2p import open_links
 from ..train.engine import Engine
 from ..train.pipeline_engine import PipelineEngine
+from ..training import Training
 from ..zero import Comms, Zero, ZeroSettings
 from ..zero.fetch import FetchSettings
 from ..zero.registry import EarlyParam, holder
@@ -57,7 +58,7 @@ def initialize(
     *,
     train_dataloader: Any = None,
     example: Any = None,
-) -> tuple[Engine, torch.optim.Optimizer | None, Any, Any]:
+) -> tuple[Engine | PipelineEngine, torch.optim.Optimizer | None, Any, Any]:
     """(engine, optimizer, dataloader, lr_scheduler), with the arguments of `deepspeed.initialize`.
 
     `config` is a dict or the path of a JSON file; `config_params` and `args.deepspeed_config` are older names of it.
@@ -126,14 +127,26 @@ def initialize(
         if train_dataloader is not None:
             raise ValueError("initialize: training_data and train_dataloader: pass one of them")
         loader = _loader(training_data, settings, mesh, collate_fn)
-    parts = (settings, zero, made, scheduler, loss_scaler(settings.fp16), hooks, parallel, shared, offload)
-    engine: Engine
+    training = Training(
+        model,
+        settings,
+        zero,
+        parallel,
+        shared,
+        made,
+        scheduler,
+        loss_scaler(settings.fp16),
+        offload.states,
+        hooks,
+        loader,
+    )
+    engine: Engine | PipelineEngine
     if isinstance(model, PipelineModule):
         links = open_links(mesh, device, hooks, wraps=model.virtual_stages > 1)
-        engine = PipelineEngine(model, *parts, training_dataloader=loader, undo=undo, links=links)
+        engine = PipelineEngine(training, offload, undo, links=links)
     else:
-        engine = Engine(model, *parts, training_dataloader=loader, undo=undo)
-    for note in idle_pipelines(settings, engine.tiles) if rank == 0 else ():
+        engine = Engine(training, offload, undo)
+    for note in idle_pipelines(settings, engine.optimizer_step.tiles) if rank == 0 else ():
         warnings.warn(note, stacklevel=2)
     return engine, made, loader, scheduler
 

@@ -1,8 +1,9 @@
-"""What an engine says while it trains: its monitors, curves, and a line every `steps_per_print` steps."""
+"""What is reported of a training: its monitors, curves, and a line every `steps_per_print` steps."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,72 +11,97 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import monitors
-from ..api.answers import Answers
 from ..comm.comm import Comm
-from ..comm.groups import Parallel
-from ..hooks import Hooks
+from ..training import Training
 
 
-class Telling(Answers):
-    """The part of an Engine that tells."""
+class Metrics:
+    """Reports one training. `progress` makes the line that is printed, in the place of this class's own."""
 
-    hooks: Hooks
-    parallel: Parallel
-    global_steps: int
-    global_samples: int
-    skipped_steps: int
-    _losses: list[Tensor]
-    _paced: tuple[int, float] | None
+    def __init__(self, training: Training, progress: Callable[[], str] | None = None) -> None:
+        self._training = training
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._progress = progress or self._samples_per_second
+        self._losses: list[Tensor] = []
+        self._paced: tuple[int, float] | None = None
+        """Samples seen at the last line, and when that was."""
+        config = training.config
+        self._curves = self._rank == 0 and (config.tensorboard.enabled or config.csv_monitor.enabled)
+        """Whether anybody reads the losses: on a GPU that is a synchronization."""
+        self._monitors = self._start_monitors()
+
+    def comms(self) -> list[Comm]:
+        """Every communicator of this rank, its lanes' too."""
+        parallel = self._training.parallel
+        return [parallel.data, parallel.model, parallel.tensor, parallel.everyone, *self._training.zero.comms]
+
+    def start_clock(self) -> None:
+        """A first micro-batch begins: samples a second count from here."""
+        if self._paced is None:
+            self._paced = self._training.global_samples, time.perf_counter()
+
+    def note_loss(self, loss: Tensor, factor: float = 1) -> None:
+        """A micro-batch's loss, for the curve of the step's mean."""
+        if self._curves:
+            self._losses.append(loss.detach().float() * factor)
+
+    def forget_losses(self) -> None:
+        """The step that they are of is not taken."""
+        self._losses.clear()
+
+    def report(self) -> None:
+        """At the end of a step, before it is counted: gauges for curves, and a line every `steps_per_print` steps."""
+        training = self._training
+        for comm in training.zero.comms:
+            comm.poll()
+        rates = training.learning_rates()
+        if self._losses:
+            training.hooks.mark("train_loss", kind="gauge", value=torch.stack(self._losses).mean().item())
+            self._losses.clear()
+        if rates:
+            training.hooks.mark("lr", kind="gauge", value=rates[0])
+        if training.config.fp16.enabled:
+            training.hooks.mark("loss_scale", kind="gauge", value=training.scaler.scale)
+        every = training.config.steps_per_print
+        if every and self._rank == 0 and (training.global_steps + 1) % every == 0:
+            print(self._progress())
+
+    def log_summary(self, show_straggler: bool = False) -> None:
+        """Print the table of communications so far (`comms_logger`); with `show_straggler` on all ranks at once."""
+        if self._monitors.comms is None:
+            raise RuntimeError('engine.log_summary: write "comms_logger": {"enabled": true} in the configuration')
+        self._monitors.comms.log_summary(show_straggler)
+
+    def close(self) -> None:
+        """End the monitors."""
+        self._monitors.stop()
 
     def _start_monitors(self) -> monitors.Monitors:
-        sizes: dict[str, int] = {comm.group.group_name: comm.size for comm in self._comms() if comm.group is not None}
-        everyone = self.parallel.everyone
+        training = self._training
+        sizes: dict[str, int] = {comm.group.group_name: comm.size for comm in self.comms() if comm.group is not None}
+        everyone = training.parallel.everyone
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
 
         def gather(samples: list[Any]) -> list[list[Any]] | None:
             if everyone.group is None:
                 return [samples]
             everybody: list[Any] = [None] * everyone.size
             dist.all_gather_object(everybody, samples, group=everyone.group)
-            return everybody if self.global_rank == 0 else None
+            return everybody if self._rank == 0 else None
 
         return monitors.start(
-            self.config, self.hooks, model=self.module, device=self.device, rank=self.global_rank,
-            group_size=lambda name: sizes.get(name or "", self.world_size), samples=lambda: self.global_samples,
+            training.config, training.hooks, model=training.module, device=training.device, rank=self._rank,
+            group_size=lambda name: sizes.get(name or "", world_size), samples=lambda: training.global_samples,
             gather=gather,
         )  # fmt: skip
 
-    def _comms(self) -> list[Comm]:
-        parallel = self.parallel
-        return [parallel.data, parallel.model, parallel.tensor, parallel.everyone, *self.zero.comms]
-
-    @property
-    def _tells_losses(self) -> bool:
-        """Whether anybody reads the losses: on a GPU that is a synchronization."""
-        return self.global_rank == 0 and (self.config.tensorboard.enabled or self.config.csv_monitor.enabled)
-
-    def _tell(self) -> None:
-        """At the end of a step: gauges for those who write curves, and a line every `steps_per_print` steps."""
-        for comm in self.zero.comms:
-            comm.poll()
-        rates = self.get_lr()
-        if self._losses:
-            self.hooks.mark("train_loss", kind="gauge", value=torch.stack(self._losses).mean().item())
-            self._losses.clear()
-        if rates:
-            self.hooks.mark("lr", kind="gauge", value=rates[0])
-        if self.config.fp16.enabled:
-            self.hooks.mark("loss_scale", kind="gauge", value=self.scaler.scale)
-        every = self.config.steps_per_print
-        if every and self.global_rank == 0 and (self.global_steps + 1) % every == 0:
-            print(self._progress())
-
-    def _progress(self) -> str:
-        """What is printed every `steps_per_print` steps, of the one that ends; the speed is since the last line."""
-        now = time.perf_counter()
-        before, then = self._paced or (self.global_samples, now)
-        self._paced = self.global_samples, now
-        speed = (self.global_samples - before) / (now - then) if now > then else 0.0
+    def _samples_per_second(self) -> str:
+        """Of the step that ends; the speed is since the last line."""
+        training, now = self._training, time.perf_counter()
+        before, then = self._paced or (training.global_samples, now)
+        self._paced = training.global_samples, now
+        speed = (training.global_samples - before) / (now - then) if now > then else 0.0
         return (
-            f"step={self.global_steps + 1}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}, "
-            f"samples/sec: {speed:0.3f}"
+            f"step={training.global_steps + 1}, skipped={training.skipped_steps}, lr={training.learning_rates()}, "
+            f"mom={training.momenta()}, samples/sec: {speed:0.3f}"
         )

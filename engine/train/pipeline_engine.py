@@ -5,49 +5,55 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ..offload import Offload
 from ..optim.loss_scaler import cast_floating
 from ..pipe import split_backward
 from ..pipe.failure import Verdict
 from ..pipe.grid import PipelineGrid
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import Links, PipelineError
-from ..pipe.place import PlacedEngine
 from ..pipe.runtime import Runner
 from ..pipe.step_data import StepData
 from ..schedule import Plan, check, make_plan
+from ..training import Training
 from ..zero import Zero
+from .base_engine import BaseEngine
+from .deepspeed_api import PIPELINE_ENGINE, Names, resize
 
 
-class PipelineEngine(PlacedEngine):
+class PipelineEngine(BaseEngine):
     """Trains a PipelineModule. Made by `dsprof.engine.initialize`; its surface is DeepSpeed's PipelineEngine's."""
 
-    def __init__(self, module: PipelineModule, *args: Any, links: Links, **more: Any) -> None:
-        super().__init__(module, *args, **more)
-        module.hooks = self.hooks
+    names: ClassVar[Names] = PIPELINE_ENGINE
+    module: PipelineModule
+    forward = PIPELINE_ENGINE.methods["step"]  # nn.Module has one, so the table would not be asked
+
+    def __init__(
+        self, training: Training, offload: Offload, undo: Callable[[], None] = lambda: None, *, links: Links
+    ) -> None:
+        super().__init__(training, offload, undo, self._seconds_per_step)
+        module, mesh = self.module, training.parallel.mesh
+        module.hooks = training.hooks
+        module.grid = PipelineGrid(training.parallel)
         self._links = links
-        module.grid = PipelineGrid(self.parallel)
-        mesh = self.parallel.mesh
         self._plans: dict[tuple[int, bool], Plan] = {}
-        self.plan = self._planned(self.gradient_accumulation_steps())
+        self.plan = self._planned(training.config.gradient_accumulation_steps)
         """What every rank of the pipeline does in a step."""
-        if self.plan.splits:
-            self._stop_deferring = split_backward.install(module)
-        else:
-            self._stop_deferring = _nothing
-        groups = [*(comm.group for comm in self._comms()), *links.groups]
-        self._verdict = Verdict(self.parallel.everyone, groups, apart=mesh.dp * mesh.tp > 1)
-        self._runner = Runner(module, mesh.pp_rank, links, self.hooks, self.device, self._verdict)
+        self._stop_deferring = split_backward.install(module) if self.plan.splits else _nothing
+        groups = [*(comm.group for comm in self.metrics.comms()), *links.groups]
+        self._verdict = Verdict(training.parallel.everyone, groups, apart=mesh.dp * mesh.tp > 1)
+        self._runner = Runner(module, mesh.pp_rank, links, training.hooks, training.device, self._verdict)
         double = torch.tensor(float(any(param.dtype is torch.float64 for param in module.parameters())))
-        double = double.to(self.device)
-        self.parallel.everyone.all_reduce(double, "pipeline").wait()  # a rank that has no parameters is to know
+        double = double.to(training.device)
+        training.parallel.everyone.all_reduce(double, "pipeline").wait()  # a rank without parameters is to know
         self._loss_dtype = torch.float64 if double.item() else torch.float32
         """Of losses that are returned: float64 in models of it."""
-        self.hooks.stage = mesh.pp_rank
+        training.hooks.stage = mesh.pp_rank
         self._began = time.perf_counter()
         self._batch_fn: Callable[[Any], Any] = _same
         self._last_loss: Tensor | None = None
@@ -65,8 +71,7 @@ class PipelineEngine(PlacedEngine):
         the ranks of the first and the last stage, and may be None on the others. Raises PipelineError on all ranks if
         one of them fails, and RuntimeError without an optimizer.
         """
-        if self.optimizer is None:
-            raise RuntimeError("train_batch: there is no optimizer: pass one to initialize, or configure `optimizer`")
+        self._refuse_without_optimizer("train_batch")
         if self._halfway:
             raise PipelineError(
                 "train_batch: an earlier step of this engine failed half-way, which left its gradients incomplete; "
@@ -82,9 +87,8 @@ class PipelineEngine(PlacedEngine):
         losses = self._run(self.plan, partial(self._data, loss_fn is not None), _Reduction(self.zero), loss_fn)
         mean = self._mean(losses, self.plan.microbatches)
         self._last_loss = mean
-        if self._tells_losses:
-            self._losses.append(mean)
-        self.global_samples += self.train_batch_size()
+        self.metrics.note_loss(mean)
+        self.global_samples += self.config.train_batch_size
         with self.hooks.span("phase", "step"):
             self._stepped = False
             self._take_step({})
@@ -117,7 +121,7 @@ class PipelineEngine(PlacedEngine):
                 "eval_batch: with reduce_output=None the losses are a list, on the last stage alone; write "
                 "bcast_loss=False, too"
             )
-        count = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
+        count = self.config.gradient_accumulation_steps if num_micro_batches is None else num_micro_batches
         if count < 1:
             raise ValueError(f"eval_batch: num_micro_batches={count}; write 1 or more")
         training = self.module.training
@@ -146,32 +150,13 @@ class PipelineEngine(PlacedEngine):
                 results = self._run(plan, data, None, loss if compute_loss else None)
         finally:
             self.module.train(training)
-        last = self.is_last_stage()
+        last = self.module.is_last()
         if not compute_loss:
             found: Any = results if last else None
             return (found, found) if return_logits else found
         found = results if reduce_output is None else self._mean(results, plan.microbatches)
         found = found if last or bcast_loss else None
         return (found, outputs if last else None) if return_logits else found
-
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """A stage by itself has no meaning. Raises PipelineError."""
-        raise PipelineError("a pipeline trains by engine.train_batch(data_iter) and is tried by engine.eval_batch")
-
-    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """As `forward`. Raises PipelineError."""
-        self.forward()
-
-    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """As `forward`. Raises PipelineError."""
-        self.forward()
-
-    def no_sync(self) -> NoReturn:
-        """A step has all its micro-batches, and reduces when it can. Raises PipelineError."""
-        raise PipelineError(
-            "engine.no_sync: train_batch runs all micro-batches of a step, and reduces gradients once in ZeRO stages 0 "
-            'and 1; leave it out, and write "gradient_accumulation_steps" in the configuration'
-        )
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """What `train_batch` reads when it is given nothing."""
@@ -194,15 +179,8 @@ class PipelineEngine(PlacedEngine):
         """Have a step take so many samples, in more or fewer micro-batches of the same size.
 
         Raises ValueError if they do not make up whole micro-batches on every replica."""
-        each = self.train_micro_batch_size_per_gpu() * self.parallel.mesh.dp
-        if train_batch_size < 1 or train_batch_size % each:
-            raise ValueError(
-                f"set_train_batch_size: {train_batch_size} samples are no multiple of the {each} of a micro-batch over "
-                f"the {self.parallel.mesh.dp} replicas; write {max(1, round(train_batch_size / each)) * each}"
-            )
-        sizes = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": train_batch_size // each}
-        self.config = self.config.model_copy(update=sizes)
-        self.plan = self._planned(sizes["gradient_accumulation_steps"])
+        resize(self.state, train_batch_size)
+        self.plan = self._planned(self.config.gradient_accumulation_steps)
 
     def destroy(self) -> None:
         """As Engine.destroy; the model keeps the layers of this rank."""
@@ -229,13 +207,13 @@ class PipelineEngine(PlacedEngine):
 
     def _data(self, labels: bool, data_iter: Iterator[Any] | None = None, caller: str = "train_batch") -> StepData:
         """What is read on this rank: inputs on the first stage, and `labels` on the last if they are needed."""
-        wanted = (self.is_first_stage(), self.is_last_stage() and labels)
+        wanted = (self.module.is_first(), self.module.is_last() and labels)
         if not any(wanted):
-            return StepData(iter(()), self.device, wanted, self._batch_fn, caller)
+            return StepData(iter(()), self.state.device, wanted, self._batch_fn, caller)
         if data_iter is None and caller == "eval_batch":
             raise PipelineError("eval_batch: pass an iterator of batches on the ranks of the first and the last stage")
         source = data_iter if data_iter is not None else self._batches(self._own_data)
-        return StepData(source, self.device, wanted, self._batch_fn, caller, self._check_data)
+        return StepData(source, self.state.device, wanted, self._batch_fn, caller, self._check_data)
 
     def _run(
         self,
@@ -264,19 +242,19 @@ class PipelineEngine(PlacedEngine):
             raise raised
         return losses
 
-    def _progress(self) -> str:
+    def _seconds_per_step(self) -> str:
         """As DeepSpeed's pipelines tell it: loss, and time and samples since it was told last."""
         step, now = self.global_steps + 1, time.perf_counter()
         before, then = self._told or (step - 1, self._began)
         self._told = step, now
         each = (now - then) / (step - before)
         loss = float("nan") if self._last_loss is None else self._last_loss.item()
-        speed = self.train_batch_size() / each
+        speed = self.config.train_batch_size / each
         return f"steps: {step} loss: {loss:0.4f} iter time (s): {each:0.3f} samples/sec: {speed:0.3f}"
 
     def _mean(self, losses: list[Any], microbatches: int) -> Tensor:
         """Over the ranks of the last stage, where the losses are."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.state.device)
         for loss in losses:
             total += loss.double().mean()
         self.parallel.everyone.all_reduce(total, "pipeline").wait()

@@ -42,7 +42,7 @@ class FetchSettings:
 
 
 @dataclass(eq=False, slots=True)
-class _Call:
+class _ModuleCall:
     """A module's forward under way."""
 
     owner: Owner
@@ -74,7 +74,7 @@ class Fetcher:
         self._on_disk = any(param.home is not None for param in sharded.values())
         self._handles: list[RemovableHandle] = []
         self._replaced: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
-        self._calls: list[_Call] = []
+        self._calls: list[_ModuleCall] = []
         self._records: dict[bool, Pass | None] = {True: None, False: None}
         """The recorded ways: with gradients, and without."""
         self._walk: Walk | None = None
@@ -123,13 +123,13 @@ class Fetcher:
         param.users = 0
         self._release(param)
 
-    def _begin_pass(self, call: _Call) -> None:
+    def _begin_pass(self, call: _ModuleCall) -> None:
         if not call.with_grad:
             call.interrupted = self._walk
         self._walk = Walk(self._records[call.with_grad])
         self._walks_with_grad = call.with_grad
 
-    def _end_pass_without_grad(self, call: _Call) -> None:
+    def _end_pass_without_grad(self, call: _ModuleCall) -> None:
         if self._walk is not None:
             self._records[False] = self._walk.outcome()
         self._gatherer.finish(self._gatherer.pending)
@@ -159,7 +159,7 @@ class Fetcher:
 
     def _before_forward(self, owner: Owner, is_root: bool) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
-            call = _Call(owner, with_grad=torch.is_grad_enabled())
+            call = _ModuleCall(owner, with_grad=torch.is_grad_enabled())
             self._calls.append(call)
             call.net = self.spread_net()
             if call.net is not None:
@@ -319,7 +319,7 @@ class Fetcher:
         if self._on_disk:
             self._gatherer.expect(self._walk.ahead())
 
-    def _done(self, call: _Call) -> None:
+    def _done(self, call: _ModuleCall) -> None:
         """A module's forward is over: release what is not needed again soon."""
         for param in call.using:
             param.users = max(0, param.users - 1)

@@ -42,7 +42,7 @@ INSTEAD: Final = {
 
 
 @dataclass(eq=False, slots=True)
-class _Call:
+class _InitCall:
     """An `__init__` or `apply` under way in the block, and the parameters it gathered or replaced in cut modules."""
 
     module: nn.Module | None
@@ -110,7 +110,7 @@ class Init:
         self._enabled = enabled
         self._comm: Comm | None = None
         self._restore: list[Callable[[], None]] = []
-        self._calls: list[_Call] = []
+        self._calls: list[_InitCall] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         if module is not None and enabled:
             self._open()
@@ -125,7 +125,7 @@ class Init:
         if "__init_subclass__" in vars(nn.Module):
             raise ValueError("zero.Init: this block is inside another one, which cuts the same modules; leave it out")
         self._open()
-        self._calls = [_Call(None)]
+        self._calls = [_InitCall(None)]
         for kind in _subclasses(nn.Module):
             if "__init__" in vars(kind):
                 self._watch(kind)
@@ -228,7 +228,7 @@ class Init:
         if not self._calls:  # somebody kept a watched method until after the block
             yield
             return
-        call = _Call(module)
+        call = _InitCall(module)
         self._calls.append(call)
         try:
             yield

@@ -29,7 +29,7 @@ plainly: Final = torch._C.DisableTorchFunctionSubclass
 """A context in which attributes of many parameters are asked for faster, be they absent or not."""
 
 
-class Fetches(Protocol):
+class UseListener(Protocol):
     """What fetches absent parameters when they are used."""
 
     def used(self, sharded: Any, /) -> Any:
@@ -43,7 +43,7 @@ class Sharded(Protocol):
     def name(self) -> str: ...
 
     @property
-    def fetches(self) -> Fetches | None: ...
+    def fetches(self) -> UseListener | None: ...
 
 
 class HoldsSharded(Protocol):

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from dsprof.engine.comm.comm.comm import Comm
 from torch import Tensor, nn
 
 from dsprof import engine as ds
+from dsprof.engine.comm.comm import Comm
 from dsprof.engine.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from dsprof.engine.tensor import cut_of
 

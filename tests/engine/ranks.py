@@ -67,7 +67,7 @@ class Ranks:
 
     def _start(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "dsprof.engine.api"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "dsprof.engine.train.engine"])
         while len(self._started) < world_size:
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there, str(Path(__file__).parent)), daemon=True)

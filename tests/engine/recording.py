@@ -11,10 +11,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from dsprof.engine.comm.comm.lane import open_lane
 from torch import Tensor, nn
 
 from dsprof.engine import Engine, initialize
+from dsprof.engine.comm.lane import open_lane
 from dsprof.engine.hooks import Span, subscribe
 
 WIDTH = 8

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dsprof.engine.comm.comm.comm import Comm, open_comm
-from dsprof.engine.comm.comm.lane import Inline
 from torch import Tensor, nn
 
+from dsprof.engine.comm.comm import Comm, open_comm
+from dsprof.engine.comm.lane import Inline
 from dsprof.engine.hooks import Hooks
 from dsprof.engine.tensor import TensorPlan, cut_of, parallelize, partial_parameters
 

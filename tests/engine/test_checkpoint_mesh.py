@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
-from dsprof.engine.comm.comm.consensus import Team
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import (
@@ -37,6 +36,7 @@ from dsprof.engine.checkpoint import CheckpointError, saving
 from dsprof.engine.checkpoint.dcp import Contents, Piece, write
 from dsprof.engine.checkpoint.reshard import Wanted, join, part_name, read, tensor_cut
 from dsprof.engine.checkpoint.serialize import unpack
+from dsprof.engine.comm.consensus import Team
 from dsprof.engine.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from dsprof.engine.tensor import TensorCut
 

@@ -14,8 +14,8 @@ from unittest import mock
 
 import pytest
 import torch
-from dsprof.engine.comm.comm.lane import CudaLane, Label
 
+from dsprof.engine.comm.lane import CudaLane, Label
 from dsprof.engine.hooks import FAILURES, Hooks, Span
 from dsprof.engine.monitors.comms_logger import CommsLogger, Message
 from dsprof.engine.monitors.phases import CudaTimer, timer_for

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from dsprof.engine.comm.comm.comm import open_comm
-from dsprof.engine.comm.comm.lane import Inline
 from models import batches, build, reference
 from ranks import Ranks
 from test_engine import SMALL, adamw, configuration, whole
 
 from dsprof import engine as ds
+from dsprof.engine.comm.comm import open_comm
+from dsprof.engine.comm.lane import Inline
 from dsprof.engine.hooks import Hooks
 
 

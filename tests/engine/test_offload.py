@@ -22,13 +22,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from dsprof.engine.comm.comm.comm import open_comm
-from dsprof.engine.comm.comm.lane import CpuLane
 from models import Small, batches, build
 from ranks import Ranks
 from torch import Tensor, nn
 
 from dsprof.engine import initialize
+from dsprof.engine.comm.comm import open_comm
+from dsprof.engine.comm.lane import CpuLane
 from dsprof.engine.config import load
 from dsprof.engine.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from dsprof.engine.hooks import Hooks, Span, subscribe

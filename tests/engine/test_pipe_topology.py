@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from dsprof.engine.comm.comm.mesh import Mesh
 
+from dsprof.engine.comm.mesh import Mesh
 from dsprof.engine.pipe import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 CUBE = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)

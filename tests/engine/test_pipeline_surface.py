@@ -222,7 +222,7 @@ def test_the_surface_that_scripts_of_deepspeed_use(ranks: Ranks) -> None:
         assert (found["loss"], found["planned once"], found["sizes"]) == (True, True, (3, 6, 14))
         starts = [
             "set_train_batch_size: 7 samples are no multiple of the 2", "eval_batch: with reduce_output=None",
-            "eval_batch: num_micro_batches=0", "PipelineEngine.log_for_device: dsprof's engine does not have it: print",
+            "eval_batch: num_micro_batches=0", "the engine has no 'log_for_device': print",
             "PipelineModule.ckpt_layer_path: dsprof's engine does not have it: engine.save_checkpoint",
             "a pipeline trains by engine.train_batch",
         ]  # fmt: skip

@@ -8,13 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
-from dsprof.engine.comm.comm.deadlock import Front, Post, stuck
 from ranks import Ranks
 from recording import configuration
 from torch import Tensor, nn
 
 from dsprof import engine as ds
 from dsprof.engine.comm.comm import deadlock
+from dsprof.engine.comm.deadlock import Front, Post, stuck
 
 
 def message(model: nn.Module, config: dict[str, Any]) -> str:

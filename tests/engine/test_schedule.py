@@ -18,7 +18,7 @@ from dsprof.engine.schedule import (
     SCHEDULES,
     Action,
     Plan,
-    PlanError,
+    ScheduleError,
     check,
     closed_form,
     make_plan,
@@ -329,7 +329,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("ranks", "says"), WRONG, ids=[says for _, says in WRONG])
 def test_a_plan_that_is_not_whole(ranks: tuple[str, str], says: str) -> None:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(ScheduleError) as caught:
         check(plan_of(*ranks, microbatches=2))
     assert str(caught.value).startswith('pipeline plan "mine" of 2 ranks and 2 micro-batches is not whole:\n  ')
     assert says in str(caught.value)
@@ -337,19 +337,19 @@ def test_a_plan_that_is_not_whole(ranks: tuple[str, str], says: str) -> None:
 
 def test_a_plan_without_the_actions_of_a_rank() -> None:
     plan = replace(make_plan("1f1b", 3, 2), ranks=4)
-    with pytest.raises(PlanError, match="has the actions of 3 ranks; give it a tuple for each rank"):
+    with pytest.raises(ScheduleError, match="has the actions of 3 ranks; give it a tuple for each rank"):
         check(plan)
 
 
 def test_many_faults_are_told_in_part() -> None:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(ScheduleError) as caught:
         check(replace(make_plan("1f1b", 2, 20), microbatches=30))
     lines = str(caught.value).splitlines()
     assert (len(lines), lines[1], lines[-1]) == (18, "  F20@0 of rank 0 is missing", "  and 24 more")
 
 
 def test_a_backward_before_its_forward() -> None:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(ScheduleError) as caught:
         check(plan_of("F0@0 B0@0", "B0@1 F0@1", microbatches=1))
     assert str(caught.value) == (
         'pipeline plan "mine" of 2 ranks and 1 micro-batches can never finish:\n'
@@ -360,13 +360,13 @@ def test_a_backward_before_its_forward() -> None:
 
 
 def test_weight_gradients_before_the_backward() -> None:
-    with pytest.raises(PlanError, match="rank 0 did F0@0, waits at W0@0 for B0@0 which it does later itself"):
+    with pytest.raises(ScheduleError, match="rank 0 did F0@0, waits at W0@0 for B0@0 which it does later itself"):
         check(plan_of("F0@0 W0@0 B0@0", microbatches=1))
 
 
 def test_a_receive_after_what_needs_it() -> None:
     plan = plan_of("F0@0 SEND_F0@0 RECV_B0@0 B0@0", "F0@1 RECV_F0@1 B0@1 SEND_B0@1", microbatches=1)
-    with pytest.raises(PlanError, match="waits at F0@1 for RECV_F0@1 which it does later itself"):
+    with pytest.raises(ScheduleError, match="waits at F0@1 for RECV_F0@1 which it does later itself"):
         check(plan)
 
 
@@ -380,10 +380,10 @@ def test_ranks_that_wait_for_each_other() -> None:
         "  rank 2 did SEND_B0@2, waits at RECV_F1@2 for SEND_F1@1 of rank 1\n"
         "  cycle: rank 0 -> rank 1 -> rank 0"
     )
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(ScheduleError) as caught:
         check(plan)
     assert str(caught.value) == dump
-    with pytest.raises(PlanError, match="rank 0 did F0@0, waits at B0@0 for B0@1 of rank 1"):
+    with pytest.raises(ScheduleError, match="rank 0 did F0@0, waits at B0@0 for B0@1 of rank 1"):
         simulate(plan, cost_of(F=1, B=1))
 
 
@@ -391,7 +391,7 @@ def test_a_dump_of_many_ranks_begins_with_the_cycle() -> None:
     good = with_transfers(make_plan("1f1b", 40, 2))
     # Rank 30 wants a gradient first.
     stuck = sorted(good.actions[30], key=lambda action: "B" not in action.op)
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(ScheduleError) as caught:
         check(replace(good, actions=(*good.actions[:30], tuple(stuck), *good.actions[31:])))
     lines = str(caught.value).splitlines()
     assert len(lines) == 19
@@ -401,7 +401,7 @@ def test_a_dump_of_many_ranks_begins_with_the_cycle() -> None:
 
 def test_sends_that_are_received_in_another_order_need_buffers() -> None:
     plan = plan_of("F0@0 F1@0 B0@0 B1@0", "F1@1 F0@1 B0@1 B1@1", microbatches=2)
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(ScheduleError) as caught:
         check(plan)
     assert str(caught.value) == (
         'pipeline plan "mine" of 2 ranks and 2 micro-batches can never finish:\n'
@@ -430,7 +430,7 @@ def test_interleaving_with_a_last_group_that_is_simply_shorter_could_never_finis
         steady = [action for pair in zip(walk["F"][ahead:], walk["B"], strict=False) for action in pair]
         return (*walk["F"][:ahead], *steady, *walk["B"][15 - ahead :])
 
-    with pytest.raises(PlanError, match="cycle: rank 0 -> rank 3 -> rank 0"):
+    with pytest.raises(ScheduleError, match="cycle: rank 0 -> rank 3 -> rank 0"):
         check(Plan("mine", 4, 5, 3, tuple(map(of, range(4)))))
 
 
@@ -495,7 +495,7 @@ def test_check_refuses_exactly_what_a_naive_run_gets_stuck_in(
     if finishes(plan, buffered=False):
         check(plan)
     else:
-        with pytest.raises(PlanError, match="can never finish") as caught:
+        with pytest.raises(ScheduleError, match="can never finish") as caught:
             check(plan)
         assert ("could if sends were buffered" in str(caught.value)) == finishes(plan, buffered=True)
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dsprof.engine.comm.comm.comm import open_comm
-from dsprof.engine.comm.comm.lane import CpuLane
 from models import Small, batches, build, reference
 from ranks import Ranks
 
+from dsprof.engine.comm.comm import open_comm
+from dsprof.engine.comm.lane import CpuLane
 from dsprof.engine.hooks import Hooks, Span, subscribe
 from dsprof.engine.zero import Comms, Zero, ZeroSettings
 from dsprof.engine.zero.fetch import FetchSettings

@@ -19,7 +19,7 @@ _TUNING: Final = "try values one by one under dsprof run, which says what each o
 _EXPERTS: Final = "experts are trained like all parameters: engine.load_checkpoint loads them, too"
 _SECTION: Final = "engine.config has the configuration, section by section"
 
-ABSENT: Final[Mapping[str, str]] = {
+UNSUPPORTED: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         ("allreduce_gradients", "allreduce_bucket", "allreduce_and_copy", "allreduce_no_retain",
          "buffered_allreduce_fallback", "coalesce_grad_reduction", "scale", "sparse_allreduce",

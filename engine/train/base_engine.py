@@ -1,0 +1,219 @@
+"""What an engine of either kind is: a training, what takes its steps, what reports them, and DeepSpeed's names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Final, Generic, TypeVar
+
+from torch import nn
+
+from .. import checkpoint
+from ..comm.groups import Parallel
+from ..config import Config
+from ..data import endless
+from ..hooks import Hooks
+from ..offload import Offload, States
+from ..optim.loss_scaler import LossScaler
+from ..tensor.check_data import check_same
+from ..training import Training
+from ..zero import Zero
+from .deepspeed_api import ENGINE, Names, Throughput
+from .metrics import Metrics
+from .optimizer_step import OptimizerStep
+
+CHECK_DATA_EVERY: Final = 50
+"""Steps after which tensor-parallel ranks are held to the same data again; they are in the first, too."""
+
+T = TypeVar("T")
+
+
+class _OfTraining(Generic[T]):
+    """An attribute of an engine that is its training's, to read and to set."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, engine: BaseEngine, owner: type) -> T:
+        value: T = getattr(engine.state, self._name)
+        return value
+
+    def __set__(self, engine: BaseEngine, value: T) -> None:
+        setattr(engine.state, self._name, value)
+
+
+class BaseEngine(nn.Module):
+    """A model that trains. Engine runs it as one; PipelineEngine runs the stages of it that are here."""
+
+    names: ClassVar[Names] = ENGINE
+    """What this answers to beside its methods."""
+
+    config = _OfTraining[Config]()
+    zero = _OfTraining[Zero]()
+    parallel = _OfTraining[Parallel]()
+    optimizer = _OfTraining["torch.optim.Optimizer | None"]()
+    lr_scheduler = _OfTraining[Any]()
+    scaler = _OfTraining[LossScaler]()
+    states = _OfTraining[States]()
+    hooks = _OfTraining[Hooks]()
+    training_dataloader = _OfTraining[Any]()
+    global_steps = _OfTraining[int]()
+    global_samples = _OfTraining[int]()
+    micro_steps = _OfTraining[int]()
+    skipped_steps = _OfTraining[int]()
+
+    def __init__(
+        self,
+        training: Training,
+        offload: Offload,
+        undo: Callable[[], None],
+        progress: Callable[[], str] | None = None,
+    ) -> None:
+        """`undo` takes from the model what was put around its modules. `progress`: see Metrics."""
+        super().__init__()
+        self.state = training
+        self.module = training.module
+        self.optimizer_step = OptimizerStep(training)
+        self.metrics = Metrics(training, progress)
+        self.tput_timer = Throughput()
+        self._offload = offload
+        self._undo = undo
+        self._own_data: Iterator[Any] | None = None
+        self._norm: float | None = None
+        self._stepped = False
+        self._destroyed = False
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradients before clipping; None before the first."""
+        return self._norm
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` changed the weights: not at every micro-batch, and not after an overflow."""
+        return self._stepped
+
+    def log_summary(self, show_straggler: bool = False) -> None:
+        """Print the table of communications so far (`comms_logger`); with `show_straggler` on all ranks at once."""
+        self.metrics.log_summary(show_straggler)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients there are."""
+        self.zero.clear()
+
+    # --- checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the training to `save_dir`/`tag`, on all ranks: see `checkpoint.save`."""
+        self._refuse_destroyed()
+        self.optimizer_step.stepped_masters()
+        self.optimizer_step.take_edits()
+        return checkpoint.save(self.state, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint, on all ranks: its path and the client's state. See `checkpoint.load`."""
+        self._refuse_destroyed()
+        self.optimizer_step.stepped_masters()
+        return checkpoint.load(
+            self.state, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
+            load_module_only,
+        )  # fmt: skip
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the model alone, in the precision it runs in, to one file: see `checkpoint.save_16bit_model`."""
+        self._refuse_destroyed()
+        return checkpoint.save_16bit_model(self.state, save_dir, save_filename, exclude_frozen_parameters)
+
+    def destroy(self) -> None:
+        """Take the engine off the model, which has its present weights; end its threads, close its files, and destroy
+        its process groups. On all ranks; again is of no effect.
+
+        What ZeRO has sharded is whole again; a pipeline's rank keeps its layers, and a tensor-parallel one its shard of
+        each: `save_16bit_model` writes the whole model. To train on is an error."""
+        if self._destroyed:
+            return
+        self._destroyed = True
+        self._own_data = None  # ends its workers, for which a garbage collection would wait
+        state = self.state
+        with contextlib.ExitStack() as rest:  # the others are closed even if one fails
+            for close in (
+                self._undo, self._offload.close, state.parallel.close, state.shared.close, state.zero.close,
+                self.metrics.close, self.optimizer_step.close,
+            ):  # fmt: skip
+                rest.callback(close)
+
+    # --- names of DeepSpeed's, and of the model's
+
+    def __getattr__(self, name: str) -> Any:
+        """What is in the table; what is not, such as `generate`, is the model's."""
+        if name in self.names and "state" in self.__dict__:
+            return self.names.find(name, self.state)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ("module", "state"):
+                raise
+        try:
+            return getattr(self.module, name)
+        except AttributeError:
+            instead = self.names.unsupported.get(name, f"and neither has its {type(self.module).__name__}")
+            raise AttributeError(f"the engine has no {name!r}: {instead}") from None
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self.names})  # type: ignore[no-untyped-call]
+
+    # --- inside
+
+    def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
+        """Take a step of the gradients that there are, report it, and count it."""
+        result = self.optimizer_step.take(lr_kwargs)
+        self._norm, self._stepped = result.norm, not result.overflow
+        self.metrics.report()
+        self.global_steps += 1
+        self.hooks.step = self.global_steps
+
+    def _batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        """Where the next micro-batch comes from: what was passed, else the engine's own data over and over."""
+        if data_iter is not None:
+            return data_iter
+        if self.training_dataloader is None:
+            raise ValueError("train_batch: pass an iterator of batches, or training_data to initialize")
+        self._own_data = self._own_data or endless(self.training_dataloader)
+        return self._own_data
+
+    def _check_data(self, batch: Any) -> None:
+        """Raise ValueError on all tensor-parallel ranks if they are about to train on different data."""
+        if self.parallel.tensor.size > 1 and self.global_steps % CHECK_DATA_EVERY == 0:
+            check_same(batch, self.parallel.tensor)
+
+    def _refuse_destroyed(self) -> None:
+        if self._destroyed:
+            raise RuntimeError(
+                "the engine was destroyed: its model, engine.module, is as any other; to train on, call initialize "
+                "again"
+            )
+
+    def _refuse_without_optimizer(self, what: str) -> None:
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"engine.{what}: there is no optimizer: pass one to initialize, or configure `optimizer`"
+            )

@@ -1,0 +1,366 @@
+"""What scripts and libraries ask of an engine by DeepSpeed's names, in tables.
+
+What training consists of are methods of the engines; the rest stands here, and an engine finds it when it is asked.
+Accelerate, Transformers and Lightning ask for much of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from .. import checkpoint
+from ..config import Config
+from ..data import WORKERS, ShardedLoader
+from ..optim.loss_scaler import DTYPES
+from ..pipe.deepspeed_api import UNSUPPORTED as UNSUPPORTED_IN_PIPELINES
+from ..pipe.module import PipelineModule
+from ..pipe.p2p import PipelineError
+from ..training import Training
+from ..zero import GatheredParameters
+from .unsupported import UNSUPPORTED
+
+
+@dataclass(frozen=True)
+class Names:
+    """What an engine answers to beside its own methods."""
+
+    attributes: Mapping[str, Callable[[Training], Any]]
+    """Name -> its value."""
+    settings: Mapping[str, Callable[[Config], Any]]
+    """Name -> what calling it returns, of the configuration as it is then."""
+    methods: Mapping[str, Callable[..., Any]]
+    """Name -> a function of the training and the caller's arguments."""
+    unsupported: Mapping[str, str]
+    """Name -> what to write in its place."""
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.attributes or name in self.settings or name in self.methods
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.attributes, *self.settings, *self.methods))
+
+    def find(self, name: str, training: Training) -> Any:
+        """What the engine of `training` has by `name`, which is in this."""
+        if name in self.attributes:
+            return self.attributes[name](training)
+        if name in self.settings:
+            return lambda: self.settings[name](training.config)
+        return partial(self.methods[name], training)
+
+
+@dataclass
+class Throughput:
+    """As much of DeepSpeed's timer as scripts call. Samples a second are in what `steps_per_print` prints."""
+
+    epoch_count: int = 0
+
+    def update_epoch_count(self) -> None:
+        """An epoch is over."""
+        self.epoch_count += 1
+
+
+# --- the configuration. Sizes are numbers of elements
+
+
+def _data_types(config: Config) -> tuple[torch.dtype, torch.dtype]:
+    """What the model runs in, and what gradients are added up in."""
+    model = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else torch.float32
+    accumulated = config.data_types.grad_accum_dtype
+    return model, model if accumulated is None else DTYPES[accumulated]
+
+
+def _communication_dtype(config: Config) -> torch.dtype:
+    chosen = config.communication_data_type
+    return _data_types(config)[0] if chosen is None else DTYPES[chosen]
+
+
+def _offloads_states_to(device: str) -> Callable[[Config], bool]:
+    def answer(config: Config) -> bool:
+        section = config.zero_optimization.offload_optimizer
+        return section is not None and section.device == device
+
+    return answer
+
+
+def _offloaded_share(config: Config) -> float:
+    section = config.zero_optimization.offload_optimizer
+    return 1.0 if section is None else section.ratio
+
+
+_SETTINGS: Final[Mapping[str, Callable[[Config], Any]]] = {
+    # batches: of a step over all ranks, of a micro-batch on one rank, micro-batches a step
+    "get_batch_info": lambda c: (c.train_batch_size, c.train_micro_batch_size_per_gpu, c.gradient_accumulation_steps),
+    "train_batch_size": lambda c: c.train_batch_size,
+    "train_micro_batch_size_per_gpu": lambda c: c.train_micro_batch_size_per_gpu,
+    "gradient_accumulation_steps": lambda c: c.gradient_accumulation_steps,
+    "dataloader_drop_last": lambda c: c.dataloader_drop_last,
+    # optimizer and schedule, as configured
+    "optimizer_params": lambda c: None if c.optimizer is None else c.optimizer.params.arguments(),
+    "scheduler_name": lambda c: None if c.scheduler is None else c.scheduler.type,
+    "scheduler_params": lambda c: None if c.scheduler is None else c.scheduler.params.arguments(),
+    # precision
+    "fp16_enabled": lambda c: c.fp16.enabled,
+    "bfloat16_enabled": lambda c: c.bf16.enabled,
+    "fp16_auto_cast": lambda c: c.fp16.auto_cast if c.fp16.enabled else None,
+    "dynamic_loss_scale": lambda c: c.fp16.enabled and c.fp16.loss_scale == 0,
+    "initial_dynamic_scale": lambda c: 2.0**c.fp16.initial_scale_power if c.fp16.enabled else 1.0,
+    "get_data_types": _data_types,
+    # gradients
+    "gradient_clipping": lambda c: c.gradient_clipping,
+    "gradient_predivide_factor": lambda c: c.gradient_predivide_factor,
+    "postscale_gradients": lambda c: not c.prescale_gradients,
+    # ZeRO: what is sharded, in which buckets, how long parameters stay whole
+    "zero_optimization": lambda c: c.zero_optimization.stage > 0,
+    "zero_optimization_stage": lambda c: c.zero_optimization.stage,
+    "zero_optimization_partition_gradients": lambda c: c.zero_optimization.stage >= 2,
+    "zero_optimization_partition_weights": lambda c: c.zero_optimization.stage >= 3,
+    "zero_gather_16bit_weights_on_model_save": (
+        lambda c: c.zero_optimization.stage3_gather_16bit_weights_on_model_save
+    ),
+    "zero_allow_untested_optimizer": lambda c: c.zero_allow_untested_optimizer,
+    "zero_reduce_scatter": lambda c: c.zero_optimization.reduce_scatter,
+    "zero_overlap_comm": lambda c: c.zero_optimization.overlap_comm,
+    "zero_contiguous_gradients": lambda c: c.zero_optimization.contiguous_gradients,
+    "zero_reduce_bucket_size": lambda c: c.zero_optimization.reduce_bucket_size,
+    "zero_allgather_bucket_size": lambda c: c.zero_optimization.allgather_bucket_size,
+    "zero_allgather_partitions": lambda c: c.zero_optimization.allgather_partitions,
+    "zero_round_robin_gradients": lambda c: c.zero_optimization.round_robin_gradients,
+    "zero_ignore_unused_parameters": lambda c: c.zero_optimization.ignore_unused_parameters,
+    "zero_sub_group_size": lambda c: c.zero_optimization.sub_group_size,
+    "zero_max_live_parameters": lambda c: c.zero_optimization.stage3_max_live_parameters,
+    "zero_max_reuse_distance": lambda c: c.zero_optimization.stage3_max_reuse_distance,
+    "zero_prefetch_bucket_size": lambda c: c.zero_optimization.stage3_prefetch_bucket_size,
+    "zero_param_persistence_threshold": lambda c: c.zero_optimization.stage3_param_persistence_threshold,
+    "zero_model_persistence_threshold": lambda c: c.zero_optimization.stage3_model_persistence_threshold,
+    "zero_hpz_partition_size": lambda c: c.zero_optimization.zero_hpz_partition_size,
+    # offloading: whole sections, and where the optimizer's states are
+    "zero_offload_optimizer": lambda c: c.zero_optimization.offload_optimizer,
+    "zero_offload_param": lambda c: c.zero_optimization.offload_param,
+    "zero_cpu_offload": _offloads_states_to("cpu"),
+    "zero_use_cpu_optimizer": _offloads_states_to("cpu"),
+    "zero_nvme_offload_optimizer": _offloads_states_to("nvme"),
+    "zero_partial_offload": _offloaded_share,
+    # the rest
+    "autotp_size": lambda c: c.tensor_parallel.size,
+    "checkpoint_tag_validation_enabled": lambda c: c.checkpoint.tag_validation != "Ignore",
+    "checkpoint_tag_validation_fail": lambda c: c.checkpoint.tag_validation == "Fail",
+    "steps_per_print": lambda c: c.steps_per_print,
+    "dump_state": lambda c: c.dump_state,
+    "wall_clock_breakdown": lambda c: c.wall_clock_breakdown,
+    "memory_breakdown": lambda c: c.memory_breakdown,
+    "flops_profiler_enabled": lambda c: c.flops_profiler.enabled,
+}
+
+_ATTRIBUTES: Final[Mapping[str, Callable[[Training], Any]]] = {
+    "communication_data_type": lambda training: _communication_dtype(training.config),
+    "device": lambda training: training.device,
+    "loss_scale": lambda training: training.scaler.scale,
+    "global_rank": lambda training: dist.get_rank() if dist.is_initialized() else 0,
+    "local_rank": lambda training: int(os.environ.get("LOCAL_RANK", "0")),
+    "world_size": lambda training: dist.get_world_size() if dist.is_initialized() else 1,
+    "dp_world_size": lambda training: training.zero.size,
+}
+
+
+# --- what does more than answer
+
+
+def _optimizer_name(training: Training) -> str | None:
+    """The type in the configuration, in lower case; of an optimizer of the script's, its class."""
+    if training.config.optimizer is not None:
+        return training.config.optimizer.type.lower()
+    return None if training.optimizer is None else type(training.optimizer).__name__
+
+
+def _set_train_batch_size(training: Training, train_batch_size: int) -> None:
+    """Have a step take so many samples from now on, in more or fewer micro-batches of the same size.
+
+    Raises ValueError if they do not make up whole micro-batches on every replica, RuntimeError within a step."""
+    before = training.config.gradient_accumulation_steps
+    if training.micro_steps % before:
+        raise RuntimeError("set_train_batch_size in the middle of a step: call it after a step has been taken")
+    resize(training, train_batch_size)
+    after = training.config.gradient_accumulation_steps
+    training.micro_steps = training.micro_steps // before * after  # so that a step begins
+
+
+def resize(training: Training, train_batch_size: int) -> None:
+    """Write another `train_batch_size` into the configuration, in micro-batches of the same size."""
+    each = training.config.train_micro_batch_size_per_gpu * training.parallel.mesh.dp
+    if train_batch_size < 1 or train_batch_size % each:
+        raise ValueError(
+            f"set_train_batch_size: {train_batch_size} samples are no multiple of the {each} of a micro-batch over "
+            f"the {training.parallel.mesh.dp} replicas; write {max(1, round(train_batch_size / each)) * each}"
+        )
+    sizes = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": train_batch_size // each}
+    training.config = training.config.model_copy(update=sizes)
+
+
+def _set_train_micro_batch_size(training: Training, micro_batch_size: int) -> None:
+    """Count so many samples in each micro-batch that the script passes from now on, and as many micro-batches.
+
+    Raises RuntimeError if the engine made the loader, whose batches have the size that they had."""
+    if micro_batch_size < 1:
+        raise ValueError(f"set_train_micro_batch_size: {micro_batch_size} samples; write 1 or more")
+    if isinstance(training.training_dataloader, ShardedLoader):
+        raise RuntimeError(
+            "set_train_micro_batch_size: the loader that initialize made goes on with batches of "
+            f"{training.training_dataloader.batch_size} samples; pass a loader of your own as train_dataloader="
+        )
+    samples = micro_batch_size * training.config.gradient_accumulation_steps * training.parallel.mesh.dp
+    sizes = {"train_batch_size": samples, "train_micro_batch_size_per_gpu": micro_batch_size}
+    training.config = training.config.model_copy(update=sizes)
+
+
+def _empty_partition_cache(training: Training) -> None:
+    """Release parameters that stage 3 keeps for their next use, and memory that the device's allocator keeps."""
+    if training.zero.fetcher is not None:
+        training.zero.fetcher.finish_backward()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _deepspeed_io(
+    training: Training,
+    dataset: Dataset[Any],
+    batch_size: int | None = None,
+    route: str = "train",
+    pin_memory: bool = True,
+    data_sampler: Sampler[Any] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_local_io_workers: int | None = None,
+) -> ShardedLoader:
+    """A loader of this rank's share of `dataset`, as `initialize(training_data=)` makes one, with another number of
+    workers if `num_local_io_workers` says so. On the routes `eval` and `predict` it does not shuffle."""
+    if route not in ("train", "eval", "predict"):
+        raise ValueError(f"engine.deepspeed_io: route={route!r}; write train, eval or predict")
+    mesh, config = training.parallel.mesh, training.config
+    return ShardedLoader(
+        dataset,
+        batch_size=batch_size or config.train_micro_batch_size_per_gpu,
+        rank=mesh.dp_rank,
+        world_size=mesh.dp,
+        collate_fn=collate_fn,
+        sampler=data_sampler,
+        shuffle=route == "train",
+        drop_last=config.dataloader_drop_last,
+        num_workers=WORKERS if num_local_io_workers is None else num_local_io_workers,
+        pin_memory=pin_memory and torch.cuda.is_available(),
+    )
+
+
+def _module_state_dict(training: Training, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+    """The state dict of the model as this rank has it. Raises RuntimeError in stage 3, where that is pieces."""
+    if training.zero.settings.stage >= 3:
+        raise RuntimeError(
+            "engine.module_state_dict: in ZeRO stage 3 parameters are in pieces: write engine.save_16bit_model, or "
+            "ask for it within zero.GatheredParameters(engine.module.parameters())"
+        )
+    state: dict[str, Tensor] = training.module.state_dict()
+    if exclude_frozen_parameters:
+        params = training.module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, param in params if not param.requires_grad}
+        state = {name: value for name, value in state.items() if name not in frozen}
+    return state
+
+
+def _load_module_state_dict(
+    training: Training, state_dict: dict[str, Tensor], strict: bool = True, custom_load_fn: Any = None
+) -> None:
+    """Give the model these weights, on all ranks the same; the optimizer goes on from them.
+
+    `custom_load_fn(src=state_dict, dst=module)` may do the copying.
+    """
+    with GatheredParameters(training.module, modifier_rank=0):
+        if custom_load_fn is not None:
+            custom_load_fn(src=state_dict, dst=training.module)
+        else:
+            training.module.load_state_dict(state_dict, strict=strict)
+
+
+def _consolidated(training: Training, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+    """The whole model's state dict on rank 0, in host memory, however it is sharded; elsewhere it is empty. On all
+    ranks. Transformers and Accelerate save models by it."""
+    return checkpoint.consolidated(training, with_frozen=not exclude_frozen_parameters)
+
+
+_METHODS: Final[Mapping[str, Callable[..., Any]]] = {
+    "optimizer_name": _optimizer_name,
+    "get_lr": Training.learning_rates,
+    "get_mom": Training.momenta,
+    "get_data_parallel_rank": lambda training: training.parallel.mesh.dp_rank,
+    "get_tensor_parallel_rank": lambda training: training.parallel.mesh.tp_rank,
+    "get_model_parallel_rank": lambda training: training.parallel.mesh.tp_rank,
+    "set_train_batch_size": _set_train_batch_size,
+    "set_train_micro_batch_size": _set_train_micro_batch_size,
+    "empty_partition_cache": _empty_partition_cache,
+    "deepspeed_io": _deepspeed_io,
+    "module_state_dict": _module_state_dict,
+    "load_module_state_dict": _load_module_state_dict,
+    "save_fp16_model": checkpoint.save_16bit_model,
+    "_zero3_consolidated_16bit_state_dict": _consolidated,
+    "_consolidated_16bit_state_dict": _consolidated,
+}
+
+ENGINE: Final = Names(_ATTRIBUTES, _SETTINGS, _METHODS, UNSUPPORTED)
+
+
+# --- pipelines
+
+
+def _pipeline(training: Training) -> PipelineModule:
+    assert isinstance(training.module, PipelineModule)
+    return training.module
+
+
+def _refused(what: str) -> Callable[..., NoReturn]:
+    def refuse(training: Training, *args: Any, **kwargs: Any) -> NoReturn:
+        raise PipelineError(what)
+
+    return refuse
+
+
+STEPS_ARE_WHOLE: Final = "a pipeline trains by engine.train_batch(data_iter) and is tried by engine.eval_batch"
+
+PIPELINE_ENGINE: Final = Names(
+    attributes={
+        **_ATTRIBUTES,
+        "grid": lambda training: _pipeline(training).mpu(),
+        "mpu": lambda training: _pipeline(training).mpu(),
+        "stage_id": lambda training: training.parallel.mesh.pp_rank,
+        "prev_stage": lambda training: training.parallel.mesh.pp_rank - 1,
+        "next_stage": lambda training: training.parallel.mesh.pp_rank + 1,
+        "num_stages": lambda training: training.parallel.mesh.pp,
+        "micro_batches": lambda training: training.config.gradient_accumulation_steps,
+        "micro_batch_size": lambda training: training.config.train_micro_batch_size_per_gpu,
+        "is_pipe_parallel": lambda training: training.parallel.mesh.pp > 1,
+        "is_data_parallel": lambda training: training.parallel.mesh.dp > 1,
+        "is_model_parallel": lambda training: training.parallel.mesh.tp > 1,
+    },
+    settings=_SETTINGS,
+    methods={
+        **_METHODS,
+        "get_pipeline_parallel_rank": lambda training: training.parallel.mesh.pp_rank,
+        "is_first_stage": lambda training: _pipeline(training).is_first(),
+        "is_last_stage": lambda training: _pipeline(training).is_last(),
+        # messages say their shapes themselves, and masks of bools arrive as well
+        "reset_activation_shape": lambda training: None,
+        "set_has_attention_mask": lambda training, value: None,
+        "backward": _refused(STEPS_ARE_WHOLE),
+        "step": _refused(STEPS_ARE_WHOLE),
+        "no_sync": _refused(
+            "engine.no_sync: train_batch runs all micro-batches of a step, and reduces gradients once in ZeRO stages 0 "
+            'and 1; leave it out, and write "gradient_accumulation_steps" in the configuration'
+        ),
+    },
+    unsupported={**UNSUPPORTED, **UNSUPPORTED_IN_PIPELINES},
+)

@@ -1,0 +1,62 @@
+"""What is trained, and how: one object that steps work on, checkpoints save, and engines own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .comm.groups import Parallel
+from .config import Config
+from .hooks import Hooks
+from .offload import States
+from .optim.loss_scaler import LossScaler
+from .zero import Zero
+from .zero.shared_params import SharedParameters
+
+
+@dataclass(eq=False, slots=True)
+class Training:
+    """A model, what trains it, and how far that is."""
+
+    module: nn.Module
+    config: Config
+    zero: Zero
+    parallel: Parallel
+    """This rank's place in the mesh, and its process groups."""
+    shared: SharedParameters
+    """Parameters that other ranks of this replica hold, too."""
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: Any
+    scaler: LossScaler
+    states: States
+    """Masters and the optimizer's states, wherever they are between steps."""
+    hooks: Hooks
+    training_dataloader: Any = None
+    global_steps: int = 0
+    """Steps taken, those that an overflow skipped among them."""
+    global_samples: int = 0
+    """Samples seen, over all replicas."""
+    micro_steps: int = 0
+    """Micro-batches seen on this rank."""
+    skipped_steps: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's; none without one."""
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    def learning_rates(self) -> list[float]:
+        """Of each parameter group."""
+        return [group["lr"] for group in self.param_groups]
+
+    def momenta(self) -> list[Any]:
+        """The momentum (SGD) or betas (Adam) of each parameter group."""
+        return [group.get("betas", group.get("momentum")) for group in self.param_groups]
