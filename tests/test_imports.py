@@ -132,8 +132,8 @@ ENGINE_FLOORS: Final = (
     {"setup"},
     {"deepspeed"},
 )
-"""The engine's rooms, the lowest floor first: imports go down, or stay inside a room. `dsprof.engine` itself, the public
-face, names what is anywhere."""
+"""The engine's rooms, the lowest floor first: imports go down, or stay inside a room. `dsprof.engine` itself, the
+public face, names what is anywhere."""
 
 TWICE: Final = {"Init"}
 """Classes of the engine that DeepSpeed's stand-in has under the same name, which is DeepSpeed's."""

@@ -193,7 +193,7 @@ class PipelineEngine(BaseEngine):
     # --- inside
 
     def _planned(self, microbatches: int, *, forward_only: bool = False) -> Plan:
-        """Raises PlanError for a schedule that would never end."""
+        """Raises ScheduleError for a schedule that would never end."""
         found = self._plans.get((microbatches, forward_only))
         if found is None:
             pipeline, ranks = self.config.pipeline, self.parallel.mesh.pp
