@@ -1,6 +1,7 @@
 """DeepSpeed's `deepspeed.checkpointing`: activation checkpointing that a model's own code calls for.
 
-As in DeepSpeed these settings are the process's, not one engine's.
+As in DeepSpeed these settings are the process's, not one engine's. `policies` has what a configuration checkpoints in a
+model that calls for nothing.
 """
 
 from __future__ import annotations
