@@ -344,8 +344,11 @@ def test_the_engines_imports_go_down_its_floors() -> None:
 
 def test_a_folder_of_the_engine_says_what_is_in_it() -> None:
     """Every file of a folder stands in the table of contents that its `__init__` begins with."""
-    tables = {path.parent: ast.get_docstring(ast.parse(path.read_text())) or "" for module, path in FILES.items()
-              if path.name == "__init__.py" and within(module, "dsprof.engine") and module != "dsprof.engine"}  # fmt: skip
+    tables = {
+        path.parent: ast.get_docstring(ast.parse(path.read_text())) or ""
+        for module, path in FILES.items()
+        if path.name == "__init__.py" and within(module, "dsprof.engine") and module != "dsprof.engine"
+    }
     assert len(tables) > 12
     missing = [
         str(path.relative_to(ROOT)) for path in FILES.values()

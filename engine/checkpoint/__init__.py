@@ -5,9 +5,9 @@
     folder/TAG/__RANK_0.distcp      what one rank wrote
     folder/TAG/config.json          the configuration it was trained with
 
-Every tensor is kept flattened, sharded as the ranks that wrote it had it. So ranks that are divided otherwise, into stages,
-replicas and tensor-parallel parts, can read it, with any ZeRO stage and any precision. Nothing that is read can run
-code.
+Every tensor is kept flattened, sharded as the ranks that wrote it had it. So ranks that are divided otherwise, into
+stages, replicas and tensor-parallel parts, can read it, with any ZeRO stage and any precision. Nothing that is read can
+run code.
 
     saving        a checkpoint from beginning to end, written
     loading       and read
