@@ -176,8 +176,9 @@ class BaseEngine(nn.Module):
         try:
             return getattr(self.module, name)
         except AttributeError:
-            instead = self.names.unsupported.get(name, f"and neither has its {type(self.module).__name__}")
-            raise AttributeError(f"the engine has no {name!r}: {instead}") from None
+            unsupported, model = self.names.unsupported, type(self.module).__name__
+            instead = f": {unsupported[name]}" if name in unsupported else f", and neither has its {model}"
+            raise AttributeError(f"the engine has no {name!r}{instead}") from None
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self.names})  # type: ignore[no-untyped-call]
@@ -215,6 +216,4 @@ class BaseEngine(nn.Module):
 
     def _refuse_without_optimizer(self, what: str) -> None:
         if self.optimizer is None:
-            raise RuntimeError(
-                f"engine.{what}: there is no optimizer: pass one to initialize, or configure `optimizer`"
-            )
+            raise RuntimeError(f"{what}: there is no optimizer: pass one to initialize, or configure `optimizer`")

@@ -23,7 +23,7 @@ from ..schedule import Plan, check, make_plan
 from ..training import Training
 from ..zero import Zero
 from .base_engine import BaseEngine
-from .deepspeed_api import PIPELINE_ENGINE, Names, resize
+from .deepspeed_api import PIPELINE_ENGINE, Names, with_train_batch_size
 
 
 class PipelineEngine(BaseEngine):
@@ -179,7 +179,7 @@ class PipelineEngine(BaseEngine):
         """Have a step take so many samples, in more or fewer micro-batches of the same size.
 
         Raises ValueError if they do not make up whole micro-batches on every replica."""
-        resize(self.state, train_batch_size)
+        self.config = with_train_batch_size(self.state, train_batch_size)
         self.plan = self._planned(self.config.gradient_accumulation_steps)
 
     def destroy(self) -> None:
