@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .. import activation_checkpoint
 from ..offload import Offload
 from ..optim.loss_scaler import cast_floating
 from ..pipe import split_backward
@@ -225,6 +226,7 @@ class PipelineEngine(BaseEngine):
         """Run a plan. If it fails on one rank of the job it fails on all."""
         self._refuse_destroyed()
         self._verdict.begin()
+        activation_checkpoint.attach(self.hooks, self.config.activation_checkpointing)
         half = self.config.fp16.enabled and self.config.fp16.auto_cast
         cast: Callable[[Any], Any] = (lambda inputs: cast_floating(inputs, torch.float16)) if half else _same
         failed: BaseException | None = None
