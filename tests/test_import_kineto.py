@@ -286,6 +286,30 @@ def test_names_in_the_file_are_shown_as_text(tmp_path: Path, capsys: pytest.Capt
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0.json", "run"]
 
 
+def test_what_a_trace_does_not_tell_of_its_capture_is_unknown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No overhead was measured, no level was chosen, and nothing says that all ranks read one clock."""
+    traces, run = tmp_path / "traces", tmp_path / "run"
+    traces.mkdir()
+    kt.two_ranks(traces)
+    analysis = analyze(import_trace(traces))
+    capture = analysis.to_dict()["capture"]
+    assert (capture["overhead_percent"], capture["clock_error_us"]) == (None, None)
+    assert cli.main(["import", str(traces), "-o", str(run)]) == 0
+    assert cli.main(["report", str(run)]) == 0
+    capsys.readouterr()
+    assert cli.main(["analyze", str(run)]) == 0
+    words = (
+        "2/2 ranks, imported from torch.profiler, of unknown overhead, clocks taken for one, as the trace does not name"
+    )
+    assert words in " ".join(capsys.readouterr().out.split())
+    page = (run / "report.html").read_text()
+    assert words in page
+    assert "<dt>imported from</dt><dd>torch.profiler</dd>" in page
+    assert "<dt>level</dt>" not in page
+
+
 # --- damaged and hostile ------------------------------------------------------------------------
 
 

@@ -38,9 +38,10 @@ class CaptureQuality:
     """How far the capture can be trusted."""
 
     overhead_percent: float | None
-    """Estimated: the records written, times what one costs, as a share of the step."""
+    """Estimated: the records written, times what one costs, as a share of the step. None: not known."""
     dropped: int
-    clock_error_us: float
+    clock_error_us: float | None
+    """How far the clocks of ranks may be apart. None: not known, as a trace does not tell which clocks it is of."""
     warnings: tuple[str, ...] = ()
     replay: ReplayCheck | None = None
     """How far the step graph agrees with what was measured; None without one."""
