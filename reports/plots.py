@@ -271,16 +271,19 @@ def _excess(kind: str, rank: int, excess_ms: float) -> str:
     return f"{label}, most on rank {rank}: {text.ms(excess_ms)} more than an ordinary step"
 
 
-def heatmap(steps: pd.DataFrame, *, max_columns: int = 500, max_rows: int = 128) -> go.Figure:
+def heatmap(
+    steps: pd.DataFrame, delays: pd.DataFrame | None = None, *, max_columns: int = 500, max_rows: int = 128
+) -> go.Figure:
     """Who was slower than the others, and when: a row a rank, a column a step.
 
     The colour is the rank's own work (the step without waiting for others) beyond that of the middle rank of the
-    same step, ms; with one rank, beyond its median step. A straggler is a row, a pause a cell. A larger table is
-    reduced by joining neighbours by their maximum. Full colour is at least 5 % of a step, so that noise stays pale,
+    same step, ms; with one rank, beyond its median step. Where kernels were traced it is `delays`, [rank, step] how
+    long the others' devices stood still for the rank alone, ms: its host's work says little of its device. A straggler
+    is a row, a pause a cell. A larger table is reduced by joining neighbours by their maximum. Full colour is at least 5 % of a step, so that noise stays pale,
     and at most the 99th percentile where single cells would outshine everything; it is chosen for the ordinary steps.
     The pointer tells whole numbers.
     """
-    table = tables.excess(tables.by_step(steps, tables.own_work_ms(steps)))
+    table = delays if delays is not None else tables.excess(tables.by_step(steps, tables.own_work_ms(steps)))
     joined, rows, columns = tables.coarsen(table, max_rows, max_columns)
     notes = []
     if rows > 1 or columns > 1:
@@ -293,16 +296,18 @@ def heatmap(steps: pd.DataFrame, *, max_columns: int = 500, max_rows: int = 128)
     top = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
     if top > ceiling:
         notes.append(f"full colour from {text.ms(ceiling)}; the largest is {text.ms(top)}")
+    meaning = "more own work than the middle rank" if delays is None else "the others' devices stand still for it alone"
     trace = go.Heatmap(
         x=joined.columns.to_numpy(), y=[f"rank {rank}" if rows == 1 else f"ranks {rank}-" for rank in joined.index],
         z=np.round(values, 2).astype("float32"), zmin=0, zmax=ceiling, hoverongaps=False,
         xgap=0, ygap=1 if len(joined) <= 40 else 0,
         colorscale=[[0, "rgba(181,18,27,0.05)"], [0.5, "rgba(214,90,40,0.62)"], [1, "rgba(181,18,27,1)"]],
         colorbar={"title": {"text": "ms"}, "thickness": 12, "outlinewidth": 0, "len": 1, "lenmode": "fraction"},
-        hovertemplate="%{y}, step %{x}<br><b>%{z:,.1f} ms</b> more own work than the middle rank<extra></extra>",
+        hovertemplate=f"%{{y}}, step %{{x}}<br><b>%{{z:,.1f}} ms</b> {meaning}<extra></extra>",
     )  # fmt: skip
+    title = "Own work beyond the middle rank" if delays is None else "Stood still for, by the others' devices"
     height = 154 + min(max(26 * len(joined), 60), 520)
-    figure = styled([trace], "Own work beyond the middle rank", "; ".join(notes), height=height)
+    figure = styled([trace], title, "; ".join(notes), height=height)
     figure.update_layout(margin_t=34)  # the toolbar's place, beside which is the colour bar's title
     figure.update_xaxes(title="step", showgrid=False, zeroline=False)
     _few_steps(figure, joined.columns)

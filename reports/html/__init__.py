@@ -52,6 +52,7 @@ def render(analysis: Analysis) -> str:
         budget=_budget(analysis),
         rank_parts=[part for part in analysis.budget_by_rank if (analysis.budget_by_rank[part] > 0.005).any()],
         rank_rows=_rank_rows(analysis),
+        on_devices=analysis.delays is not None,
         blamed=_blamed(analysis),
         memory=analysis.memory,
         memory_line=memory.line(analysis.memory_uses),
@@ -131,7 +132,7 @@ def _figures(analysis: Analysis) -> dict[str, Any]:
         figures["time"].update_layout(showlegend=False, height=86)  # the table below it has the colours
     if analysis.step_ms is not None:
         figures["budget"] = plots.budget_bar(analysis.budget_by_rank, analysis.budget)
-        figures["heatmap"] = plots.heatmap(analysis.steps)
+        figures["heatmap"] = plots.heatmap(analysis.steps, analysis.delays)
         figures["steps"] = plots.step_time(analysis.steps, analysis.irregular, highlight=_blamed(analysis))
     collectives = plots.collectives(analysis.collectives)
     if collectives.data:
