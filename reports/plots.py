@@ -279,8 +279,9 @@ def heatmap(
     The colour is the rank's own work (the step without waiting for others) beyond that of the middle rank of the
     same step, ms; with one rank, beyond its median step. Where kernels were traced it is `delays`, [rank, step] how
     long the others' devices stood still for the rank alone, ms: its host's work says little of its device. A straggler
-    is a row, a pause a cell. A larger table is reduced by joining neighbours by their maximum. Full colour is at least 5 % of a step, so that noise stays pale,
-    and at most the 99th percentile where single cells would outshine everything; it is chosen for the ordinary steps.
+    is a row, a pause a cell. A larger table is reduced by joining neighbours by their maximum. Full colour is at least
+    5 % of a step, so that noise stays pale, and at most the 99th percentile where single cells would outshine
+    everything; it is chosen for the ordinary steps.
     The pointer tells whole numbers.
     """
     table = delays if delays is not None else tables.excess(tables.by_step(steps, tables.own_work_ms(steps)))

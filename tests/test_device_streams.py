@@ -126,7 +126,7 @@ def test_a_late_begin_of_the_first_traced_step_is_no_lateness_of_the_ranks(tmp_p
     assert cells.z.round(2).tolist() == pytest.approx(np.float32([[0], [0.03]]))
     out = io.StringIO()
     terminal.render(analysis, out, width=100)
-    assert "rank 1              0.00 ms          others wait for it 0.03 ms" in out.getvalue()
+    assert "rank 1  0.00 ms          others wait for it 0.03 ms" in out.getvalue()
 
 
 def test_the_budget_sums_to_the_step(analysis: Analysis) -> None:
