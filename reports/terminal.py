@@ -286,7 +286,8 @@ def _finding(console: Console, index: int, finding: Finding, cwd: str) -> None:
     saved = wording.gain(finding.gain)
     if saved:
         sure = f", {how_sure}" if (how_sure := wording.confidence(finding)) else ""
-        grid.add_row(Text("gain", style="dim"), _prose(saved + sure))
+        label = "cost" if wording.verb(finding.gain) == "costs" else "gain"
+        grid.add_row(Text(label, style="dim"), _prose(saved + sure))
     place = wording.where(finding.where)
     if place:
         grid.add_row(Text("where", style="dim"), Text(place))

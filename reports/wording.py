@@ -171,8 +171,12 @@ def gain(value: Gain) -> str:
     if value.ms <= 0:
         return ""
     low, high = (_beside(value.ms, end) for end in (value.low, value.high))
-    verb = "costs" if value.method == MEASURED_ON_DEVICE else "saves"
-    return f"{verb} {ms(value.ms)} {a_step(value)}" + (f" [{low}, {high}]" if low != high else "")
+    return f"{verb(value)} {ms(value.ms)} {a_step(value)}" + (f" [{low}, {high}]" if low != high else "")
+
+
+def verb(value: Gain) -> str:
+    """`saves`: what a change would gain; `costs`: what something took, of which what can be saved is not known."""
+    return "costs" if value.method == MEASURED_ON_DEVICE else "saves"
 
 
 def confidence(finding: Finding) -> str:

@@ -63,7 +63,7 @@ def test_straggler_says_what_matters() -> None:
     for phrase in (
         "rank 1 arrives late in every step: its forward takes longer; fixing it saves 37.9 ms of each 212 ms step",
         "peer wait 19.00 ms 8.9 % standing still until the last rank arrives rank.straggler",
-        "37.9 ms saved a step (18 %) 95 % interval 31.2 to 44.6 ms, predicted by replay",
+        "saves 37.9 ms a step (18 %) 95 % interval 31.2 to 44.6 ms, predicted by replay",
         "confidence 97 % where rank 1, all_reduce, group 0, steps 0-39",
         "forward on rank 1 88.0 ms 50.0 ms",
         "Fix 1 the slow part is called here; move it off the training thread",
@@ -106,7 +106,7 @@ def test_a_cost_beside_the_ordinary_steps() -> None:
         "a step is an iteration of 6 optimizer steps: 5 of Adam 1, 1 of Adam 2.",
         "steps are slower from step 41 on",
         "evaluation 1.3 s 6.8 % forwards without gradients, between training steps eval.uneven",
-        "42.0 ms saved a step on average (17 % of the run's time per step)"
+        "saves 42.0 ms a step on average (17 % of the run's time per step)"
         " 95 % interval 38.1 to 45.9 ms, measured as excess over ordinary steps",
         "Marked: what made a step longer than these.",
         "Not judged: rank.straggler : the ranks do different work",
