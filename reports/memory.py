@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 from typing import Any, Final
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from dsprof.analyzer import text
+from dsprof.analyzer.memory import STATE_COLUMNS
 from dsprof.analyzer.memory_use import HELD, MemoryUse, main_place
 from dsprof.schema import MEMORY_PARTS
 
@@ -106,6 +108,48 @@ def by_part(uses: Sequence[MemoryUse], *, max_ranks: int = 24) -> go.Figure:
     )  # fmt: skip
     figure.update_xaxes(title=f"{unit} at the peak", rangemode="tozero")
     figure.update_yaxes(autorange="reversed", showgrid=False)
+    figure.update_layout(legend={"traceorder": "normal"})
+    return figure
+
+
+def segments(table: pd.DataFrame, *, most: int = 400) -> go.Figure:
+    """What a device's segments are: of each a bar as wide as it is large, its height divided by what its bytes are, so
+    that areas are bytes. table: `analyzer.memory.segment_uses`. Neighbours that are wholly in use, or wholly free, are
+    one bar; of more than `most` bars the last are one."""
+    alike = table["releasable"].eq(table["reserved"]) * 2 + table["allocated"].eq(table["reserved"])
+    bar = (alike.eq(0) | alike.ne(alike.shift())).cumsum().clip(upper=most)
+    sizes = table[["reserved", *STATE_COLUMNS]].groupby(bar).sum()
+    labels, notes = [], []
+    for number, of in table.groupby(bar):
+        first, last, total = of.index[0] + 1, of.index[-1] + 1, text.size(int(of["reserved"].sum()))
+        if len(of) == 1:
+            pool, stream = escape(text.clean(of["pool"].iloc[0])), int(of["stream"].iloc[0])
+            labels.append(f"segment {first:,} of {len(table):,}, {total}<br>{pool} pool, stream {stream}")
+        else:
+            labels.append(f"segments {first:,} to {last:,} of {len(table):,}, {total}")
+        if number == most and alike[of.index].nunique() > 1:
+            notes.append(f"the {len(of):,} smallest of {len(table):,} segments are one bar")
+    shown = sizes
+    whole = shown["reserved"].to_numpy("int64")
+    factor, unit = _unit(int(whole.sum()))
+    width = whole / factor
+    traces = []
+    for state in STATE_COLUMNS:
+        size, look = shown[state].to_numpy("int64"), palette.SEGMENTS[state]
+        if not size.any():
+            continue
+        traces.append(
+            go.Bar(
+                name=f"{look.label} {text.size(int(size.sum()))}", x=(width.cumsum() - width).round(6),
+                width=width.round(6), offset=0, y=(100 * size / whole).round(2),
+                marker={"color": look.color, "line": {"width": 0.5, "color": "rgba(138,144,153,0.6)"}},
+                customdata=[[label, text.size(int(of))] for label, of in zip(labels, size, strict=True)],
+                hovertemplate=f"%{{customdata[0]}}<br>{look.label} <b>%{{customdata[1]}}</b>, %{{y}} %<extra></extra>",
+            )
+        )  # fmt: skip
+    figure = styled(traces, "Segments, the largest first", "; ".join(notes), barmode="stack", height=300)
+    figure.update_xaxes(title=f"{unit} reserved, segment after segment", range=[0, float(width.sum())], showgrid=False)
+    figure.update_yaxes(title="% of the segment", range=[0, 100])
     figure.update_layout(legend={"traceorder": "normal"})
     return figure
 

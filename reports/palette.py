@@ -59,6 +59,15 @@ MEMORY: Final = {
 """What memory is for (schema.MEMORY_PARTS), and what remains."""
 
 
+SEGMENTS: Final = {
+    "allocated": Part("in use", "#2F86EE", BLACK, "blocks of tensors"),
+    "pending": Part("freed, another stream may still use it", "#DCCB1E", BLACK, "blocks that wait for a stream"),
+    "split": Part("free between blocks in use", "#B5121B", WHITE, "cannot go back to the device"),
+    "releasable": Part("free in whole segments", "#ADADAD", BLACK, "can go back to the device"),
+}
+"""What the bytes of an allocator's segments are (`analyzer.memory.STATE_COLUMNS`)."""
+
+
 @dataclass(frozen=True)
 class Mark:
     """How a step that is not ordinary is marked."""

@@ -20,6 +20,7 @@ from markupsafe import Markup
 from dsprof.analyzer import text
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.memory import segment_uses
 from dsprof.run import last_processes
 from dsprof.trace import concat_rows
 
@@ -30,6 +31,8 @@ HERE: Final = Path(__file__).parent
 
 TIMELINE_RANKS: Final = 8
 DEVICE_RANKS: Final = 8
+MOST_SNAPSHOTS: Final = 8
+"""Devices whose segments are drawn."""
 MOST_MODULES: Final = 40
 """That are listed."""
 
@@ -141,6 +144,10 @@ def _figures(analysis: Analysis) -> dict[str, Any]:
     if uses:
         figures["memory"] = memory.over_steps(analysis.memory_steps, uses, highlight=_hungry(analysis))
         figures["memory-parts"] = memory.by_part(uses)
+    for at, held in enumerate(analysis.memory[:MOST_SNAPSHOTS]):
+        if held.total("reserved"):
+            uses_of = segment_uses(analysis.trace.memory[held.rank], held.device)
+            figures[f"segments-{at}"] = memory.segments(uses_of)
     watched = sorted({int(fact["rank"]) for fact in analysis.run.facts if fact.get("fact") == "gpu"})
     if watched:
         named = [rank for finding in analysis.findings for rank in finding.where.ranks or ()]
