@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from html import escape
 from typing import Any, Final
 
@@ -15,11 +15,13 @@ from dsprof.analyzer.memory_use import HELD, MemoryUse, main_place
 from dsprof.schema import MEMORY_PARTS
 
 from . import palette
-from .plots import styled
+from .plots import mark_profiled, styled
 
 UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 FAR: Final = 4.0
 """A capacity so many times above the peak is told instead of drawn."""
+MOST_ENDS: Final = 3
+"""Steps at which lines end before the last that are told."""
 LEAST_SHARE: Final = 0.001
 """A part of less of the peak is left out of a line."""
 
@@ -31,11 +33,13 @@ def main_uses(uses: Sequence[MemoryUse]) -> list[MemoryUse]:
 
 
 def over_steps(
-    table: pd.DataFrame, uses: Sequence[MemoryUse], *, highlight: int | None = None, max_ranks: int = 4
-) -> go.Figure:
+    table: pd.DataFrame, uses: Sequence[MemoryUse], profiled: Collection[int] = (), *, highlight: int | None = None,
+    max_ranks: int = 4,
+) -> go.Figure:  # fmt: skip
     """What each rank had in use after each step, what its allocator held, and what there is.
 
-    table: `memory_use.COLUMNS`; uses: of each rank where its tensors are (`main_uses`). Above `max_ranks`, the ranks
+    table: `memory_use.COLUMNS`; uses: of each rank where its tensors are (`main_uses`); profiled: steps that
+    torch.profiler looked at. Above `max_ranks`, the ranks
     become a band from the least to the most, with the one that has most, or `highlight`, drawn on top.
     """
     factor, unit = _unit(max((use.reserved for use in uses), default=0))
@@ -67,7 +71,14 @@ def over_steps(
     if far:
         shared = ", which the ranks of a host share" if on_host and len(uses) > 1 else ""
         notes.append(f"what was used, of {' and '.join(map(text.size, far))}{shared}")
+    until = {rank: int(values.index.max()) for rank, values in held.items() if len(values)}
+    by_end: dict[int, list[int]] = {}
+    for rank, step in until.items():
+        by_end.setdefault(step, []).append(rank)
+    for step in sorted(by_end)[:-1][:MOST_ENDS]:
+        notes.append(f"{text.ranks(by_end[step])} until step {step}, the last of which memory was told")
     figure = styled(traces, title, "; ".join(notes), height=320, hovermode="x unified")
+    mark_profiled(figure, profiled)
     for limit in limits:
         if limit not in far:
             figure.add_hline(

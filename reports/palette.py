@@ -96,6 +96,8 @@ WAITING: Final = ("comm_exposed", "peer_wait", "bubble")
 SERIES: Final = ("#2F86EE", "#E0914A", "#1F7C59", "#A01C8C", "#45C8F5", "#DCCB1E", "#7A2CEB", "#B5121B")
 """Colours for what is no budget part: ranks, operators."""
 
+PROFILED: Final = "#7A2CEB"
+"""Behind steps that torch.profiler looked at."""
 HIGHLIGHT: Final = "#B5121B"
 NEUTRAL: Final = "#8A9099"
 

@@ -6,7 +6,7 @@ The note is also the subtitle. Names from the run are escaped, since plotly read
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -173,14 +173,14 @@ def devices(told: pd.DataFrame, *, of_ranks: int | None = None, max_points: int 
 
 
 def step_time(
-    steps: pd.DataFrame, irregular: pd.DataFrame | None = None, *, highlight: int | None = None,
-    max_points: int = 1000, max_ranks: int = 4, max_marks: int = 300,
+    steps: pd.DataFrame, irregular: pd.DataFrame | None = None, profiled: Collection[int] = (), *,
+    highlight: int | None = None, max_points: int = 1000, max_ranks: int = 4, max_marks: int = 300,
 ) -> go.Figure:  # fmt: skip
     """How long each step took, and how much of it each rank worked itself: a line a rank.
 
     steps: rank, step, dur_ns, ordinary, and the budget parts in ms; ordinary steps are shaded. irregular: rank, step,
     kind, excess_ms (`Analysis.irregular`); these steps are marked with what made them so, of more than `max_marks` the
-    longest.
+    longest. profiled: steps that torch.profiler looked at.
     Above `max_ranks`, the ranks become a band from the least to the most busy, with `highlight` drawn on top; above
     `max_points` steps, neighbours are joined by their maximum.
     """
@@ -228,10 +228,26 @@ def step_time(
         figure.add_vrect(
             x0=first - 0.5, x1=last + 0.5, fillcolor=palette.NEUTRAL, opacity=0.1, line_width=0, layer="below"
         )
+    mark_profiled(figure, profiled)
     figure.update_xaxes(title="step")
     _few_steps(figure, whole.columns)
     figure.update_yaxes(title="ms", rangemode="tozero")
     return figure
+
+
+def mark_profiled(figure: go.Figure, steps: Collection[int]) -> None:
+    """Shade the steps that torch.profiler looked at (`--deep`), over the steps of a figure, and say so."""
+    shaded = tables.stretches(list(steps))
+    for first, last in shaded:
+        figure.add_vrect(
+            x0=first - 0.5, x1=last + 0.5, fillcolor=palette.PROFILED, opacity=0.16, line_width=0, layer="below",
+            annotation={"text": "--deep", "font": {"size": 10}}, annotation_position="top left",
+        )  # fmt: skip
+    if shaded:
+        told = " and ".join(f"{first} to {last}" if last > first else str(first) for first, last in shaded[:3])
+        notes = [figure.layout.meta["note"], f"torch.profiler looked at {told} (--deep), which makes steps longer"]
+        note = "; ".join(filter(None, notes))
+        figure.update_layout(meta={"note": note}, title_subtitle_text=note)
 
 
 def _few_steps(figure: go.Figure, steps: Any) -> None:

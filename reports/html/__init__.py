@@ -20,6 +20,7 @@ from markupsafe import Markup
 from dsprof.analyzer import text
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.irregular import profiled_steps
 from dsprof.analyzer.memory import segment_uses
 from dsprof.run import last_processes
 from dsprof.trace import concat_rows
@@ -136,13 +137,17 @@ def _figures(analysis: Analysis) -> dict[str, Any]:
     if analysis.step_ms is not None:
         figures["budget"] = plots.budget_bar(analysis.budget_by_rank, analysis.budget)
         figures["heatmap"] = plots.heatmap(analysis.steps, analysis.delays)
-        figures["steps"] = plots.step_time(analysis.steps, analysis.irregular, highlight=_blamed(analysis))
+        figures["steps"] = plots.step_time(
+            analysis.steps, analysis.irregular, profiled_steps(analysis.run), highlight=_blamed(analysis)
+        )
     collectives = plots.collectives(analysis.collectives)
     if collectives.data:
         figures["collectives"] = collectives
     uses = memory.main_uses(analysis.memory_uses)
     if uses:
-        figures["memory"] = memory.over_steps(analysis.memory_steps, uses, highlight=_hungry(analysis))
+        figures["memory"] = memory.over_steps(
+            analysis.memory_steps, uses, profiled_steps(analysis.run), highlight=_hungry(analysis)
+        )
         figures["memory-parts"] = memory.by_part(uses)
     for at, held in enumerate(analysis.memory[:MOST_SNAPSHOTS]):
         if held.total("reserved"):
