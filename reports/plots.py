@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,8 @@ MAX_STRETCHES = 200
 FEW_STEPS = 3
 """Each of which has its own tick."""
 
+LEAST_SEEN: Final = 0.001
+"""A part of less of the bar is narrower than a pixel, and so has no place in the legend."""
 GRID = "rgba(138,144,153,0.25)"
 AXIS: dict[str, Any] = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": GRID, "automargin": True}
 
@@ -96,7 +98,7 @@ def budget_bar(
     for part in table.columns:
         values = [mean.get(part, 0.0), *shown[part]]
         shares = [100 * value / whole if whole > 0 else 0.0 for value, whole in zip(values, total, strict=True)]
-        if max(shares) < 100 * palette.LEAST_SHARE:
+        if max(shares) < 100 * LEAST_SEEN:
             continue
         look = palette.part(part)
         traces.append(
@@ -245,7 +247,7 @@ def mark_profiled(figure: go.Figure, steps: Collection[int]) -> None:
         )  # fmt: skip
     if shaded:
         told = " and ".join(f"{first} to {last}" if last > first else str(first) for first, last in shaded[:3])
-        notes = [figure.layout.meta["note"], f"torch.profiler looked at {told} (--deep), which makes steps longer"]
+        notes = [figure.layout.meta["note"], f"shaded violet, steps {told}, which torch.profiler looked at (--deep)"]
         note = "; ".join(filter(None, notes))
         figure.update_layout(meta={"note": note}, title_subtitle_text=note)
 

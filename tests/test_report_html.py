@@ -224,6 +224,20 @@ def browser() -> Iterator[Any]:
         running.close()
 
 
+def test_columns_that_are_empty_and_figures_of_one_step_are_left_out() -> None:
+    analysis = factories.straggler()
+    whole = html.render(analysis)
+    assert "<th>host</th>" in whole
+    assert "<th>ended</th>" in whole
+    assert "steps" in figures(whole)
+    run = replace(analysis.run, ranks=[replace(item, host="") for item in analysis.run.ranks], exits=[])
+    one = analysis.steps[analysis.steps["step"] == analysis.steps["step"].max()]
+    bare = html.render(replace(analysis, run=run, steps=one))
+    assert "<th>host</th>" not in bare
+    assert "<th>ended</th>" not in bare
+    assert "steps" not in figures(bare)
+
+
 class Visit:
     """A report opened in the browser, and all that it did beyond showing itself."""
 
@@ -267,6 +281,15 @@ def test_plots_are_drawn_without_a_complaint_or_a_request(browser: Any, tmp_path
     ink = visit.page.evaluate("getComputedStyle(document.querySelector('#plot-budget .xtick text')).fill")
     assert ink == ("rgb(27, 31, 36)" if scheme == "light" else "rgb(230, 233, 237)")
     assert visit.count("a.modebar-btn[data-title*='loud'], a.modebar-btn[data-title*='hare']") == 0
+
+
+def test_the_toolbar_covers_nothing(browser: Any, tmp_path: Path) -> None:
+    """Of plain bars there is none; elsewhere it lies above what is drawn."""
+    visit = Visit(browser, tmp_path / "report.html", factories.straggler())
+    assert visit.count("#plot-time .modebar-btn") == visit.count("#plot-budget .modebar-btn") == 0
+    for name in ("heatmap", "timeline", "steps", "collectives"):
+        bar, plot = (visit.page.locator(f"#plot-{name} {part}").bounding_box() for part in (".modebar", ".nsewdrag"))
+        assert bar["y"] + bar["height"] <= plot["y"] + 1, name
 
 
 @pytest.mark.parametrize("width", [420, 1280])

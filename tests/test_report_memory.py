@@ -87,12 +87,12 @@ def test_steps_that_the_profiler_looked_at_are_marked() -> None:
     (shade,) = figure.layout.shapes
     assert (shade.x0, shade.x1, shade.fillcolor) == (19.5, 22.5, palette.PROFILED)
     assert figure.layout.annotations[0].text == "--deep"
-    assert figure.layout.meta["note"].endswith("torch.profiler looked at 20 to 22 (--deep), which makes steps longer")
+    assert figure.layout.meta["note"].endswith("shaded violet, steps 20 to 22, which torch.profiler looked at (--deep)")
     assert figure.layout.title.subtitle.text == figure.layout.meta["note"]
     steps = plots.step_time(factories.healthy().steps, profiled=[20, 21, 22])
     (shade,) = (shape for shape in steps.layout.shapes if shape.fillcolor == palette.PROFILED)
     assert (shade.x0, shade.x1) == (19.5, 22.5)
-    assert "looked at 20 to 22" in steps.layout.meta["note"]
+    assert "steps 20 to 22, which torch.profiler looked at" in steps.layout.meta["note"]
 
 
 def test_many_ranks_are_a_band_with_the_one_that_has_most() -> None:

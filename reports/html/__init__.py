@@ -43,7 +43,7 @@ _IN_SCRIPT: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "
 def render(analysis: Analysis) -> str:
     """The whole report as one HTML document."""
     plotly_js, page_js = _asset("plotly-cartesian.min.js"), _asset("page.js")
-    figures = _figures(analysis)
+    figures, ranks = _figures(analysis), _rank_rows(analysis)
     return _template().render(
         analysis=analysis,
         run=analysis.run,
@@ -55,7 +55,9 @@ def render(analysis: Analysis) -> str:
         minor=[_card(finding, analysis.run.cwd) for finding in wording.remarks(analysis)],
         budget=_budget(analysis),
         rank_parts=[part for part in analysis.budget_by_rank if (analysis.budget_by_rank[part] > 0.005).any()],
-        rank_rows=_rank_rows(analysis),
+        rank_rows=ranks,
+        hosts=any(row["host"] for row in ranks),
+        endings=any(row["ended"] for row in ranks),
         on_devices=analysis.delays is not None,
         blamed=_blamed(analysis),
         memory=analysis.memory,
@@ -65,6 +67,7 @@ def render(analysis: Analysis) -> str:
         efficiency_lines=efficiency.lines(analysis),
         module_rows=efficiency.module_rows(analysis, MOST_MODULES),
         modules_unseen=efficiency.unseen(analysis),
+        recomputed=bool(len(analysis.modules) and (analysis.modules["recompute_ms"] > 0).any()),
         counted=bool(len(analysis.modules) and analysis.modules["gflop"].notna().any()),
         modules_left=max(len(analysis.modules) - MOST_MODULES, 0),
         marks=len(analysis.irregular),
@@ -137,9 +140,10 @@ def _figures(analysis: Analysis) -> dict[str, Any]:
     if analysis.step_ms is not None:
         figures["budget"] = plots.budget_bar(analysis.budget_by_rank, analysis.budget)
         figures["heatmap"] = plots.heatmap(analysis.steps, analysis.delays)
-        figures["steps"] = plots.step_time(
-            analysis.steps, analysis.irregular, profiled_steps(analysis.run), highlight=_blamed(analysis)
-        )
+        if analysis.steps["step"].nunique() > 1:
+            figures["steps"] = plots.step_time(
+                analysis.steps, analysis.irregular, profiled_steps(analysis.run), highlight=_blamed(analysis)
+            )
     collectives = plots.collectives(analysis.collectives)
     if collectives.data:
         figures["collectives"] = collectives
