@@ -236,7 +236,7 @@ def _why(error: Exception) -> str:
     """Why NVML does not answer, in words."""
     if isinstance(error, ImportError):
         return "the package nvidia-ml-py is not there; pip install nvidia-ml-py"
-    code = getattr(error, "value", None)
+    code = int(getattr(error, "value", 0))
     said = f"{type(error).__name__}: {error}".partition("\n")[0]
     return NVML_SAYS.get(code, f"the NVIDIA driver does not answer ({said})")
 

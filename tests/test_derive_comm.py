@@ -210,6 +210,12 @@ def test_reductions_between_backward_and_optimizer_are_told_by_their_size(
     assert ((rows["kind"] == "phase") & (rows["name"] == "clip")).any() == clips
 
 
+def test_gradients_are_reduced_by_hand_behind_a_backward_that_computes_again() -> None:
+    again = phase("recompute", 12, 15)
+    rows = derive(*BY_HAND, again, comm("all_reduce", 25, 26, 0, bytes=1 << 20))
+    assert of(rows[rows["kind"] == "comm"], "purpose") == [("gradient",)]
+
+
 def test_reductions_elsewhere_are_not_taken_for_hand_made_ones() -> None:
     later = [(kind, name, start + 100, end + 100, more) for kind, name, start, end, more in BY_HAND if end]
     after_the_step = comm("all_reduce", 60, 61, 0, bytes=1 << 20)

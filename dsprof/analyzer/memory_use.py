@@ -11,7 +11,16 @@ import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RunInfo, last_processes
-from dsprof.schema import HOST, MEMORY_COUNTS, MEMORY_LANE, MEMORY_LIMITS, MEMORY_NOW, MEMORY_PARTS, MEMORY_PEAKS
+from dsprof.schema import (
+    HOST,
+    MEMORY_COUNTS,
+    MEMORY_EVERY,
+    MEMORY_LANE,
+    MEMORY_LIMITS,
+    MEMORY_NOW,
+    MEMORY_PARTS,
+    MEMORY_PEAKS,
+)
 
 MOST_POINTS: Final = 200
 """Steps of a rank that are kept: of more, neighbours are joined by their maximum."""
@@ -21,8 +30,6 @@ COLUMNS: Final = ("rank", "place", "step", *NUMBERS)
 written: bytes, but for schema.MEMORY_COUNTS. `step` is that of the last of those that were joined."""
 HELD: Final = {False: ("allocated", "allocated_peak"), True: ("resident", "resident_peak")}
 """Whether it is the host -> what is in use, and the most of it."""
-UNWRITTEN: Final = 16
-"""For so many steps nothing is written that stays as it is (`collectors.memory.WRITTEN_EVERY`)."""
 LASTING: Final = (*MEMORY_NOW, *MEMORY_PEAKS, *MEMORY_LIMITS, *MEMORY_COUNTS)
 """What stays as it is until it is written again."""
 
@@ -58,7 +65,7 @@ def sum_memory(rows: pd.DataFrame, rank: int) -> pd.DataFrame:
 def _at_each_step(part: pd.DataFrame, ended: npt.NDArray[np.int64]) -> pd.DataFrame:
     """With a row for each step that ended while it was sampled: a number that was not written is as it was."""
     steps = part["step"].to_numpy(np.int64)
-    between = ended[(ended > steps[0]) & (ended <= steps[-1] + UNWRITTEN)]
+    between = ended[(ended > steps[0]) & (ended <= steps[-1] + MEMORY_EVERY)]
     every = part.set_index("step").reindex(np.union1d(steps, between)).rename_axis("step")
     every[["place", *LASTING]] = every[["place", *LASTING]].ffill()
     return every.reset_index()

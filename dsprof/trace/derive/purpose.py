@@ -84,12 +84,14 @@ def _issued_in_backward(rows: pd.DataFrame) -> npt.NDArray[np.bool_]:
 
 def _reduced_by_hand(rows: pd.DataFrame, reduces: pd.Series[bool]) -> npt.NDArray[np.bool_]:
     """Which reductions a script makes of its gradients itself: between a backward and the optimizer's step, on the
-    thread that is in both. One number among them is something else, such as the loss or a norm."""
+    thread that is in both, neither inside another phase. One number is something else, such as the loss or a norm."""
     found = np.zeros(len(rows), bool)
     phases = rows[(rows["kind"] == "phase") & rows["name"].ne("clip") & rows["dur_ns"].notna()]
     reduced = rows[reduces & (rows["bytes"] > ONE_NUMBER).fillna(False).astype(bool) & ~rows["dtype"].isin(INTEGERS)]
     for thread, mine in reduced.groupby("thread"):
-        around = phases[phases["thread"] == thread].sort_values("start_ns")
+        around = phases[phases["thread"] == thread].sort_values(["start_ns", "dur_ns"], ascending=[True, False])
+        reach = np.maximum.accumulate(ends(around))
+        around = around[np.append(True, around["start_ns"].to_numpy(np.int64)[1:] >= reach[:-1])[: len(around)]]
         if around.empty:
             continue
         start, end, name = around["start_ns"].to_numpy(np.int64), ends(around), around["name"].to_numpy(object)
