@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Final
+from typing import Final, NamedTuple
 
 from . import (
     call_sites,
@@ -59,6 +59,52 @@ COLLECTORS: Final[dict[str, Collector]] = {
     "deep": deep.install,
 }
 """By the names that `DSPROF_WITHOUT` knows them by."""
+
+
+class About(NamedTuple):
+    """What `dsprof doctor` says of a collector. needs: GPU, NVML, NATIVE, or a package's name: without any of these it
+    records nothing."""
+
+    group: str
+    records: str
+    needs: tuple[str, ...] = ()
+
+
+GPU: Final = "gpu"
+NVML: Final = "nvml"
+NATIVE: Final = "native"
+"""The native helper, which a C++ compiler builds."""
+LOOP, COMMUNICATION, DEVICES = "the training loop", "communication", "GPUs"
+MEMORY, FRAMEWORKS, TROUBLE = "memory and host", "frameworks", "closer looks"
+
+ABOUT: Final[dict[str, About]] = {
+    "modules": About(LOOP, "forward; at --level full each module, with the native helper in backward, too"),
+    "phases": About(LOOP, "backward, and waiting for the DataLoader"),
+    "optimizers": About(LOOP, "optimizer steps, which end the training step"),
+    "checkpoints": About(LOOP, "saving checkpoints: torch.save, DCP, safetensors and trainers"),
+    "compilation": About(LOOP, "the time that torch.compile takes for itself"),
+    "pipelining": About(LOOP, "torch.distributed.pipelining: each stage's micro-batches, and the schedule"),
+    "collectives": About(COMMUNICATION, "every collective, send and receive, and every wait for one"),
+    "process-groups": About(COMMUNICATION, "which process groups there are, and their ranks"),
+    "call-sites": About(COMMUNICATION, "at --level full, which line of the script issues which collective"),
+    "sharding": About(COMMUNICATION, "how FSDP divides the model, and its own work for that"),
+    "tensor-parallelism": About(COMMUNICATION, "which groups are for tensor parallelism"),
+    "devices": About(DEVICES, "which GPU a rank trains on", (GPU,)),
+    "device-times": About(DEVICES, "when phases and communications ran on the GPU's streams", (GPU, NATIVE)),
+    "host-sync": About(
+        DEVICES, "where the script waits for the GPU: synchronize; with the native helper .item() and copies", (GPU,)
+    ),
+    "nvml": About(DEVICES, "clocks and what holds them down, power, heat, memory errors, links", (GPU, NVML)),
+    "memory": About(MEMORY, "memory after each step and what it is for; at --level full CUDA's allocation history"),
+    "host": About(MEMORY, "garbage collection, CPU time, waiting for a core"),
+    "host-load": About(MEMORY, "what else keeps cores, disks and network busy; DataLoader workers", ("psutil",)),
+    "deepspeed": About(FRAMEWORKS, "DeepSpeed's engine: what it reduces, gathers and updates", ("deepspeed",)),
+    "engine": About(FRAMEWORKS, "dsprof's own engine, by what it tells itself"),
+    "flops": About(TROUBLE, "at --level full the floating-point operations of a step", (NATIVE,)),
+    "deep": About(TROUBLE, "with --deep A:B torch.profiler's view of a few steps"),
+    "watchdog": About(TROUBLE, "where each thread stands, once a rank has stood still for --hang-timeout"),
+}
+"""Of each, group by group."""
 
 
 def without(names: str) -> frozenset[str]:

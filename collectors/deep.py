@@ -76,9 +76,18 @@ class DeepWindow:
 
     def close(self) -> None:
         """End the window, if it is open, and keep what is in it."""
-        end, self._end, self._over = self._end, None, True
-        if end is None or self._pid != os.getpid():
+        end, self._end, over, self._over = self._end, None, self._over, True
+        if self._pid != os.getpid():
             return
+        if end is None:
+            if not over:
+                self._note(
+                    f"steps {self._first}:{self._last} were asked for, and the job ended after {self._steps}, "
+                    f"{NOTHING_DISTURBED}"
+                )
+            return
+        if self._steps < self._last:
+            self._note(f"of steps {self._first}:{self._last} the job took the first {self._steps - self._first} only")
         handle = self._recorder.begin(Kind.MARK, self._recorder.intern("torch.profiler ends"))
         try:
             end(self._file)

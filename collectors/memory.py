@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from dsprof.schema import HOST, MEMORY_LANE, Kind
+from dsprof.schema import HOST, MEMORY_EVERY, MEMORY_LANE, Kind
 
 from . import memory_history, memory_parts, out_of_memory, phases
 from .collector import OpenCapture
@@ -25,8 +25,6 @@ from .memory_history import History, Snapshots
 from .memory_parts import LiveTensors, Parts
 from .uninstall import Uninstall
 
-WRITTEN_EVERY: Final = 16
-"""Steps after which a number is written although it has not changed: some of a long capture's records may go."""
 ALWAYS: Final = 2
 """After so many steps it is asked what memory is for, however long that takes: optimizers have made their states."""
 MOST_LOOKING: Final = 0.001
@@ -182,8 +180,8 @@ class Sampler:
     def _write(self, now: int, place: str, name: str, value: int, pool: str = "", counts: bool = False) -> None:
         """A sample, unless it was written lately and is the same."""
         key = (place, name, pool)
-        before, step = self._written.get(key, (-1, -WRITTEN_EVERY))
-        if value == before and self._steps - step < WRITTEN_EVERY:
+        before, step = self._written.get(key, (-1, -MEMORY_EVERY))
+        if value == before and self._steps - step < MEMORY_EVERY:
             return
         self._written[key] = value, self._steps
         number, size = (float(value), -1) if counts else (None, value)

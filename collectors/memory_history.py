@@ -76,7 +76,7 @@ class History:
 
 
 class Snapshots:
-    """Writes snapshots into a capture's folder, with the facts that go with them."""
+    """Writes snapshots into a capture's folder, and notes of what they lack."""
 
     def __init__(self, cuda: Cuda, history: History, folder: Path, write_fact: Callable[[Fact], None]) -> None:
         self._cuda, self._history, self._folder, self._write_fact = cuda, history, folder, write_fact
@@ -90,7 +90,6 @@ class Snapshots:
             temporary.open("wb") as file,
         ):  # closed before it takes the place
             pickle.dump(snapshot, file, protocol=4)
-        self._write_fact({"fact": "allocator", "settings": plain_settings(snapshot), "file": name})
         for device in self._history.overflowed(snapshot) if self._history.recording else ():
             self._note(
                 f"the memory history of device {device} begins with its last {self._history._most:,} events: what came "
@@ -100,19 +99,6 @@ class Snapshots:
 
     def _note(self, text: str) -> None:
         self._write_fact({"fact": "note", "text": text})
-
-
-def plain_settings(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """What a snapshot says of `PYTORCH_CUDA_ALLOC_CONF`: numbers, texts, and numbers by name."""
-    found = snapshot.get("allocator_settings")
-    plain = (bool, int, float, str)
-    kept: dict[str, Any] = {}
-    for name, value in found.items() if isinstance(found, dict) else ():
-        if isinstance(value, plain):
-            kept[str(name)] = value
-        elif isinstance(value, dict):
-            kept[str(name)] = {str(key): one for key, one in value.items() if isinstance(one, plain)}
-    return kept
 
 
 _history: History | None = None

@@ -64,6 +64,16 @@ class Port:
 
 
 @dataclass(frozen=True)
+class Collects:
+    """A part of what a capture records, in words. lacks: what it needs and there is not here; empty: it works."""
+
+    name: str
+    group: str
+    records: str
+    lacks: str = ""
+
+
+@dataclass(frozen=True)
 class Machine:
     """What a training job would meet here. What is None could not be found out, or is not there."""
 
@@ -93,7 +103,7 @@ class Machine:
     """Variables with a value that costs time -> what it does."""
     compiler: str | None = None
     """C++ compiler for the native helper."""
-    collectors: tuple[str, ...] = ()
+    collectors: tuple[Collects, ...] = ()
     """What `--without` can leave out of a capture."""
 
 
@@ -104,6 +114,12 @@ def inspect(
     torch, torch_error = _torch()
     driver, gpus, links, silent = _nvidia()
     size, free = _room(shm)
+    compiler = _compiler(environ)
+    missing = {
+        "gpu": "" if torch.get("available") == "yes" and visible_gpus(environ) else "no GPU that torch can use",
+        "nvml": silent,
+        "native": "" if compiler else "no C++ compiler for the native helper",
+    }
     return Machine(
         versions={
             "python": platform.python_version(),
@@ -129,15 +145,20 @@ def inspect(
         shm_free_bytes=free,
         allocator={name: environ[name] for name in ALLOCATOR if environ.get(name)},
         costly={name: cost for (name, value), cost in COSTLY.items() if environ.get(name) == value},
-        compiler=_compiler(environ),
-        collectors=_collectors(),
+        compiler=compiler,
+        collectors=_collectors(missing),
     )
 
 
-def _collectors() -> tuple[str, ...]:
-    from dsprof.collectors.catalogue import COLLECTORS
+def _collectors(missing: Mapping[str, str]) -> tuple[Collects, ...]:
+    """`missing`: of what a collector may need, why it is not here; empty: it is."""
+    from dsprof.collectors.catalogue import ABOUT
 
-    return tuple(sorted(COLLECTORS))
+    def lacks(needs: tuple[str, ...]) -> str:
+        said = (missing.get(one, "" if _installed(one) else f"{one} is not installed") for one in needs)
+        return next(filter(None, said), "")
+
+    return tuple(Collects(name, about.group, about.records, lacks(about.needs)) for name, about in ABOUT.items())
 
 
 def _torch() -> tuple[dict[str, str], str | None]:
@@ -202,8 +223,22 @@ def _nvidia() -> tuple[dict[str, str], tuple[Gpu, ...], dict[str, str], str]:
         pynvml.nvmlShutdown()
 
 
+NVML_SAYS: Final = {
+    4: "this user may not ask the NVIDIA driver; see the permissions of /dev/nvidiactl",
+    9: "the NVIDIA driver is not loaded; see nvidia-smi",
+    12: "no NVIDIA driver here: its library, libnvidia-ml.so.1, is not found",
+    18: "the NVIDIA driver and its library are of different versions; restart the machine",
+}
+"""nvmlReturn_t -> what it means."""
+
+
 def _why(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+    """Why NVML does not answer, in words."""
+    if isinstance(error, ImportError):
+        return "the package nvidia-ml-py is not there; pip install nvidia-ml-py"
+    code = int(getattr(error, "value", 0))
+    said = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return NVML_SAYS.get(code, f"the NVIDIA driver does not answer ({said})")
 
 
 def _gpu(pynvml: Any, handle: Any) -> Gpu:

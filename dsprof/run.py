@@ -166,6 +166,7 @@ class RunInfo:
     """What `dsprof run` returned; None while running or without a launcher of ours."""
     world_size: int | None = None
     level: str = "light"
+    """Of the capture; empty of an imported trace, which has none of ours."""
     engine: str = "script"
     """What trained: `script`, what the script imports, or `dsprof`, our engine in the place of DeepSpeed."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -198,6 +199,11 @@ class RunInfo:
     hints: list[str] = field(default_factory=list)
     """Of a job that failed or was interrupted, and wanted to be started in another way: what to type instead."""
     schema: int = RUN_SCHEMA
+
+    @property
+    def imported(self) -> str:
+        """The format of another tool's trace that this run was made of; empty: dsprof captured it."""
+        return next((str(fact.get("format", "")) for fact in self.facts if fact.get("fact") == "import"), "")
 
     def group(self, name: str) -> dict[str, Any]:
         """What `groups` says of a process group, or of one made anew under its name (`0#1`); empty: nothing."""

@@ -377,6 +377,9 @@ HOST: Final = "host"
 MEMORY_NOW: Final = ("allocated", "reserved", "active", "inactive_split", "resident", "virtual")
 """Names of `mem` rows at the end of a step: of a device's caching allocator, and of the process; `purpose` is the pool,
 `small_pool` or `large_pool`, none of both together."""
+MEMORY_EVERY: Final = 16
+"""Optimizer steps after which a `mem` row is written although its number has not changed: some of a long capture's
+records may go."""
 MEMORY_PEAKS: Final = ("allocated_peak", "reserved_peak", "resident_peak")
 """The most so far, or since the job had torch forget it."""
 MEMORY_LIMITS: Final = ("capacity", "free", "largest_free")

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from html import escape
 from typing import Any, Final
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from dsprof.analyzer import text
+from dsprof.analyzer.memory import STATE_COLUMNS
 from dsprof.analyzer.memory_use import HELD, MemoryUse, main_place
 from dsprof.schema import MEMORY_PARTS
 
 from . import palette
-from .plots import styled
+from .plots import mark_profiled, styled
 
 UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 FAR: Final = 4.0
 """A capacity so many times above the peak is told instead of drawn."""
+MOST_ENDS: Final = 3
+"""Steps at which lines end before the last that are told."""
 LEAST_SHARE: Final = 0.001
 """A part of less of the peak is left out of a line."""
 
@@ -29,11 +33,13 @@ def main_uses(uses: Sequence[MemoryUse]) -> list[MemoryUse]:
 
 
 def over_steps(
-    table: pd.DataFrame, uses: Sequence[MemoryUse], *, highlight: int | None = None, max_ranks: int = 4
-) -> go.Figure:
+    table: pd.DataFrame, uses: Sequence[MemoryUse], profiled: Collection[int] = (), *, highlight: int | None = None,
+    max_ranks: int = 4,
+) -> go.Figure:  # fmt: skip
     """What each rank had in use after each step, what its allocator held, and what there is.
 
-    table: `memory_use.COLUMNS`; uses: of each rank where its tensors are (`main_uses`). Above `max_ranks`, the ranks
+    table: `memory_use.COLUMNS`; uses: of each rank where its tensors are (`main_uses`); profiled: steps that
+    torch.profiler looked at. Above `max_ranks`, the ranks
     become a band from the least to the most, with the one that has most, or `highlight`, drawn on top.
     """
     factor, unit = _unit(max((use.reserved for use in uses), default=0))
@@ -65,7 +71,14 @@ def over_steps(
     if far:
         shared = ", which the ranks of a host share" if on_host and len(uses) > 1 else ""
         notes.append(f"what was used, of {' and '.join(map(text.size, far))}{shared}")
+    until = {rank: int(values.index.max()) for rank, values in held.items() if len(values)}
+    by_end: dict[int, list[int]] = {}
+    for rank, step in until.items():
+        by_end.setdefault(step, []).append(rank)
+    for step in sorted(by_end)[:-1][:MOST_ENDS]:
+        notes.append(f"{text.ranks(by_end[step])} until step {step}, the last of which memory was told")
     figure = styled(traces, title, "; ".join(notes), height=320, hovermode="x unified")
+    mark_profiled(figure, profiled)
     for limit in limits:
         if limit not in far:
             figure.add_hline(
@@ -106,6 +119,48 @@ def by_part(uses: Sequence[MemoryUse], *, max_ranks: int = 24) -> go.Figure:
     )  # fmt: skip
     figure.update_xaxes(title=f"{unit} at the peak", rangemode="tozero")
     figure.update_yaxes(autorange="reversed", showgrid=False)
+    figure.update_layout(legend={"traceorder": "normal"})
+    return figure
+
+
+def segments(table: pd.DataFrame, *, most: int = 400) -> go.Figure:
+    """What a device's segments are: of each a bar as wide as it is large, its height divided by what its bytes are, so
+    that areas are bytes. table: `analyzer.memory.segment_uses`. Neighbours that are wholly in use, or wholly free, are
+    one bar; of more than `most` bars the last are one."""
+    alike = table["releasable"].eq(table["reserved"]) * 2 + table["allocated"].eq(table["reserved"])
+    bar = (alike.eq(0) | alike.ne(alike.shift())).cumsum().clip(upper=most)
+    sizes = table[["reserved", *STATE_COLUMNS]].groupby(bar).sum()
+    labels, notes = [], []
+    for number, of in table.groupby(bar):
+        first, last, total = of.index[0] + 1, of.index[-1] + 1, text.size(int(of["reserved"].sum()))
+        if len(of) == 1:
+            pool, stream = escape(text.clean(of["pool"].iloc[0])), int(of["stream"].iloc[0])
+            labels.append(f"segment {first:,} of {len(table):,}, {total}<br>{pool} pool, stream {stream}")
+        else:
+            labels.append(f"segments {first:,} to {last:,} of {len(table):,}, {total}")
+        if number == most and alike[of.index].nunique() > 1:
+            notes.append(f"the {len(of):,} smallest of {len(table):,} segments are one bar")
+    shown = sizes
+    whole = shown["reserved"].to_numpy("int64")
+    factor, unit = _unit(int(whole.sum()))
+    width = whole / factor
+    traces = []
+    for state in STATE_COLUMNS:
+        size, look = shown[state].to_numpy("int64"), palette.SEGMENTS[state]
+        if not size.any():
+            continue
+        traces.append(
+            go.Bar(
+                name=f"{look.label} {text.size(int(size.sum()))}", x=(width.cumsum() - width).round(6),
+                width=width.round(6), offset=0, y=(100 * size / whole).round(2),
+                marker={"color": look.color, "line": {"width": 0.5, "color": "rgba(138,144,153,0.6)"}},
+                customdata=[[label, text.size(int(of))] for label, of in zip(labels, size, strict=True)],
+                hovertemplate=f"%{{customdata[0]}}<br>{look.label} <b>%{{customdata[1]}}</b>, %{{y}} %<extra></extra>",
+            )
+        )  # fmt: skip
+    figure = styled(traces, "Segments, the largest first", "; ".join(notes), barmode="stack", height=300)
+    figure.update_xaxes(title=f"{unit} reserved, segment after segment", range=[0, float(width.sum())], showgrid=False)
+    figure.update_yaxes(title="% of the segment", range=[0, 100])
     figure.update_layout(legend={"traceorder": "normal"})
     return figure
 

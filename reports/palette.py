@@ -59,6 +59,15 @@ MEMORY: Final = {
 """What memory is for (schema.MEMORY_PARTS), and what remains."""
 
 
+SEGMENTS: Final = {
+    "allocated": Part("in use", "#2F86EE", BLACK, "blocks of tensors"),
+    "pending": Part("freed, another stream may still use it", "#DCCB1E", BLACK, "blocks that wait for a stream"),
+    "split": Part("free between blocks in use", "#B5121B", WHITE, "cannot go back to the device"),
+    "releasable": Part("free in whole segments", "#ADADAD", BLACK, "can go back to the device"),
+}
+"""What the bytes of an allocator's segments are (`analyzer.memory.STATE_COLUMNS`)."""
+
+
 @dataclass(frozen=True)
 class Mark:
     """How a step that is not ordinary is marked."""
@@ -87,6 +96,8 @@ WAITING: Final = ("comm_exposed", "peer_wait", "bubble")
 SERIES: Final = ("#2F86EE", "#E0914A", "#1F7C59", "#A01C8C", "#45C8F5", "#DCCB1E", "#7A2CEB", "#B5121B")
 """Colours for what is no budget part: ranks, operators."""
 
+PROFILED: Final = "#7A2CEB"
+"""Behind steps that torch.profiler looked at."""
 HIGHLIGHT: Final = "#B5121B"
 NEUTRAL: Final = "#8A9099"
 

@@ -6,9 +6,9 @@ The note is also the subtitle. Names from the run are escaped, since plotly read
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,8 @@ MAX_STRETCHES = 200
 FEW_STEPS = 3
 """Each of which has its own tick."""
 
+LEAST_SEEN: Final = 0.001
+"""A part of less of the bar is narrower than a pixel, and so has no place in the legend."""
 GRID = "rgba(138,144,153,0.25)"
 AXIS: dict[str, Any] = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": GRID, "automargin": True}
 
@@ -96,7 +98,7 @@ def budget_bar(
     for part in table.columns:
         values = [mean.get(part, 0.0), *shown[part]]
         shares = [100 * value / whole if whole > 0 else 0.0 for value, whole in zip(values, total, strict=True)]
-        if max(shares) < 100 * palette.LEAST_SHARE:
+        if max(shares) < 100 * LEAST_SEEN:
             continue
         look = palette.part(part)
         traces.append(
@@ -173,14 +175,14 @@ def devices(told: pd.DataFrame, *, of_ranks: int | None = None, max_points: int 
 
 
 def step_time(
-    steps: pd.DataFrame, irregular: pd.DataFrame | None = None, *, highlight: int | None = None,
-    max_points: int = 1000, max_ranks: int = 4, max_marks: int = 300,
+    steps: pd.DataFrame, irregular: pd.DataFrame | None = None, profiled: Collection[int] = (), *,
+    highlight: int | None = None, max_points: int = 1000, max_ranks: int = 4, max_marks: int = 300,
 ) -> go.Figure:  # fmt: skip
     """How long each step took, and how much of it each rank worked itself: a line a rank.
 
     steps: rank, step, dur_ns, ordinary, and the budget parts in ms; ordinary steps are shaded. irregular: rank, step,
     kind, excess_ms (`Analysis.irregular`); these steps are marked with what made them so, of more than `max_marks` the
-    longest.
+    longest. profiled: steps that torch.profiler looked at.
     Above `max_ranks`, the ranks become a band from the least to the most busy, with `highlight` drawn on top; above
     `max_points` steps, neighbours are joined by their maximum.
     """
@@ -228,10 +230,26 @@ def step_time(
         figure.add_vrect(
             x0=first - 0.5, x1=last + 0.5, fillcolor=palette.NEUTRAL, opacity=0.1, line_width=0, layer="below"
         )
+    mark_profiled(figure, profiled)
     figure.update_xaxes(title="step")
     _few_steps(figure, whole.columns)
     figure.update_yaxes(title="ms", rangemode="tozero")
     return figure
+
+
+def mark_profiled(figure: go.Figure, steps: Collection[int]) -> None:
+    """Shade the steps that torch.profiler looked at (`--deep`), over the steps of a figure, and say so."""
+    shaded = tables.stretches(list(steps))
+    for first, last in shaded:
+        figure.add_vrect(
+            x0=first - 0.5, x1=last + 0.5, fillcolor=palette.PROFILED, opacity=0.16, line_width=0, layer="below",
+            annotation={"text": "--deep", "font": {"size": 10}}, annotation_position="top left",
+        )  # fmt: skip
+    if shaded:
+        told = " and ".join(f"{first} to {last}" if last > first else str(first) for first, last in shaded[:3])
+        notes = [figure.layout.meta["note"], f"shaded violet, steps {told}, which torch.profiler looked at (--deep)"]
+        note = "; ".join(filter(None, notes))
+        figure.update_layout(meta={"note": note}, title_subtitle_text=note)
 
 
 def _few_steps(figure: go.Figure, steps: Any) -> None:
@@ -271,16 +289,20 @@ def _excess(kind: str, rank: int, excess_ms: float) -> str:
     return f"{label}, most on rank {rank}: {text.ms(excess_ms)} more than an ordinary step"
 
 
-def heatmap(steps: pd.DataFrame, *, max_columns: int = 500, max_rows: int = 128) -> go.Figure:
+def heatmap(
+    steps: pd.DataFrame, delays: pd.DataFrame | None = None, *, max_columns: int = 500, max_rows: int = 128
+) -> go.Figure:
     """Who was slower than the others, and when: a row a rank, a column a step.
 
     The colour is the rank's own work (the step without waiting for others) beyond that of the middle rank of the
-    same step, ms; with one rank, beyond its median step. A straggler is a row, a pause a cell. A larger table is
-    reduced by joining neighbours by their maximum. Full colour is at least 5 % of a step, so that noise stays pale,
-    and at most the 99th percentile where single cells would outshine everything; it is chosen for the ordinary steps.
+    same step, ms; with one rank, beyond its median step. Where kernels were traced it is `delays`, [rank, step] how
+    long the others' devices stood still for the rank alone, ms: its host's work says little of its device. A straggler
+    is a row, a pause a cell. A larger table is reduced by joining neighbours by their maximum. Full colour is at least
+    5 % of a step, so that noise stays pale, and at most the 99th percentile where single cells would outshine
+    everything; it is chosen for the ordinary steps.
     The pointer tells whole numbers.
     """
-    table = tables.excess(tables.by_step(steps, tables.own_work_ms(steps)))
+    table = delays if delays is not None else tables.excess(tables.by_step(steps, tables.own_work_ms(steps)))
     joined, rows, columns = tables.coarsen(table, max_rows, max_columns)
     notes = []
     if rows > 1 or columns > 1:
@@ -293,16 +315,18 @@ def heatmap(steps: pd.DataFrame, *, max_columns: int = 500, max_rows: int = 128)
     top = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
     if top > ceiling:
         notes.append(f"full colour from {text.ms(ceiling)}; the largest is {text.ms(top)}")
+    meaning = "more own work than the middle rank" if delays is None else "the others' devices stand still for it alone"
     trace = go.Heatmap(
         x=joined.columns.to_numpy(), y=[f"rank {rank}" if rows == 1 else f"ranks {rank}-" for rank in joined.index],
         z=np.round(values, 2).astype("float32"), zmin=0, zmax=ceiling, hoverongaps=False,
         xgap=0, ygap=1 if len(joined) <= 40 else 0,
         colorscale=[[0, "rgba(181,18,27,0.05)"], [0.5, "rgba(214,90,40,0.62)"], [1, "rgba(181,18,27,1)"]],
         colorbar={"title": {"text": "ms"}, "thickness": 12, "outlinewidth": 0, "len": 1, "lenmode": "fraction"},
-        hovertemplate="%{y}, step %{x}<br><b>%{z:,.1f} ms</b> more own work than the middle rank<extra></extra>",
+        hovertemplate=f"%{{y}}, step %{{x}}<br><b>%{{z:,.1f}} ms</b> {meaning}<extra></extra>",
     )  # fmt: skip
+    title = "Own work beyond the middle rank" if delays is None else "Stood still for, by the others' devices"
     height = 154 + min(max(26 * len(joined), 60), 520)
-    figure = styled([trace], "Own work beyond the middle rank", "; ".join(notes), height=height)
+    figure = styled([trace], title, "; ".join(notes), height=height)
     figure.update_layout(margin_t=34)  # the toolbar's place, beside which is the colour bar's title
     figure.update_xaxes(title="step", showgrid=False, zeroline=False)
     _few_steps(figure, joined.columns)

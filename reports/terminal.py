@@ -184,7 +184,7 @@ def _step_tree(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
                 grid.add_row(
                     Text.assemble((f"{stem}{twig} ", "dim"), (line.label, style)),
                     Text(f"{line.ms:,.{digits}f} ms", style=style), "",
-                    Text(f"own work {line.own_ms:,.{digits}f} ms" if part in palette.WAITING else "", style=style),
+                    Text(f"{line.said} {line.own_ms:,.{digits}f} ms" if part in palette.WAITING else "", style=style),
                 )  # fmt: skip
     console.print(grid)
 
@@ -201,10 +201,12 @@ def _lines(console: Console, lines: list[tuple[str, str]]) -> None:
 
 @dataclass(frozen=True)
 class RankLine:
-    """What one rank, or the median of the others, spends in a marked part and on its own work."""
+    """What one rank, or the median of the others, spends in a marked part and on its own work; or, where its device was
+    traced, how long the others stand still for it."""
 
     label: str
     ms: float
+    said: str
     own_ms: float
     named: bool
 
@@ -226,12 +228,14 @@ def _rank_lines(analysis: Analysis, part: str) -> list[RankLine]:
     if len(order) > SHOWN_RANKS:
         picked = sorted(named)[: SHOWN_RANKS - 1]
         picked.append(order[-1] if order[0] in picked else order[0])
-    own = table.drop(columns=list(palette.WAITING)).sum(axis=1)
-    lines = [RankLine(f"rank {rank}", table[part][rank], own[rank], rank in named) for rank in sorted(picked)]
+    own, said = table.drop(columns=list(palette.WAITING)).sum(axis=1), "own work"
+    if analysis.delays is not None:
+        own, said = analysis.delays.mean(axis=1).reindex(table.index, fill_value=0.0), "others wait for it"
+    lines = [RankLine(f"rank {rank}", table[part][rank], said, own[rank], rank in named) for rank in sorted(picked)]
     others = table.index.difference(picked)
     if len(others):
         label = f"{text.count(len(others), 'other')} (median)"
-        lines.append(RankLine(label, table[part][others].median(), own[others].median(), False))
+        lines.append(RankLine(label, table[part][others].median(), said, own[others].median(), False))
     return lines
 
 
@@ -282,7 +286,8 @@ def _finding(console: Console, index: int, finding: Finding, cwd: str) -> None:
     saved = wording.gain(finding.gain)
     if saved:
         sure = f", {how_sure}" if (how_sure := wording.confidence(finding)) else ""
-        grid.add_row(Text("gain", style="dim"), _prose(saved + sure))
+        label = "cost" if wording.verb(finding.gain) == "costs" else "gain"
+        grid.add_row(Text(label, style="dim"), _prose(saved + sure))
     place = wording.where(finding.where)
     if place:
         grid.add_row(Text("where", style="dim"), Text(place))

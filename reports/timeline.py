@@ -144,7 +144,7 @@ class _Drawing:
         known = events["name"].isin(PHASES)
         self._lane(f"<b>rank {rank}</b>", events[(events["kind"] == "step") | (events["kind"] == "phase") & known], 1.0)
         for item in events[events["kind"] == "mark"].itertuples():
-            self.marks.append((self._at(item.start_ns), self.y - 0.5, self._hover(item)))
+            self.marks.append((self._at(item.start_ns), self.y - 1.0, self._hover(item)))
         self._lane("waits", events[events["kind"].isin(["wait", "pause"])], 0.6)
         self._packed("comm", events[events["kind"] == "comm"], MAX_COMM_LANES)
         spans = events["kind"].isin(["module", "pipe"]) | (events["kind"] == "phase") & ~known
@@ -273,7 +273,8 @@ class _Drawing:
             traces.append(
                 go.Scatter(
                     x=x, y=y, mode="markers", name="mark", hovertext=hover, hovertemplate="%{hovertext}<extra></extra>",
-                    marker={"symbol": "diamond", "size": 8, "color": palette.SERIES[5], "line": {"width": 1}},
+                    marker={"symbol": "triangle-down", "size": 9, "color": palette.SERIES[5], "line": {"width": 1}},
+                    cliponaxis=False,  # on the edge of a bar, whose label it would cover
                 )
             )  # fmt: skip
         figure = styled(

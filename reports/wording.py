@@ -171,8 +171,12 @@ def gain(value: Gain) -> str:
     if value.ms <= 0:
         return ""
     low, high = (_beside(value.ms, end) for end in (value.low, value.high))
-    verb = "costs" if value.method == MEASURED_ON_DEVICE else "saves"
-    return f"{verb} {ms(value.ms)} {a_step(value)}" + (f" [{low}, {high}]" if low != high else "")
+    return f"{verb(value)} {ms(value.ms)} {a_step(value)}" + (f" [{low}, {high}]" if low != high else "")
+
+
+def verb(value: Gain) -> str:
+    """`saves`: what a change would gain; `costs`: what something took, of which what can be saved is not known."""
+    return "costs" if value.method == MEASURED_ON_DEVICE else "saves"
 
 
 def confidence(finding: Finding) -> str:
@@ -328,17 +332,36 @@ def capture_facts(analysis: Analysis) -> str:
     words = [f"{len(analysis.ranks_captured)}/{analysis.ranks_expected} ranks"]
     if missing:
         words[0] += f" (missing {spans(missing)})"
-    if capture.overhead_percent is not None:
+    if analysis.run.imported:
+        words.append(f"imported from {imported_from(analysis.run.imported)}, of unknown overhead")
+    elif capture.overhead_percent is not None:
         words.append(f"overhead est. {percent(capture.overhead_percent)}")
-    words.append(f"{count(capture.dropped, 'record')} dropped")
+    if not analysis.run.imported or capture.dropped:
+        words.append(f"{count(capture.dropped, 'record')} dropped")
     if len(analysis.ranks_captured) > 1:
         error = capture.clock_error_us
-        words.append(f"clocks within {quantity(error, 'us')}" if error > 0 else "one clock")
+        if error is None:
+            words.append("clocks taken for one, as the trace does not name them")
+        else:
+            words.append(f"clocks within {quantity(error, 'us')}" if error > 0 else "one clock")
     if noise(analysis):
         words.append(f"noise {noise(analysis)}")
     if capture.replay is not None and capture.replay.held_out is not None:
         words.append(f"replay of held-out steps within {percent(100 * capture.replay.held_out)}")
     return ", ".join(words)
+
+
+IMPORTED: Final = {
+    "kineto": "torch.profiler",
+    "straggler": "a straggler table",
+    "flight_recorder": "Flight Recorder dumps",
+    "memory_snapshot": "a CUDA memory snapshot",
+}
+
+
+def imported_from(format_name: str) -> str:
+    """What a format of `dsprof.importers` is called."""
+    return IMPORTED.get(format_name, clean(format_name))
 
 
 def noise(analysis: Analysis) -> str:

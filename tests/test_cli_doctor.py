@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from dsprof import cli, doctor
+from dsprof.collectors.catalogue import ABOUT, COLLECTORS
 from dsprof.doctor import GIB, advice, diagnose
-from dsprof.machine import Gpu, Machine, Port, inspect
+from dsprof.machine import Collects, Gpu, Machine, Port, inspect
 
 HEALTHY = Machine(
     versions={
@@ -32,7 +33,12 @@ HEALTHY = Machine(
     shm_bytes=256 * GIB,
     shm_free_bytes=200 * GIB,
     compiler="/usr/bin/g++",
-    collectors=("collectives", "host", "nvml"),
+    collectors=(
+        Collects("modules", "the training loop", "forward"), Collects("phases", "the training loop", "backward"),
+        Collects("nvml", "GPUs", "clocks", "the NVIDIA driver is not loaded; see nvidia-smi"),
+        Collects("deepspeed", "frameworks", "its engine", "deepspeed is not installed"),
+        Collects("engine", "frameworks", "dsprof's own"),
+    ),
 )  # fmt: skip
 
 THIS_MACHINE = """\
@@ -48,7 +54,7 @@ this machine
   GPU 2         NVIDIA H200, 141 GiB, PCIe x16
   interconnect  NVLink between 0-1
   interconnect  across NUMA nodes between 0-2, 1-2
-  NVML          answers
+  NVML          answers: clocks, power and errors are known while a job runs
   CPU           64 cores, 512 GiB
   eth0          ethernet, up, 25000 Mb/s
   mlx5_0:1      infiniband, up, 400 Gb/sec (4X NDR)
@@ -56,7 +62,16 @@ this machine
   /dev/shm      200.00 GiB free of 256.00
   allocator     defaults of torch and the C library
   C++ compiler  /usr/bin/g++
-  collectors    collectives, host, nvml
+
+what a capture records here (--without NAME leaves a part out)
+  the training loop
+    modules          forward
+    phases           backward
+  GPUs               not here: the NVIDIA driver is not loaded; see nvidia-smi
+    nvml             clocks
+  frameworks
+    deepspeed        its engine; not here: deepspeed is not installed
+    engine           dsprof's own
 """
 
 
@@ -379,3 +394,43 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.visible_gpus == 2
     assert (machine.versions["driver"], machine.versions["driver cuda"]) == ("570.86", "12.8")
     assert machine.links == {"0-1": "NVLink", "0-2": "across NUMA nodes", "1-2": "unknown"}
+
+
+class NvmlError(Exception):
+    def __init__(self, value: int) -> None:
+        super().__init__("raw words")
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (NvmlError(12), "no NVIDIA driver here: its library, libnvidia-ml.so.1, is not found"),
+        (NvmlError(9), "the NVIDIA driver is not loaded; see nvidia-smi"),
+        (NvmlError(999), "the NVIDIA driver does not answer (NvmlError: raw words)"),
+        (ImportError("gone"), "the package nvidia-ml-py is not there; pip install nvidia-ml-py"),
+    ],
+)
+def test_why_nvml_does_not_answer_is_said_in_words(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
+) -> None:
+    def fails() -> None:
+        raise error
+
+    silent = Nvml("pynvml")
+    monkeypatch.setattr(silent, "nvmlInit", fails, raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", silent)
+    machine = inspect({})
+    assert machine.nvml == says
+    assert machine.gpus == ()
+
+
+def test_each_collector_is_described_with_what_it_lacks_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(ABOUT) == set(COLLECTORS)
+    groups = [about.group for about in ABOUT.values()]
+    assert groups == sorted(groups, key=groups.index), "those of a group stand together"
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    lacks = {one.name: one.lacks for one in inspect({"CUDA_VISIBLE_DEVICES": "", "PATH": "/gone"}).collectors}
+    assert lacks["nvml"] == lacks["device-times"] == "no GPU that torch can use"
+    assert lacks["flops"] == "no C++ compiler for the native helper"
+    assert lacks["modules"] == lacks["memory"] == ""

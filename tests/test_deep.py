@@ -16,8 +16,9 @@ from jobs import profile
 from dsprof import settings
 from dsprof.analyzer.irregular import find_irregular, profiled_steps
 from dsprof.collectors.deep import DeepWindow, _watch
+from dsprof.launch.launch import environment
 from dsprof.ranges import parse_deep
-from dsprof.run import RunInfo
+from dsprof.run import RunFolder, RunInfo
 from dsprof.schema import COLUMNS, DEEP_FILE
 from dsprof.trace.capture import Capture
 from dsprof.trace.deep import add_deep
@@ -94,7 +95,30 @@ def test_a_job_that_ends_within_the_window_keeps_what_there_is(opened: Any) -> N
     window.close()
     window.close()
     assert profiled.calls == ["begin", f"end {DEEP_FILE}"]
-    assert (facts[0]["first"], facts[0]["last"]) == (0, 2)
+    note, fact = facts
+    assert note["text"] == "--deep: of steps 0:9 the job took the first 3 only"
+    assert (fact["first"], fact["last"]) == (0, 2)
+
+
+def test_a_window_beyond_the_end_is_told(opened: Any) -> None:
+    profiled, facts = Profiled(), list[dict[str, Any]]()
+    window = window_of(opened, profiled, facts, first=20, last=23)
+    steps(window, profiled, 12)
+    window.close()
+    window.close()
+    assert profiled.calls == []
+    (note,) = facts
+    assert note["text"] == (
+        "--deep: steps 20:23 were asked for, and the job ended after 12, so no steps were profiled by --deep"
+    )
+
+
+def test_kineto_keeps_silent_about_the_window_unless_asked(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    deep = settings.Settings(deep="5:7")
+    assert environment({}, folder, deep, bootstrap=False)["KINETO_LOG_LEVEL"] == "6"
+    assert environment({"KINETO_LOG_LEVEL": "2"}, folder, deep, bootstrap=False)["KINETO_LOG_LEVEL"] == "2"
+    assert "KINETO_LOG_LEVEL" not in environment({}, folder, settings.Settings(), bootstrap=False)
 
 
 def test_a_profiler_of_the_jobs_own_is_left_alone(opened: Any) -> None:
@@ -252,6 +276,7 @@ def test_a_real_window(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     done = profile(tmp_path, script, ranks=None, flags=("--deep", "6:8", "--no-report"))
     assert done.status == 0
+    assert "profiler_st" not in done.stderr  # Kineto's own words
     analysis = done.analysis()
     (fact,) = (fact for fact in analysis.run.facts if fact["fact"] == "deep")
     assert (fact["first"], fact["last"], fact["profiled"]) == (6, 7, [6, 7, 8])

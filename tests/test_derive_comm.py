@@ -183,6 +183,47 @@ def test_a_thread_of_autograds_stays_one_where_a_backward_was_not_captured() -> 
     assert of(rows[rows["kind"] == "comm"], "purpose") == [("gradient",)] * 10 + [("other",)]
 
 
+BY_HAND = (phase("forward", 0, 9), phase("backward", 10, 20), phase("optimizer", 40, 50))
+"""A step between whose backward and optimizer a script communicates itself."""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "purposes", "clips"),
+    [
+        ((4,), ["norm"], True),
+        ((128, 8), ["norm", "norm"], True),
+        ((2048,), ["other"], False),
+        ((1 << 20, 512), ["gradient", "gradient"], False),
+        ((1 << 20, 4), ["gradient", "other"], False),
+    ],
+    ids=["norm", "some numbers", "either", "gradients", "gradients and the loss"],
+)
+def test_reductions_between_backward_and_optimizer_are_told_by_their_size(
+    sizes: tuple[int, ...], purposes: list[str], clips: bool
+) -> None:
+    sent = [comm("all_reduce", 22 + i, 23 + i, i, bytes=size) for i, size in enumerate(sizes)]
+    waits = [
+        (Kind.WAIT, "all_reduce", 22.5 + i, 23 + i, {"group": "0", "seq": i}) for i in range(len(sizes))
+    ]  # fmt: skip
+    rows = derive(*BY_HAND, *sent, *waits)
+    assert of(rows[rows["kind"] == "comm"], "purpose") == [(one,) for one in purposes]
+    assert ((rows["kind"] == "phase") & (rows["name"] == "clip")).any() == clips
+
+
+def test_gradients_are_reduced_by_hand_behind_a_backward_that_computes_again() -> None:
+    again = phase("recompute", 12, 15)
+    rows = derive(*BY_HAND, again, comm("all_reduce", 25, 26, 0, bytes=1 << 20))
+    assert of(rows[rows["kind"] == "comm"], "purpose") == [("gradient",)]
+
+
+def test_reductions_elsewhere_are_not_taken_for_hand_made_ones() -> None:
+    later = [(kind, name, start + 100, end + 100, more) for kind, name, start, end, more in BY_HAND if end]
+    after_the_step = comm("all_reduce", 60, 61, 0, bytes=1 << 20)
+    of_another_thread = comm("all_reduce", 25, 26, 1, bytes=1 << 20, thread=9)
+    rows = derive(*BY_HAND, after_the_step, of_another_thread, *later)
+    assert of(rows[rows["kind"] == "comm"], "purpose") == [("other",), ("other",)]
+
+
 def test_a_send_is_for_what_the_analyzer_finds_out() -> None:
     rows = derive(phase("forward", 0, 9), comm("send", 5, 6, 0, peer=1, tag=0, p2p=True))
     assert of(rows[rows["kind"] == "comm"], "purpose") == [("other",)]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import kineto_traces as kt
+import numpy as np
 import pytest
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.device import Devices, DeviceTime, StreamIdle
 from dsprof.importers import import_trace
+from dsprof.reports import html, plots, terminal
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +104,31 @@ def test_findings_are_ranked_and_say_that_one_step_was_traced(analysis: Analysis
     assert "rank 1 comes late to most collectives (1 of 1)" in straggler.title
     assert "rank.straggler" not in analysis.not_judged
     assert "replays no steps on a device" in analysis.not_judged["comm.exposed"]
+
+
+def test_a_late_begin_of_the_first_traced_step_is_no_lateness_of_the_ranks(tmp_path: Path) -> None:
+    """Of the 50 us that rank 0 stands still rank 1's step began 20 later: nobody knows what was before. The heat map
+    and the line of the rank say the same number as the finding."""
+    for rank, late in enumerate((0, 140)):
+        events = kt.training(late_us=late, args=kt.COLLECTIVE)
+        for event in events:
+            if rank and event["name"].startswith("ProfilerStep"):
+                event["ts"], event["dur"] = event["ts"] + 20, event["dur"] - 20
+        kt.write(tmp_path, kt.as_kineto(events), f"rank{rank}.json")
+    analysis = analyze(import_trace(tmp_path))
+    straggler = next(found for found in analysis.findings if found.code == "rank.straggler")
+    assert (straggler.where.ranks, straggler.gain.ms) == ((1,), pytest.approx(0.03))
+    told = {item.metric: item.value for item in straggler.evidence}
+    assert told["not counted: its step 3, the first traced, began later than any other's by"] == 0.02
+    assert analysis.delays is not None
+    assert analysis.delays.round(6).to_numpy().tolist() == [[0], [0.03]]
+    cells = plots.heatmap(analysis.steps, analysis.delays).data[0]
+    assert cells.z.round(2).tolist() == pytest.approx(np.float32([[0], [0.03]]))
+    out = io.StringIO()
+    terminal.render(analysis, out, width=100)
+    assert "   cost   costs 0.03 ms a step (3.0 %)" in out.getvalue()
+    assert 'class="saves">costs <strong>0.03 ms</strong> a step (3.0 %)' in html.render(analysis)
+    assert "rank 1  0.00 ms          others wait for it 0.03 ms" in out.getvalue()
 
 
 def test_the_budget_sums_to_the_step(analysis: Analysis) -> None:

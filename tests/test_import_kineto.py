@@ -286,6 +286,30 @@ def test_names_in_the_file_are_shown_as_text(tmp_path: Path, capsys: pytest.Capt
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0.json", "run"]
 
 
+def test_what_a_trace_does_not_tell_of_its_capture_is_unknown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No overhead was measured, no level was chosen, and nothing says that all ranks read one clock."""
+    traces, run = tmp_path / "traces", tmp_path / "run"
+    traces.mkdir()
+    kt.two_ranks(traces)
+    analysis = analyze(import_trace(traces))
+    capture = analysis.to_dict()["capture"]
+    assert (capture["overhead_percent"], capture["clock_error_us"]) == (None, None)
+    assert cli.main(["import", str(traces), "-o", str(run)]) == 0
+    assert cli.main(["report", str(run)]) == 0
+    capsys.readouterr()
+    assert cli.main(["analyze", str(run)]) == 0
+    words = (
+        "2/2 ranks, imported from torch.profiler, of unknown overhead, clocks taken for one, as the trace does not name"
+    )
+    assert words in " ".join(capsys.readouterr().out.split())
+    page = (run / "report.html").read_text()
+    assert words in page
+    assert "<dt>imported from</dt><dd>torch.profiler</dd>" in page
+    assert "<dt>level</dt>" not in page
+
+
 # --- damaged and hostile ------------------------------------------------------------------------
 
 
@@ -445,6 +469,12 @@ def test_the_eight_ranks_of_dlrm_equal_hta_and_get_what_it_lacks() -> None:
     ranked = [finding.code for finding in analysis.findings if finding.is_problem]
     assert ranked[0] == "compute.launch-bound"
     assert "in the 1 step traced" in analysis.verdict.headline
+    # Rank 7's step began 0.63 ms after any other's: that is not counted, and what is left is one number everywhere.
+    straggler = next(finding for finding in analysis.findings if finding.code == "rank.straggler")
+    assert analysis.delays is not None
+    assert straggler.where.ranks == (int(analysis.delays[10].idxmax()),) == (7,)
+    assert straggler.gain.ms == pytest.approx(float(analysis.delays.loc[7, 10]))
+    assert straggler.gain.ms == pytest.approx(0.67, abs=0.01)
     assert sum(analysis.budget.values()) == pytest.approx(analysis.step_ms.mean if analysis.step_ms else 0)
 
 

@@ -18,7 +18,9 @@ from damage import damaged
 from dsprof import cli, reports, trace
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.memory import segment_uses
 from dsprof.importers import import_trace
+from dsprof.reports import memory as memory_figures
 from dsprof.run import RunError, RunFolder, open_run
 from dsprof.schema import COLUMNS
 
@@ -111,6 +113,33 @@ def test_a_snapshot_without_history_is_of_use_and_says_what_it_lacks(tmp_path: P
     assert "no history was recorded" in analysis.not_judged["memory.fragmentation"]
 
 
+def test_the_headline_says_where_all_of_it_is(tmp_path: Path) -> None:
+    """20 MiB in a segment with tensors, 20 in one that could go back to the device."""
+    told = tiny()
+    empty = {"address": 1 << 50, "size": 20 * MiB, "requested_size": 0, "state": "inactive"}
+    told["segments"].append({**told["segments"][0], "address": 1 << 50, "blocks": [empty]})
+    analysis = analyze(import_trace(write(told, tmp_path)))
+    assert analysis.verdict.headline.startswith(
+        "40.0 MiB of device memory reserved when the snapshot was taken: 6.0 MiB in use, 4.0 MiB freed that another "
+        "stream may still use, 10.0 MiB free between blocks in use and 20.0 MiB free in whole segments"
+    )
+    segments = segment_uses(analysis.trace.memory[0], 0)
+    assert segments.drop(columns=["pool", "stream"]).to_numpy().tolist() == [
+        [0, 20 * MiB, 6 * MiB, 4 * MiB, 10 * MiB, 0], [1, 20 * MiB, 0, 0, 0, 20 * MiB],
+    ]  # fmt: skip
+    bars = {bar.name: bar for bar in memory_figures.segments(segments).data}
+    assert list(bars) == [
+        "in use 6.0 MiB", "freed, another stream may still use it 4.0 MiB", "free between blocks in use 10.0 MiB",
+        "free in whole segments 20.0 MiB",
+    ]  # fmt: skip
+    assert [sum(bar.y[at] for bar in bars.values()) for at in (0, 1)] == [100, 100]
+    assert bars["in use 6.0 MiB"].x.tolist() == [0, 20]
+    assert bars["in use 6.0 MiB"].width.tolist() == [20, 20]
+    small = memory_figures.segments(segments, most=1)
+    assert small.layout.meta["note"] == "the 2 smallest of 2 segments are one bar"
+    assert small.data[0].width.tolist() == [40]
+
+
 # --- as a run -----------------------------------------------------------------------------------
 
 
@@ -131,6 +160,7 @@ def test_the_command_makes_a_run_that_other_commands_read(tmp_path: Path, capsys
     assert cli.main(["report", str(run)]) == 0
     page = (run / "report.html").read_text()
     assert "<h2>Device memory</h2>" in page
+    assert 'id="plot-segments-0"' in page
     assert "<code>/home/me/train.py:12</code>" in page
 
 

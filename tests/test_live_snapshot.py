@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import allocations
@@ -33,9 +32,10 @@ def test_a_live_history_is_judged(tmp_path: Path) -> None:
     device = Device()
     allocations.pinned(device)
     device.write(captures[1] / SNAPSHOT_NAME)
-    settings = device.snapshot()["allocator_settings"]
-    (captures[1] / "facts.jsonl").write_text(json.dumps({"fact": "allocator", "rank": 1, "settings": settings}) + "\n")
     analysis = analysis_of(folder)
+    (told,) = [fact for fact in analysis.run.facts if fact["fact"] == "allocator"]
+    assert (told["rank"], told["file"]) == (1, SNAPSHOT_NAME)
+    assert told["settings"] == device.snapshot()["allocator_settings"]
     assert [held.rank for held in analysis.memory] == [1]
     (finding,) = [one for one in analysis.findings if one.code == "memory.fragmentation"]
     assert finding.where.ranks == (1,)

@@ -272,10 +272,10 @@ def test_of_many_faults_orders_are_sampled_and_still_sum() -> None:
 @pytest.mark.parametrize(
     ("points", "reason"),
     [
-        ("B 1 I0 W0 1 I1 W0,1", "backward waits for collectives before its last gradients are issued"),  # ZeRO 1 and 2
+        ("B 1 I0 W0 1 I1 W0,1", "a rank waits for collectives before its last gradients are issued"),  # ZeRO 1 and 2
         ("B 1 I0 B 1 I1 W0,1", "gradients are reduced in several backwards of a step"),
         ("B 1 I0 I2 1 I1 W0,1", "other collectives are issued among those of the gradients"),
-        ("I2 B W2 1 I0 I1 W0,1", "backward waits for collectives before its last gradients are issued"),
+        ("I2 B W2 1 I0 I1 W0,1", "a rank waits for collectives before its last gradients are issued"),
         ("1 I0 1 I1 W0,1", "gradients are reduced where no backward was seen to begin before"),
         ("B 1 I0 1 I1 W0,1", None),
     ],

@@ -63,7 +63,7 @@ def test_straggler_says_what_matters() -> None:
     for phrase in (
         "rank 1 arrives late in every step: its forward takes longer; fixing it saves 37.9 ms of each 212 ms step",
         "peer wait 19.00 ms 8.9 % standing still until the last rank arrives rank.straggler",
-        "37.9 ms saved a step (18 %) 95 % interval 31.2 to 44.6 ms, predicted by replay",
+        "saves 37.9 ms a step (18 %) 95 % interval 31.2 to 44.6 ms, predicted by replay",
         "confidence 97 % where rank 1, all_reduce, group 0, steps 0-39",
         "forward on rank 1 88.0 ms 50.0 ms",
         "Fix 1 the slow part is called here; move it off the training thread",
@@ -106,7 +106,7 @@ def test_a_cost_beside_the_ordinary_steps() -> None:
         "a step is an iteration of 6 optimizer steps: 5 of Adam 1, 1 of Adam 2.",
         "steps are slower from step 41 on",
         "evaluation 1.3 s 6.8 % forwards without gradients, between training steps eval.uneven",
-        "42.0 ms saved a step on average (17 % of the run's time per step)"
+        "saves 42.0 ms a step on average (17 % of the run's time per step)"
         " 95 % interval 38.1 to 45.9 ms, measured as excess over ordinary steps",
         "Marked: what made a step longer than these.",
         "Not judged: rank.straggler : the ranks do different work",
@@ -224,6 +224,20 @@ def browser() -> Iterator[Any]:
         running.close()
 
 
+def test_columns_that_are_empty_and_figures_of_one_step_are_left_out() -> None:
+    analysis = factories.straggler()
+    whole = html.render(analysis)
+    assert "<th>host</th>" in whole
+    assert "<th>ended</th>" in whole
+    assert "steps" in figures(whole)
+    run = replace(analysis.run, ranks=[replace(item, host="") for item in analysis.run.ranks], exits=[])
+    one = analysis.steps[analysis.steps["step"] == analysis.steps["step"].max()]
+    bare = html.render(replace(analysis, run=run, steps=one))
+    assert "<th>host</th>" not in bare
+    assert "<th>ended</th>" not in bare
+    assert "steps" not in figures(bare)
+
+
 class Visit:
     """A report opened in the browser, and all that it did beyond showing itself."""
 
@@ -267,6 +281,15 @@ def test_plots_are_drawn_without_a_complaint_or_a_request(browser: Any, tmp_path
     ink = visit.page.evaluate("getComputedStyle(document.querySelector('#plot-budget .xtick text')).fill")
     assert ink == ("rgb(27, 31, 36)" if scheme == "light" else "rgb(230, 233, 237)")
     assert visit.count("a.modebar-btn[data-title*='loud'], a.modebar-btn[data-title*='hare']") == 0
+
+
+def test_the_toolbar_covers_nothing(browser: Any, tmp_path: Path) -> None:
+    """Of plain bars there is none; elsewhere it lies above what is drawn."""
+    visit = Visit(browser, tmp_path / "report.html", factories.straggler())
+    assert visit.count("#plot-time .modebar-btn") == visit.count("#plot-budget .modebar-btn") == 0
+    for name in ("heatmap", "timeline", "steps", "collectives"):
+        bar, plot = (visit.page.locator(f"#plot-{name} {part}").bounding_box() for part in (".modebar", ".nsewdrag"))
+        assert bar["y"] + bar["height"] <= plot["y"] + 1, name
 
 
 @pytest.mark.parametrize("width", [420, 1280])

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.memory_use import COLUMNS, MemoryUse
-from dsprof.reports import html, memory, palette, tensorboard, terminal
+from dsprof.reports import html, memory, palette, plots, tensorboard, terminal
 from dsprof.schema import MEMORY_PARTS
 
 GiB = 1 << 30
@@ -80,6 +80,19 @@ def test_a_capacity_far_above_is_told_instead_of_drawn() -> None:
     assert not figure.layout.shapes
     assert figure.layout.meta["note"] == "what was used, of 16.0 GiB, which the ranks of a host share"
     assert figure.layout.yaxis.title.text == "MiB"
+
+
+def test_steps_that_the_profiler_looked_at_are_marked() -> None:
+    figure = memory.over_steps(*on_the_host(), [20, 21, 22])
+    (shade,) = figure.layout.shapes
+    assert (shade.x0, shade.x1, shade.fillcolor) == (19.5, 22.5, palette.PROFILED)
+    assert figure.layout.annotations[0].text == "--deep"
+    assert figure.layout.meta["note"].endswith("shaded violet, steps 20 to 22, which torch.profiler looked at (--deep)")
+    assert figure.layout.title.subtitle.text == figure.layout.meta["note"]
+    steps = plots.step_time(factories.healthy().steps, profiled=[20, 21, 22])
+    (shade,) = (shape for shape in steps.layout.shapes if shape.fillcolor == palette.PROFILED)
+    assert (shade.x0, shade.x1) == (19.5, 22.5)
+    assert "steps 20 to 22, which torch.profiler looked at" in steps.layout.meta["note"]
 
 
 def test_many_ranks_are_a_band_with_the_one_that_has_most() -> None:

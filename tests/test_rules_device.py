@@ -301,6 +301,8 @@ def test_what_does_not_follow_without_a_collector() -> None:
     assert "pause.gc" in [item.code for item in analyze(trace).findings if item.severity != "info"]
     told = [{"fact": "without", "rank": 0, "collectors": ["host", "nvml"]}]
     off = analyze(joined(job(buckets=(64 << 10,)).trace(), [_nothing()], told))
+    assert "compute.throttle" not in off.not_judged  # there is no GPU that it could be about
+    off = analyze(joined(job(buckets=(64 << 10,)).trace(), [_nothing()], [*told, gpu(0)]))
     assert off.not_judged["pause.gc"] == "the collector host was switched off (--without)"
     assert off.not_judged["data.stall"] == off.not_judged["pause.stop"] == off.not_judged["pause.gc"]
     assert off.not_judged["compute.throttle"] == "the collector nvml was switched off (--without)"

@@ -20,6 +20,7 @@ from dsprof.analyzer.finding import Finding
 from dsprof.analyzer.memory_use import MemoryUse
 from dsprof.analyzer.slope import climb
 from dsprof.importers import import_trace
+from dsprof.reports import memory
 from dsprof.run import RankExit
 from dsprof.schema import COLUMNS
 from dsprof.trace import Trace, concat_rows
@@ -146,7 +147,23 @@ def test_a_little_that_settles_on_the_host_is_no_growth() -> None:
 
 def test_a_run_that_is_too_short_is_not_judged() -> None:
     analysis = analyze(sampled(Job(steps=12), resident=500 * MiB))
-    assert "are needed" in analysis.not_judged["memory.growth"]
+    assert analysis.not_judged["memory.growth"].startswith("too short a run: memory was looked at ")
+
+
+def test_what_is_written_only_when_it_changes_is_known_of_each_step() -> None:
+    """Of what stays as it is the collector writes every 16th step: 30 steps of which two have a row, and then none."""
+    whole = sampled(Job(steps=40), resident=500 * MiB)
+    rows = whole.rows
+    after = rows["step"] - 1
+    kept = (rows["kind"] != "mem") | after.isin([0, 16]) & ((rows["rank"] == 0) | (after < 10))
+    analysis = analyze(Trace.of(whole.run, rows[kept].reset_index(drop=True)))
+    assert "memory.growth" in analysis.passed
+    lines = dict(list(analysis.memory_steps.groupby("rank")))
+    assert lines[0]["step"].tolist() == list(range(33)), "16 steps later another one would have been written"
+    assert lines[1]["step"].tolist() == list(range(17))
+    assert set(lines[0]["resident"]) == {500 * MiB}
+    note = memory.over_steps(analysis.memory_steps, analysis.memory_uses).layout.meta["note"]
+    assert "rank 1 until step 16, the last of which memory was told" in note
 
 
 # --- what is used ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dsprof.run import last_processes
+from dsprof.run import RunInfo, last_processes
 from dsprof.trace import Trace, concat_rows
 from dsprof.trace.load import EVERY_COLUMN
 from dsprof.trace.merge import warn
@@ -44,12 +44,15 @@ class Aligned:
     """compared: the rows of all ranks of COMPARED_KINDS, with the columns COMPARED, aligned
     trace:    all rows, aligned as they are read
     clock_error_us: how far the clocks of ranks may be apart all the same
+    clocks_told: whether that is known: a trace of another tool may not say of which clocks its times are, which are
+    taken for one then
     """
 
     compared: pd.DataFrame
     trace: Trace
     topology: Topology
     clock_error_us: float
+    clocks_told: bool
     warnings: tuple[str, ...]
 
 
@@ -79,8 +82,15 @@ def align(trace: Trace) -> Aligned:
         trace=Trace(run, source, trace.memory),
         topology=topology,
         clock_error_us=max(clocks.error_us, jump_us),
+        clocks_told=_clocks_told(run),
         warnings=(*clocks.warnings, *renumbered, *jumps),
     )
+
+
+def _clocks_told(run: RunInfo) -> bool:
+    if not run.imported or len(run.ranks) < 2:
+        return True
+    return all(item.host for item in run.ranks) or len({item.clock_name for item in run.ranks}) > 1
 
 
 def _is_compared(rows: pd.DataFrame) -> npt.NDArray[np.bool_]:

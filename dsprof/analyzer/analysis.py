@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 
 from dsprof.run import RunInfo
@@ -38,9 +39,10 @@ class CaptureQuality:
     """How far the capture can be trusted."""
 
     overhead_percent: float | None
-    """Estimated: the records written, times what one costs, as a share of the step."""
+    """Estimated: the records written, times what one costs, as a share of the step. None: not known."""
     dropped: int
-    clock_error_us: float
+    clock_error_us: float | None
+    """How far the clocks of ranks may be apart. None: not known, as a trace does not tell which clocks it is of."""
     warnings: tuple[str, ...] = ()
     replay: ReplayCheck | None = None
     """How far the step graph agrees with what was measured; None without one."""
@@ -135,6 +137,16 @@ class Analysis:
     def steps_judged(self) -> int:
         """How many ordinary steps the budget and the findings are of."""
         return int(self.steps.loc[self.steps["ordinary"].astype(bool), "step"].nunique())
+
+    @property
+    def delays(self) -> pd.DataFrame | None:
+        """[rank, step] how long the others' devices stood still for a rank alone, mean over the others, ms: what
+        rank.straggler says on devices. None unless every step was traced there, with collectives that were matched."""
+        numbers = np.unique(self.steps["step"].to_numpy(np.int64)) if len(self.steps) else np.empty(0, np.int64)
+        if self.device is None or not self.device.matched or not len(numbers):
+            return None
+        traced = bool(np.isin(numbers, self.device.steps).all())
+        return self.device.delays_by_step(numbers) if traced else None
 
     def to_dict(self) -> dict[str, Any]:
         """findings.json, schema 1. Without a complete step `step_ms` is null and `budget` empty."""

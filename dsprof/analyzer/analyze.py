@@ -147,7 +147,7 @@ def analyze(trace: Trace) -> Analysis:
         capture=CaptureQuality(
             overhead_percent=estimate_overhead(run, (summary.recorded for summary in ranks.values()), ordinary),
             dropped=sum(item.dropped for item in run.ranks),
-            clock_error_us=aligned.clock_error_us,
+            clock_error_us=aligned.clock_error_us if aligned.clocks_told else None,
             warnings=(*run.warnings, *aligned.warnings, *early_ends(steps), *mismatches(rows, run)),
             replay=checked,
         ),

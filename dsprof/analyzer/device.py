@@ -177,6 +177,37 @@ class Devices:
         table = pd.concat([each, cost], axis=1).rename_axis("rank").reset_index()
         return table.sort_values("peer_ms", ascending=False, ignore_index=True)
 
+    @cached_property
+    def delays(self) -> pd.DataFrame:
+        """late_rank, rank, step, ms: how long the device of `rank` stood still in a step since `late_rank` alone came
+        late to collectives. In the first step that was traced, without what a late begin of that step explains: what
+        was before it is not in the trace, and profilers do not start at one moment."""
+        others = self.waits[self.waits["rank"] != self.waits["late_rank"]]
+        table = others.groupby(["late_rank", "rank", "step"], as_index=False)["saved_ms"].sum()
+        begun = self.began_late.set_index(["rank", "step"])["ms"].to_dict()
+        explained = [begun.get(place, 0.0) for place in zip(table["late_rank"], table["step"], strict=True)]
+        ms = (table.pop("saved_ms") - np.array(explained, np.float64)).clip(lower=0.0)
+        return table.assign(ms=ms)
+
+    @cached_property
+    def began_late(self) -> pd.DataFrame:
+        """rank, step, ms: in which step, the first of those traced one after the other, a rank began last, and by how
+        much."""
+        first = self.steps[np.append(True, np.diff(self.steps) > 1)[: len(self.steps)]]
+        found = []
+        for step in first.tolist() if len(self.ranks) > 1 else ():
+            starts = {rank: int(one.steps.loc[one.steps["step"] == step, "start_ns"].iloc[0])
+                      for rank, one in self.ranks.items()}  # fmt: skip
+            *_, second, last = sorted(starts, key=lambda rank: starts[rank])
+            found.append((last, step, (starts[last] - starts[second]) / 1e6))
+        return pd.DataFrame(found, columns=["rank", "step", "ms"])
+
+    def delays_by_step(self, steps: Int) -> pd.DataFrame:
+        """[rank, step] how long the others' devices stood still for a rank alone, mean over the others, ms."""
+        total = self.delays.pivot_table(index="late_rank", columns="step", values="ms", aggfunc="sum")
+        mean = total.reindex(index=pd.Index(list(self.ranks), name="rank"), columns=pd.Index(steps, name="step"))
+        return mean.fillna(0.0) / max(len(self.ranks) - 1, 1)
+
     def to_dict(self) -> dict[str, Any]:
         late = self.late()
         return {

@@ -15,7 +15,17 @@ from .contention import busy, lost_by_waiting_less
 from .context import Context
 from .finding import ALLOCATOR_TWIN, MEASURED_MEMORY, MEASURED_ON_DEVICE, SEVERITIES, Finding, Gain, severity_of
 from .irregular import FEWEST_JUDGED
-from .rules import FAULTS, LEAST_SHARE, ON_DEVICES, PRICED_BY_REPLAY, RULES, NotConcerned, NotJudged, PartlyJudged
+from .rules import (
+    ABOUT_GPUS,
+    FAULTS,
+    LEAST_SHARE,
+    ON_DEVICES,
+    PRICED_BY_REPLAY,
+    RULES,
+    NotConcerned,
+    NotJudged,
+    PartlyJudged,
+)
 from .rules.base import need_host, need_steps
 from .rules.throttle import with_cause
 from .standstill import find_standstills
@@ -41,6 +51,8 @@ def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding],
     not_concerned: set[str] = set()
     every = dict.fromkeys((*FAULTS, *(code for of_rule in RULES for code in of_rule)))
     off = switched_off.reasons(context.facts, every)
+    if not (context.on_gpu or context.facts.get("gpu")):  # there is nothing to judge with any collector
+        off = {code: reason for code, reason in off.items() if code not in ABOUT_GPUS}
 
     def ask(codes: tuple[str, ...], rule: Callable[[], Judged]) -> Judged | None:
         missing = next((off[code] for code in codes if code in off), None)

@@ -23,6 +23,9 @@ NATIVE, NAMED, BACKWARD, LIBRARY, USERS = range(5)
 """What a frame says: nothing, an operator, a node of backward, a line of a library, of the user's: the last is best."""
 OPERATOR: Final = re.compile(r"autograd::generated::(\w+)::apply|at::_ops::(\w+)::call")
 MOST_HOLDERS: Final = 12
+STATE_COLUMNS: Final = ("allocated", "pending", "split", "releasable")
+"""What reserved memory is, as of `PoolUse`: together it is all of it."""
+SEGMENT_COLUMNS: Final = ("segment", "pool", "stream", "reserved", *STATE_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,31 @@ def summarize_memory(memories: Mapping[int, Memory]) -> tuple[DeviceMemory, ...]
     return tuple(found)
 
 
+def segment_uses(memory: Memory, device: int) -> pd.DataFrame:
+    """What each segment of a device is (SEGMENT_COLUMNS, sizes in bytes; those of STATE_COLUMNS sum to `reserved`), the
+    largest first, and of those as large the one with most in use."""
+    blocks = memory.blocks[memory.segments["device"].to_numpy(np.int64)[memory.blocks["segment"]] == device]
+    by = _by_block(memory.segments, blocks).groupby("segment")
+    table = by[["reserved", *STATE_COLUMNS]].sum().join(by[["pool", "stream"]].first())
+    table = table.sort_values(["reserved", "allocated"], ascending=False, kind="stable").reset_index()
+    return table[list(SEGMENT_COLUMNS)]
+
+
 def _pools(segments: pd.DataFrame, blocks: pd.DataFrame) -> tuple[PoolUse, ...]:
+    found = []
+    for (pool, stream), part in _by_block(segments, blocks).groupby(["pool", "stream"]):
+        sums = {name: int(part[name].sum()) for name in ("reserved", "requested", *STATE_COLUMNS)}
+        found.append(
+            PoolUse(
+                str(pool), int(stream), int(part["segment"].nunique()), **sums,
+                largest_free=int(part["largest_free"].max()),
+            )
+        )  # fmt: skip
+    return tuple(sorted(found, key=lambda one: -one.reserved))
+
+
+def _by_block(segments: pd.DataFrame, blocks: pd.DataFrame) -> pd.DataFrame:
+    """What each block is: its pool, stream and segment, and its bytes in the columns that fit."""
     of = segments.iloc[blocks["segment"].to_numpy(np.int64)]
     start, size = blocks["address"].to_numpy(np.int64), blocks["bytes"].to_numpy(np.int64)
     begin, whole = of["address"].to_numpy(np.int64), of["bytes"].to_numpy(np.int64)
@@ -100,7 +127,7 @@ def _pools(segments: pd.DataFrame, blocks: pd.DataFrame) -> tuple[PoolUse, ...]:
     back = np.where(of["expandable"], np.maximum(pages, 0), np.where(size == whole, size, 0))
     state = blocks["state"].astype(str).to_numpy(object)
     free = state == "free"
-    table = pd.DataFrame(
+    return pd.DataFrame(
         {
             "pool": [_pool_name(small, pool) for small, pool in zip(of["small"], of["pool"], strict=True)],
             "stream": of["stream"].to_numpy(np.int64), "segment": blocks["segment"].to_numpy(np.int64),
@@ -111,16 +138,6 @@ def _pools(segments: pd.DataFrame, blocks: pd.DataFrame) -> tuple[PoolUse, ...]:
             "largest_free": np.where(free, size, 0),
         }
     )  # fmt: skip
-    found = []
-    for (pool, stream), part in table.groupby(["pool", "stream"]):
-        sums = {name: int(part[name].sum()) for name in ("reserved", "allocated", "requested", "pending", "releasable")}
-        found.append(
-            PoolUse(
-                str(pool), int(stream), int(part["segment"].nunique()), **sums, split=int(part["split"].sum()),
-                largest_free=int(part["largest_free"].max()),
-            )
-        )  # fmt: skip
-    return tuple(sorted(found, key=lambda one: -one.reserved))
 
 
 def _pool_name(small: bool, pool: str) -> str:

@@ -7,10 +7,20 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RunInfo, last_processes
-from dsprof.schema import HOST, MEMORY_COUNTS, MEMORY_LANE, MEMORY_LIMITS, MEMORY_NOW, MEMORY_PARTS, MEMORY_PEAKS
+from dsprof.schema import (
+    HOST,
+    MEMORY_COUNTS,
+    MEMORY_EVERY,
+    MEMORY_LANE,
+    MEMORY_LIMITS,
+    MEMORY_NOW,
+    MEMORY_PARTS,
+    MEMORY_PEAKS,
+)
 
 MOST_POINTS: Final = 200
 """Steps of a rank that are kept: of more, neighbours are joined by their maximum."""
@@ -46,11 +56,19 @@ def sum_memory(rows: pd.DataFrame, rank: int) -> pd.DataFrame:
     )
     first = mem["start_ns"].argsort(kind="stable")
     wide = long.iloc[first].pivot_table(index=["place", "step"], columns="name", values="number", aggfunc="first")
-    wide = wide.reindex(columns=list(NUMBERS))
-    by_place = wide.groupby(level="place")
-    wide[list(LASTING)] = by_place[list(LASTING)].ffill()
-    table = pd.concat([_thinned(part) for _, part in wide.reset_index().groupby("place")])
+    wide = wide.reindex(columns=list(NUMBERS)).reset_index()
+    ended = rows.loc[(rows["kind"] == "step") & rows["dur_ns"].notna(), "step"].to_numpy(np.int64)
+    table = pd.concat([_thinned(_at_each_step(part, ended)) for _, part in wide.groupby("place")])
     return table.assign(rank=rank).reindex(columns=list(COLUMNS)).reset_index(drop=True)
+
+
+def _at_each_step(part: pd.DataFrame, ended: npt.NDArray[np.int64]) -> pd.DataFrame:
+    """With a row for each step that ended while it was sampled: a number that was not written is as it was."""
+    steps = part["step"].to_numpy(np.int64)
+    between = ended[(ended > steps[0]) & (ended <= steps[-1] + MEMORY_EVERY)]
+    every = part.set_index("step").reindex(np.union1d(steps, between)).rename_axis("step")
+    every[["place", *LASTING]] = every[["place", *LASTING]].ffill()
+    return every.reset_index()
 
 
 def _thinned(part: pd.DataFrame) -> pd.DataFrame:

@@ -27,8 +27,8 @@ def count_records(rows: pd.DataFrame) -> pd.DataFrame:
 
 def estimate_overhead(run: RunInfo, recorded: Iterable[pd.DataFrame], ordinary: pd.DataFrame) -> float | None:
     """Percent of the ordinary steps that their records should have cost; not a measurement of this run. None without a
-    step. `recorded`: of each rank (`count_records`)."""
-    if ordinary.empty:
+    step, and of another tool's trace: nobody told what its records cost. `recorded`: of each rank (`count_records`)."""
+    if ordinary.empty or run.imported:
         return None
     steps, native = ordinary["step"].unique(), all(item.native for item in run.ranks)
     spent = 0.0

@@ -20,6 +20,7 @@ from dsprof.trace import concat_rows
 from .analysis import Analysis, Verdict
 from .finding import MEASURED_EXCESS, MEASURED_ON_DEVICE, Finding
 from .irregular import FEWEST_JUDGED, warm_up
+from .memory import STATE_COLUMNS
 from .painting import PHASE_PART
 from .parts import TRAINING
 from .steps import early_ends
@@ -147,9 +148,15 @@ def _of_finding(analysis: Analysis, finding: Finding) -> Verdict:
 
 def _of_memory(analysis: Analysis) -> str:
     """Of a run of which only its devices' memory is known."""
-    held = {name: sum(one.total(name) for one in analysis.memory) for name in ("reserved", "allocated", "split")}
-    text = f"{size(held['reserved'])} of device memory reserved, {size(held['allocated'])} in use"
-    text += f" and {size(held['split'])} free between blocks in use, when the snapshot was taken"
+    held = {name: sum(one.total(name) for one in analysis.memory) for name in ("reserved", *STATE_COLUMNS)}
+    parts = [
+        f"{size(held['allocated'])} in use",
+        *([f"{size(held['pending'])} freed that another stream may still use"] if held["pending"] else []),
+        f"{size(held['split'])} free between blocks in use",
+        f"{size(held['releasable'])} free in whole segments",
+    ]
+    text = f"{size(held['reserved'])} of device memory reserved when the snapshot was taken: "
+    text += f"{', '.join(parts[:-1])} and {parts[-1]}"
     reason = analysis.not_judged.get(FRAGMENTATION)
     judged = "fragmentation costs next to nothing in its history" if reason is None else f"not judged: {clean(reason)}"
     return f"{text}; {judged}. How fast the job is, a snapshot does not tell"

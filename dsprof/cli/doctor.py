@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -81,6 +82,9 @@ def _write(console: Console, diagnosis: Diagnosis) -> None:
     console.print("this machine", style="bold")
     _rows(console, _machine(diagnosis.machine))
     console.print()
+    console.print("what a capture records here (--without NAME leaves a part out)", style="bold")
+    _rows(console, _collectors(diagnosis.machine))
+    console.print()
     about = "" if diagnosis.source is None else f"{diagnosis.source}: "
     said = [("error", f"{about}{text}", "bold red") for text in diagnosis.errors]
     said += [("warning", text, "bold yellow") for text in diagnosis.warnings]
@@ -150,7 +154,7 @@ def _facts(machine: Machine) -> Iterator[tuple[str, str]]:
     yield "DeepSpeed", versions["deepspeed"] or "none"
     yield "driver", f"{versions['driver']}, for CUDA {versions['driver cuda']}" if versions["driver"] else "none"
     yield from _gpus(machine)
-    yield "NVML", machine.nvml or "answers"
+    yield "NVML", machine.nvml or "answers: clocks, power and errors are known while a job runs"
     memory = "" if machine.memory_bytes is None else f", {machine.memory_bytes / GIB:.0f} GiB"
     yield "CPU", f"{machine.cpus} {'core' if machine.cpus == 1 else 'cores'}{memory}"
     for port in machine.ports:
@@ -161,7 +165,16 @@ def _facts(machine: Machine) -> Iterator[tuple[str, str]]:
     variables = [f"{name}={value}" for name, value in machine.allocator.items()]
     yield "allocator", ", ".join(variables) or "defaults of torch and the C library"
     yield "C++ compiler", machine.compiler or "none"
-    yield "collectors", ", ".join(machine.collectors)
+
+
+def _collectors(machine: Machine) -> Iterator[Row]:
+    for group, members in groupby(machine.collectors, lambda one: one.group):
+        parts = list(members)
+        alike = parts[0].lacks if len({one.lacks for one in parts}) == 1 else ""
+        yield group, f"not here: {alike}" if alike else "", ""
+        for one in parts:
+            why = f"; not here: {one.lacks}" if one.lacks and not alike else ""
+            yield f"  {one.name}", one.records + why, "dim" if one.lacks else ""
 
 
 def _torch(machine: Machine) -> str:

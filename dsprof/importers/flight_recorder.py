@@ -102,8 +102,8 @@ def read_all(paths: Iterable[Path]) -> Trace:
     facts += [{"fact": "group", "rank": first, "name": group, **about} for group, about in groups.items()]
     facts += [fact for dump in dumps.values() if (fact := dump.standstill()) is not None]
     info = RunInfo(
-        id=new_run_id(name), name=name, command=["dsprof", "import", str(listed[0].parent)], world_size=expected,
-        facts=facts, groups=groups,
+        id=new_run_id(name), name=name, level="", command=["dsprof", "import", str(listed[0].parent)],
+        world_size=expected, facts=facts, groups=groups,
         ranks=[
             RankInfo(
                 rank=rank, restart=0, host="", pid=0, capture="", native=True, last_step=-1,

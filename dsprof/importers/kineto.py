@@ -258,7 +258,7 @@ def _info(path: Path, files: list[_File], refused: list[_File]) -> RunInfo:
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.name.split(".")[0])[:60] or "trace"
     told = max((one.world_size or 0 for one in files), default=0)
     return RunInfo(
-        id=new_run_id(name), name=name, command=["dsprof", "import", str(path)],
+        id=new_run_id(name), name=name, level="", command=["dsprof", "import", str(path)],
         world_size=max(told, 1 + max(one.rank or 0 for one in files)), facts=facts,
         versions={key: value for one in files for key, value in one.versions.items()},
         groups=_groups(files),

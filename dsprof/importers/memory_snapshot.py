@@ -44,7 +44,7 @@ def read(path: Path) -> Trace:
         {"fact": "allocator", "rank": 0, "settings": settings},
     ]
     info = RunInfo(
-        id=new_run_id(path.stem), name=path.stem, command=["dsprof", "import", str(path)], world_size=1,
+        id=new_run_id(path.stem), name=path.stem, level="", command=["dsprof", "import", str(path)], world_size=1,
         facts=facts,
         ranks=[
             RankInfo(

@@ -108,7 +108,7 @@ def read(path: Path) -> Trace:
     rows = _rows(table, replicas, matched=chunks == 1)
     groups, name = _groups(rows, replicas), job_name(path)
     info = RunInfo(
-        id=new_run_id(name), name=name, command=["dsprof", "import", str(path)], world_size=stages * replicas,
+        id=new_run_id(name), name=name, level="", command=["dsprof", "import", str(path)], world_size=stages * replicas,
         ranks=[_rank_info(int(rank), of_rank) for rank, of_rank in rows.groupby("rank")],
         groups=groups, facts=_facts(table, groups, path, warnings, meta.get("tp_size", 1)),
     )  # fmt: skip

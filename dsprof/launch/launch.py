@@ -36,6 +36,9 @@ from .supervise import Ending, Supervisor, end_with
 from .talk import Talk, shown
 from .watch import HangWatch
 
+KINETO_SILENT: Final = "6"
+"""KINETO_LOG_LEVEL at which torch.profiler's library says nothing on the job's stderr when it begins and ends; one
+lower tells of both."""
 LITTLE_SPACE: Final = 64 << 20
 """Free bytes below which a capture may well not fit."""
 
@@ -225,6 +228,8 @@ def environment(base: Mapping[str, str], folder: RunFolder, settings: Settings, 
     env["DSPROF_RANKS"] = settings.ranks
     env |= {"DSPROF_STEPS": settings.steps, "DSPROF_DELAY": settings.delay, "DSPROF_DURATION": settings.duration}
     env |= {"DSPROF_DEEP": settings.deep}
+    if settings.deep:
+        env.setdefault("KINETO_LOG_LEVEL", KINETO_SILENT)
     env["DSPROF_LIMIT"] = settings.limit
     env["DSPROF_WITHOUT"] = settings.without
     env["DSPROF_SCRATCH"] = scratch.absolute(settings.scratch)

@@ -27,7 +27,7 @@ from .files import brief, write_parquet
 from .memory import save_memory
 from .snapshot import read_snapshot
 
-MERGE_VERSION = 9
+MERGE_VERSION = 10
 """Part of the signature that tells whether a Parquet file is up to date: raise it when merging changes."""
 MAPPED_CHUNKS = 4
 """Those that a process may have mapped: the last three, and one that is prepared."""
@@ -115,7 +115,7 @@ def _merge_rank(folder: RunFolder, rank: int, folders: list[tuple[int, Path]], i
         _add_rank(rank, json.loads(stored[RANK_INFO]), info)
         return None
     rows, summary = _derive(rank, folders)
-    summary["problems"] += _merge_snapshot(folder, rank, folders)
+    summary["problems"] += _merge_snapshot(folder, rank, folders, summary["facts"])
     _add_rank(rank, summary, info)
     table = pa.Table.from_pandas(rows, preserve_index=False)
     about = {SIGNATURE: signature, RANK_INFO: json.dumps(summary).encode()}
@@ -127,9 +127,12 @@ def _merge_rank(folder: RunFolder, rank: int, folders: list[tuple[int, Path]], i
     return None
 
 
-def _merge_snapshot(folder: RunFolder, rank: int, folders: list[tuple[int, Path]]) -> list[str]:
-    """Write the side tables from the snapshot of the rank's last process, if it left one; what was odd about it. One
-    that was taken when there was no memory left tells more than one of the end."""
+def _merge_snapshot(
+    folder: RunFolder, rank: int, folders: list[tuple[int, Path]], facts: list[dict[str, Any]]
+) -> list[str]:
+    """Write the side tables from the snapshot of the rank's last process, if it left one, and add to `facts` what it
+    says of the allocator; what was odd about it. One that was taken when there was no memory left tells more than one
+    of the end."""
     last = max(restart for restart, _ in folders)
     names = [path / name for name in (OOM_SNAPSHOT_NAME, SNAPSHOT_NAME) for restart, path in folders if restart == last]
     path = next((path for path in names if path.exists()), None)
@@ -140,6 +143,7 @@ def _merge_snapshot(folder: RunFolder, rank: int, folders: list[tuple[int, Path]
         save_memory(folder, rank, snapshot.memory)
     except (RunError, OSError) as error:
         return [f"{path.name}: not read ({brief(error)})"]
+    facts.append({"fact": "allocator", "rank": rank, "settings": snapshot.settings, "file": path.name})
     return [f"{path.name}: {text}" for text in snapshot.warnings if path.name == SNAPSHOT_NAME]
 
 

@@ -20,6 +20,8 @@ from markupsafe import Markup
 from dsprof.analyzer import text
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.irregular import profiled_steps
+from dsprof.analyzer.memory import segment_uses
 from dsprof.run import last_processes
 from dsprof.trace import concat_rows
 
@@ -30,6 +32,8 @@ HERE: Final = Path(__file__).parent
 
 TIMELINE_RANKS: Final = 8
 DEVICE_RANKS: Final = 8
+MOST_SNAPSHOTS: Final = 8
+"""Devices whose segments are drawn."""
 MOST_MODULES: Final = 40
 """That are listed."""
 
@@ -39,7 +43,7 @@ _IN_SCRIPT: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "
 def render(analysis: Analysis) -> str:
     """The whole report as one HTML document."""
     plotly_js, page_js = _asset("plotly-cartesian.min.js"), _asset("page.js")
-    figures = _figures(analysis)
+    figures, ranks = _figures(analysis), _rank_rows(analysis)
     return _template().render(
         analysis=analysis,
         run=analysis.run,
@@ -51,7 +55,10 @@ def render(analysis: Analysis) -> str:
         minor=[_card(finding, analysis.run.cwd) for finding in wording.remarks(analysis)],
         budget=_budget(analysis),
         rank_parts=[part for part in analysis.budget_by_rank if (analysis.budget_by_rank[part] > 0.005).any()],
-        rank_rows=_rank_rows(analysis),
+        rank_rows=ranks,
+        hosts=any(row["host"] for row in ranks),
+        endings=any(row["ended"] for row in ranks),
+        on_devices=analysis.delays is not None,
         blamed=_blamed(analysis),
         memory=analysis.memory,
         memory_line=memory.line(analysis.memory_uses),
@@ -60,6 +67,7 @@ def render(analysis: Analysis) -> str:
         efficiency_lines=efficiency.lines(analysis),
         module_rows=efficiency.module_rows(analysis, MOST_MODULES),
         modules_unseen=efficiency.unseen(analysis),
+        recomputed=bool(len(analysis.modules) and (analysis.modules["recompute_ms"] > 0).any()),
         counted=bool(len(analysis.modules) and analysis.modules["gflop"].notna().any()),
         modules_left=max(len(analysis.modules) - MOST_MODULES, 0),
         marks=len(analysis.irregular),
@@ -131,15 +139,24 @@ def _figures(analysis: Analysis) -> dict[str, Any]:
         figures["time"].update_layout(showlegend=False, height=86)  # the table below it has the colours
     if analysis.step_ms is not None:
         figures["budget"] = plots.budget_bar(analysis.budget_by_rank, analysis.budget)
-        figures["heatmap"] = plots.heatmap(analysis.steps)
-        figures["steps"] = plots.step_time(analysis.steps, analysis.irregular, highlight=_blamed(analysis))
+        figures["heatmap"] = plots.heatmap(analysis.steps, analysis.delays)
+        if analysis.steps["step"].nunique() > 1:
+            figures["steps"] = plots.step_time(
+                analysis.steps, analysis.irregular, profiled_steps(analysis.run), highlight=_blamed(analysis)
+            )
     collectives = plots.collectives(analysis.collectives)
     if collectives.data:
         figures["collectives"] = collectives
     uses = memory.main_uses(analysis.memory_uses)
     if uses:
-        figures["memory"] = memory.over_steps(analysis.memory_steps, uses, highlight=_hungry(analysis))
+        figures["memory"] = memory.over_steps(
+            analysis.memory_steps, uses, profiled_steps(analysis.run), highlight=_hungry(analysis)
+        )
         figures["memory-parts"] = memory.by_part(uses)
+    for at, held in enumerate(analysis.memory[:MOST_SNAPSHOTS]):
+        if held.total("reserved"):
+            uses_of = segment_uses(analysis.trace.memory[held.rank], held.device)
+            figures[f"segments-{at}"] = memory.segments(uses_of)
     watched = sorted({int(fact["rank"]) for fact in analysis.run.facts if fact.get("fact") == "gpu"})
     if watched:
         named = [rank for finding in analysis.findings for rank in finding.where.ranks or ()]

@@ -6,6 +6,8 @@
     modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
     toImageButtonOptions: { format: "svg" },
   };
+  // Bars that there is nothing to look closer at: the toolbar would only cover them.
+  const plain = new Set(["time", "budget", "memory-parts"]);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const touch = window.matchMedia("(pointer: coarse)").matches;
 
@@ -35,7 +37,7 @@
   const drawn = Object.entries(figures).filter(([name]) => document.getElementById("plot-" + name));
   function draw() {
     for (const [name, figure] of drawn) {
-      Plotly.react("plot-" + name, figure.data, themed(figure.layout), config);
+      Plotly.react("plot-" + name, figure.data, themed(figure.layout), Object.assign({ displayModeBar: plain.has(name) ? false : "hover" }, config));
     }
   }
   draw();

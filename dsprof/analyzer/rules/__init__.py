@@ -33,12 +33,15 @@ from . import (
 from .base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged
 
 __all__ = [
-    "FAULTS", "LEAST_SHARE", "ON_DEVICES", "PRICED_BY_REPLAY", "RULES", "NotConcerned", "NotJudged", "PartlyJudged",
+    "ABOUT_GPUS", "FAULTS", "LEAST_SHARE", "ON_DEVICES", "PRICED_BY_REPLAY", "RULES", "NotConcerned", "NotJudged",
+    "PartlyJudged",
 ]  # fmt: skip
 
 PRICED_BY_REPLAY: Final = frozenset({"comm.small-messages", "comm.exposed", "pipeline.bubble"})
 """Of RULES: they say nothing where the replay does not give the measured steps."""
 
+ABOUT_GPUS: Final = frozenset({"compute.throttle", "compute.host-sync"})
+"""Of a job that uses none they say nothing."""
 ON_DEVICES: Final = frozenset({"rank.straggler"})
 """Of RULES: they judge by themselves, where kernels were traced, what the faults of that code cannot."""
 

@@ -80,28 +80,28 @@ def _late_rank(context: Context, devices: Devices) -> list[Finding]:
         raise NotJudged("no collective was matched on several ranks")
     steps = _steps(context, devices)
     waits = devices.waits[devices.waits["step"].isin(steps.tolist())]
-    late = devices.late()
-    if waits.empty or not float(late["peer_ms"].iloc[0]) > 0:
+    by_rank = devices.delays_by_step(steps).mean(axis=1)
+    if waits.empty or not float(by_rank.max()) > 0:
         return []
     waited = float(waits["peer_ms"].sum()) / len(waits)
     if context.clock_error_ms > MOST_CLOCK_ERROR * waited:
         raise NotJudged(f"the clocks of the ranks may be {ms(context.clock_error_ms)} apart, and waits are as short")
-    rank = int(late["rank"].iloc[0])
+    rank = int(by_rank.idxmax())
     others = [one for one in devices.ranks if one != rank]
     saved = np.zeros((len(others), len(steps)))
-    mine = waits[(waits["late_rank"] == rank) & waits["rank"].isin(others)]
-    at = np.searchsorted(others, mine["rank"]), np.searchsorted(steps, mine["step"])
-    np.add.at(saved, at, mine["saved_ms"].to_numpy(np.float64))
+    mine = devices.delays[(devices.delays["late_rank"] == rank) & devices.delays["step"].isin(steps.tolist())]
+    saved[np.searchsorted(others, mine["rank"]), np.searchsorted(steps, mine["step"])] = mine["ms"]
     gain = _cost(context, devices, steps, saved)
     each = waits.drop_duplicates("row")
     times, every = int((each["late_rank"] == rank).sum()), len(each)
-    by_op = each.assign(ms=waits.groupby("row")["peer_ms"].mean().reindex(each["row"]).to_numpy())
-    worst = by_op[by_op["late_rank"] == rank].sort_values("ms").iloc[-1]
-    name = str(context.collectives["name"].iloc[int(worst["row"])])
+    alone = waits[(waits["late_rank"] == rank) & (waits["rank"] != rank)].groupby("row")["saved_ms"].mean()
+    worst = int(alone.idxmax())
+    name = str(context.collectives["name"].iloc[worst])
     evidence = (
         Evidence(f"rank {rank} comes last", f"{times} of {every}", "matched collectives"),
-        Evidence("the others stand still for it, mean a step", round(float(saved.mean()), 3), "ms"),
-        Evidence(f"most for one {name}, mean over ranks", round(float(worst["ms"]), 3), "ms"),
+        Evidence("the others stand still for it alone, mean a step", round(float(saved.mean()), 3), "ms"),
+        *_began_late(devices, rank, steps),
+        Evidence(f"most in one {name}", round(float(alone[worst]), 3), "ms"),
     )
     often = times > LEAST_LATE * every
     title = (
@@ -111,6 +111,17 @@ def _late_rank(context: Context, devices: Devices) -> list[Finding]:
     where = Where(ranks=(rank,), steps=(int(steps[0]), int(steps[-1])))
     fix = Fix("code", f"look at what rank {rank} does before it, beside another rank's timeline")
     return [Finding("rank.straggler", title, "info", where, evidence, gain, (fix,))]
+
+
+def _began_late(devices: Devices, rank: int, steps: npt.NDArray[np.int64]) -> list[Evidence]:
+    table = devices.began_late
+    found = table[(table["rank"] == rank) & table["step"].isin(steps.tolist()) & (table["ms"] > 0)]
+    return [
+        Evidence(
+            f"not counted: its step {step}, the first traced, began later than any other's by", round(late, 3), "ms"
+        )
+        for step, late in zip(found["step"], found["ms"], strict=True)
+    ]
 
 
 def _exposed(context: Context, devices: Devices) -> list[Finding]:

@@ -49,9 +49,9 @@ REMEDIES: Final = {
 
 def stops(context: Context) -> list[Finding]:
     """Where the training thread waits for the device, and what the device stood idle after it, at most."""
-    need_steps(context)
     if not context.on_gpu:
         raise NotConcerned
+    need_steps(context)
     watched, found = context.facts.get("host_sync", []), _stops(context)
     if not watched and not len(found):
         raise NotJudged("what the host waits for the device in was not captured")

@@ -60,7 +60,9 @@ def growth(context: Context) -> list[Finding]:
             climbing.append((use, found))
     if not climbing:
         if longest < FEWEST:
-            raise NotJudged(f"memory was sampled in {longest} steps after warm-up, and {FEWEST} are needed")
+            raise NotJudged(
+                f"too short a run: memory was looked at {count(longest, 'time')} after warm-up, of {FEWEST}"
+            )
         return []
     return [_climbing(context, climbing)]
 

@@ -88,13 +88,13 @@ def _clocks(context: Context) -> list[Clock]:
 
 def throttle(context: Context) -> list[Finding]:
     """Clocks that are held down, PCIe and NVLink connections that are worse than they were made, memory errors."""
+    if not (context.on_gpu or context.facts.get("gpu")):
+        raise NotConcerned
     if not len(context.ordinary):
         raise NotJudged("no step was completed on all captured ranks")
     devices = _devices(context)
     if not devices:
-        if context.on_gpu:
-            raise NotJudged("what the devices' clocks and links did was not captured")
-        raise NotConcerned
+        raise NotJudged("what the devices' clocks and links did was not captured")
     findings = [*_slow_clocks(context), *_links(context, devices), *_errors(context, devices)]
     if not findings and not _clocks(context):
         raise NotJudged(f"the judged steps are too short for {FEWEST} looks, one a second, at a device at work")

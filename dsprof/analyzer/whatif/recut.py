@@ -171,7 +171,7 @@ def _stretch(steps: Steps, thread: int, old: list[int]) -> tuple[int, int]:
     waited = structure.edges.target
     if ((waited > since) & (waited <= last)).any():
         raise NotRecut(
-            "backward waits for collectives before its last gradients are issued, and what it would wait for with "
+            "a rank waits for collectives before its last gradients are issued, and what it would wait for with "
             "other buckets is not known"
         )
     others = issues[~of_gradients, 0]

@@ -12,6 +12,7 @@ import pandas as pd
 
 from dsprof.schema import CAPTURE_GAP, LOADING
 
+from .purpose import OF_ONE_NORM
 from .rows import Int, derived_rows, ends
 
 NORM_WAITS: Final = ("all_reduce", "wait_tensor")
@@ -111,7 +112,8 @@ def phases_between(rows: pd.DataFrame, phases: Phases, main: int, on_gpu: bool) 
     no_wait = ~_any_between(waits["start_ns"], start, end)
     # The norm of gradients that are partitioned is reduced while they are clipped.
     no_other_wait = ~_any_between(waits.loc[~waits["name"].isin(NORM_WAITS), "start_ns"], start, end)
-    only_norm = no_other_wait & ~_any_between(issued.loc[issued["name"] != "all_reduce", "issue_ns"], start, end)
+    of_norm = (issued["name"] == "all_reduce") & (issued["bytes"].fillna(0) <= OF_ONE_NORM)
+    only_norm = no_other_wait & ~_any_between(issued.loc[~of_norm, "issue_ns"], start, end)
     in_one_action = ~_any_between(pd.Series(edges), start, end)
 
     named = {

@@ -20,6 +20,11 @@ INTEGERS: Final = ("int16", "int32", "int64", "bool")
 """In backward DDP also reduces which parameters were used; gradients are not counted, though they may be quantized."""
 OF_A_NORM: Final = 4096
 """Bytes that the norms of gradients, or whether they overflowed, take at most: some numbers a parameter."""
+ONE_NUMBER: Final = 8
+"""Bytes of one at most."""
+OF_ONE_NORM: Final = 128
+"""The same of what a script reduces itself between backward and optimizer: some numbers altogether. What is larger than
+OF_A_NORM there is gradients; in between it may be a norm of each parameter, or the gradients of a tiny model."""
 
 
 def purposes(rows: pd.DataFrame, facts: Collection[str], tensor_parallel: Collection[str] = ()) -> pd.Series[str]:
@@ -27,8 +32,9 @@ def purposes(rows: pd.DataFrame, facts: Collection[str], tensor_parallel: Collec
 
     facts: kinds of facts that the rank stated. tensor_parallel: groups that are said to be for that.
 
-    Reductions issued inside backward carry gradients, small ones around the optimizer norms. What another thread
-    issues meanwhile is none of that. With FSDP and DeepSpeed, what is gathered is parameters; with DDP, what is
+    Reductions issued inside backward carry gradients, small ones around the optimizer norms. So do those that a script
+    issues itself between the two, if one of them is too large for a norm. What another thread issues meanwhile is none
+    of that. With FSDP and DeepSpeed, what is gathered is parameters; with DDP, what is
     broadcast in forward is buffers.
     """
     comm = rows["kind"] == "comm"
@@ -41,8 +47,9 @@ def purposes(rows: pd.DataFrame, facts: Collection[str], tensor_parallel: Collec
         purpose[forward & gathers & (rows["name"] == "broadcast")] = "buffer"
     if not {"fsdp", "deepspeed"}.isdisjoint(facts):
         purpose[(forward | backward) & gathers & (rows["name"] == "all_gather")] = "parameter"
+    by_hand = _reduced_by_hand(rows, reduces)
     purpose[updating & gathers] = "parameter"
-    purpose[backward & reduces & ~rows["dtype"].isin(INTEGERS)] = "gradient"
+    purpose[(backward & reduces & ~rows["dtype"].isin(INTEGERS)) | by_hand] = "gradient"
     purpose[updating & reduces & (rows["bytes"] <= OF_A_NORM).fillna(False).to_numpy(bool)] = "norm"
     if tensor_parallel:
         purpose[(forward | backward) & comm & rows["group"].isin(tensor_parallel)] = "tensor-parallel"
@@ -73,6 +80,30 @@ def _issued_in_backward(rows: pd.DataFrame) -> npt.NDArray[np.bool_]:
     engines = during & rows["thread"].isin(share.index[share >= LEAST_DURING]).to_numpy(bool)
     inside: npt.NDArray[np.bool_] = _issued_in(rows, "backward") | engines
     return inside
+
+
+def _reduced_by_hand(rows: pd.DataFrame, reduces: pd.Series[bool]) -> npt.NDArray[np.bool_]:
+    """Which reductions a script makes of its gradients itself: between a backward and the optimizer's step, on the
+    thread that is in both, neither inside another phase. One number is something else, such as the loss or a norm."""
+    found = np.zeros(len(rows), bool)
+    phases = rows[(rows["kind"] == "phase") & rows["name"].ne("clip") & rows["dur_ns"].notna()]
+    reduced = rows[reduces & (rows["bytes"] > ONE_NUMBER).fillna(False).astype(bool) & ~rows["dtype"].isin(INTEGERS)]
+    for thread, mine in reduced.groupby("thread"):
+        around = phases[phases["thread"] == thread].sort_values(["start_ns", "dur_ns"], ascending=[True, False])
+        reach = np.maximum.accumulate(ends(around))
+        around = around[np.append(True, around["start_ns"].to_numpy(np.int64)[1:] >= reach[:-1])[: len(around)]]
+        if around.empty:
+            continue
+        start, end, name = around["start_ns"].to_numpy(np.int64), ends(around), around["name"].to_numpy(object)
+        when = mine["issue_ns"].fillna(mine["start_ns"]).to_numpy(np.int64)
+        after = np.searchsorted(start, when, side="right")
+        inside = (after > 0) & (after < len(start))
+        before = np.maximum(after - 1, 0)
+        inside &= (name[before] == "backward") & (end[before] <= when)
+        inside &= name[np.minimum(after, len(start) - 1)] == "optimizer"
+        large = np.unique(after[inside & (mine["bytes"] > OF_A_NORM).to_numpy(bool)])
+        found[mine.index[inside & np.isin(after, large)]] = True
+    return found
 
 
 def _issued_during(rows: pd.DataFrame, phases: pd.DataFrame) -> npt.NDArray[np.bool_]:
