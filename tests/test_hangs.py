@@ -70,7 +70,12 @@ def test_a_rank_asleep_in_python(tmp_path: Path) -> None:
     assert found["code"] == "run.hang"
     assert (found["where"]["ranks"], found["where"]["op"], found["where"]["group"]) == ([1], "all_reduce", "0")
     assert f"rank 1 is at hang_job.py:{line_of('lambda: time.sleep(FOREVER)')}" in found["title"]
+    assert "dsprof ended the job then (--on-hang abort)" in found["title"]
+    assert "the job ended with status 124: dsprof ended it, since it hung" in finished.stderr
+    assert "killed by" not in finished.stderr
+    assert found["where"]["steps"] == [3, 3]
     text = json.dumps(found["evidence"])
+    assert 'its main thread", "value": "sleeps for a set time (in the kernel: ' in text
     assert "rank 0 waits in" in text
     assert "rank 1 stands in" in text
     (fix,) = found["fixes"]
