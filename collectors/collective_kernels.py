@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+from dsprof.live.activity import name_thread
 from dsprof.schema import COLLECTIVE_NAMES, DTYPES, Flag
 
 from . import dynamo
@@ -296,6 +297,7 @@ class Reaper:
     def _run(self) -> None:
         from torch.distributed import Work
 
+        name_thread("dsprof-reaper")
         wait = getattr(Work.wait, "__wrapped__", Work.wait)  # torch's own, under our wrapper
         while True:
             work = self._works.get()

@@ -162,6 +162,20 @@ def test_a_rank_that_works_is_only_noted(
     assert job.hangs == []
 
 
+def test_what_looks_like_work_for_one_look_is_not_told(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """As what a rank did just before it fell asleep."""
+    watch = job.watch()
+    job.stands(ABSENT, works=True)
+    job.after(0, watch)
+    job.after(TIMEOUT_S + 2, watch)
+    assert capsys.readouterr().err == ""
+    job.stands(ABSENT)
+    job.after(3, watch)
+    said = capsys.readouterr().err
+    assert "hang: rank 1" in said
+    assert "works" not in said
+
+
 def test_nothing_is_said_of_what_is_not_known(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     watch = job.watch(abort=True)
     assert not job.after(0, watch)

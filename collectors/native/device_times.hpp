@@ -228,6 +228,7 @@ class DeviceTimes {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     std::thread([this, run = ++run_] {
+      pthread_setname_np(pthread_self(), "dsprof-clocks");
       for (int round = 0; on_ && run == run_; round++) {
         compare_ = true;
         const auto until = std::chrono::steady_clock::now() + kPatience;

@@ -62,6 +62,7 @@ class LockWatch {
   using Clock = std::chrono::steady_clock;
 
   void run() {
+    pthread_setname_np(pthread_self(), "dsprof-locks");  // what it uses is not the rank's work (live/activity.py)
     std::unique_lock<std::mutex> lock(mutex_);
     double silent_s = 0;
     bool written = false;

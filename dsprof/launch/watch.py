@@ -33,6 +33,9 @@ GRACE_S: Final = 1.5
 """For the ranks' own watchdogs, which look once a second, to say where they stand."""
 MOST_BETWEEN_S: Final = 10.0
 """Between two looks at a job that stands still."""
+SURE: Final = 2
+"""Looks that must agree before it is said that a job which stands still does not hang: what a rank did just before it
+fell asleep looks like work for one."""
 AT_WORK: Final = {"checkpoint": "saves a checkpoint", "compile": "compiles"}
 """Phases that may take any time."""
 ELSEWHERE: Final = 10
@@ -100,7 +103,8 @@ class HangWatch:
         self._next = 0.0
         self._hangs: list[dict[str, Any]] = []
         self._told: Told | None = None
-        self._noticed = False
+        self._noticed = 0
+        """How often in a row it was judged to stand still, and not to hang."""
 
     def look(self) -> bool:
         """Called about once a second; whether the job is to be ended now."""
@@ -125,8 +129,8 @@ class HangWatch:
         if judgement is None:
             return False
         if not judgement.hangs:
-            if not self._noticed:
-                self._noticed = True
+            self._noticed += 1
+            if self._noticed == SURE:
                 self._talk.say(f"no progress for {still_s:.0f} s, which is not called a hang: {judgement.words}")
             return False
         stall = judgement.stall
@@ -199,7 +203,7 @@ class HangWatch:
             self._talk.warn(f"the job goes on, after {stood_s:.0f} s")
             self._hangs[-1].update(went_on=True, stood_s=round(stood_s, 1))
             self._write()
-        self._told, self._noticed = None, False
+        self._told, self._noticed = None, 0
         self._moved = now
 
     def _went_on(self, told: Told) -> bool:
