@@ -125,8 +125,8 @@ def _text(process: int, thread: int, name: str) -> str:
 
 
 def _stat(place: str) -> list[str]:
-    """Fields of proc_pid_stat(5) behind the name, the state first. `place`: `/proc/PID`, or `task/TID` in it for a thread,
-    as below."""
+    """Fields of proc_pid_stat(5) behind the name, the state first. `place`: `/proc/PID`, or a thread's `task/TID` in
+    it, as below."""
     try:
         with open(f"{place}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].decode().split()
