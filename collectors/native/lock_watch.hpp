@@ -19,6 +19,7 @@
 #include <string>
 #include <thread>
 
+#include "forks.hpp"
 #include "python_arguments.hpp"
 
 namespace dsprof {
@@ -103,8 +104,8 @@ class LockWatch {
 };
 
 LockWatch& lock_watch() {
-  static auto* instance = new LockWatch;  // never destroyed: a process may end while its thread runs
-  return *instance;
+  static PerProcess<LockWatch> instance;  // never destroyed: a process may end while its thread runs
+  return instance.get();
 }
 
 PyObject* py_lock_watch_start(PyObject*, PyObject* args) {
