@@ -181,7 +181,7 @@ def test_children_of_a_process_whose_threads_are_in_the_hooks(tmp_path: Path) ->
     assert done.stdout.split() == ["0", "0"], done.stderr[-4000:]
     for number in range(CHILDREN):
         rows = read_rows(tmp_path / f"child{number}")
-        assert [(row.kind, row.name, row.group) for row in rows][0] == (Kind.COMM, "all_reduce", "0")
+        assert (rows[0].kind, rows[0].name, rows[0].group) == (Kind.COMM, "all_reduce", "0")
         threads = {row.thread for row in rows if row.kind is Kind.MODULE}
         assert len(threads) == 1
         assert threads != {row.thread for row in read_rows(tmp_path / "parent")[:1]}
