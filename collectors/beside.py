@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any, Final
 
+from dsprof.live.activity import name_thread
+
 from .errors import count_error
 
 EVERY_S: Final = 1.0
@@ -73,6 +75,7 @@ class Beside:
         self._thread.join(LAST_WAIT_S)
 
     def _run(self) -> None:
+        name_thread(self._thread.name)
         looks = self._looks()
         try:
             for _ in looks:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from dsprof.live.activity import Activity, kernel_threads
+from dsprof.live.activity import Activity, kernel_threads, name_thread
 from dsprof.live.frames import user_site
 from dsprof.live.tail import Tail
 from dsprof.live.waiting import RankState
@@ -88,6 +88,7 @@ class Watchdog:
             self._thread.join(LOOK_S)
 
     def _run(self) -> None:
+        name_thread("dsprof-watchdog")
         while not self._stop.wait(LOOK_S):
             try:
                 if self._lock_watch is not None:

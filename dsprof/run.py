@@ -195,7 +195,7 @@ class RunInfo:
     """Tells such a run from others that are made in the same folder."""
     hangs: list[dict[str, Any]] = field(default_factory=list)
     """The times that the launcher called the job hung (hangs.json): {"code", "kind", "words", "culprits", "waiters",
-    "operation", "still_s", "went_on", ...}; see `dsprof.launch.watch`."""
+    "operation", "still_s", "went_on", "stood_s" of one that went on, "aborted", ...}; see `dsprof.launch.watch`."""
     hints: list[str] = field(default_factory=list)
     """Of a job that failed or was interrupted, and wanted to be started in another way: what to type instead."""
     schema: int = RUN_SCHEMA
@@ -204,6 +204,11 @@ class RunInfo:
     def imported(self) -> str:
         """The format of another tool's trace that this run was made of; empty: dsprof captured it."""
         return next((str(fact.get("format", "")) for fact in self.facts if fact.get("fact") == "import"), "")
+
+    @property
+    def ended_for_hanging(self) -> bool:
+        """Whether dsprof ended the job since it hung, as `--on-hang abort` says."""
+        return any(hang.get("aborted") and not hang.get("went_on") for hang in self.hangs[-1:])
 
     def group(self, name: str) -> dict[str, Any]:
         """What `groups` says of a process group, or of one made anew under its name (`0#1`); empty: nothing."""

@@ -318,6 +318,8 @@ def _bad_ends(analysis: Analysis) -> list[str]:
     for item in last_processes(analysis.run.exits):
         if item.status != 0 and item.rank not in told:
             words = ended(item) if item.signal is not None else f"ended with {ended(item)}"
+            if item.stopped and analysis.run.ended_for_hanging:
+                words = f"ended by dsprof, since the job hung (--on-hang abort; {item.how})"
             step = last_step.get(item.rank)
             if step is not None:
                 words += f", last complete step {step}" if step >= 0 else ", no complete step"

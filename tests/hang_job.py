@@ -172,6 +172,7 @@ ASLEEP = {
     "c": lambda: ctypes.CDLL(None).sleep(FOREVER),
     "c-with-the-lock": lambda: ctypes.PyDLL(None).sleep(FOREVER),
     "lock": hold_a_lock,
+    "late": lambda: time.sleep(SECONDS),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "left": lambda: (dist.destroy_process_group(), sys.exit(0)),
     "busy": look_busy,

@@ -36,10 +36,17 @@ class Job:
             recorder = PyRecorder(self.folder(rank))
             self.recorders.append(recorder)
             name, group = recorder.intern("all_reduce"), recorder.group("0")
-            for seq in range(3 if rank == WAITS else 2):
-                end = 0 if seq == 2 else 20
-                recorder.comm(Kind.COMM, name, 10, end, 10, 64, group, seq, -1, 7, 0, -1, -1, 0, 0)
+            for seq in range(2):
+                recorder.comm(Kind.COMM, name, 10, 20, 10, 64, group, seq, -1, 7, 0, -1, -1, 0, 0)
+            if rank == WAITS:
+                self.waits = recorder.comm(Kind.COMM, name, 10, 0, 10, 64, group, 2, -1, 7, 0, -1, -1, 0, 0)
             self.state(rank, {"fact": "group", "name": "0", "ranks": [0, 1]})
+
+    def comes(self) -> None:
+        """The rank that was missing issues it."""
+        recorder = self.recorders[ABSENT]
+        name, group = recorder.intern("all_reduce"), recorder.group("0")
+        recorder.comm(Kind.COMM, name, 30, 40, 30, 64, group, 2, -1, 7, 0, -1, -1, 0, 0)
 
     def folder(self, rank: int) -> Path:
         return self.path / "capture" / f"rank{rank:05d}.0.elsewhere{rank}.7"
@@ -86,10 +93,42 @@ def test_it_is_told_once_and_when_it_goes_on(job: Job, capsys: pytest.CaptureFix
     assert [(hang["code"], hang["culprits"], hang["went_on"]) for hang in job.hangs] == [("run.hang", [1], False)]
     assert not job.after(100, watch)
     assert capsys.readouterr().err == ""
-    job.recorders[ABSENT].mark(Kind.MARK, job.recorders[ABSENT].intern("here"))
+    job.comes()
+    job.after(TIMEOUT_S, watch)
+    assert "the job goes on, after 223 s" in capsys.readouterr().err
+    assert [(hang["went_on"], hang["stood_s"], hang["aborted"]) for hang in job.hangs] == [(True, 223.0, False)]
+
+
+def test_what_moves_while_the_job_is_ended_is_no_going_on(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """As where Ctrl-C was typed on another host: ranks close what was under way."""
+    watch = job.watch()
+    job.stands(ABSENT)
+    job.after(0, watch)
+    job.after(TIMEOUT_S + 3, watch)
+    assert "hang: rank 1" in capsys.readouterr().err
+    job.recorders[WAITS].end(job.waits)
+    for recorder in job.recorders:
+        recorder.mark(Kind.MARK, recorder.intern("clean-up"))
+    job.after(1, watch)
+    job.after(TIMEOUT_S + 3, watch)
+    assert capsys.readouterr().err == ""
+    assert [hang["went_on"] for hang in job.hangs] == [False]
+    job.comes()
     job.after(TIMEOUT_S, watch)
     assert "the job goes on, after" in capsys.readouterr().err
-    assert [hang["went_on"] for hang in job.hangs] == [True]
+
+
+def test_a_job_that_was_started_anew_goes_on(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    watch = job.watch()
+    job.stands(ABSENT)
+    job.after(0, watch)
+    job.after(TIMEOUT_S + 3, watch)
+    for rank in (WAITS, ABSENT):
+        anew = job.path / "capture" / f"rank{rank:05d}.1.elsewhere{rank}.8"
+        anew.mkdir()
+        job.recorders.append(PyRecorder(anew))
+    job.after(1, watch)
+    assert "the job goes on, after" in capsys.readouterr().err
 
 
 def test_it_is_ended_if_that_is_wanted(job: Job) -> None:
@@ -121,6 +160,20 @@ def test_a_rank_that_works_is_only_noted(
     assert told.count("not called a hang") == 1
     assert said in told
     assert job.hangs == []
+
+
+def test_what_looks_like_work_for_one_look_is_not_told(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """As what a rank did just before it fell asleep."""
+    watch = job.watch()
+    job.stands(ABSENT, works=True)
+    job.after(0, watch)
+    job.after(TIMEOUT_S + 2, watch)
+    assert capsys.readouterr().err == ""
+    job.stands(ABSENT)
+    job.after(3, watch)
+    said = capsys.readouterr().err
+    assert "hang: rank 1" in said
+    assert "works" not in said
 
 
 def test_nothing_is_said_of_what_is_not_known(job: Job, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,12 @@ def test_a_rank_asleep_in_python(tmp_path: Path) -> None:
     assert found["code"] == "run.hang"
     assert (found["where"]["ranks"], found["where"]["op"], found["where"]["group"]) == ([1], "all_reduce", "0")
     assert f"rank 1 is at hang_job.py:{line_of('lambda: time.sleep(FOREVER)')}" in found["title"]
+    assert "dsprof ended the job then (--on-hang abort)" in found["title"]
+    assert "the job ended with status 124: dsprof ended it, since it hung" in finished.stderr
+    assert "killed by" not in finished.stderr
+    assert found["where"]["steps"] == [3, 3]
     text = json.dumps(found["evidence"])
+    assert 'its main thread", "value": "sleeps for a set time (in the kernel: ' in text
     assert "rank 0 waits in" in text
     assert "rank 1 stands in" in text
     (fix,) = found["fixes"]
@@ -217,6 +222,36 @@ def test_a_slow_job_lives(case: str, tmp_path: Path) -> None:
     assert not {"run.hang", "run.desync"} & {finding["code"] for finding in finished.findings["findings"]}
     if case in ("ddp/busy", "checkpoint"):
         assert "which is not called a hang: rank 1 has not reached" in finished.stderr
+
+
+# --- what resolves itself, and what only looks so ------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_rank_that_comes_after_all(tmp_path: Path) -> None:
+    flags = ("--no-report", "--hang-timeout", str(TIMEOUT_S))
+    finished = profile(tmp_path, JOB, "ddp/late", str(SECONDS), flags=flags)
+    assert finished.status == 0, finished.stderr
+    assert CALLED.search(finished.stderr)
+    assert "the job goes on, after" in finished.stderr
+    at = f"hang_job.py:{line_of('lambda: time.sleep(SECONDS)')}"
+    said = re.search(r"at step 3 the job stood still (\d+) s: it waited for rank 1 \((\S+)\) in all_reduce",
+                     finished.findings["verdict"]["headline"])  # fmt: skip
+    assert said is not None, finished.findings["verdict"]
+    assert said[2] == at
+    assert int(said[1]) >= SECONDS - 1
+    assert finished.findings["verdict"]["status"] != "failed"
+
+
+@pytest.mark.slow
+def test_a_job_that_torchs_time_out_ends_does_not_go_on(tmp_path: Path) -> None:
+    flags = ("--no-report", "--hang-timeout", str(TIMEOUT_S))
+    finished = profile(tmp_path, JOB, "torch-timeout", str(4 * TIMEOUT_S), flags=flags)
+    assert finished.status not in (0, HUNG)
+    assert CALLED.search(finished.stderr)
+    assert "goes on" not in finished.stderr
+    found = first(finished)
+    assert (found["code"], found["where"]["ranks"], found["where"]["op"]) == ("run.hang", [1], "barrier")
 
 
 # --- without abort, and without the launcher -----------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from captures import RECORDERS, build_helper, open_recorder
 
 from dsprof.live.frames import in_words, parse_stacks, user_site
-from dsprof.live.tail import Tail, captures
+from dsprof.live.tail import Tail, _decode, captures
 from dsprof.schema import CAPTURE_OFF, CHUNK_RECORDS, Kind
 
 both = pytest.mark.parametrize("kind", RECORDERS)
@@ -86,6 +86,34 @@ def test_how_far_a_rank_is(tmp_path: Path, kind: str) -> None:
         ("all_reduce", 2, 64, "float32", None, True), ("send", 0, 8, "float32", 5, False),
     ]  # fmt: skip
     assert (state.waiting, state.phases, state.whole) == (True, ("checkpoint",), True)
+
+
+@both
+def test_of_many_records_only_those_that_tell_are_decoded(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who decodes all of them is busy for a second, which looks like work of the rank."""
+    monkeypatch.setattr("dsprof.live.tail.MOST_RECENT", 100)
+    decoded = []
+    monkeypatch.setattr("dsprof.live.tail._decode", lambda record: decoded.append(1) or _decode(record))
+    recorder, tail = opened(kind, tmp_path / "capture")
+    try:
+        reduce, send, groups = recorder.intern("all_reduce"), recorder.intern("send"), ("0", "1")
+        zero, one = (recorder.group(name) for name in groups)
+        recorder.begin(Kind.PHASE, recorder.intern("forward"))
+        recorder.comm(Kind.COMM, reduce, 1, 2, 1, 64, one, 4, -1, 7, 0, -1, -1, 0, 0)
+        recorder.comm(Kind.COMM, send, 1, 2, 1, 64, zero, 8, 1, 7, 0, -1, -1, 0, 0)
+        for seq in range(2000):
+            recorder.comm(Kind.COMM, reduce, 10, 20, 10, 64, zero, seq, -1, 7, 0, -1, -1, 0, 0)
+            recorder.end(recorder.begin(Kind.PHASE, recorder.intern("forward")))
+        state = tail.state(4, lambda group: MEMBERS.get(group))
+    finally:
+        recorder.close()
+    assert state.issued == {"0": 2000, "1": 5}
+    assert state.messages == {("0", 5, -1, "send"): 9}
+    assert state.phases == ("forward",)
+    assert sum(decoded) == 103
+    assert min(seq for group, seq in state.recent if group == "0") == 1900
 
 
 def test_a_capture_that_is_switched_off_says_nothing(tmp_path: Path) -> None:

@@ -142,6 +142,16 @@ def test_only_the_last_attempt_of_an_elastic_job_counts() -> None:
     assert wording.capture_warnings(analysis) == ["the job was restarted 1 time; this is the last attempt"]
 
 
+def test_ranks_that_dsprof_ended_are_not_said_to_be_killed() -> None:
+    analysis = factories.healthy()
+    analysis.run.exits = [replace(item, signal=15, code=None, stopped=True) for item in analysis.run.exits]
+    (killed,) = wording.capture_warnings(analysis)
+    assert killed == "ranks 0-1 killed by SIGTERM (143), last complete step 39"
+    analysis.run.hangs = [{"aborted": True, "went_on": False}]
+    (ended,) = wording.capture_warnings(analysis)
+    assert ended == "ranks 0-1 ended by dsprof, since the job hung (--on-hang abort; SIGTERM), last complete step 39"
+
+
 def test_a_launch_hint_that_is_not_the_headline_is_told() -> None:
     analysis = factories.dead_rank()
     analysis.run.hints += [analysis.verdict.headline, "the script may want to be one process: dsprof run train.py"]

@@ -13,6 +13,7 @@
 #include <deque>
 #include <vector>
 
+#include "observers.hpp"
 #include "recorder.hpp"
 
 namespace dsprof {
@@ -88,12 +89,26 @@ class NodesOfThreads {
 };
 
 inline NodesOfThreads& nodes_of_threads() {
-  static auto* instance = new NodesOfThreads;
-  return *instance;
+  static PerProcess<NodesOfThreads> instance;
+  return instance.get();
+}
+
+// What this thread keeps of the nodes, of one process: those of the parent may be locked for good.
+struct NodesHere {
+  uint64_t forks = 0;
+  std::shared_ptr<Nodes> mine, looked_at;
+};
+
+inline NodesHere& nodes_here() {
+  static thread_local NodesHere here;
+  const uint64_t now = forks.load(std::memory_order_relaxed);
+  if (here.forks != now) here = {now, nullptr, nullptr};
+  return here;
 }
 
 inline Nodes& nodes_of_this_thread() {
-  static thread_local std::shared_ptr<Nodes> mine = nodes_of_threads().add(at::RecordFunction::currentThreadId());
+  std::shared_ptr<Nodes>& mine = nodes_here().mine;
+  if (!mine) mine = nodes_of_threads().add(at::RecordFunction::currentThreadId());
   return *mine;
 }
 
@@ -108,11 +123,11 @@ struct Computing {
 };
 inline thread_local std::vector<Computing> computing;
 inline thread_local size_t computing_depth = 0;
-inline thread_local std::shared_ptr<Nodes> nodes_looked_at;
 
 inline Call made_in(uint64_t thread, uint64_t node) {
-  if (!nodes_looked_at || nodes_looked_at->thread != thread) nodes_looked_at = nodes_of_threads().of(thread);
-  return nodes_looked_at ? nodes_looked_at->of(node) : Call();
+  std::shared_ptr<Nodes>& looked_at = nodes_here().looked_at;
+  if (!looked_at || looked_at->thread != thread) looked_at = nodes_of_threads().of(thread);
+  return looked_at ? looked_at->of(node) : Call();
 }
 
 // Nodes that follow each other and were made in one call share a record. The accumulation of a gradient, which has no
@@ -160,19 +175,14 @@ inline void node_ends(const at::RecordFunction&, at::ObserverContext*) {
     complete(computing[computing_depth].row, now_ns());
 }
 
-inline at::CallbackHandle nodes_handle = at::INVALID_CALLBACK_HANDLE;
+inline Observer nodes_observer;
 
 inline void watch_nodes() {
-  if (nodes_handle != at::INVALID_CALLBACK_HANDLE) return;
   at::RecordFunctionCallback callback(&node_begins, &node_ends);
-  nodes_handle = at::addGlobalCallback(callback.scopes({at::RecordScope::BACKWARD_FUNCTION}));
+  nodes_observer.add(callback.scopes({at::RecordScope::BACKWARD_FUNCTION}));
 }
 
-inline void leave_nodes() {
-  if (nodes_handle == at::INVALID_CALLBACK_HANDLE) return;
-  at::removeCallback(nodes_handle);
-  nodes_handle = at::INVALID_CALLBACK_HANDLE;
-}
+inline void leave_nodes() { nodes_observer.remove(); }
 
 // A call of a module that is recorded. `value` of its record is how many nodes were made in it.
 class ModuleCall {

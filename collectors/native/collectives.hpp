@@ -20,6 +20,7 @@
 #include <torch/library.h>
 
 #include "device_times.hpp"
+#include "observers.hpp"
 #include "recorder.hpp"
 #include "waits.hpp"
 
@@ -57,14 +58,14 @@ class Groups {
 
   void renew() {
     std::lock_guard<std::mutex> lock(mutex_);
-    epoch_++;
+    epoch_ = ++epochs_;
     current_.clear();
     suffix_ = "#" + std::to_string(++generation_);
   }
 
   void clear() {
     std::lock_guard<std::mutex> lock(mutex_);
-    epoch_++;
+    epoch_ = ++epochs_;
     current_.clear();
     p2p_.clear();
     suffix_.clear();
@@ -89,7 +90,9 @@ class Groups {
   }
 
   std::mutex mutex_;
-  std::atomic<uint64_t> epoch_{1};  // another one where a name may mean another group
+  // Another one where a name may mean another group; of this process and of those that it was forked from.
+  static inline std::atomic<uint64_t> epochs_{0};
+  std::atomic<uint64_t> epoch_{++epochs_};
   std::unordered_map<std::string, Group*, TextHash, std::equal_to<>> current_;
   std::deque<Group> all_;  // never shrinks: a call under way may be using any of them
   std::string suffix_;
@@ -98,8 +101,8 @@ class Groups {
 };
 
 inline Groups& groups() {
-  static auto* instance = new Groups;  // never destroyed: threads of gloo outlive static destructors
-  return *instance;
+  static PerProcess<Groups> instance;
+  return instance.get();
 }
 
 // What a c10d call leaves in its thread's state, which torch carries over to gloo's worker thread.
@@ -172,15 +175,26 @@ struct Payload {
   }
 };
 
-// Whether this is the first collective in the autograd engine's graph task `task`.
-inline bool first_of(int task) {
-  static std::mutex mutex;
-  static std::array<int, 64> latest;  // + 1; a re-entrant backward comes back to the outer one's task
-  static size_t next = 0;
-  std::lock_guard<std::mutex> lock(mutex);
-  if (std::find(latest.begin(), latest.end(), task + 1) != latest.end()) return false;
-  latest[next++ % latest.size()] = task + 1;
-  return true;
+// The autograd engine's graph tasks in which collectives were issued.
+class Tasks {
+ public:
+  // Whether this is the first collective in `task`.
+  bool enter(int task) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (std::find(latest_.begin(), latest_.end(), task + 1) != latest_.end()) return false;
+    latest_[next_++ % latest_.size()] = task + 1;
+    return true;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::array<int, 64> latest_{};  // + 1; a re-entrant backward comes back to the outer one's task
+  size_t next_ = 0;
+};
+
+inline Tasks& tasks() {
+  static PerProcess<Tasks> instance;
+  return instance.get();
 }
 
 inline thread_local int last_task = -1;  // that this thread issued a collective in
@@ -191,7 +205,7 @@ inline void watch_backward(const Payload& payload) try {
   const int task = torch::autograd::get_current_graph_task_id();
   if (task == -1 || task == last_task) return;
   last_task = task;
-  if (!first_of(task)) return;
+  if (!tasks().enter(task)) return;
   if (!payload.cpu && !device_times().on()) return;  // the stream may be one that is captured into a graph
   auto mark = [task] {
     if (last_task > task) return;  // the last collective was issued, and waited for, in a re-entrant backward inside
@@ -425,7 +439,8 @@ class WaitKernel final : public c10::OperatorKernel {
 // Deleted on uninstall only: at process exit the dispatcher may be gone before them.
 inline torch::Library* c10d_library = nullptr;
 inline torch::Library* functional_library = nullptr;
-inline at::CallbackHandle scope_handle = at::INVALID_CALLBACK_HANDLE;
+inline Observer scopes_observer;
+inline uint64_t libraries_made = 0;  // `forks` then: in a child they stay, as the dispatcher has a lock, too
 
 template <class Kernel, class... Args>
 torch::CppFunction kernel(Args&&... args) {
@@ -434,8 +449,8 @@ torch::CppFunction kernel(Args&&... args) {
 }
 
 inline void uninstall_collectives() {
-  if (scope_handle != at::INVALID_CALLBACK_HANDLE) at::removeCallback(scope_handle);
-  scope_handle = at::INVALID_CALLBACK_HANDLE;
+  scopes_observer.remove();
+  if (libraries_made != forks.load()) return;
   delete c10d_library;
   delete functional_library;
   c10d_library = functional_library = nullptr;
@@ -448,6 +463,8 @@ inline void install_collectives(const std::vector<std::pair<std::string, std::st
   works().clear();
   storages().clear();
   this_thread = Thread();
+  if (c10d_library) return;  // the parent's
+  libraries_made = forks.load();
   auto library = [](const char* space) {
     return new torch::Library(torch::Library::IMPL, space, c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
   };
@@ -459,7 +476,7 @@ inline void install_collectives(const std::vector<std::pair<std::string, std::st
   }
   functional_library->impl("wait_tensor", kernel<WaitKernel>());
   at::RecordFunctionCallback callback(&scope_begin, &scope_end);
-  scope_handle = at::addGlobalCallback(callback.scopes({at::RecordScope::USER_SCOPE}));
+  scopes_observer.add(callback.scopes({at::RecordScope::USER_SCOPE}));
 }
 
 }  // namespace dsprof

@@ -67,9 +67,6 @@ class DeviceTimes {
     suspended_ = suspended;
   }
 
-  // In a forked child, where the device is not ours and the lock may be held by a thread that is not there.
-  void forget() { on_ = false; }
-
   bool on() const { return on_.load(std::memory_order_relaxed) && !suspended_.load(std::memory_order_relaxed); }
 
   // A phase or a wait of the host begins, of which `host` is the record: so it does on the current stream, where a
@@ -228,6 +225,7 @@ class DeviceTimes {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     std::thread([this, run = ++run_] {
+      pthread_setname_np(pthread_self(), "dsprof-clocks");
       for (int round = 0; on_ && run == run_; round++) {
         compare_ = true;
         const auto until = std::chrono::steady_clock::now() + kPatience;
@@ -352,8 +350,8 @@ class DeviceTimes {
 };
 
 inline DeviceTimes& device_times() {
-  static auto* instance = new DeviceTimes;  // never destroyed, like the events: the driver may be gone before
-  return *instance;
+  static PerProcess<DeviceTimes> instance;  // never destroyed, like the events: the driver may be gone before
+  return instance.get();
 }
 
 }  // namespace dsprof

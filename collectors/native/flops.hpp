@@ -64,8 +64,8 @@ class FlopCounter {
 };
 
 inline FlopCounter& flop_counter() {
-  static auto* instance = new FlopCounter;
-  return *instance;
+  static PerProcess<FlopCounter> instance;
+  return instance.get();
 }
 
 // --- formulas: of the operator's inputs; none where they do not fit -----------------------------------
@@ -308,13 +308,9 @@ inline void operator_ends(const at::RecordFunction&, at::ObserverContext* contex
   }
 }
 
-inline at::CallbackHandle operators_handle = at::INVALID_CALLBACK_HANDLE;
+inline Observer operators_observer;
 
-inline void stop_counting() {
-  if (operators_handle == at::INVALID_CALLBACK_HANDLE) return;
-  at::removeCallback(operators_handle);
-  operators_handle = at::INVALID_CALLBACK_HANDLE;
-}
+inline void stop_counting() { operators_observer.remove(); }
 
 inline void start_counting() {
   stop_counting();
@@ -322,7 +318,7 @@ inline void start_counting() {
   std::map<std::string, uint64_t> missed;
   flop_counter().take(flops, missed);
   at::RecordFunctionCallback callback(&operator_begins, &operator_ends);
-  operators_handle = at::addGlobalCallback(callback.needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+  operators_observer.add(callback.needsInputs(true).scopes({at::RecordScope::FUNCTION}));
 }
 
 }  // namespace dsprof

@@ -2,6 +2,7 @@
 //
 //     layout.hpp       the record, made by layout.py from dsprof/schema.py
 //     recorder.hpp     writing records:  chunks.hpp  names.hpp  counters.hpp
+//     forks.hpp        what a forked child finds anew; observers.hpp: what it has of its parent's
 //     collectives.hpp  the hooks on c10d, and on gloo's own scopes
 //     waits.hpp        what a wait waits for
 //     modules.hpp      the hook on torch.nn.Module; calls.hpp: which call made a node of the autograd graph
@@ -89,6 +90,7 @@ PyModuleDef definition = {
 }  // namespace dsprof
 
 PyMODINIT_FUNC PyInit_dsprof_native() {
+  dsprof::watch_forks<&dsprof::fall_silent>();
   PyObject* module = PyModule_Create(&dsprof::definition);
   if (module) {
     PyModule_AddStringConstant(module, "TORCH_VERSION", DSPROF_TORCH_VERSION);

@@ -19,6 +19,7 @@
 #include <string>
 #include <thread>
 
+#include "forks.hpp"
 #include "python_arguments.hpp"
 
 namespace dsprof {
@@ -62,6 +63,7 @@ class LockWatch {
   using Clock = std::chrono::steady_clock;
 
   void run() {
+    pthread_setname_np(pthread_self(), "dsprof-locks");  // what it uses is not the rank's work (live/activity.py)
     std::unique_lock<std::mutex> lock(mutex_);
     double silent_s = 0;
     bool written = false;
@@ -102,8 +104,8 @@ class LockWatch {
 };
 
 LockWatch& lock_watch() {
-  static auto* instance = new LockWatch;  // never destroyed: a process may end while its thread runs
-  return *instance;
+  static PerProcess<LockWatch> instance;  // never destroyed: a process may end while its thread runs
+  return instance.get();
 }
 
 PyObject* py_lock_watch_start(PyObject*, PyObject* args) {

@@ -50,8 +50,7 @@ PyObject* py_close(PyObject*, PyObject*) {
 }
 
 PyObject* py_disarm_after_fork(PyObject*, PyObject*) {
-  active = nullptr;  // and nothing else: its locks may be held by a thread that the child lacks
-  device_times().forget();
+  fall_silent();
   Py_RETURN_NONE;
 }
 

@@ -15,13 +15,20 @@
 
 #include "chunks.hpp"
 #include "counters.hpp"
+#include "forks.hpp"
 #include "layout.hpp"
 #include "names.hpp"
 
 namespace dsprof {
 
 inline uint32_t thread_id() {
-  static thread_local uint32_t id = static_cast<uint32_t>(syscall(SYS_gettid));
+  static thread_local uint32_t id = 0;
+  static thread_local uint64_t of = 0;
+  const uint64_t now = forks.load(std::memory_order_relaxed);  // a forked child's only thread has another one
+  if (!id || of != now) {
+    id = static_cast<uint32_t>(syscall(SYS_gettid));
+    of = now;
+  }
   return id;
 }
 
@@ -60,6 +67,9 @@ class Recorder {
 // The open recorder; null: off. A closed one is never freed (a few KiB), as late completions point into it.
 inline std::atomic<Recorder*> active{nullptr};
 inline std::atomic<Recorder*> last{nullptr};  // keeps answering for its counters after it is closed
+
+// In a forked child: what is open is the parent's, and so are its locks.
+inline void fall_silent() { active = nullptr; }
 
 // Counts an error of a hook: caught, and of no consequence to the job.
 inline void note_error(std::string_view hook, std::string_view said) {

@@ -135,8 +135,8 @@ class Newest {
 
 // A work's address is used again. One of another type is another one, which no operator of c10d has returned.
 inline Newest<c10d::OpType, 10>& works() {
-  static auto* instance = new Newest<c10d::OpType, 10>;
-  return *instance;
+  static PerProcess<Newest<c10d::OpType, 10>> instance;
+  return instance.get();
 }
 
 inline void remember_work(const c10d::Work& work, const Target& target) {
@@ -153,8 +153,8 @@ inline Target target_of_work(const c10d::Work& work) {
 using WeakStorage = std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>>;
 
 inline Newest<WeakStorage, 7>& storages() {
-  static auto* instance = new Newest<WeakStorage, 7>;
-  return *instance;
+  static PerProcess<Newest<WeakStorage, 7>> instance;
+  return instance.get();
 }
 
 // A part of them: all are looked at every eight collectives.

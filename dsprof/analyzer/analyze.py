@@ -31,6 +31,7 @@ from .memory_use import memory_uses, nothing
 from .modules import module_times
 from .numbering import mismatches
 from .overhead import estimate_overhead
+from .passed_hang import passed_hangs
 from .steps import (
     captured_part,
     completed_steps,
@@ -153,7 +154,10 @@ def analyze(trace: Trace) -> Analysis:
         ),
     )
     missing = part or ("" if run.status else without_training(rows))
-    return replace(analysis, verdict=answer(analysis, on_gpu=context.on_gpu, slowdown=slowdown, missing=missing))
+    longest = max(passed_hangs(context), key=lambda hang: hang.seconds, default=None)
+    stood = "" if longest is None else longest.words
+    verdict = answer(analysis, on_gpu=context.on_gpu, slowdown=slowdown, missing=missing, stood=stood)
+    return replace(analysis, verdict=verdict)
 
 
 def _facts_by_kind(run: RunInfo) -> Mapping[str, list[dict[str, Any]]]:

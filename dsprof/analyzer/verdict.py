@@ -61,12 +61,21 @@ COSTS: Final = {"compilation": "compilation", "data": "starting loaders"}
 """Kinds of irregular steps that come again. Of a stop that came by chance its finding says what is sure."""
 
 
-def answer(analysis: Analysis, *, on_gpu: bool = False, slowdown: str = "", missing: str = "") -> Verdict:
+def answer(
+    analysis: Analysis, *, on_gpu: bool = False, slowdown: str = "", missing: str = "", stood: str = ""
+) -> Verdict:
     """The verdict on `analysis`, whose own `verdict` is not looked at.
 
     slowdown: what to say of a lasting one; missing: why there may well be no step: which part of the run was captured,
-    where somebody asked for one, or that nothing was trained
+    where somebody asked for one, or that nothing was trained; stood: what to say of a hang that resolved itself
     """
+    verdict = _answer(analysis, on_gpu, slowdown, missing)
+    if not stood or verdict.status == "failed" or stood in verdict.headline:
+        return verdict
+    return Verdict(verdict.status, f"{verdict.headline}; {clean(stood)}")
+
+
+def _answer(analysis: Analysis, on_gpu: bool, slowdown: str, missing: str) -> Verdict:
     run, step = analysis.run, analysis.step_ms
     if run.hints and run.status:
         return Verdict("failed", clean(run.hints[0], 500))

@@ -20,11 +20,12 @@ from dsprof.run import RankExit, RunError, RunFolder, RunInfo, failures
 from .gather import Gathering
 from .oom import note_oom_kills
 from .peak import measure_here, note_peaks
-from .supervise import Ending
+from .supervise import HUNG, Ending
 from .talk import Talk, shown
 
 FULL: Final = 64 << 10
 """A disk with fewer bytes free is full."""
+ENDED_BY_US: Final = f"the job ended with status {HUNG}: dsprof ended it, since it hung (--on-hang abort)"
 
 
 def now() -> str:
@@ -91,7 +92,7 @@ class Conclusion:
         info.exits = self.folder.read_exits()[0]
         self._attempt("asking the kernel whom it killed for want of memory", lambda: note_oom_kills(self.folder, info))
         if info.status:
-            self.talk.say(describe_end(info.status, info.exits))
+            self.talk.say(ENDED_BY_US if ending.hung else describe_end(info.status, info.exits))
             info.hints = self.advice()
             for hint in info.hints:
                 self.talk.warn(hint)

@@ -33,6 +33,9 @@ GRACE_S: Final = 1.5
 """For the ranks' own watchdogs, which look once a second, to say where they stand."""
 MOST_BETWEEN_S: Final = 10.0
 """Between two looks at a job that stands still."""
+SURE: Final = 2
+"""Looks that must agree before it is said that a job which stands still does not hang: what a rank did just before it
+fell asleep looks like work for one."""
 AT_WORK: Final = {"checkpoint": "saves a checkpoint", "compile": "compiles"}
 """Phases that may take any time."""
 ELSEWHERE: Final = 10
@@ -55,6 +58,15 @@ class Rank:
 
 
 @dataclass(frozen=True)
+class Told:
+    """A hang that was told: what each rank had issued then (`RankState.count`), and the processes of its ranks."""
+
+    stall: Stall
+    issued: dict[int, int]
+    processes: dict[int, int]
+
+
+@dataclass(frozen=True)
 class Judgement:
     """Of a job that stands still. `hangs`: it does; else `words` says why it is not called so."""
 
@@ -62,6 +74,8 @@ class Judgement:
     words: str
     stall: Stall
     details: dict[str, Any] = field(default_factory=dict)
+    issued: dict[int, int] = field(default_factory=dict)
+    """By each rank (`RankState.count`)."""
 
 
 class HangWatch:
@@ -88,8 +102,9 @@ class HangWatch:
         self._elsewhere_at = clock()
         self._next = 0.0
         self._hangs: list[dict[str, Any]] = []
-        self._told = False
-        self._noticed = False
+        self._told: Told | None = None
+        self._noticed = 0
+        """How often in a row it was judged to stand still, and not to hang."""
 
     def look(self) -> bool:
         """Called about once a second; whether the job is to be ended now."""
@@ -98,7 +113,7 @@ class HangWatch:
             self._go_on(now)
             return False
         still_s = now - self._moved
-        if still_s < self._timeout_s / 2 - 1 or self._told:
+        if still_s < self._timeout_s / 2 - 1 or self._told is not None:
             return False
         for rank in self._ranks.values():
             if rank.host == self._host:
@@ -114,15 +129,20 @@ class HangWatch:
         if judgement is None:
             return False
         if not judgement.hangs:
-            if not self._noticed:
-                self._noticed = True
+            self._noticed += 1
+            if self._noticed == SURE:
                 self._talk.say(f"no progress for {still_s:.0f} s, which is not called a hang: {judgement.words}")
             return False
-        self._told = True
+        stall = judgement.stall
+        concerned = {
+            rank: one.process for rank, one in self._ranks.items() if rank in {*stall.waiters, *stall.culprits}
+        }
+        self._told = Told(stall, judgement.issued, concerned)
         self._talk.warn(f"{_kind(judgement.stall)}: {judgement.words}; nothing has moved for {still_s:.0f} s")
         what = "ending the job" if self._abort else "waiting on (--on-hang abort would end it; Ctrl-C does)"
         self._talk.say(what)
-        self._hangs.append({**judgement.details, "still_s": round(still_s, 1), "went_on": False})
+        said = {"still_s": round(still_s, 1), "went_on": False, "aborted": self._abort}
+        self._hangs.append({**judgement.details, **said})
         self._write()
         return self._abort
 
@@ -175,12 +195,34 @@ class HangWatch:
         return moved
 
     def _go_on(self, now: float) -> None:
-        if self._told:
-            self._talk.warn(f"the job goes on, after {now - self._moved:.0f} s")
-            self._hangs[-1]["went_on"] = True
+        """Something has moved."""
+        if self._told is not None:
+            if not self._went_on(self._told):
+                return
+            stood_s = now - self._moved
+            self._talk.warn(f"the job goes on, after {stood_s:.0f} s")
+            self._hangs[-1].update(went_on=True, stood_s=round(stood_s, 1))
             self._write()
-        self._told = self._noticed = False
+        self._told, self._noticed = None, 0
         self._moved = now
+
+    def _went_on(self, told: Told) -> bool:
+        """Whether what was waited for has come, or the job was started anew. That something moved is no sign of it:
+        ranks of a job that is ended (by a time-out of torch, by Ctrl-C on another host) close what was under way."""
+        stall, here = told.stall, self._ranks
+        if any(here[rank].process != process for rank, process in told.processes.items() if rank in here):
+            return True
+        members = self._members()
+        try:
+            if stall.kind == "missing":
+                came = [here[rank].tail.state(rank, members) for rank in stall.culprits if rank in here]
+                reached = [state.has_reached(stall.operation, stall.waiters[0]) for state in came]
+                if reached and None not in reached:
+                    return all(reached)
+            waiting = [here[rank].tail.state(rank, members) for rank in stall.waiters if rank in here]
+        except OSError:
+            return False
+        return any(state.count > told.issued.get(state.rank, 0) for state in waiting)
 
     def _write(self) -> None:
         try:
@@ -229,7 +271,7 @@ class HangWatch:
             "frozen": [rank for rank in culprits if self._frozen(rank)],
             "threads": {str(rank): kernel_threads(self._ranks[rank].process) for rank in culprits if self._here(rank)},
         }  # fmt: skip
-        return Judgement(True, words, stall, details)
+        return Judgement(True, words, stall, details, {rank: state.count for rank, state in states.items()})
 
     def _members(self) -> Callable[[str], list[int] | None]:
         groups: dict[str, list[int]] = {}

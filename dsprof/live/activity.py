@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,8 +17,14 @@ BUSY_BYTES: Final = 64 << 10
 MOST_PROCESSES: Final = 256
 """Children and theirs that are looked at."""
 MOST_THREADS: Final = 128
+MOST_SEARCHED: Final = 1024
+"""Threads of a rank among which dsprof's own are looked for."""
 SHORTEST_S: Final = 2.0
 """Over which it is told."""
+OWN_THREADS: Final = "dsprof-"
+"""Begins the names of dsprof's own threads in a rank: what they use is not the rank's work."""
+LONGEST_NAME: Final = 15
+"""Of a thread, to Linux."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +39,15 @@ class Usage:
 
 def usage(process: int, at_s: float) -> Usage | None:
     """Of a process and its descendants; None where it is gone, or the system does not tell."""
-    own = _cpu_seconds(process)
+    own = _cpu_seconds(f"/proc/{process}")
     if own is None:
         return None
-    cpu, size, seen, left = 0.0, 0, {process}, [process]
+    cpu, size = _own_threads(process)
+    cpu, size, seen, left = -cpu, -size, {process}, [process]
     while left:
         one = left.pop()
-        cpu += _cpu_seconds(one) or 0.0
-        size += _bytes(one)
+        cpu += _cpu_seconds(f"/proc/{one}") or 0.0
+        size += _bytes(f"/proc/{one}")
         for child in _children(one):
             if child not in seen and len(seen) < MOST_PROCESSES:
                 seen.add(child)
@@ -46,9 +55,15 @@ def usage(process: int, at_s: float) -> Usage | None:
     return Usage(at_s, cpu, size, frozenset(seen))
 
 
+def name_thread(name: str) -> None:
+    """Have the kernel, and whatever lists threads, know the calling thread by its name."""
+    with suppress(OSError), open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as file:
+        file.write(name[:LONGEST_NAME])
+
+
 def process_state(process: int) -> str:
     """Its letter in proc(5): `T` stopped, `Z` ended, `S` asleep, ...; empty: there is no such process."""
-    fields = _stat(process)
+    fields = _stat(f"/proc/{process}")
     return fields[0] if fields else ""
 
 
@@ -109,27 +124,48 @@ def _text(process: int, thread: int, name: str) -> str:
         return ""
 
 
-def _stat(process: int) -> list[str]:
-    """Fields of proc_pid_stat(5) behind the name, the state first."""
+def _stat(place: str) -> list[str]:
+    """Fields of proc_pid_stat(5) behind the name, the state first. `place`: `/proc/PID`, or a thread's `task/TID` in
+    it, as below."""
     try:
-        with open(f"/proc/{process}/stat", "rb") as file:
+        with open(f"{place}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].decode().split()
     except (OSError, ValueError):
         return []
 
 
-def _cpu_seconds(process: int) -> float | None:
-    fields = _stat(process)
+def _cpu_seconds(place: str) -> float | None:
+    fields = _stat(place)
     return sum(map(int, fields[11:13])) / TICKS_A_SECOND if len(fields) > 12 and fields[0] != "Z" else None
 
 
-def _bytes(process: int) -> int:
+def _bytes(place: str) -> int:
     try:
-        with open(f"/proc/{process}/io", "rb") as file:
+        with open(f"{place}/io", "rb") as file:
             lines = file.read().split()
         return int(lines[1]) + int(lines[3])  # rchar, wchar
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def _own_threads(process: int) -> tuple[float, int]:
+    """CPU time in s and bytes of dsprof's own threads so far."""
+    cpu, size = 0.0, 0
+    try:
+        threads = os.listdir(f"/proc/{process}/task")
+    except OSError:
+        return cpu, size
+    for thread in threads[:MOST_SEARCHED]:
+        place = f"/proc/{process}/task/{thread}"
+        try:
+            with open(f"{place}/comm") as file:
+                own = file.read().startswith(OWN_THREADS)
+        except OSError:
+            continue
+        if own:
+            cpu += _cpu_seconds(place) or 0.0
+            size += _bytes(place)
+    return cpu, size
 
 
 def _children(process: int) -> list[int]:

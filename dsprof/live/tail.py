@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,12 +48,20 @@ MOST_FOLLOWED: Final = 256
 """Records under way whose end is looked for."""
 MOST_CHUNKS: Final = 8
 """Of the newest records that are looked at for what a rank has issued."""
+MOST_RECENT: Final = 4096
+"""Communications whose contents are compared between ranks."""
 SAMPLES: Final = bytes([Kind.GAUGE, Kind.MEM, Kind.PAUSE])
 """Kinds that are no progress: side threads sample a job that stands still, too."""
 FOLLOWED: Final = bytes([Kind.COMM, Kind.WAIT, Kind.PHASE])
 
 _KIND, _STATE = offset(Family.SPAN, "kind"), offset(Family.SPAN, "state")
 _EMPTY, _BEGUN = int(State.EMPTY), bytes([State.BEGUN])
+_FAMILY, _GROUP = offset(Family.SPAN, "family"), offset(Family.COLLECTIVE, "group")
+_MESSAGE: Final = tuple(
+    (offset(Family.P2P, name), struct.calcsize(dict((*COMMON_FIELDS, *FAMILY_FIELDS[Family.P2P]))[name]))
+    for name in ("name", "group", "peer", "tag")
+)
+"""Where a message's fields are that tell from whom to whom it is, and their sizes."""
 _CHUNK: Final = re.compile(r"chunk-(\d{5,10})\.bin")
 
 
@@ -116,12 +125,12 @@ class Tail:
     def state(self, rank: int, members: Any) -> RankState:
         """How far the rank is: `members(group)` are the global ranks of a group. Raises OSError."""
         names = self._names()
-        records: list[Record] = []
+        telling = _Telling()
         chunks = sorted(self._chunks(), reverse=True)
         for chunk in chunks[:MOST_CHUNKS]:
-            records += reversed(self._records(chunk))
+            telling.add(self._read(chunk, 0, CHUNK_RECORDS))
         whole = len(chunks) <= MOST_CHUNKS and (not chunks or len(chunks) == chunks[0] + 1)
-        return make_state(rank, records[::-1], names, members, whole)
+        return make_state(rank, telling.found[::-1], names, members, whole)
 
     def is_off(self) -> bool:
         """Whether the rank records nothing for now, or could not write all that it was to: then its silence says
@@ -204,7 +213,7 @@ class Tail:
         while len(self._open) > MOST_FOLLOWED:
             del self._open[next(iter(self._open))]
 
-    def _records(self, chunk: int, kinds: bytes = FOLLOWED) -> list[Record]:
+    def _records(self, chunk: int, kinds: bytes) -> list[Record]:
         """Those of the kinds, in the order of their slots."""
         content = self._read(chunk, 0, CHUNK_RECORDS)
         found = []
@@ -222,6 +231,45 @@ class Tail:
             if tab and number.isdigit():
                 names[int(number)] = unescape_name(text.decode("utf-8", "replace"))
         return names
+
+
+class _Telling:
+    """Of a rank's records, the newest first, those that tell how far it is: all that are under way, the newest
+    communications, and of the older ones the last in each group, or to each rank. The others are not decoded: there may
+    be a hundred thousand."""
+
+    def __init__(self) -> None:
+        self.found: list[Record] = []
+        self._seen: set[tuple[bytes, ...]] = set()
+        self._communications = 0
+
+    def add(self, content: bytes) -> None:
+        """A chunk, older than those before."""
+        kinds, states = content[_KIND::RECORD_BYTES], content[_STATE::RECORD_BYTES]
+        for slot in range(min(len(kinds), len(states)) - 1, -1, -1):
+            kind, state = kinds[slot], states[slot]
+            under_way = state == State.BEGUN
+            if state == _EMPTY or kind not in FOLLOWED or not (under_way or kind == Kind.COMM):
+                continue
+            record = content[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES]
+            if kind == Kind.COMM:
+                self._communications += 1
+                whose = _whose(record)
+                new = whose not in self._seen
+                self._seen.add(whose)
+                if self._communications > MOST_RECENT and not (under_way or new):
+                    continue
+            decoded = _decode(record)
+            if decoded is not None:
+                self.found.append(decoded)
+
+
+def _whose(record: bytes) -> tuple[bytes, ...]:
+    """What the numbers of a communication go on in: a group, or messages between two ranks."""
+    family = record[_FAMILY]
+    if family == Family.COLLECTIVE:
+        return (record[_GROUP : _GROUP + 2],)
+    return tuple(record[at : at + size] for at, size in _MESSAGE)
 
 
 @functools.cache

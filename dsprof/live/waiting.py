@@ -73,6 +73,11 @@ class RankState:
     waiting: bool = False
     phases: tuple[str, ...] = ()
 
+    @property
+    def count(self) -> int:
+        """Collectives and messages that it has issued."""
+        return sum(self.issued.values()) + sum(self.messages.values())
+
     def has_reached(self, operation: Communication, of_rank: int) -> bool | None:
         """Whether it has issued its side of what `of_rank` has; None: not known."""
         if operation.peer is None:

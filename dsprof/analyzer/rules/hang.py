@@ -9,6 +9,7 @@ from typing import Any, Final
 import pandas as pd
 
 from dsprof.live.frames import in_words, short
+from dsprof.live.kernel_waits import in_the_kernel
 from dsprof.live.tail import SAMPLES
 from dsprof.live.waiting import Communication, Stall, described, ranks_in_words
 from dsprof.run import failures, from_known, last_processes
@@ -16,11 +17,10 @@ from dsprof.schema import CALL_SITE, DEADLOCK, LOCKED, STANDSTILL, WENT_ON, Kind
 
 from ..context import Context, once
 from ..finding import Evidence, Finding, Fix, Gain, Where
+from ..passed_hang import AT_WORK, has_passed, step_of
 from ..under_way import first_disagreement, stall_at_end
 from .base import NotConcerned, NotJudged
 
-AT_WORK: Final = ("checkpoint", "compile")
-"""Phases in which a rank may take any time."""
 STOOD_S: Final = 5.0
 """For how long a rank whose job failed must have stood still for a collective to have waited in it."""
 RECORDER: Final = "flight_recorder"
@@ -47,7 +47,7 @@ def hang_or_desync(context: Context) -> list[Finding]:
     disagreement = first_disagreement(context.rows)
     if disagreement is not None:
         return [_finding(context, disagreement, {})]
-    told = next((hang for hang in run.hangs[-1:] if not hang.get("went_on")), None)
+    told = next((hang for hang in run.hangs[-1:] if not has_passed(context, hang)), None)
     if told is not None and run.status != 0:
         return [_finding(context, _as_told(told), told)]
     stall = stall_at_end(context.rows, context.trace, run)
@@ -160,6 +160,8 @@ def _finding(context: Context, stall: Stall, told: Mapping[str, Any]) -> Finding
     evidence: list[Evidence] = []
     if told.get("still_s") is not None:
         evidence.append(Evidence("nothing moved for", float(told["still_s"]), "s"))
+    if told.get("aborted"):
+        title += "; dsprof ended the job then (--on-hang abort)"
     for ranks, operation in stall.versions:
         at = sorted({short(sites[rank]) for rank in ranks if rank in sites})
         where_issued = f" at {', '.join(at)}" if at else ""
@@ -167,9 +169,13 @@ def _finding(context: Context, stall: Stall, told: Mapping[str, Any]) -> Finding
     for rank in sorted({*culprits, *stall.waiters}):
         evidence += _stood(context, rank, culprit=rank in culprits)
     for rank, threads in (told.get("threads") or {}).items():
-        waiting = [f"{item['name']}: {item['wchan'] or item['state']}" for item in threads[:1]]
-        evidence += [Evidence(f"rank {rank}: its main thread, to the kernel", said, "") for said in waiting]
-    step = _last_step(context)
+        waiting = [in_the_kernel(str(item["wchan"]), str(item["state"])) for item in threads[:1]]
+        evidence += [Evidence(f"rank {rank}: its main thread", said, "") for said in waiting]
+    complete = _last_step(context)
+    step = step_of(context, first)
+    if step is None and complete is not None:
+        step = complete + 1
+    evidence.append(Evidence("last step that a rank completed", "none" if complete is None else complete, ""))
     where = Where(
         ranks=culprits or stall.waiters, group=first.group, op=first.name, steps=None if step is None else (step, step)
     )

@@ -11,8 +11,10 @@ from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..load import Gauges
 from ..parts import WAITING
+from ..passed_hang import PassedHang, passed_hangs
+from ..text import count
 from ..whatif.work import Change
-from .base import LEAST_SHARE, code_fix, listed, need_steps, often, script_of
+from .base import LEAST_SHARE, NotJudged, at, code_fix, listed, need_steps, often, script_of
 
 MOSTLY: Final = 0.5
 """Of a stop: a rank that was ready to run for so much of it, and had no core, did nothing else."""
@@ -55,11 +57,53 @@ def garbage_collection(context: Context, change: Change, gain: Gain, alone: Gain
 
 
 def stops(context: Context) -> list[Finding]:
-    """The job stands still now and then, for none of the known reasons: where each rank stood in the longest stop."""
-    need_steps(context)
+    """The job stood still: hangs that resolved themselves, and stops for none of the known reasons."""
+    hangs = passed_hangs(context)
+    found = [_passed(context, hangs)] if hangs else []
+    try:
+        need_steps(context)
+    except NotJudged:
+        if not found:
+            raise
+        return found
+    return found + _stops(context, [hang.step for hang in hangs if hang.step is not None])
+
+
+def _passed(context: Context, hangs: tuple[PassedHang, ...]) -> Finding:
+    """What is said of hangs that resolved themselves. Their cost is that of the steps after warm-up."""
+    longest = max(hangs, key=lambda hang: hang.seconds)
+    irregular = context.irregular
+    lost = [1e3 * hang.seconds for hang in hangs if hang.step is not None and hang.step in irregular.steps]
+    gain = context.cost(np.array(lost), rare=True) if lost else Gain(0.0, 0.0, 0.0, 0.0, method="none")
+    title = longest.words
+    if len(hangs) > 1:
+        whole = sum(hang.seconds for hang in hangs)
+        title = f"the job stood still {count(len(hangs), 'time')}, {whole:.0f} s in all; {longest.words}"
+    evidence = [Evidence("stood still for", round(longest.seconds, 1), "s", 0.0)]
+    evidence += [Evidence(f"rank {rank} stood in", frames, "") for rank, (_, frames) in longest.stood.items()]
+    evidence += [Evidence("also", hang.words, "") for hang in hangs[:MOST_NAMED] if hang is not longest]
+    site = next((site for site, _ in longest.stood.values()), None)
+    whose = f"rank {listed(longest.ranks)}" if longest.ranks else "the ranks"
+    fix = f"look for what held {whose} up{at(site)}; where that may take so long, give a longer --hang-timeout"
+    file, _, line = (site or "").rpartition(":")
+    patch = ({"file": file, "line": int(line), "argument": None, "value": None},) if file and line.isdigit() else ()
+    steps = [hang.step for hang in hangs if hang.step is not None]
+    where = Where(
+        ranks=tuple(sorted({rank for hang in hangs for rank in hang.ranks})) or None, group=longest.group,
+        op=longest.op, steps=(min(steps), max(steps)) if steps else None,
+    )  # fmt: skip
+    return Finding("pause.stop", title, "info", where, tuple(evidence), gain, (Fix("code", fix, patch),))
+
+
+def _stops(context: Context, told: list[int]) -> list[Finding]:
+    """The job stands still now and then, for none of the known reasons: where each rank stood in the longest stop. Of
+    the steps that are `told` more is known."""
     irregular = context.irregular
     own = irregular.own_ms.get("stop")
-    if own is None or not own.any():
+    if own is None:
+        return []
+    own = np.where(np.isin(irregular.steps, told), 0.0, own)
+    if not own.any():
         return []
     stopped = own.max(axis=0) > 0
     gain = context.cost(irregular.excess_ms["stop"][stopped], rare=True)
