@@ -11,6 +11,7 @@ import itertools
 import queue
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -284,7 +285,8 @@ class Reaper:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="dsprof-reaper", daemon=True)
             self._thread.start()
-        self._works.put(work)
+        # Weakly: when its turn comes, which may be late on busy cores, its tensors may be nobody's any more.
+        self._works.put(weakref.ref(work))
 
     def stop(self) -> None:
         """End the thread, with what it waits for unfinished if need be."""
@@ -300,9 +302,12 @@ class Reaper:
         name_thread("dsprof-reaper")
         wait = getattr(Work.wait, "__wrapped__", Work.wait)  # torch's own, under our wrapper
         while True:
-            work = self._works.get()
-            if work is None:
+            waiting = self._works.get()
+            if waiting is None:
                 return
+            work = waiting()
+            if work is None:  # somebody's wait for it has returned
+                continue
             # Never for long: a thread inside torch when the interpreter ends would take the process down with it.
             while not self._stopping or work.is_completed():
                 ended = work.is_completed()
