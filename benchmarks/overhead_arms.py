@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import random
+import resource
 import sys
 import threading
 import time
@@ -20,6 +21,8 @@ from typing import Any, Final
 Step = Callable[[], None]
 FIRST_STEPS: Final = 8
 """Before the first block: memory is taken, libraries choose their kernels."""
+BESIDE: Final = ("dsprof-host-load", "dsprof-nvml", "dsprof-watchdog", "dsprof-reaper")
+"""Names of the collectors' threads. (Those of the engine's lanes are the job's.)"""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Block:
     """What one rank measured.
 
     cpu_s, wall_s: of all steps of the block
+    faults:        of pages in them
     records:       written in them
     beside_s:      of cpu_s, that of the collectors' own threads
     opening_s, closing_s: CPU time of what comes once a capture
@@ -54,6 +58,7 @@ class Block:
 
     cpu_s: float
     wall_s: float
+    faults: int
     records: int = 0
     beside_s: float = 0.0
     opening_s: float = 0.0
@@ -91,27 +96,29 @@ def _captured(captures: tuple[str, str], step: Step, block: int, warm: int, fold
     for _ in range(warm):
         step()
     records, beside_s = capture.recorder.records, _beside_s()
-    cpu_s, wall_s = _taken(step, block)
+    taken = _taken(step, block)
     records, beside_s = capture.recorder.records - records, _beside_s() - beside_s
     assert (capture.recorder.dropped, capture.recorder.errors) == (0, 0), capture.recorder.failures()
     began = time.process_time()
     session.stop()
-    return Block(cpu_s, wall_s, records, beside_s, opening_s, time.process_time() - began)
+    return Block(*taken, records, beside_s, opening_s, time.process_time() - began)
 
 
-def _taken(call: Step, times: int) -> tuple[float, float]:
-    """CPU time of the process, and wall time."""
+def _taken(call: Step, times: int) -> tuple[float, float, int]:
+    """CPU time of the process, wall time, faults of pages."""
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     cpu, wall = time.process_time(), time.perf_counter()
     for _ in range(times):
         call()
-    return time.process_time() - cpu, time.perf_counter() - wall
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    return cpu, wall, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
 
 
 def _beside_s() -> float:
     """CPU time so far of the threads that the collectors have started, s."""
     total = 0
     for thread in threading.enumerate():
-        if thread.name.startswith("dsprof-"):
+        if thread.name in BESIDE:
             total += int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0])
     return total / 1e9
 
