@@ -23,7 +23,7 @@ lint: $(VENV)/.tested
 types: $(VENV)/.tested ## strict, over all four folders as users import them
 	$(BIN)/mypy -p dsprof
 
-bench: $(VENV)/.installed ## the collectors' cost on the example (about ten minutes)
+bench: $(VENV)/.installed ## the collectors' cost in four jobs (45 minutes; goes on where it stopped)
 	$(BIN)/python benchmarks/overhead.py
 
 # torch first and by itself: its CPU build is what the constraint names.

@@ -7,8 +7,9 @@ An event is recorded in a tight loop, in processes of its own, the recorders tak
 the rounds, and the quartiles beside it. Of hooks (a module's call; an all-reduce and its wait, which are two records)
 it is the same loop with and without them. Memory is what is resident after as many events as fill several chunks, less
 what was before the recorder was opened. Arming is timed as the CPU time, children included, of whole interpreters that
-run `pass` or `import torch`, armed and not in turns: the difference of the medians, with its 95 % interval by the
-bootstrap; where that holds 0, nothing was found.
+run `pass` or `import torch`, or train for three seconds, of which a whole capture is written; armed and not in turns:
+the difference of the medians, with its 95 % interval by the bootstrap; where that holds 0, nothing was found. So is the
+most that was resident.
 """
 
 from __future__ import annotations
@@ -29,6 +30,17 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 EVENTS = 60_000
+TRAINS = """
+import time, torch
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.AdamW(model.parameters())
+until = time.monotonic() + 3
+for _ in range(100):
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+time.sleep(max(0.0, until - time.monotonic()))  # the collectors' threads look at the host meanwhile
+"""
+PROGRAMS = {"pass": "pass", "import torch": "import torch", "training": TRAINS}
 CHILD = """
 import json, os, sys, time
 from pathlib import Path
@@ -118,10 +130,10 @@ def events(kind: str) -> dict[str, Any]:
     return found
 
 
-def interpreter_ms(program: str, armed: bool) -> float:
-    """CPU time of a whole interpreter, ms."""
+def interpreter(program: str, armed: bool) -> tuple[float, float]:
+    """CPU time of a whole interpreter, ms, and the most that was resident, MB."""
     with tempfile.TemporaryDirectory() as folder:
-        ours = {"DSPROF": "1", "DSPROF_RUN": folder} if armed else {}
+        ours = {"DSPROF": "1", "DSPROF_RUN": folder, "DSPROF_NATIVE": "1"} if armed else {}
         env = environment(**ours)
         if armed:
             env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "collectors" / "bootstrap"), env["PYTHONPATH"]])
@@ -129,7 +141,7 @@ def interpreter_ms(program: str, armed: bool) -> float:
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
     assert child.returncode == 0
-    return 1e3 * (usage.ru_utime + usage.ru_stime)
+    return 1e3 * (usage.ru_utime + usage.ru_stime), usage.ru_maxrss * 1024 / 1e6
 
 
 def environment(**ours: str) -> dict[str, str]:
@@ -142,7 +154,7 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": round(middle, 1), "quartiles": [round(low, 1), round(high, 1)], "worst": round(max(values), 1)}  # type: ignore[dict-item]
 
 
-def difference(plain: list[float], armed: list[float]) -> dict[str, Any]:
+def difference(what: str, plain: list[float], armed: list[float]) -> dict[str, Any]:
     draw = random.Random(0)
 
     def again(values: list[float]) -> float:
@@ -151,8 +163,8 @@ def difference(plain: list[float], armed: list[float]) -> dict[str, Any]:
     drawn = sorted(again(armed) - again(plain) for _ in range(4000))
     middle = statistics.median(armed) - statistics.median(plain)
     return {
-        "plain_cpu_ms": round(statistics.median(plain), 1),
-        "added_cpu_ms": round(middle, 2),
+        f"plain_{what}": round(statistics.median(plain), 1),
+        f"added_{what}": round(middle, 2),
         "interval_95": [round(drawn[100], 2), round(drawn[-101], 2)],
         "found": not drawn[100] <= 0 <= drawn[-101],
     }
@@ -170,19 +182,22 @@ def in_turns(arms: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--imports", type=int, default=7, help="rounds of `import torch`; of `pass` five times as many")
+    parser.add_argument("--imports", type=int, default=7, help="rounds of programs; of `pass` five times as many")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "events.json")
     args = parser.parse_args()
     load = os.getloadavg()[0]
     rounds = in_turns({"native": lambda: events("native"), "python": lambda: events("python")}, args.rounds)
     arming = {}
-    for program, times in (("pass", 5 * args.imports), ("import torch", args.imports)):
-        arms = {str(armed): lambda p=program, a=armed: interpreter_ms(p, a) for armed in (False, True)}
-        taken = in_turns(arms, times)  # type: ignore[arg-type]
-        arming[program] = difference(taken["False"], taken["True"])
+    for name, program in PROGRAMS.items():
+        arms = {str(armed): lambda p=program, a=armed: interpreter(p, a) for armed in (False, True)}
+        taken = in_turns(arms, 5 * args.imports if name == "pass" else args.imports)  # type: ignore[arg-type]
+        arming[name] = {
+            what: difference(what, [one[at] for one in taken["False"]], [one[at] for one in taken["True"]])
+            for at, what in enumerate(("cpu_ms", "resident_mb"))
+        }
     result = {
         "what": "cost of an event in a tight loop: CPU ns of the process, less the empty loop; median, quartiles and "
-        "worst of the rounds. arming: CPU ms of a whole interpreter, armed less not",
+        "worst of the rounds. arming: CPU ms and peak resident MB of a whole interpreter, armed less not",
         "recorders": {
             kind: {
                 "ns": {what: spread([one["ns"][what] for one in found]) for what in found[0]["ns"]},

@@ -13,6 +13,14 @@ def compiling() -> bool:
     return torch.compiler.is_compiling()
 
 
+def check() -> Callable[[], bool]:
+    """`compiling`, for hooks that are called dozens of times a step: the way there took longer than their record."""
+    import torch
+
+    is_compiling: Callable[[], bool] = torch.compiler.is_compiling
+    return is_compiling
+
+
 def skip(*functions: Callable[..., Any]) -> None:
     """Have Dynamo run these and all that they call as they are, where C++ calls them inside a compiled region or Python
     between two of its parts."""

@@ -181,14 +181,14 @@ _worker_time = WorkerTime()
 def sample(recorder: Recorder) -> None:
     """Counters at the end of a step, by the training thread: CPU time of the process, of the thread and of the
     process's workers, and how long the thread waited for a core. All in seconds, since the process or thread began."""
-    _record_pauses(recorder)
-    gauges = [(CPU_SECONDS, time.process_time()), ("training_thread_cpu_seconds", time.thread_time())]
-    working = _worker_time.seconds()
-    if working is not None:
-        gauges.append(("worker_cpu_seconds", working))
-    waited = _run_queue.waited_s()
-    if waited is not None:
-        gauges.append(("core_wait_seconds", waited))
+    if _pauses:
+        _record_pauses(recorder)
+    put, intern, gauge = recorder.put, recorder.intern, int(Kind.GAUGE)
+    working, waited = _worker_time.seconds(), _run_queue.waited_s()
     now = time.monotonic_ns()
-    for name, value in gauges:
-        recorder.put(Kind.GAUGE, recorder.intern(name), now, now, value, -1)
+    put(gauge, intern(CPU_SECONDS), now, now, time.process_time(), -1)
+    put(gauge, intern("training_thread_cpu_seconds"), now, now, time.thread_time(), -1)
+    if working is not None:
+        put(gauge, intern("worker_cpu_seconds"), now, now, working, -1)
+    if waited is not None:
+        put(gauge, intern("core_wait_seconds"), now, now, waited, -1)

@@ -56,6 +56,7 @@ class Sampler:
         self._history = history if capture.full else None
         self._snapshots = Snapshots(cuda, history, capture.folder, capture.write_fact)
         self._limits = host.limits()
+        self._capacity = self._limits.least
         self._written: dict[tuple[str, str, str], tuple[float, int]] = {}
         """Where, name and pool -> what was written last, and in which step."""
         self._ids: dict[str, int] = {"": 0}
@@ -100,9 +101,8 @@ class Sampler:
         looks = self._steps >= self._next_look and (
             self._steps <= ALWAYS or self._looking <= MOST_LOOKING * (now - self._opened)
         )
-        self._sample_host(now)
+        levels = {HOST: self._sample_host(now)}
         on_device = self._cuda.initialized() and not self._cuda.capturing()
-        levels = {HOST: self._host.now()[0]}
         if on_device:
             if not self._observed:
                 self._observed = True
@@ -114,23 +114,25 @@ class Sampler:
             for device in self._devices:
                 self._sample_device(now, device, stats[device])
                 levels[f"cuda.{device}"] = _current(stats[device], "allocated_bytes")
-        for place, size in self._activations.items():
-            self._write(now, place, "activations", size)
-        self._edge, self._activations = None, {}
+        if self._edge is not None:
+            for place, size in self._activations.items():
+                self._write(now, place, "activations", size)
+            self._edge, self._activations = None, {}
         if looks:
             self._next_look = 2 * self._steps
             self._look(now, levels, on_device)
             self._looking += self._clock() - now
 
-    def _sample_host(self, now: int) -> None:
+    def _sample_host(self, now: int) -> int:
+        """Resident memory."""
         resident, virtual = self._host.now()
         self._write(now, HOST, "resident", resident)
         self._write(now, HOST, "resident_peak", self._host.resident_peak(resident))
-        least = self._limits.least
-        if least is not None:
-            self._write(now, HOST, "capacity", least)
+        if self._capacity is not None:
+            self._write(now, HOST, "capacity", self._capacity)
         if self._limits.address_space is not None:
             self._write(now, HOST, "virtual", virtual)
+        return resident
 
     def _sample_device(self, now: int, device: int, stats: dict[str, Any]) -> None:
         place = f"cuda.{device}"

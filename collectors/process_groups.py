@@ -13,20 +13,21 @@ def install(capture: OpenCapture) -> list[Uninstall]:
     """State, after each step, the groups that were made since the last one."""
     from torch.distributed import is_available
 
+    if not is_available():
+        return []
+    from torch.distributed import distributed_c10d as c10d
+
     seen = 0
 
     def state() -> None:
         nonlocal seen
-        from torch.distributed import distributed_c10d as c10d
-
-        if len(c10d._world.pg_map) == seen:
-            return
-        seen = len(c10d._world.pg_map)
-        state_groups(capture.write_fact)
+        there = len(c10d._world.pg_map)
+        if there != seen:
+            seen = there
+            state_groups(capture.write_fact)
 
     capture.after_step.append(state)
-    if is_available():
-        state()  # a job may hang or fail before its first step
+    state()  # a job may hang or fail before its first step
     return []
 
 

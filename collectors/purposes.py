@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 def for_purpose(recorder: Recorder, purpose: str, original: Any) -> Any:
     """A function in the place of `original`: what this thread communicates in it has that purpose."""
-    number = recorder.intern(purpose)
+    number, compiling, context = recorder.intern(purpose), dynamo.check(), recorder.context
 
     @stands_for(original)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if dynamo.compiling():
+        if compiling():
             return original(*args, **kwargs)
-        before = recorder.context(-1, -1, 0, number)
+        before = context(-1, -1, 0, number)
         try:
             return original(*args, **kwargs)
         finally:
-            recorder.context(*before)
+            context(*before)
 
     dynamo.skip_frame(called)
     return called

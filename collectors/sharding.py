@@ -100,16 +100,17 @@ def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> U
 
 def _record(cls: Any, method: str, recorder: Recorder, name: int) -> Uninstall:
     original = getattr(cls, method)
+    compiling, begin, end, kind = dynamo.check(), recorder.begin, recorder.end, int(Kind.MODULE)
 
     @stands_for(original)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        if dynamo.compiling():
+        if compiling():
             return original(*args, **kwargs)
-        handle = recorder.begin(Kind.MODULE, name)
+        handle = begin(kind, name)
         try:
             return original(*args, **kwargs)
         finally:
-            recorder.end(handle)
+            end(handle)
 
     dynamo.skip_frame(recorded)
     return replace_attribute(cls, method, recorded)

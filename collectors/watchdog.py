@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -54,6 +55,8 @@ class Watchdog:
         self._activity = Activity(self._process)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._alone: Callable[[], object] = lambda: None
+        """The default group, where it is known to have this process alone: a job of one comes here after each step."""
         recorder = capture.recorder
         self._lock_watch = recorder.lock_watch if isinstance(recorder, NativeRecorder) else None
         self._training = threading.main_thread().ident or 0
@@ -66,13 +69,20 @@ class Watchdog:
         """Start the thread, if this process is in a group of several."""
         import torch.distributed as dist
 
-        if self._thread is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            if self._lock_watch is not None:
-                sooner_s = max(self._timeout_s - 2 * LOOK_S, LOOK_S)  # to be there when the launcher looks
-                self._lock_watch.start(str(self._capture.folder / STACKS_FILE), sooner_s)
-                self._lock_watch.feed(self._training)
-            self._thread = threading.Thread(target=self._run, name="dsprof-watchdog", daemon=True)
-            self._thread.start()
+        if self._thread is not None or not dist.is_available():
+            return
+        world = dist.group.WORLD
+        if world is None or self._alone() is world:
+            return
+        if world.size() < 2:
+            self._alone = weakref.ref(world)
+            return
+        if self._lock_watch is not None:
+            sooner_s = max(self._timeout_s - 2 * LOOK_S, LOOK_S)  # to be there when the launcher looks
+            self._lock_watch.start(str(self._capture.folder / STACKS_FILE), sooner_s)
+            self._lock_watch.feed(self._training)
+        self._thread = threading.Thread(target=self._run, name="dsprof-watchdog", daemon=True)
+        self._thread.start()
 
     def stepped(self) -> None:
         """The calling thread has taken a step."""

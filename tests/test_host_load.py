@@ -17,24 +17,13 @@ from captures import read_rows
 from dsprof import gauges
 from dsprof.collectors import host_load
 from dsprof.collectors.collector import OpenCapture
+from dsprof.collectors.host_memory import PAGE
 from dsprof.collectors.python_recorder import PyRecorder
 from dsprof.schema import Kind
 
 
-class FakeProcess:
-    def memory_info(self) -> Any:
-        return SimpleNamespace(rss=3 << 30)
-
-    def num_ctx_switches(self) -> Any:
-        return SimpleNamespace(voluntary=7, involuntary=11)
-
-    def io_counters(self) -> Any:
-        return SimpleNamespace(read_bytes=1000, write_bytes=2000)
-
-
 class FakePsutil:
     Error = psutil.Error
-    Process = FakeProcess
 
     def cpu_times_percent(self) -> Any:
         return SimpleNamespace(user=60.0, system=10.0, idle=20.0, iowait=5.0, steal=5.0)
@@ -52,7 +41,7 @@ class FakePsutil:
 
 
 OF_PROCESS = {
-    "process.resident_bytes": 3.0 * 2**30, "process.involuntary_switches": 11.0, "process.read_bytes": 1000.0,
+    "process.resident_bytes": 3.0 * PAGE, "process.involuntary_switches": 11.0, "process.read_bytes": 1000.0,
     "process.written_bytes": 2000.0,
 }  # fmt: skip
 OF_MACHINE = {
@@ -74,8 +63,13 @@ def told(
     """What each of so many looks writes."""
     monkeypatch.setattr(host_load, "import_beside", lambda name: {"psutil": fake}[name])
     monkeypatch.setattr("multiprocessing.process._children", set())
+    monkeypatch.setattr(host_load.resource, "getrusage", lambda who: SimpleNamespace(ru_nivcsw=11))
+    own = tmp_path / "proc" / "self"
+    own.mkdir(parents=True)
+    (own / "statm").write_text("100 3 2 1 0 1 0\n")
+    (own / "io").write_text("rchar: 5\nwchar: 6\nread_bytes: 1000\nwrite_bytes: 2000\ncancelled_write_bytes: 0\n")
     opened = capture(tmp_path)
-    seen = host_load.looks(opened, first, lambda: False)
+    seen = host_load.looks(opened, first, lambda: False, str(tmp_path / "proc"))
     found = []
     next(seen)  # nothing yet: shares are since the one before
     for _ in range(looks):
@@ -89,12 +83,15 @@ def told(
     return found
 
 
-def test_the_first_rank_of_a_machine_tells_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert told(tmp_path, monkeypatch, FakePsutil(), first=True) == [{**OF_PROCESS, **OF_MACHINE}]
+def test_the_first_rank_of_a_machine_tells_of_it_in_every_second_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = told(tmp_path, monkeypatch, FakePsutil(), first=True, looks=4)
+    assert found == [OF_PROCESS, {**OF_PROCESS, **OF_MACHINE}] * 2
 
 
-def test_other_ranks_tell_of_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert told(tmp_path, monkeypatch, FakePsutil(), first=False) == [OF_PROCESS]
+def test_other_ranks_tell_of_themselves_and_do_without_psutil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told(tmp_path, monkeypatch, None, first=False, looks=2) == [OF_PROCESS] * 2
 
 
 @pytest.mark.parametrize(
@@ -103,24 +100,43 @@ def test_other_ranks_tell_of_themselves(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_is_not_told_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     asked: list[int] = []
 
-    class Refuses(FakeProcess):
-        def io_counters(self) -> Any:
+    class Refuses(FakePsutil):
+        def virtual_memory(self) -> Any:
             asked.append(1)
             raise error
 
-    fake = FakePsutil()
-    fake.Process = Refuses  # type: ignore[misc]
+    fake = Refuses()
     fake.disk_io_counters = lambda: None  # type: ignore[method-assign]
-    refused = ("read_bytes", "written_bytes")
-    less = {name: value for name, value in {**OF_PROCESS, **OF_MACHINE}.items() if not name.endswith(refused)}
-    assert told(tmp_path, monkeypatch, fake, first=True, looks=2) == [less, less]
+    refused = ("available_bytes", "disk_read_bytes", "disk_written_bytes")
+    less = {name: value for name, value in OF_MACHINE.items() if not name.endswith(refused)}
+    found = told(tmp_path, monkeypatch, fake, first=True, looks=4)
+    assert found == [OF_PROCESS, {**OF_PROCESS, **less}] * 2
     assert asked == [1]
 
 
-def test_psutil_itself_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = told(tmp_path, monkeypatch, psutil, first=True)
-    assert found[gauges.RESIDENT] is not None
-    assert found[gauges.RESIDENT] > 1 << 20
+@pytest.mark.parametrize("text", ["", "rchar: 5\n", "what is this"])
+def test_what_a_kernel_does_not_count_is_left_out(tmp_path: Path, text: str) -> None:
+    """/proc/self/io is there where the kernel accounts for it, and where a sandbox lets it be read."""
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "io").write_text(text)
+    opened = capture(tmp_path)
+    seen = host_load.looks(opened, False, lambda: False, str(tmp_path / "proc"))
+    for _ in range(3):
+        next(seen)
+    opened.recorder.close()
+    assert {row.name for row in read_rows(tmp_path / "capture")} == {gauges.SWITCHED_OUT}
+
+
+def test_the_host_itself_answers(tmp_path: Path) -> None:
+    opened = capture(tmp_path)
+    seen = host_load.looks(opened, True, lambda: False)
+    for _ in range(3):
+        next(seen)
+    opened.recorder.close()
+    found = {row.name: row.value for row in read_rows(tmp_path / "capture")}
+    resident = found[gauges.RESIDENT]
+    assert resident is not None
+    assert abs(resident - psutil.Process().memory_info().rss) < resident / 2
     assert 0 <= (found[gauges.CPU_BUSY] or 0) <= 100
     assert {gauges.SWITCHED_OUT, gauges.MEMORY_AVAILABLE, gauges.NETWORK_SENT} <= set(found)
 
