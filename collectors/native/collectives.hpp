@@ -293,11 +293,9 @@ class CollectiveKernel final : public c10::OperatorKernel {
     const uint32_t seq = tag_ < 0 ? group->next++ : groups().next_p2p(*group, peer, tag, send_);
     if (peer > INT16_MAX) throw std::out_of_range("a record has no room for this rank");
     Record* r = recorder->claim();
-    int room = kMostTensors;
-    forget_gone_storages();
     if (!r) {  // nobody is to take it for what was there before
       this_thread.issued = Target();
-      remember_tensors(arguments[0], Target(), room);
+      remember_results(arguments[0], Target());
       return nullptr;
     }
     if (recorder->generation != generation_) {
@@ -313,7 +311,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
     if (async_ >= 0 && arguments[async_].toBool()) r->head.flags = kAsync;
     publish(r, kBegun);
     note_issued(*recorder, *r, now);
-    remember_tensors(arguments[0], this_thread.issued, room);
+    remember_results(arguments[0], this_thread.issued);
     return r;
   } catch (...) {
     count_error("a collective");
@@ -365,8 +363,8 @@ class CollectiveKernel final : public c10::OperatorKernel {
   }
 
   // Arranges for the record of a CPU collective to be completed when its work is.
-  static void watch(const torch::jit::Stack& stack, const std::shared_ptr<Issued>& issued, const Group& group,
-                    const Target& target) {
+  void watch(const torch::jit::Stack& stack, const std::shared_ptr<Issued>& issued, const Group& group,
+             const Target& target) {
     Record* record = issued->record;
     if (stack.empty() || !stack.back().isObject()) {  // it returns no work: it was done in the call
       issued->ends_with_scope = false;
@@ -374,10 +372,11 @@ class CollectiveKernel final : public c10::OperatorKernel {
     }
     auto work = remember(stack, target);
     c10::intrusive_ptr<c10::ivalue::Future> future;
-    try {
-      future = work ? work->getFuture() : nullptr;
-    } catch (const c10::Error&) {  // this kind of work has none
-    }
+    if (work && !(gloo_has_no_future_ && group.gloo == 1)) try {
+        future = work->getFuture();
+      } catch (const c10::Error&) {  // this kind of work has none; the error costs more than all that is done here
+        if (group.gloo == 1) gloo_has_no_future_ = true;
+      }
     if (future) {
       // Called by gloo's worker before the work is finished. No Python here: waiting for the GIL would delay the job.
       future->addCallback(
@@ -400,8 +399,22 @@ class CollectiveKernel final : public c10::OperatorKernel {
   size_t count_ = 0;
   int group_ = -1, async_ = -1, tag_ = -1, peer_ = -1;
   bool send_ = false, barrier_ = false;
+  std::atomic<bool> gloo_has_no_future_{false};
   std::atomic<uint64_t> generation_{0};
   std::atomic<uint16_t> id_{0};
+};
+
+// In front of an operator of `_c10d_functional`, which issues a collective, or several.
+class FunctionalKernel final : public c10::OperatorKernel {
+ public:
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    static const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+    struct Inside {
+      Inside() { this_thread.functional++; }
+      ~Inside() { this_thread.functional--; }
+    } inside;
+    op.redispatchBoxed(keys & after, stack);
+  }
 };
 
 // Functional collectives are waited for by an operator.
@@ -475,6 +488,11 @@ inline void install_collectives(const std::vector<std::pair<std::string, std::st
     if (handle) c10d_library->impl(op.c_str(), kernel<CollectiveKernel>(handle->schema(), name));
   }
   functional_library->impl("wait_tensor", kernel<WaitKernel>());
+  for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    const std::string text = c10::toString(op);  // with the overload's name, if it has one
+    if (op.name.rfind("_c10d_functional::", 0) == 0 && op.name != "_c10d_functional::wait_tensor")
+      functional_library->impl(text.c_str() + strlen("_c10d_functional::"), kernel<FunctionalKernel>());
+  }
   at::RecordFunctionCallback callback(&scope_begin, &scope_end);
   scopes_observer.add(callback.scopes({at::RecordScope::USER_SCOPE}));
 }

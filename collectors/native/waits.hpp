@@ -147,6 +147,7 @@ inline Target target_of_work(const c10d::Work& work) {
   return works().find(&work, [&](c10d::OpType type) { return type == work.retrieveOpType(); });
 }
 
+// The tensors of functional collectives; of others nobody asks what their tensors wait for.
 // A storage's address is its own for as long as there is a weak pointer to it, which does not keep its memory. But it
 // keeps what was beside that, some hundred bytes, and malloc gives no hole to a larger tensor whose end they lie in: of
 // thousands of them the process grows by what a step gathers. So those of tensors that are gone are soon forgotten.
@@ -190,12 +191,21 @@ inline void remember_tensors(const c10::IValue& value, const Target& target, int
 
 // What this thread communicates and waits for.
 struct Thread {
+  int functional = 0;     // operators of `_c10d_functional` that it is in, whose results are waited for by their tensors
   Target issued;          // the collective it issued last
   Target told;            // the communication of the engine that is under way on it, whose calls are passed over
   int blocking = 0;       // calls it is in that wait in C++ for the collectives they issue
   Record* wait = nullptr;  // the record of the outermost of them, from its first collective on
 };
 inline thread_local Thread this_thread;
+
+// Has a wait for one of the tensors in `value`, which a functional collective is about to return, find `target`.
+inline void remember_results(const c10::IValue& value, const Target& target) {
+  if (!this_thread.functional) return;
+  int room = kMostTensors;
+  forget_gone_storages();
+  remember_tensors(value, target, room);
+}
 
 // A collective was issued on this thread, at `now`.
 inline void note_issued(Recorder& recorder, const Record& comm, int64_t now) {
