@@ -6,7 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from patches import bindings, changes
 from ranks import Ranks
+from spans import recorded
+
+from dsprof.engine.hooks import FAILURES, Span
 
 
 @pytest.fixture(scope="package")
@@ -15,6 +19,21 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def spans() -> Iterator[list[Span]]:
+    """The spans that end in this process during the test."""
+    with recorded() as spans:
+        yield spans
+    assert FAILURES == []
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_patched() -> Iterator[None]:
+    before = bindings()
+    yield
+    assert changes(before, bindings()) == []
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from models import Small, batches, build
 from ranks import Ranks
+from spans import recorded
 from torch import Tensor
 
 from dsprof import engine as ds
@@ -27,7 +28,6 @@ from dsprof.engine import Engine, checkpoint
 from dsprof.engine.checkpoint import CheckpointError, dcp
 from dsprof.engine.checkpoint.dcp import Contents, Piece, _Value, shares
 from dsprof.engine.checkpoint.serialize import pack, unpack
-from dsprof.engine.hooks import Span, subscribe
 
 BIG = {"stage3_param_persistence_threshold": 100}
 
@@ -381,25 +381,12 @@ def test_a_step_that_is_not_complete_begins_anew(tmp_path: Path) -> None:
 
 
 def test_hooks_tell_of_checkpoints(tmp_path: Path) -> None:
-    class Seen:
-        def __init__(self) -> None:
-            self.spans: list[tuple[str, str, bool]] = []
-
-        def begin(self, span: Span) -> None:
-            return
-
-        def end(self, span: Span) -> None:
-            if span.purpose == "checkpoint":
-                self.spans.append((span.kind, span.name, bool(span.bytes)))
-
     engine = start(config())
-    seen = Seen()
-    unsubscribe = subscribe(seen)
-    engine.save_checkpoint(tmp_path)
-    engine.load_checkpoint(tmp_path)
-    engine.save_16bit_model(tmp_path)
-    unsubscribe()
-    assert seen.spans == [
+    with recorded() as spans:
+        engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+        engine.save_16bit_model(tmp_path)
+    assert [(span.kind, span.name, bool(span.bytes)) for span in spans if span.purpose == "checkpoint"] == [
         ("copy", "checkpoint_write", True), ("phase", "checkpoint", False),
         ("copy", "checkpoint_read", True), ("phase", "checkpoint", False),
         ("copy", "checkpoint_write", True), ("phase", "checkpoint", False),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import (
+from pipeline_models import (
     MICROBATCHES,
     VOCABULARY,
     WIDTH,
@@ -25,12 +25,11 @@ from pipelines import (
     weights,
 )
 from ranks import RankFailed, Ranks
-from recording import Recording
+from spans import recorded
 from torch import Tensor, nn
 
 from dsprof import engine as ds
 from dsprof.engine.config import ConfigError
-from dsprof.engine.hooks import subscribe
 from dsprof.engine.pipe import LayerSpec, PipelineError, PipelineModule, TiedLayerSpec
 from dsprof.engine.schedule import SCHEDULES, Plan, make_plan
 
@@ -328,12 +327,10 @@ def told_job(rank: int, schedule: str, virtual: int) -> tuple[list[tuple[str, in
     engine = start(module(2, virtual_stages=virtual), configuration(pipeline={"schedule": schedule}))
     data = batches(1)
     engine.train_batch(iter(examples(data[0][:, 0])))
-    listener = Recording()
-    stop = subscribe(listener)
-    engine.train_batch(iter(examples(data[1][:, 0])))
-    stop()
+    with recorded() as seen:
+        engine.train_batch(iter(examples(data[1][:, 0])))
     engine.destroy()
-    spans = sorted(listener.spans, key=lambda span: span.start_ns)
+    spans = sorted(seen, key=lambda span: span.start_ns)
     pipe = [(span.name, span.stage, span.microbatch) for span in spans if span.kind == "pipe"]
     moved = [
         (span.kind, span.name, span.stage, span.microbatch, span.peer, span.lane)

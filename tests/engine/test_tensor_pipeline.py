@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from pipelines import (
+from pipeline_models import (
     MICROBATCHES,
     VOCABULARY,
     WIDTH,
@@ -25,7 +25,7 @@ from pipelines import (
     weights,
 )  # fmt: skip
 from ranks import RankFailed, Ranks
-from recording import recorded
+from spans import recorded
 from torch import Tensor, nn
 
 from dsprof import engine as ds

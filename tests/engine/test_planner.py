@@ -181,6 +181,33 @@ def test_a_layer_with_more_around_it_is_still_a_layer() -> None:
     assert styles(plan_for(model, 2))["token"] == "vocab"
 
 
+class Remembers(nn.Module):
+    """Counts its calls, and keeps a mask of the first one's length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.calls = 0
+        self.mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.mask is None:
+            self.mask = torch.ones(x.shape[1], 1)
+            self.register_buffer("table", torch.ones(x.shape[1], 1))
+        return self.down(self.up(x * self.mask).relu())
+
+
+def test_planning_leaves_what_a_forward_keeps_as_it_was() -> None:
+    model = Remembers()
+    model.down.eval()
+    plan_for(model, 2)
+    assert (model.calls, model.mask, list(model.buffers())) == (0, None, [])
+    assert not hasattr(model, "table")
+    assert (model.training, model.up.training, model.down.training) == (True, True, False)
+    model(torch.ones(1, 40, 8))
+
+
 def test_a_model_that_cannot_be_tried_is_tried_in_parts() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from alive import alive
+from config_coverage import alive
+from engines import LAYER, WIDTH, Layers, configuration, engine_for, train
 from models import batches, build
 from ranks import Ranks
-from recording import LAYER, WIDTH, Layers, comms, configuration, engine_for, recorded, train
+from spans import comms, recorded
 from torch import Tensor, nn
 
 from dsprof.engine.hooks import Span

@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
+from engines import configuration
 from ranks import Ranks
-from recording import configuration
 from torch import Tensor, nn
 
 from dsprof import engine as ds

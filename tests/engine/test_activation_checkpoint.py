@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from spans import named
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,7 +24,7 @@ from dsprof.engine.activation_checkpoint.policies import (
     find_blocks,
     named_blocks,
 )
-from dsprof.engine.hooks import FAILURES, Hooks, Span, subscribe
+from dsprof.engine.hooks import Hooks, Span
 
 torch.set_num_threads(1)
 
@@ -60,29 +61,8 @@ class Net(nn.Module):
         return x
 
 
-class Heard:
-    """Every span that has ended."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-
-    def begin(self, span: Span) -> None:
-        pass
-
-    def end(self, span: Span) -> None:
-        self.spans.append(span)
-
-    def modules(self, name: str) -> list[str | None]:
-        return [span.module for span in self.spans if span.name == name]
-
-
-@pytest.fixture
-def heard() -> Iterator[Heard]:
-    heard = Heard()
-    unsubscribe = subscribe(heard)
-    yield heard
-    unsubscribe()
-    assert FAILURES == []
+def recomputed_in(spans: list[Span]) -> list[str | None]:
+    return [span.module for span in spans if span.name == "recompute"]
 
 
 @pytest.fixture(autouse=True)
@@ -139,15 +119,15 @@ def test_without_the_random_state_dropout_differs() -> None:
     ],
     ids=str,
 )
-def test_which_blocks_are_recomputed(heard: Heard, policy: Policy, recomputed: list[str]) -> None:
+def test_which_blocks_are_recomputed(spans: list[Span], policy: Policy, recomputed: list[str]) -> None:
     model = net()
     undo = policy.apply(model, Hooks())
     gradients(model)
-    assert heard.modules("recompute") == recomputed
-    assert {(span.kind, span.lane) for span in heard.spans} <= {("phase", "autograd")}
+    assert recomputed_in(spans) == recomputed
+    assert {(span.kind, span.lane) for span in spans} <= {("phase", "autograd")}
     undo()
     gradients(model)
-    assert heard.modules("recompute") == recomputed
+    assert recomputed_in(spans) == recomputed
 
 
 class Counting(TorchDispatchMode):
@@ -240,7 +220,7 @@ def test_what_selective_recomputation_cannot_do_is_an_error() -> None:
         loss.backward()
 
 
-def test_activations_on_the_host_are_copies(heard: Heard) -> None:
+def test_activations_on_the_host_are_copies(spans: list[Span]) -> None:
     model = net(depth=2)
     Full(on_host=True).apply(model, Hooks())
     x = torch.ones(3, 4, dtype=torch.float64)
@@ -254,7 +234,7 @@ def test_activations_on_the_host_are_copies(heard: Heard) -> None:
     assert isinstance(block, Block)
     assert block.up.weight.grad is not None
     got = block.up.weight.grad.clone()
-    assert [(s.kind, s.name, s.lane, s.module, s.purpose, s.bytes) for s in heard.spans if s.kind == "copy"] == [
+    assert [(s.kind, s.name, s.lane, s.module, s.purpose, s.bytes) for s in spans if s.kind == "copy"] == [
         ("copy", "to_host", "main", "blocks.0", "activation", 3 * 4 * 8)
     ]
 
@@ -296,7 +276,7 @@ class Nested(nn.Module):
 @pytest.mark.parametrize(
     "policy", [Full(blocks=["0"]), Full(blocks=["0"], on_host=True), Selective(blocks=["0"])], ids=str
 )
-def test_arguments_of_any_structure(heard: Heard, policy: Policy) -> None:
+def test_arguments_of_any_structure(spans: list[Span], policy: Policy) -> None:
     def run(model: nn.Module) -> tuple[Tensor, Tensor]:
         log: list[Tensor] = []
         x = torch.tensor([[1.0, 2.0]], requires_grad=True)
@@ -313,18 +293,18 @@ def test_arguments_of_any_structure(heard: Heard, policy: Policy) -> None:
     expected = run(model[0])
     policy.apply(model, Hooks())
     assert all(map(torch.equal, run(model[0]), expected))
-    assert heard.modules("recompute") == ["0"]
+    assert recomputed_in(spans) == ["0"]
 
 
-def test_nothing_is_recomputed_without_gradients(heard: Heard) -> None:
+def test_nothing_is_recomputed_without_gradients(spans: list[Span]) -> None:
     model = net()
     Full(on_host=True).apply(model, Hooks())
     with torch.no_grad():
         model(torch.ones(1, 4, dtype=torch.float64))
-    assert heard.spans == []
+    assert spans == []
 
 
-def test_a_model_looks_as_before_and_can_be_copied_and_pickled(heard: Heard) -> None:
+def test_a_model_looks_as_before_and_can_be_copied_and_pickled(spans: list[Span]) -> None:
     plain, model = net(), net()
     Full().apply(model, Hooks())
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -334,7 +314,7 @@ def test_a_model_looks_as_before_and_can_be_copied_and_pickled(heard: Heard) -> 
 
     twin = copy.deepcopy(model)
     gradients(twin)
-    assert heard.modules("recompute") == ["blocks.3", "blocks.2", "blocks.1", "blocks.0"]
+    assert recomputed_in(spans) == ["blocks.3", "blocks.2", "blocks.1", "blocks.0"]
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(parameter.grad is not None for parameter in twin.parameters())
 
@@ -343,7 +323,7 @@ def test_a_model_looks_as_before_and_can_be_copied_and_pickled(heard: Heard) -> 
         block.seen.clear()  # weak references do not pickle
     back = pickle.loads(pickle.dumps(model))
     assert torch.equal(gradients(back)["stem.weight"], gradients(plain)["stem.weight"])
-    assert heard.modules("recompute") == ["blocks.3", "blocks.2", "blocks.1", "blocks.0"]
+    assert recomputed_in(spans) == ["blocks.3", "blocks.2", "blocks.1", "blocks.0"]
 
 
 def test_a_patch_of_somebody_else_is_kept_below_and_refused_above() -> None:
@@ -469,7 +449,7 @@ def test_every_so_many_blocks_must_be_one_of_them(k: int) -> None:
 # --- deepspeed.checkpointing
 
 
-def test_checkpoint_needs_no_configuration(heard: Heard) -> None:
+def test_checkpoint_needs_no_configuration(spans: list[Span]) -> None:
     assert not activation_checkpoint.is_configured()
     block = net().blocks[0]
     assert isinstance(block, Block)
@@ -482,7 +462,7 @@ def test_checkpoint_needs_no_configuration(heard: Heard) -> None:
     block(x).sum().backward()
     assert x.grad is not None
     assert torch.equal(got, x.grad)
-    assert heard.modules("recompute") == ["Block"]
+    assert recomputed_in(spans) == ["Block"]
 
 
 def test_checkpoint_returns_what_deepspeeds_does() -> None:
@@ -492,35 +472,35 @@ def test_checkpoint_returns_what_deepspeeds_does() -> None:
     assert activation_checkpoint.checkpoint(lambda x: {"x": x}, one) == {"x": one}
 
 
-def copies(heard: Heard) -> int:
-    heard.spans.clear()
+def copies(spans: list[Span]) -> int:
+    spans.clear()
     x = torch.ones(2, requires_grad=True)
     activation_checkpoint.checkpoint(torch.tanh, x * 1).sum().backward()
-    return len(heard.modules("to_host"))
+    return len(named(spans, "copy", "to_host"))
 
 
-def test_configure_goes_before_an_engines_section(heard: Heard) -> None:
+def test_configure_goes_before_an_engines_section(spans: list[Span]) -> None:
     class Section:
         cpu_checkpointing = True
 
-    assert copies(heard) == 0
+    assert copies(spans) == 0
     hooks = Hooks()
     hooks.step = 7
     activation_checkpoint.attach(hooks, Section())  # type: ignore[arg-type]
-    assert copies(heard) == 1
-    assert {span.step for span in heard.spans} == {7}
+    assert copies(spans) == 1
+    assert {span.step for span in spans} == {7}
     activation_checkpoint.configure(None, checkpoint_in_cpu=False)
     assert activation_checkpoint.is_configured()
     activation_checkpoint.attach(hooks, Section())  # type: ignore[arg-type]
-    assert copies(heard) == 0
+    assert copies(spans) == 0
 
 
-def test_configure_reads_a_configuration(heard: Heard) -> None:
+def test_configure_reads_a_configuration(spans: list[Span]) -> None:
     config = {"train_batch_size": 1, "activation_checkpointing": {"cpu_checkpointing": True}}
     activation_checkpoint.configure(None, config)
-    assert copies(heard) == 1
+    assert copies(spans) == 1
     activation_checkpoint.configure(None, config, checkpoint_in_cpu=False)
-    assert copies(heard) == 0
+    assert copies(spans) == 0
     activation_checkpoint.reset()
     assert activation_checkpoint.is_configured()
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from alive import alive
+from config_coverage import alive
+from engines import WIDTH, Layers, configuration, engine_for
 from models import batches, build
-from recording import WIDTH, Layers, configuration, engine_for
 from torch import Tensor
 
 from dsprof.engine import Engine

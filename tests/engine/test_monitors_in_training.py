@@ -15,8 +15,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from engines import Layers, configuration, engine_for, train
 from ranks import Ranks
-from recording import Layers, configuration, engine_for, train
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 

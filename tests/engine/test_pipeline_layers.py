@@ -1,19 +1,18 @@
-"""What scripts pass to pipelines and ask of them: forms of outputs, names of layers, DeepSpeed's surface."""
+"""What scripts have pipelines made of: layers and models of any kind, outputs of any form."""
 
 from __future__ import annotations
 
 import functools
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pipelines import configuration, start, weights
+from pipeline_models import MICROBATCHES, configuration, start, weights
 from ranks import Ranks
 from torch import Tensor, nn
 
-from dsprof.engine.pipe import LayerSpec, PipeDataParallelTopology, PipelineError, PipelineModule, treespec
+from dsprof.engine.pipe import LayerSpec, PipelineError, PipelineModule, treespec
 from dsprof.engine.pipe.layer_costs import measure
 
 mse = nn.functional.mse_loss
@@ -144,86 +143,81 @@ def test_layers_of_any_kind_are_measured() -> None:
         measure(PipelineModule([nn.Linear(2, 2, device="meta")]), torch.ones(2, 2))
 
 
-# --- checkpoints
+# --- models as users write them
 
 
-def muon_job(rank: int, stages: int, folder: str, save: bool) -> list[float]:
+def writing() -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False), torch.tanh]
-    bounds = [0, 1, 4] if stages == 2 else [0, 4]
-    module = PipelineModule(layers, stages, loss_fn=mse, partition_method=bounds)
-    optimizer = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 0.001}}
-    engine = start(module, configuration(optimizer=optimizer))
-    if save:
-        engine.train_batch(iter(data()))
-        engine.save_checkpoint(folder)
-    else:
-        engine.load_checkpoint(folder)
-    losses = [engine.train_batch(iter(data())).item(), *engine.get_lr()]
-    engine.destroy()
-    return losses
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-def test_checkpoints_of_muon_load_on_other_stages(ranks: Ranks, tmp_path: Path) -> None:
-    """The first stage has no matrix, and a group for them all the same."""
-    first, last = ranks.run(2, muon_job, 2, str(tmp_path), True)
-    (whole,) = ranks.run(1, muon_job, 1, str(tmp_path), False)
-    assert first == last == [pytest.approx(whole[0], abs=1e-6), 0.02, 0.001]
-    assert whole[1:] == [0.02, 0.001]
+def repeated() -> nn.Sequential:
+    torch.manual_seed(0)
+    act = nn.Tanh()
+    return nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), act, nn.Linear(4, 4))
 
 
-# --- what an engine answers
+MODELS = {"writing": (writing, [0, 1, 4]), "repeated": (repeated, [0, 2, 5])}
 
 
-def asked_job(rank: int) -> dict[str, Any]:
-    engine = start(PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh()], 2, loss_fn=mse), configuration())
-    module, grid = engine.module, engine.grid
-    found: dict[str, Any] = {"places": (module.num_pipeline_stages(), module.parts, module.stage_id, engine.next_stage)}
-    found["owners"] = [module.stage_owner(layer) for layer in range(3)]
-    found["parallel"] = (engine.is_pipe_parallel, engine.is_data_parallel, engine.is_model_parallel)
-    same = module.topology().mapping == PipeDataParallelTopology(2, 1).mapping == grid.topology().mapping
-    found["grid"] = (same, grid.stage_to_global(1), grid.pp_group, grid.is_last_stage, module.mpu() is grid)
-    engine.reset_activation_shape()
-    engine.set_has_attention_mask(True)
-    loss = engine.train_batch(iter(data(12)))
-    found["loss"] = engine.agg_train_loss is loss
-    each = engine.eval_batch(iter(data()), reduce_output=None, bcast_loss=False)
-    mean = engine.eval_batch(iter(data()), bcast_loss=False)
-    found["eval"] = (each is None, mean is None) if rank == 0 else (len(each), (torch.stack(each).mean() - mean).item())
-    found["planned once"] = engine._planned(4, forward_only=True) is engine._planned(4, forward_only=True)
-    engine.set_train_batch_size(6)
-    engine.train_batch(iter(data(3)))
-    found["sizes"] = (engine.micro_batches, engine.train_batch_size(), engine.global_samples)
-    found["refused"] = []
-    for ask in (
-        lambda: engine.set_train_batch_size(7),
-        lambda: engine.eval_batch(iter(data()), reduce_output=None),
-        lambda: engine.eval_batch(iter(data()), num_micro_batches=0),
-        lambda: engine.log_for_device("x"),
-        lambda: module.ckpt_layer_path("x", 0),
-        lambda: engine.backward(loss),
-    ):
-        try:
-            ask()
-        except (ValueError, AttributeError, PipelineError) as error:
-            found["refused"].append(str(error))
+def model_job(rank: int, name: str) -> dict[str, Tensor]:
+    make, bounds = MODELS[name]
+    engine = start(PipelineModule(make(), 2, loss_fn=mse, partition_method=bounds), configuration())
+    engine.train_batch(iter(data()))
+    found = weights(engine)
     engine.destroy()
     return found
 
 
-def test_the_surface_that_scripts_of_deepspeed_use(ranks: Ranks) -> None:
-    first, last = ranks.run(2, asked_job)
-    assert [found["places"] for found in (first, last)] == [(2, [0, 1, 3], 0, 1), (2, [0, 1, 3], 1, 2)]
-    assert (first["grid"], last["grid"]) == ((True, 1, [0, 1], False, True), (True, 1, [0, 1], True, True))
-    assert first["eval"] == (True, True)
-    assert last["eval"] == (4, pytest.approx(0, abs=1e-6))
-    for found in (first, last):
-        assert (found["owners"], found["parallel"]) == ([0, 1, 1], (True, False, False))
-        assert (found["loss"], found["planned once"], found["sizes"]) == (True, True, (3, 6, 14))
-        starts = [
-            "set_train_batch_size: 7 samples are no multiple of the 2", "eval_batch: with reduce_output=None",
-            "eval_batch: num_micro_batches=0", "the engine has no 'log_for_device': print",
-            "PipelineModule.ckpt_layer_path: dsprof's engine does not have it: engine.save_checkpoint",
-            "a pipeline trains by engine.train_batch",
-        ]  # fmt: skip
-        assert [text[: len(begin)] for text, begin in zip(found["refused"], starts, strict=True)] == starts
+@pytest.mark.parametrize("name", list(MODELS))
+def test_stages_that_write_to_their_input_and_modules_that_are_called_twice(ranks: Ranks, name: str) -> None:
+    first, last = ranks.run(2, model_job, name)
+    whole = MODELS[name][0]()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, weight_decay=0.1)
+    for x, y in data():
+        (mse(whole(x), y) / MICROBATCHES).backward()
+    torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+    optimizer.step()
+    found = first | last
+    assert found.keys() == dict(whole.named_parameters()).keys()
+    for key, param in whole.named_parameters():
+        assert (found[key] - param).abs().max().item() < 1e-6
+
+
+class Own(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)  # type: ignore[no-any-return]
+
+
+def test_a_sequential_with_a_forward_of_its_own_is_one_layer() -> None:
+    model = nn.Module()
+    model.body = Own(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.head = nn.Linear(2, 2)
+    part = PipelineModule(["body", "head"], model=model)
+    part.arrange(1, 0)
+    assert part.bounds == [0, 2]
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, output: Tensor, labels: Tensor) -> Tensor:
+        return (self.weight * (output - labels) ** 2).mean()
+
+
+def loss_job(rank: int) -> tuple[list[str], bool, bool]:
+    module = PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], 2, loss_fn=Weighted())
+    engine = start(module, configuration())
+    loss, outputs = engine.eval_batch(iter(data()), return_logits=True)
+    same = bool(engine.eval_batch(iter(data()), reduce_output="avg") == loss)
+    engine.destroy()
+    return [name for name, _ in module.named_parameters()], outputs is not None, same
+
+
+def test_a_loss_that_is_a_module_is_on_the_last_stage(ranks: Ranks) -> None:
+    assert ranks.run(2, loss_job) == [
+        (["0.weight", "0.bias"], False, True),
+        (["loss_fn.weight", "1.weight", "1.bias"], True, True),
+    ]

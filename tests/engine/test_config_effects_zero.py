@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from alive import alive
+from config_coverage import alive
+from engines import LAYER, Layers, configuration, engine_for, train
 from ranks import Ranks
-from recording import LAYER, Layers, comms, configuration, engine_for, names, recorded, train
+from spans import comms, names, recorded
 from torch import Tensor
 
 from dsprof.engine.hooks import Span

@@ -7,28 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import Ranks
+from ranks import Ranks, world
+from spans import recorded
 from torch import nn
 
-from dsprof.engine import hooks
+from dsprof.engine.hooks import Hooks
 from dsprof.engine.optim.grad_norm import clip_coefficient, global_norm, unscale_and_clip_
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
-class Spans:
-    def __init__(self) -> None:
-        self.seen: list[hooks.Span] = []
-
-    def begin(self, span: hooks.Span) -> None: ...
-
-    def end(self, span: hooks.Span) -> None:
-        self.seen.append(span)
 
 
 def test_norm_of_several_tensors() -> None:
@@ -97,12 +81,10 @@ def test_coefficient() -> None:
 
 
 def norm_of_shards(rank: int) -> tuple[float, list[tuple[Any, ...]]]:
-    spans = Spans()
-    unsubscribe = hooks.subscribe(spans)
     grads = [torch.tensor([3.0])] if rank == 0 else [] if rank == 1 else [torch.tensor([4.0, 12.0])]
-    norm = global_norm(grads, [world()], hooks.Hooks()).item()
-    unsubscribe()
-    return norm, [(s.kind, s.name, s.lane, s.purpose, s.bytes, s.dtype) for s in spans.seen]
+    with recorded() as spans:
+        norm = global_norm(grads, [world()], Hooks()).item()
+    return norm, [(s.kind, s.name, s.lane, s.purpose, s.bytes, s.dtype) for s in spans]
 
 
 def test_shards_of_three_ranks(ranks: Ranks) -> None:

@@ -7,10 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from alive import alive
-from pipelines import MICROBATCHES, VOCABULARY, WIDTH, Block, batches, configuration, examples, layers, loss_of, start
+from config_coverage import alive
+from pipeline_models import (
+    MICROBATCHES,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    batches,
+    configuration,
+    examples,
+    layers,
+    loss_of,
+    start,
+)
 from ranks import RankFailed, Ranks
-from recording import recorded
+from spans import recorded
 from torch import Tensor, nn
 
 from dsprof.engine.pipe import PipelineModule

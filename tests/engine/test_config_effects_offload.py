@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from alive import alive
-from recording import LAYER, WIDTH, Layers, configuration, engine_for, recorded, train
+from config_coverage import alive
+from engines import LAYER, WIDTH, Layers, configuration, engine_for, train
+from spans import recorded
 from torch import nn
 
 from dsprof.engine.config import load

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import Ranks
+from ranks import Ranks, world
+from spans import recorded
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dsprof.engine import hooks, optim
+from dsprof.engine import optim
+from dsprof.engine.hooks import Hooks
 from dsprof.engine.optim.muon import orthogonalize, owners
 from dsprof.engine.optim.shard import Shards, whole
 
@@ -252,22 +253,6 @@ def test_build_says_what_is_wrong(type: str, params: dict[str, Any], message: st
 # --- pieces on several ranks
 
 
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
-class Spans:
-    def __init__(self) -> None:
-        self.seen: list[tuple[Any, ...]] = []
-
-    def begin(self, span: hooks.Span) -> None: ...
-
-    def end(self, span: hooks.Span) -> None:
-        self.seen.append((span.kind, span.name, span.purpose, span.bytes, span.dtype))
-
-
 def train_pieces(rank: int, ranks: int, type: str, params: dict[str, Any]) -> tuple[list[Tensor], list[Any]]:
     """What the pieces are after four steps, of the whole parameters' initial values, and what was told of the last."""
     cuts = [bounds(value.numel(), ranks) for value in weights()]
@@ -276,15 +261,14 @@ def train_pieces(rank: int, ranks: int, type: str, params: dict[str, Any]) -> tu
         master: optim.Shard(torch.Size(shape), cut, world(), muon=len(shape) >= 2)
         for master, shape, cut in zip(masters, SHAPES, cuts, strict=True)
     }
-    optimizer = optim.build(type, params, two_groups(masters), shards=shards, hooks=hooks.Hooks())
-    spans = Spans()
+    optimizer = optim.build(type, params, two_groups(masters), shards=shards, hooks=Hooks())
     for step in range(4):
         for master, grad, cut in zip(masters, gradients(step), cuts, strict=True):
             master.grad = None if grad is None else grad.flatten()[slice(*cut[rank])]
-        unsubscribe = hooks.subscribe(spans) if step == 3 else lambda: None
-        optimizer.step()
-        unsubscribe()
-    return [master.detach() for master in masters], spans.seen
+        with recorded() as spans:
+            optimizer.step()
+    told = [(span.kind, span.name, span.purpose, span.bytes, span.dtype) for span in spans]
+    return [master.detach() for master in masters], told
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from spans import recorded
 
 from dsprof.engine.comm.lane import CudaLane, Label
 from dsprof.engine.hooks import FAILURES, Hooks, Span
@@ -104,18 +105,9 @@ def hooks() -> Hooks:
     return Hooks(clock=lambda: round(1e6 * DEVICE.host))
 
 
-class Keep:
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-
-    def begin(self, span: Span) -> None: ...
-
-    def end(self, span: Span) -> None:
-        self.spans.append(span)
-
-    def comms(self) -> list[tuple[float, float, int]]:
-        """Start and end, in ms, and bytes."""
-        return [(s.start_ns / 1e6, (s.end_ns or 0) / 1e6, s.bytes or 0) for s in self.spans if s.kind == "comm"]
+def comms(spans: list[Span]) -> list[tuple[float, float, int]]:
+    """Start and end, in ms, and bytes."""
+    return [(s.start_ns / 1e6, (s.end_ns or 0) / 1e6, s.bytes or 0) for s in spans if s.kind == "comm"]
 
 
 def label(size: int = 8) -> Label:
@@ -123,54 +115,51 @@ def label(size: int = 8) -> Label:
 
 
 def test_a_lane_waits_for_the_computation_and_runs_beside_it(device: Device, hooks: Hooks) -> None:
-    keep = Keep()
-    hooks.subscribe(keep)
-    lane = CudaLane("gradients", hooks)
-    computing = device.current
-    computing.run(10)
-    first = lane.submit(lambda: device.current.run(5), label(8))
-    computing.run(2)
-    second = lane.submit(lambda: device.current.run(4), label(16))
-    assert (computing.at, device.host) == (12, 0)  # neither the host nor the computation has waited
-    assert not first.done
-    lane.poll()
-    assert keep.comms() == []  # neither has ended
-    device.host = 16
-    assert first.done
-    assert not second.done
-    lane.poll()
-    assert keep.comms() == [(10, 15, 8)]
-    second.wait()
-    assert (computing.at, device.host) == (19, 16)
-    lane.close()
-    assert keep.comms() == [(10, 15, 8), (15, 19, 16)]
-    assert [span.name for span in keep.spans if span.kind == "launch"] == ["all_reduce"] * 2
+    with recorded(hooks) as spans:
+        lane = CudaLane("gradients", hooks)
+        computing = device.current
+        computing.run(10)
+        first = lane.submit(lambda: device.current.run(5), label(8))
+        computing.run(2)
+        second = lane.submit(lambda: device.current.run(4), label(16))
+        assert (computing.at, device.host) == (12, 0)  # neither the host nor the computation has waited
+        assert not first.done
+        lane.poll()
+        assert comms(spans) == []  # neither has ended
+        device.host = 16
+        assert first.done
+        assert not second.done
+        lane.poll()
+        assert comms(spans) == [(10, 15, 8)]
+        second.wait()
+        assert (computing.at, device.host) == (19, 16)
+        lane.close()
+        assert comms(spans) == [(10, 15, 8), (15, 19, 16)]
+        assert [span.name for span in spans if span.kind == "launch"] == ["all_reduce"] * 2
 
 
-def test_nobody_listens(device: Device, hooks: Hooks) -> None:
+def test_communications_from_before_anybody_listened_are_passed_over(device: Device, hooks: Hooks) -> None:
     lane = CudaLane("gradients", hooks)
     ticket = lane.submit(lambda: device.current.run(5), label())
-    keep = Keep()
-    hooks.subscribe(keep)  # from now on
-    lane.submit(lambda: device.current.run(3), label(16))
-    lane.close()
-    assert keep.comms() == [(5, 8, 16)]
-    assert ticket.done
+    with recorded(hooks) as spans:  # from now on
+        lane.submit(lambda: device.current.run(3), label(16))
+        lane.close()
+        assert comms(spans) == [(5, 8, 16)]
+        assert ticket.done
 
 
 def test_times_are_as_exact_after_a_day(device: Device, hooks: Hooks) -> None:
     """The device tells the time since an event in a float, which at a day's end goes in steps of 8 ms."""
-    keep = Keep()
-    hooks.subscribe(keep)
-    lane = CudaLane("gradients", hooks)
-    for _ in range(24 * 60):
-        device.current.run(60_000)
-        lane.submit(lambda: device.current.run(0.125), label()).wait()
-        device.host = device.current.at
-        lane.poll()
-    start, end, _ = keep.comms()[-1]
-    assert end - start == pytest.approx(0.125, abs=1e-3)
-    assert end == pytest.approx(device.host, abs=1)
+    with recorded(hooks) as spans:
+        lane = CudaLane("gradients", hooks)
+        for _ in range(24 * 60):
+            device.current.run(60_000)
+            lane.submit(lambda: device.current.run(0.125), label()).wait()
+            device.host = device.current.at
+            lane.poll()
+        start, end, _ = comms(spans)[-1]
+        assert end - start == pytest.approx(0.125, abs=1e-3)
+        assert end == pytest.approx(device.host, abs=1)
 
 
 def test_memory_is_kept_until_its_communication_is_waited_for(device: Device, hooks: Hooks) -> None:

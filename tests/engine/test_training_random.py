@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from engines import engine_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
-from recording import engine_for
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

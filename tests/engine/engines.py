@@ -1,11 +1,10 @@
-"""What an engine is seen to do: its spans, from a training on little data."""
+"""Engines of linear layers, for tests of what an engine does on little data."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -15,34 +14,10 @@ from torch import Tensor, nn
 
 from dsprof.engine import Engine, initialize
 from dsprof.engine.comm.lane import open_lane
-from dsprof.engine.hooks import Span, subscribe
 
 WIDTH = 8
 LAYER = WIDTH * WIDTH
 """Elements of each layer of `Layers`."""
-
-
-@dataclass(eq=False)
-class Recording:
-    """A listener that keeps the spans that have ended."""
-
-    spans: list[Span] = field(default_factory=list)
-
-    def begin(self, span: Span) -> None: ...
-
-    def end(self, span: Span) -> None:
-        self.spans.append(span)
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[Span]]:
-    """The spans that end within this block."""
-    recording = Recording()
-    stop = subscribe(recording)
-    try:
-        yield recording.spans
-    finally:
-        stop()
 
 
 class Layers(nn.Sequential):
@@ -86,13 +61,3 @@ def train(engine: Engine, steps: int, make_input: Callable[[], Tensor] | None = 
     for _ in range(steps * engine.gradient_accumulation_steps()):
         engine.backward(engine(torch.ones(2, WIDTH) if make_input is None else make_input()))
         engine.step()
-
-
-def comms(spans: list[Span], purpose: str, step: int | None = None) -> list[Span]:
-    """Communications for one purpose, in the order in which they were handed to their lanes."""
-    found = [s for s in spans if s.kind == "comm" and s.purpose == purpose and step in (None, s.step)]
-    return sorted(found, key=lambda span: (span.issue_ns or span.start_ns, span.seq or 0))
-
-
-def names(spans: list[Span]) -> list[str]:
-    return [span.name for span in spans]

@@ -1,6 +1,7 @@
 """`@alive(...)`: the configuration's keys that a test proves alive, and which tests do.
 
-Such a test runs the engine with two values of a key and asserts a difference in what runs. `test_alive.py` holds the
+Such a test runs the engine with two values of a key and asserts a difference in what runs. `test_config_coverage.py`
+holds the
 list of them against the configuration's models. A key is written as in JSON, `zero_optimization.stage`; the parameters
 of optimizers and schedules say of which, `optimizer.params[AdamW].lr`.
 """

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import (
+from pipeline_models import (
     MICROBATCHES,
     VOCABULARY,
     WIDTH,
@@ -409,6 +409,33 @@ def test_a_model_and_a_pipeline_of_its_modules_read_each_others(ranks: Ranks, tm
     assert ranks.run(1, in_one, tmp_path, "2 in stages", "3") == pytest.approx(
         ranks.run(1, in_one, tmp_path, "2", "3"), rel=1e-4
     )
+
+
+def muon_job(rank: int, stages: int, folder: str, save: bool) -> list[float]:
+    numbers = torch.randn(4, 2, 2, 4, generator=torch.Generator().manual_seed(1))
+    samples = [(inputs, labels) for inputs, labels in numbers]
+    torch.manual_seed(0)
+    row = [nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False), torch.tanh]
+    bounds = [0, 1, 4] if stages == 2 else [0, 4]
+    module = PipelineModule(row, stages, loss_fn=nn.functional.mse_loss, partition_method=bounds)
+    optimizer = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 0.001}}
+    engine = initialize(module, configuration(optimizer=optimizer))
+    if save:
+        engine.train_batch(iter(samples))
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+    losses = [engine.train_batch(iter(samples)).item(), *engine.get_lr()]
+    engine.destroy()
+    return losses
+
+
+def test_checkpoints_of_muon_load_on_other_stages(ranks: Ranks, tmp_path: Path) -> None:
+    """The first stage has no matrix, and a group for them all the same."""
+    first, last = ranks.run(2, muon_job, 2, str(tmp_path), True)
+    (whole,) = ranks.run(1, muon_job, 1, str(tmp_path), False)
+    assert first == last == [pytest.approx(whole[0], abs=1e-6), 0.02, 0.001]
+    assert whole[1:] == [0.02, 0.001]
 
 
 # --- the model alone

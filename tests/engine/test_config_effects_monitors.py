@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from alive import alive
+from config_coverage import alive
+from engines import Layers, configuration, engine_for, train
 from models import batches, build
 from ranks import Ranks
-from recording import Layers, configuration, engine_for, train
 
 torch.set_num_threads(1)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from test_engine_use import start
+from test_engine_lifecycle import start
 from torch import nn
 
 from dsprof import engine as ds

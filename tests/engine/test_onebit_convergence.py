@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from ranks import Ranks
+from spans import recorded
 
 from dsprof import engine as ds
-from dsprof.engine.hooks import Span, subscribe
+from dsprof.engine.hooks import Span
 
 STEPS, FREEZE = 240, 80
 
@@ -26,19 +27,15 @@ def example() -> Any:
     return module
 
 
-class Wire:
-    """A listener that adds up what gradients and momenta take on the wire, step by step."""
-
-    def __init__(self) -> None:
-        self.bytes: dict[int, float] = {}
-
-    def begin(self, span: Span) -> None: ...
-
-    def end(self, span: Span) -> None:
+def bytes_sent(spans: list[Span]) -> dict[int, float]:
+    """What gradients and momenta take on the wire, step by step."""
+    found: dict[int, float] = {}
+    for span in spans:
         if span.kind == "comm" and span.purpose in ("gradient", "optimizer") and span.bytes:
             # Two ranks: an all-reduce sends each byte twice halved, the others send half of what they hold.
             sent = span.bytes if span.name == "all_reduce" else span.bytes / 2
-            self.bytes[span.step] = self.bytes.get(span.step, 0) + sent
+            found[span.step] = found.get(span.step, 0) + sent
+    return found
 
 
 def train(rank: int, optimizer: dict[str, Any], steps: int) -> tuple[list[float], dict[int, float], torch.Tensor]:
@@ -49,20 +46,18 @@ def train(rank: int, optimizer: dict[str, Any], steps: int) -> tuple[list[float]
     engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
     text = module.StandardLibrary(32)
     order = torch.randint(len(text), (steps, 2, 4), generator=torch.Generator().manual_seed(3))
-    wire = Wire()
-    stop = subscribe(wire)
     losses = []
-    for step in order:
-        samples = [text[int(at)] for at in step[rank]]
-        inputs, targets = (torch.stack([torch.as_tensor(s[part]) for s in samples]) for part in (0, 1))
-        logits = engine(inputs)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    stop()
+    with recorded() as spans:
+        for step in order:
+            samples = [text[int(at)] for at in step[rank]]
+            inputs, targets = (torch.stack([torch.as_tensor(s[part]) for s in samples]) for part in (0, 1))
+            logits = engine(inputs)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return losses, wire.bytes, weights
+    return losses, bytes_sent(spans), weights
 
 
 def test_one_bit_adam_learns_as_adam_does_with_a_sixteenth_of_the_bytes(ranks: Ranks) -> None:

@@ -1,0 +1,60 @@
+"""What must be as before when a test, or a job of ranks, is over: torch's functions, the engine's, the process' state."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import nn
+
+from dsprof.engine import hooks
+
+CLASSES = (nn.Module, nn.Parameter, torch.Tensor, torch.optim.Optimizer, torch.autograd.Function)
+MODULES = (torch, nn.functional, nn.init, dist, dist.distributed_c10d, torch.autograd, torch.utils.checkpoint, os, time)
+
+Bindings = dict[tuple[Any, str], object]
+
+
+def bindings() -> Bindings:
+    """(where, name) -> what it is bound to there, of everything that somebody might replace for a while."""
+    found: Bindings = {}
+    for place in (*CLASSES, *MODULES, torch.cuda, *_engine()):
+        constants = place not in MODULES and isinstance(place, ModuleType)
+        for name, value in vars(place).items():
+            if (
+                callable(value)
+                or isinstance(value, property | classmethod | staticmethod)
+                or (constants and name.isupper())
+            ):
+                found[place, name] = value
+    found.update({(kind, "__init__"): kind.__init__ for kind in _subclasses(nn.Module)})
+    found[hooks, "_listeners"] = hooks._listeners
+    found[torch, "the default dtype"] = torch.get_default_dtype()
+    return found
+
+
+def changes(before: Bindings, now: Bindings) -> list[str]:
+    """What differs. Classes must have no new attributes either; modules have some that are loaded when they are used."""
+    kept = {key for key in before if key[0] in CLASSES} | {key for key in now if key[0] in CLASSES} | before.keys()
+    return sorted(
+        f"{getattr(where, '__qualname__', where.__name__)}.{name}"
+        for where, name in kept
+        if before.get((where, name)) is not now.get((where, name))
+    )
+
+
+def _engine() -> Iterator[ModuleType]:
+    yield from (module for name, module in list(sys.modules.items()) if name.startswith("dsprof.engine"))
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from _subclasses(one)
