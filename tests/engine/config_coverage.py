@@ -1,9 +1,8 @@
 """`@alive(...)`: the configuration's keys that a test proves alive, and which tests do.
 
 Such a test runs the engine with two values of a key and asserts a difference in what runs. `test_config_coverage.py`
-holds the
-list of them against the configuration's models. A key is written as in JSON, `zero_optimization.stage`; the parameters
-of optimizers and schedules say of which, `optimizer.params[AdamW].lr`.
+holds the list of them against the configuration's models. A key is written as in JSON, `zero_optimization.stage`; the
+parameters of optimizers and schedules say of which, `optimizer.params[AdamW].lr`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 
 
 def alive(*keys: str) -> Callable[[Test], Test]:
-    """The decorated test proves these keys alive."""
+    """The decorated test sees these keys take effect."""
 
     def mark(test: Test) -> Test:
         vars(test)["alive"] = (*vars(test).get("alive", ()), *keys)

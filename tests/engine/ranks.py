@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import multiprocessing
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -20,12 +21,12 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from patches import bindings, changes
 
 PRELOADED: Final = (
     "torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.testing",
-    "torch.utils.flop_counter", "dsprof.engine.checkpoint", "dsprof.engine.deepspeed.start", "dsprof.engine.planner.apply",
-    "dsprof.engine.setup.initialize", "dsprof.engine.train.engine", "dsprof.engine.train.pipeline_engine", "hypothesis",
-    "pytest",
+    "torch.utils.flop_counter", "dsprof.engine.checkpoint", "dsprof.engine.deepspeed.start",
+    "dsprof.engine.planner.apply", "dsprof.engine.setup.initialize", "hypothesis", "pytest",
 )  # fmt: skip
 """What most jobs would import, torch._dynamo with the first optimizer."""
 
@@ -39,7 +40,11 @@ class Ranks:
 
     def __init__(self) -> None:
         self._started: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._port: int = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            "127.0.0.1", self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         self._jobs = 0
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -79,9 +84,8 @@ class Ranks:
         context.set_forkserver_preload(list(PRELOADED))
         while len(self._started) < world_size:
             here, there = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(there, str(Path(__file__).parent), self._store.port), daemon=True
-            )
+            args = (there, str(Path(__file__).parent), self._port)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             there.close()
             self._started.append((process, here))
@@ -97,8 +101,6 @@ def world() -> dist.ProcessGroup:
 def _serve(pipe: Connection, folder: str, port: int) -> None:
     torch.set_num_threads(1)
     sys.path.insert(0, folder)
-    from patches import bindings, changes
-
     store = dist.TCPStore("127.0.0.1", port)
     while True:
         try:

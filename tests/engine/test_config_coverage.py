@@ -9,12 +9,12 @@ import config_coverage
 FOLDER = Path(__file__).parent
 
 
-def test_every_key_is_proved_alive() -> None:
+def test_every_key_has_a_test_that_sees_its_effect() -> None:
     missing = set(config_coverage.keys()) - {key for key, _ in config_coverage.tests(FOLDER)}
     assert not missing, "no test has @alive(...) for:\n" + "\n".join(sorted(missing))
 
 
-def test_what_is_proved_alive_exists() -> None:
+def test_keys_with_such_a_test_exist() -> None:
     known = set(config_coverage.keys())
     unknown = [
         f"{test.__module__}.{test.__name__}: {key}" for key, test in config_coverage.tests(FOLDER) if key not in known
@@ -22,7 +22,7 @@ def test_what_is_proved_alive_exists() -> None:
     assert not unknown, "@alive(...) names keys that the configuration has not:\n" + "\n".join(unknown)
 
 
-def test_the_proofs_run() -> None:
+def test_such_tests_run_always() -> None:
     """In `make test`, and on every machine."""
     for _, test in config_coverage.tests(FOLDER):
         assert test.__name__.startswith("test_"), f"{test.__module__}.{test.__name__} is not collected"

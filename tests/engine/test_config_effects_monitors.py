@@ -1,4 +1,4 @@
-"""Keys of what a run tells about itself, each proved alive by what the engine prints and writes."""
+"""Keys of what a run tells about itself, each seen in what the engine prints and writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of offloading and of its files, each proved alive: what lies where, and what is read and written when."""
+"""Keys of offloading and of its files, each seen to take effect: what lies where, and what is read and written when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of optimizers and schedules, each proved alive: other weights, states, rates or momenta."""
+"""Parameters of optimizers and schedules, each seen to take effect: other weights, states, rates or momenta."""
 
 from __future__ import annotations
 

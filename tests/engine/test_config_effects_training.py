@@ -1,4 +1,4 @@
-"""Keys of how a step is computed, each proved alive: batches, clipping, precision, recomputation, checkpoints' tags."""
+"""Keys of how a step is computed, each seen to take effect: batches, clipping, precision, recomputation, tags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of `zero_optimization`, each proved alive: what travels when, and who holds what, is as the key says."""
+"""Keys of `zero_optimization`, each seen to take effect: what travels when, and who holds what, is as the key says."""
 
 from __future__ import annotations
 
