@@ -2,56 +2,58 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+import types
+from typing import Any, Final
 
 import torch
+import torch._dynamo  # which replaces functions of torch's itself when it is imported
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
 
 from dsprof.engine import hooks
 
-CLASSES = (nn.Module, nn.Parameter, torch.Tensor, torch.optim.Optimizer, torch.autograd.Function)
-MODULES = (
+CLASSES: Final = (
+    torch.Tensor, torch.optim.Optimizer, torch.autograd.Function,
+    *(value for value in vars(nn).values() if isinstance(value, type)),
+)  # fmt: skip
+MODULES: Final = (
     torch, torch.autograd, torch.cuda, torch.utils.checkpoint, nn.functional, nn.init, dist, dist.distributed_c10d, os,
     time,
 )  # fmt: skip
+KINDS: Final = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
+    types.GetSetDescriptorType, property, classmethod, staticmethod, type, functools.partial,
+    type(functools.cache(len)),
+)  # fmt: skip
+"""What functions and methods are. Whatever else torch has in its modules may change."""
 
-Bindings = dict[tuple[Any, str], object]
+Bindings = list[tuple[Any, dict[str, object]]]
 
 
 def bindings() -> Bindings:
-    """(where, name) -> what it is bound to there, of everything that somebody might replace for a while."""
-    found: Bindings = {}
-    for place in (*CLASSES, *MODULES):
-        for name, value in vars(place).items():
-            if callable(value) or isinstance(value, property | classmethod | staticmethod):
-                found[place, name] = value
-    for module in [module for name, module in sys.modules.items() if name.startswith("dsprof.engine")]:
-        found.update(
-            {(module, name): value for name, value in vars(module).items() if callable(value) or name.isupper()}
-        )
-    found.update({(kind, "__init__"): kind.__init__ for kind in _subclasses(nn.Module)})
-    found[hooks, "_listeners"] = hooks._listeners
-    found[torch, "the default dtype"] = torch.get_default_dtype()
-    return found
+    """Where somebody might replace something for a while, and all that is there."""
+    engine = [module for name, module in sys.modules.items() if name.startswith("dsprof.engine")]
+    return [(place, dict(vars(place))) for place in (*CLASSES, *MODULES, *engine)]
 
 
-def changes(before: Bindings, now: Bindings) -> list[str]:
-    """What differs. Classes must have no new attributes either; modules load some when they are used."""
-    kept = {key for key in before if key[0] in CLASSES} | {key for key in now if key[0] in CLASSES} | before.keys()
-    return sorted(
-        f"{getattr(where, '__qualname__', where.__name__)}.{name}"
-        for where, name in kept
-        if before.get((where, name)) is not now.get((where, name))
-    )
-
-
-def _subclasses(kind: type) -> Iterator[type]:
-    for one in kind.__subclasses__():
-        yield one
-        yield from _subclasses(one)
+def changes(before: Bindings) -> list[str]:
+    """What differs: functions anywhere, attributes that classes have got, constants of the engine, and listeners."""
+    found = ["dsprof.engine.hooks: somebody listens still"] if hooks._listeners else []
+    for place, old in before:
+        new = vars(place)
+        if old.keys() == new.keys() and all(map(operator.is_, old.values(), new.values())):
+            continue
+        constants = place not in MODULES and place not in CLASSES
+        for name in old.keys() | new.keys() if place in CLASSES else old.keys():
+            one, other = old.get(name), new.get(name)
+            # Not isinstance: torch has values that answer to that with a warning.
+            replaced = issubclass(type(one), KINDS) or issubclass(type(other), KINDS) or (constants and name.isupper())
+            if one is not other and replaced:
+                found.append(f"{place.__name__}.{name}")
+    return sorted(found)
