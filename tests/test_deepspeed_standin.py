@@ -130,7 +130,8 @@ def test_the_names_are_the_engines_own(deepspeed: ModuleType) -> None:
     from dsprof import engine
 
     assert deepspeed.init_distributed is engine.init_distributed
-    assert deepspeed.DeepSpeedEngine is engine.Engine
+    assert issubclass(engine.Engine, deepspeed.DeepSpeedEngine)
+    assert issubclass(engine.PipelineEngine, deepspeed.DeepSpeedEngine)
     assert deepspeed.DeepSpeedConfigError is ConfigError
     assert deepspeed.comm.all_reduce is dist.all_reduce
     assert deepspeed.zero.GatheredParameters is engine.zero.GatheredParameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -339,6 +340,22 @@ def test_the_engines_imports_go_down_its_floors() -> None:
         if room(found.module) != room(found.target) and floor(found.module) <= floor(found.target)
     ]  # fmt: skip
     assert not wrong, listed(wrong)
+
+
+def test_a_folder_of_the_engine_says_what_is_in_it() -> None:
+    """Every file of a folder stands in the table of contents that its `__init__` begins with."""
+    tables = {
+        path.parent: ast.get_docstring(ast.parse(path.read_text())) or ""
+        for module, path in FILES.items()
+        if path.name == "__init__.py" and within(module, "dsprof.engine") and module != "dsprof.engine"
+    }
+    assert len(tables) > 12
+    missing = [
+        str(path.relative_to(ROOT)) for path in FILES.values()
+        if path.parent in tables and path.name != "__init__.py"
+        and not re.search(rf"\b{path.stem}\b", tables[path.parent])
+    ]  # fmt: skip
+    assert not missing
 
 
 @pytest.mark.parametrize("engine", [True, False])

@@ -1,6 +1,7 @@
 """DeepSpeed's `deepspeed.checkpointing`: activation checkpointing that a model's own code calls for.
 
-As in DeepSpeed these settings are the process's, not one engine's.
+As in DeepSpeed these settings are the process's, not one engine's. `policies` has what a configuration checkpoints in a
+model that calls for nothing.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def reset() -> None:
 
 
 def attach(hooks: Hooks, section: ActivationCheckpointingConfig) -> None:
-    """Tell of recomputations through an engine's `hooks`, and do as its configuration says unless `configure` did."""
+    """Until the next call, report recomputations through these `hooks` of an engine, and do as its configuration says
+    unless `configure` did. Engines call it with every forward: a process may train several."""
     _settings.hooks = hooks
     if not _settings.configured:
         _settings.on_host = section.cpu_checkpointing

@@ -5,21 +5,19 @@
     folder/TAG/__RANK_0.distcp      what one rank wrote
     folder/TAG/config.json          the configuration it was trained with
 
-Every tensor is kept flattened, cut as the ranks that wrote it had it. So ranks that are divided otherwise, into stages,
-replicas and tensor-parallel parts, can read it, with any ZeRO stage and any precision. Nothing that is read can run
-code.
+Every tensor is kept flattened, sharded as the ranks that wrote it had it. So ranks that are divided otherwise, into
+stages, replicas and tensor-parallel parts, can read it, with any ZeRO stage and any precision. Nothing that is read can
+run code.
 
-    saving.py      a checkpoint from beginning to end, written
-    loading.py     and read
-    state.py       what is saved under which name, and what of the weights a rank holds
-    optimizer.py   the optimizer's state, likewise
-    cuts.py        parts of parameters that tensor-parallel ranks have, from one cut to another
-    pieces.py      flat pieces of tensors, through torch.distributed.checkpoint
-    values.py      everything that is no tensor, and random number generators
-    folder.py      tags, `latest`, and how a new checkpoint takes its place at once or not at all
-    team.py        ranks that succeed together or fail together
-    whole.py       the model alone, in one file
-    offline.py     the model alone, read without an engine
+    saving        a checkpoint from beginning to end, written
+    loading       and read
+    state         what is saved under which name, and what of the weights a rank holds
+    optimizer     the optimizer's state, likewise
+    reshard       shards of tensor-parallel ranks, from one division to another
+    dcp           flat pieces of tensors, through torch.distributed.checkpoint
+    serialize     everything that is no tensor, and random number generators
+    folder        tags, `latest`, and how a new checkpoint takes its place at once or not at all
+    consolidate   the model alone, in one file, with an engine or without
 """
 
 from ..comm.consensus import CheckpointError

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from ..comm.consensus import CheckpointError
+from ..tensor.sharding import TensorCut
 from ..zero import Zero
 from ..zero.shard import Cut, ShardedParam
 from .dcp import Contents, Piece
 from .reshard import Wanted, alike, part_name, tensor_cut
-
-if TYPE_CHECKING:
-    from ..tensor.sharding import TensorCut
 
 PER_RANK: Final = ("worker_error", "server_error")
 """Optimizer state that differs from rank to rank although the parameters do not: what 1-bit Adam still owes. The first

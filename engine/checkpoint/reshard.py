@@ -9,29 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..tensor.sharding import TensorCut, cut_of
 from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
-
-if TYPE_CHECKING:
-    from ..tensor.sharding import TensorCut
 
 
 def tensor_cut(param: ShardedParam) -> TensorCut | None:
     """How `param` is cut over tensor-parallel ranks; None if each of them has the whole."""
-    from ..tensor.sharding import cut_of  # late, for that package brings along all that plans cuts
-
     return cut_of(param.param)
 
 
 def as_saved(cut: Mapping[str, Any]) -> TensorCut:
     """A cut as `TensorCut.to_dict` describes it. Raises ValueError for what is none."""
-    from ..tensor.sharding import TensorCut
-
     return TensorCut.from_dict(cut)
 
 

@@ -12,12 +12,13 @@ A section is a file, a key a field with its documentation under it (docs/engine-
 
 and what is done to a configuration, in this order, by `loading`:
 
-    keys            unknown, renamed and foreign ones; deepspeed_keys is the list of the latter
+    keys            unknown, renamed and foreign ones; deepspeed_keys lists the latter, suggest finds the nearest
     values          pydantic's errors in our words
     rules           contradictions, and what has no effect
     batch           train_batch_size = micro-batch x accumulation x ranks
 
-Free of torch and of the rest of the engine: the analyzer and `dsprof doctor` use it too.
+`reference` makes docs/engine-config.md. Free of torch and of the rest of the engine: the analyzer and `dsprof doctor`
+use it too.
 """
 
 from .batch import Batch, BatchError

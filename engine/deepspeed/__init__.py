@@ -1,16 +1,17 @@
 """What scripts import as `deepspeed` under `dsprof run --engine dsprof`: DeepSpeed's names, this engine's work.
 
-    names         which names there are, module by module, and what stands behind each
+    names         which names there are, module by module, what stands behind each, and what importlib.metadata says
     absent        what DeepSpeed has and this has not, and what to write instead
-    installed     what importlib.metadata says of it
     start         initialize, tp_model_init, DeepSpeedConfig
     zero          what scripts ask parameters of stage 3
     groups        which ranks work together
-    leaves        set_z3_leaf_modules
-    placing       OnDevice
-    streams       random numbers of what ranks divide
+    z3_leaf       set_z3_leaf_modules
+    rng_tracker   random numbers of what ranks divide
     accelerator   get_accelerator()
-    comm  optimizers  logs  utils
+    fragments     safe_get_full_fp32_param and its like
+    optimizers    FusedAdam and its like
+    utils         deepspeed.comm, OnDevice, the logger, and what lies in deepspeed.runtime.utils
+    zero_to_fp32  a checkpoint's weights, without an engine
 
 Nothing here is importable as `deepspeed` by itself. The launcher sets DSPROF_ENGINE=dsprof, and a finder in
 collectors/bootstrap/sitecustomize.py calls `check` and `make`; without that an installed DeepSpeed stays what it is.

@@ -1,11 +1,12 @@
-"""DeepSpeed's debugging sections, fed by what the engine tells through `hooks` and by nothing else.
+"""DeepSpeed's debugging sections, fed by what the engine reports through `hooks` and by nothing else.
 
-wall_clock.py     `wall_clock_breakdown`: time of forward, backward, reduction and step
-comms_logger.py   `comms_logger`: communications by kind and size, and who is late
-memory.py         `memory_breakdown`: memory at the ends of the phases
-flops.py          `flops_profiler`: operations, parameters and time of each module
-writers.py        `tensorboard` and `csv_monitor`: loss, learning rate, loss scale and times
-phases.py         what these have in common
+wall_clock     `wall_clock_breakdown`: time of forward, backward, reduction and step
+comms_logger   `comms_logger`: communications by kind and size, and who is late
+memory         `memory_breakdown`: memory at the ends of the phases
+flops          `flops_profiler`: operations, parameters and time of each module
+flop_formulas  operations of what torch's counter does not know
+writers        `tensorboard` and `csv_monitor`: loss, learning rate, loss scale and times
+phases         what these have in common
 """
 
 from __future__ import annotations

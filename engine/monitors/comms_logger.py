@@ -24,7 +24,7 @@ SYNCHRONIZING: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_al
 """Kinds in which every rank waits for the last one."""
 
 
-class Message(NamedTuple):
+class LoggedMessage(NamedTuple):
     """What is counted together."""
 
     op: str
@@ -38,7 +38,7 @@ class Sample(NamedTuple):
 
     group: str | None
     seq: int
-    message: Message
+    message: LoggedMessage
     dur_ns: int
 
 
@@ -72,7 +72,7 @@ def bus_factor(op: str, ranks: int) -> float:
 class Straggling:
     """What waiting for the last rank has cost one kind of message."""
 
-    message: Message
+    message: LoggedMessage
     count: int
     comm_ns: int
     """Sum of the shortest durations over the ranks: the last to arrive has it, and waited for nobody."""
@@ -109,7 +109,7 @@ class CommsLogger:
         self._gather = gather
         self._show = show
         self._lock = threading.Lock()  # each lane tells on its own thread
-        self._tallies: defaultdict[Message, Tally] = defaultdict(Tally)
+        self._tallies: defaultdict[LoggedMessage, Tally] = defaultdict(Tally)
         self._recent: deque[Sample] = deque(maxlen=RECENT)
 
     def begin(self, span: Span) -> None:
@@ -120,7 +120,7 @@ class CommsLogger:
             return
         size = UNKNOWN if span.bytes is not None and span.bytes < 0 else span.bytes or 0
         ns = 0 if self._lanes_alone and not span.lane.startswith("comm.") else span.dur_ns
-        message = Message(span.name, self._group_size(span.group), size)
+        message = LoggedMessage(span.name, self._group_size(span.group), size)
         with self._lock:
             if message not in self._tallies and len(self._tallies) >= MAX_ROWS:
                 message = message._replace(bytes=1 << (size - 1).bit_length() if size > 0 else size)
@@ -137,7 +137,7 @@ class CommsLogger:
                 f"algbw (GB/s): {algbw} | busbw (GB/s): {busbw}"
             )
 
-    def tallies(self) -> dict[Message, Tally]:
+    def tallies(self) -> dict[LoggedMessage, Tally]:
         """A copy of what was counted so far."""
         with self._lock:
             return {message: Tally(t.count, t.bytes, t.ns) for message, t in sorted(self._tallies.items())}
@@ -170,7 +170,7 @@ def stragglers(samples: list[list[Sample]]) -> list[Straggling]:
     for rank, mine in enumerate(samples):
         for sample in mine:
             joined[sample.group, sample.seq][rank] = sample
-    complete: defaultdict[Message, list[dict[int, int]]] = defaultdict(list)
+    complete: defaultdict[LoggedMessage, list[dict[int, int]]] = defaultdict(list)
     for found in joined.values():
         message = next(iter(found.values())).message
         if message.op in SYNCHRONIZING and len(found) == message.ranks > 1:
@@ -178,7 +178,7 @@ def stragglers(samples: list[list[Sample]]) -> list[Straggling]:
     return [_straggling(message, durations) for message, durations in sorted(complete.items())]
 
 
-def _straggling(message: Message, durations: list[dict[int, int]]) -> Straggling:
+def _straggling(message: LoggedMessage, durations: list[dict[int, int]]) -> Straggling:
     comm_ns = sum(min(ns.values()) for ns in durations)
     last = Counter(min(ns, key=ns.__getitem__) for ns in durations)
     ((rank, times),) = last.most_common(1)
@@ -186,7 +186,7 @@ def _straggling(message: Message, durations: list[dict[int, int]]) -> Straggling
     return Straggling(message, len(durations), comm_ns, waited_ns, rank, times)
 
 
-def _summary(tallies: dict[Message, Tally]) -> Iterator[str]:
+def _summary(tallies: dict[LoggedMessage, Tally]) -> Iterator[str]:
     yield _columns(
         "Comm. Op",
         "Ranks",
@@ -208,7 +208,7 @@ def _ms(ns: float) -> str:
     return f"{ns / 1e6:.2f}" if ns else "-"
 
 
-def _bandwidths(message: Message, tally: Tally) -> tuple[str, str]:
+def _bandwidths(message: LoggedMessage, tally: Tally) -> tuple[str, str]:
     """algbw and busbw, as they are printed."""
     algbw = tally.algbw()
     if algbw is None:

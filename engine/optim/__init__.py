@@ -1,13 +1,15 @@
-"""Optimizers that step the masters of a partitioned model.
+"""Optimizers that step the masters of sharded parameters, and what goes with a step.
 
-build     the optimizer of a config's `optimizer` section
-adopt     a client's optimizer, made to step the masters in place of the model's parameters
-shard     what an optimizer must know of a master that is a piece of a parameter
-tiled     the common ground of those below
-lion      Lion
-lamb      LAMB, with norms of whole parameters
-muon      Muon, which gathers whole matrices, and AdamW for the rest
-turn      when an optimizer may step
+build        the optimizer of a config's `optimizer` section
+adopt        a client's optimizer, made to step the masters in place of the model's parameters
+shard        what an optimizer must know of a master that is a piece of a parameter; optimizers of all groups
+lion         Lion
+lamb         LAMB, with norms of whole parameters
+muon         Muon, which gathers whole matrices, and AdamW for the rest
+onebit       1-bit Adam
+lr           learning rate schedules
+grad_norm    the norm of gradients over ranks, and clipping
+loss_scaler  loss scales for fp16, and casts
 
 Every optimizer may be stepped in tiles: several calls of `step` a training step, each with the gradients of some
 masters only. So nothing is counted per call; a master without a gradient is left alone.

@@ -13,6 +13,7 @@ from .build import ELEMENTWISE
 from .lamb import Lamb
 from .lion import Lion
 from .muon import Muon
+from .onebit import OneBitAdam
 from .shard import Shard, Shards, whole
 
 _NEVER: Final[Mapping[type[Optimizer], str]] = {
@@ -76,8 +77,6 @@ def adopt(
 
 def settles_groups(optimizer: Optimizer) -> bool:
     """Whether it cannot have other parameters than those it was made with."""
-    from .onebit import OneBitAdam  # which is built on this package
-
     return isinstance(optimizer, Muon | OneBitAdam)
 
 

@@ -16,6 +16,7 @@ from ..hooks import Hooks
 from .lamb import Lamb
 from .lion import Lion
 from .muon import ADAM_DEFAULTS, MUON_DEFAULTS, Muon
+from .onebit import OneBitAdam
 from .shard import Shards
 
 Groups = list[dict[str, Any]]
@@ -63,8 +64,6 @@ def build(
     if name == "Muon":
         return _muon(options, tiles, shards, hooks)
     if name == "OneBitAdam":
-        from .onebit import OneBitAdam  # which is built on this package
-
         return _make(OneBitAdam, name, options, tiles, {"group": group, "hooks": hooks})
     if name == "Lamb":
         return _make(Lamb, name, options, tiles, {"shards": shards, "hooks": hooks})

@@ -1,22 +1,18 @@
 """Pipelines: a model's layers divided among ranks, which work on several micro-batches at a time.
 
-layers.py    layers to be built where they are needed
-given.py     the row of them, as a script gives it
-agreement.py what all ranks must have alike
-module.py    which of them are here, and their calls
-answers.py   what scripts ask of the module, and absent.py what they ask in vain
-row.py       what tensor parallelism asks of it
-grid.py      where a rank is, by DeepSpeed's names
-topology.py  DeepSpeed's names for the ranks of a grid
-form.py      what lies in what a stage returns
-transfer.py  activations and gradients between stages
-deferral.py  weight gradients put off, for zero-bubble schedules
-data.py      the micro-batches that a run reads
-run.py       a plan, executed
-verdict.py   whether it failed anywhere, and who is told
-place.py     where a rank is, as scripts ask the engine
-engine.py    the engine of a pipeline
-measure.py   what each layer takes
+layers          layers as a script gives them, to be built where they are needed
+agreement       what all ranks must have alike
+module          which layers are here, and their calls
+layer_info      what others may know of them
+deepspeed_api   what scripts ask by DeepSpeed's names
+grid, topology  where a rank is, by DeepSpeed's names
+treespec        what lies in what a stage returns
+p2p             activations and gradients between stages
+split_backward  weight gradients put off, for zero-bubble schedules
+step_data       the micro-batches that a step reads
+runtime         a plan, executed
+failure         whether it failed anywhere, and who is told
+layer_costs     what each layer takes
 """
 
 from .layers import LayerSpec, TiedLayerSpec

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import activation_checkpoint
+from ..comm.launch import init_distributed
 from ..hooks import Hooks
 from ..partition import partition, read_costs
 from .agreement import check, everyones, row_of
@@ -369,8 +370,6 @@ def _called(layer: PipelineLayer, built: Callable[..., Any]) -> Callable[[Any], 
 def _place(num_stages: int) -> tuple[int]:
     """This process' place in a pipeline: the stages are the outermost axis of the ranks, whatever the others are."""
     if not dist.is_initialized():
-        from ..comm.launch import init_distributed
-
         init_distributed()
     ranks = dist.get_world_size()
     if ranks % num_stages:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.comm import Comm
-from ..pipe import row as pipeline
+from ..pipe import layer_info as pipeline
 from ..pipe.module import Passage, PipelineModule
 from ..tensor.collectives import join, split
 from ..tensor.rng import RankStream

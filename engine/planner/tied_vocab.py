@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..comm.comm import Comm
+from ..pipe.layer_info import TiedFunction, call_instead, last_path, tied_functions
 from ..pipe.module import PipelineModule
-from ..pipe.row import TiedFunction, call_instead, last_path, tied_functions
 from ..tensor.collectives import copy, join
 from ..tensor.cross_entropy import VocabularyCrossEntropy
 from ..tensor.layers import layer_of

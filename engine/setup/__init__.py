@@ -1,5 +1,8 @@
 """From a model and a configuration to an engine.
 
-initialize: the way from one to the other. parallelize: leave a rank its stages, and its shard of each layer. sync: the
-same model on every rank. replicas: parameters that several ranks hold. arguments: flags of a script's command line.
+initialize   the way from one to the other
+parallelize  leaves a rank its stages, and its shard of each layer
+sync         the same model on every rank
+replicas     parameters that several ranks of a replica hold
+arguments    flags of a script's command line
 """

@@ -27,6 +27,7 @@ from ..optim import lr
 from ..optim.loss_scaler import DTYPES, loss_scaler, model_dtype
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import open_links
+from ..tensor.sharding import cut_parameters
 from ..train.engine import Engine
 from ..train.pipeline_engine import PipelineEngine
 from ..training import Training
@@ -165,8 +166,6 @@ def _config_of(args: Any, config: Any, config_params: Any) -> Any:
 
 def _refuse_cut(model: nn.Module) -> None:
     """Raise ValueError for a model whose layers an engine has cut: destroy() does not make them whole again."""
-    from ..tensor import cut_parameters
-
     name = next((name for name, _, _ in cut_parameters(model)), None)
     if name is not None:
         raise ValueError(

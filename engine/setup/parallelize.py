@@ -15,6 +15,7 @@ from ..comm.mesh import Mesh
 from ..config import Config, ConfigError
 from ..pipe.agreement import agree
 from ..pipe.module import PipelineModule
+from ..tensor.rng import same_random_numbers
 from ..zero.registry import holder
 
 
@@ -72,7 +73,8 @@ def cut_layers(model: nn.Module, config: Config, parallel: Parallel, device: tor
             f"initialize: zero.Init has divided {early[0]} among all ranks, and with tensor parallelism it is to be "
             "cut first; build the model without zero.Init"
         )
-    from .. import tensor
+    from ..planner.apply import parallelize  # a planner is much code, which most trainings have no use for
+    from ..planner.tied_vocab import parallelize_pipeline
 
     wanted = section.plan
     if wanted is not None and parallel.mesh.pp > 1:
@@ -80,10 +82,10 @@ def cut_layers(model: nn.Module, config: Config, parallel: Parallel, device: tor
     where: Any = {"sequence_parallel": section.sequence_parallel, "example": example, "everyone": parallel.everyone}
     notes: list[str] = []
     if isinstance(model, PipelineModule):
-        plan, notes = tensor.parallelize_pipeline(model, parallel.tensor, wanted, **where)
+        plan, notes = parallelize_pipeline(model, parallel.tensor, wanted, **where)
     else:
-        plan = tensor.parallelize(model, parallel.tensor, wanted, **where)
-    tensor.same_random_numbers(parallel.tensor, device)
+        plan = parallelize(model, parallel.tensor, wanted, **where)
+    same_random_numbers(parallel.tensor, device)
     said = _of_each_stage(str(plan), parallel)
     if parallel.mesh.rank == 0:
         print(*said, *notes, sep="\n", file=sys.stderr)

@@ -1,8 +1,14 @@
 """Tensor parallelism: layers sharded over ranks that work on the same data.
 
-layers, attention, batch_norm, cross_entropy: what runs in the place of torch's. collectives: their communications, each
-with its gradient. sharding: how one parameter is sharded. shape_override: activations that report another shape. rng:
-random numbers that agree, or differ, over the ranks. check_data: whether ranks got the same data.
+layers          column, row and vocabulary layers
+attention       nn.MultiheadAttention, by head
+batch_norm      batch norms over features that are sharded
+cross_entropy   over a vocabulary that is sharded
+collectives     the communications, each with its gradient
+sharding        how one parameter is sharded
+shape_override  activations that report another shape
+rng             random numbers that agree, or differ, over the ranks
+check_data      whether ranks got the same data
 
 What shards a model, in `planner`, stands on these layers; its public names are found here too.
 """

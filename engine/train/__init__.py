@@ -1,5 +1,10 @@
 """The engines, and what a step is made of.
 
-engine: one model. pipeline_engine: a model in stages. optimizer_step: norm, overflow, clipping, update, new weights.
-metrics: what is reported after a step. grid: a rank's place by Megatron's names. deepspeed_api: DeepSpeed's names.
+base_engine      what both engines are: a training, its steps, its metrics, its checkpoints
+engine           a model that runs as one: forward, backward, step
+pipeline_engine  a model in stages: train_batch, eval_batch
+optimizer_step   norm, overflow, clipping, update, and the new weights to where they are needed
+metrics          what is reported after a step
+deepspeed_api    DeepSpeed's names, in tables
+unsupported      DeepSpeed's names that are not there, and what to write instead
 """

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from torch import nn
+from torch.optim import Optimizer
 
 from .. import checkpoint
 from ..comm.groups import Parallel
@@ -52,7 +53,7 @@ class BaseEngine(nn.Module):
     config = _OfTraining[Config]()
     zero = _OfTraining[Zero]()
     parallel = _OfTraining[Parallel]()
-    optimizer = _OfTraining["torch.optim.Optimizer | None"]()
+    optimizer = _OfTraining[Optimizer | None]()
     lr_scheduler = _OfTraining[Any]()
     scaler = _OfTraining[LossScaler]()
     states = _OfTraining[States]()
@@ -175,8 +176,9 @@ class BaseEngine(nn.Module):
         try:
             return getattr(self.module, name)
         except AttributeError:
-            instead = self.names.unsupported.get(name, f"and neither has its {type(self.module).__name__}")
-            raise AttributeError(f"the engine has no {name!r}: {instead}") from None
+            unsupported, model = self.names.unsupported, type(self.module).__name__
+            instead = f": {unsupported[name]}" if name in unsupported else f", and neither has its {model}"
+            raise AttributeError(f"the engine has no {name!r}{instead}") from None
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self.names})  # type: ignore[no-untyped-call]
@@ -214,6 +216,4 @@ class BaseEngine(nn.Module):
 
     def _refuse_without_optimizer(self, what: str) -> None:
         if self.optimizer is None:
-            raise RuntimeError(
-                f"engine.{what}: there is no optimizer: pass one to initialize, or configure `optimizer`"
-            )
+            raise RuntimeError(f"{what}: there is no optimizer: pass one to initialize, or configure `optimizer`")

@@ -185,16 +185,17 @@ def _set_train_batch_size(training: Training, train_batch_size: int) -> None:
     """Have a step take so many samples from now on, in more or fewer micro-batches of the same size.
 
     Raises ValueError if they do not make up whole micro-batches on every replica, RuntimeError within a step."""
+    config = with_train_batch_size(training, train_batch_size)
     before = training.config.gradient_accumulation_steps
     if training.micro_steps % before:
         raise RuntimeError("set_train_batch_size in the middle of a step: call it after a step has been taken")
-    resize(training, train_batch_size)
-    after = training.config.gradient_accumulation_steps
-    training.micro_steps = training.micro_steps // before * after  # so that a step begins
+    training.config = config
+    training.micro_steps = training.micro_steps // before * config.gradient_accumulation_steps  # so that a step begins
 
 
-def resize(training: Training, train_batch_size: int) -> None:
-    """Write another `train_batch_size` into the configuration, in micro-batches of the same size."""
+def with_train_batch_size(training: Training, train_batch_size: int) -> Config:
+    """The configuration with another `train_batch_size`, in micro-batches of the same size. Raises ValueError if it
+    does not make up whole micro-batches on every replica."""
     each = training.config.train_micro_batch_size_per_gpu * training.parallel.mesh.dp
     if train_batch_size < 1 or train_batch_size % each:
         raise ValueError(
@@ -202,7 +203,7 @@ def resize(training: Training, train_batch_size: int) -> None:
             f"the {training.parallel.mesh.dp} replicas; write {max(1, round(train_batch_size / each)) * each}"
         )
     sizes = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": train_batch_size // each}
-    training.config = training.config.model_copy(update=sizes)
+    return training.config.model_copy(update=sizes)
 
 
 def _set_train_micro_batch_size(training: Training, micro_batch_size: int) -> None:

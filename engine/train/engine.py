@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import activation_checkpoint
 from ..offload import Offload
 from ..optim.loss_scaler import cast_floating
 from ..training import Training
@@ -40,6 +41,7 @@ class Engine(BaseEngine):
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
         self._check_data((args, kwargs))
         self.metrics.start_clock()
+        activation_checkpoint.attach(self.hooks, self.config.activation_checkpointing)
         with self.hooks.span("phase", "forward" if torch.is_grad_enabled() else "eval"):
             return self.module(*args, **kwargs)
 
@@ -167,7 +169,7 @@ class Engine(BaseEngine):
 
     def _refuse_untrained(self, what: str) -> None:
         self._refuse_destroyed()
-        self._refuse_without_optimizer(what)
+        self._refuse_without_optimizer(f"engine.{what}")
         if not any(group["params"] for group in self.state.param_groups):
             raise RuntimeError(
                 f"engine.{what}: the optimizer has no parameters: those of the model were frozen when the engine was "

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .. import activation_checkpoint
 from ..offload import Offload
 from ..optim.loss_scaler import cast_floating
 from ..pipe import split_backward
@@ -23,7 +24,7 @@ from ..schedule import Plan, check, make_plan
 from ..training import Training
 from ..zero import Zero
 from .base_engine import BaseEngine
-from .deepspeed_api import PIPELINE_ENGINE, Names, resize
+from .deepspeed_api import PIPELINE_ENGINE, Names, with_train_batch_size
 
 
 class PipelineEngine(BaseEngine):
@@ -179,7 +180,7 @@ class PipelineEngine(BaseEngine):
         """Have a step take so many samples, in more or fewer micro-batches of the same size.
 
         Raises ValueError if they do not make up whole micro-batches on every replica."""
-        resize(self.state, train_batch_size)
+        self.config = with_train_batch_size(self.state, train_batch_size)
         self.plan = self._planned(self.config.gradient_accumulation_steps)
 
     def destroy(self) -> None:
@@ -225,6 +226,7 @@ class PipelineEngine(BaseEngine):
         """Run a plan. If it fails on one rank of the job it fails on all."""
         self._refuse_destroyed()
         self._verdict.begin()
+        activation_checkpoint.attach(self.hooks, self.config.activation_checkpointing)
         half = self.config.fp16.enabled and self.config.fp16.auto_cast
         cast: Callable[[Any], Any] = (lambda inputs: cast_floating(inputs, torch.float16)) if half else _same
         failed: BaseException | None = None

@@ -1,19 +1,20 @@
-"""ZeRO: how parameters, gradients and optimizer state are cut over the data-parallel ranks.
+"""ZeRO: how parameters, gradients and optimizer state are sharded over the data-parallel ranks.
 
-shard.py      how one parameter is cut
-bucket.py     gradients that travel together
-reduce.py     gradients, in buckets, from backward to the masters
-gather.py     parameters, in batches, back to full size
-fetch.py      stage 3: when a module's parameters come and go
-passes.py     one way through a model, as data
-uses.py       uses of parameters that no module's call announces
-absent.py     what a parameter is between its uses
-sparse.py     gradients of embeddings, as rows
-init.py       zero.Init and zero.GatheredParameters
-holder.py     who keeps which parameter in pieces
-memory.py     parameters that share memory without being one, which are refused
-newcomers.py  parameters that came after the engine, which are refused
-partition.py  the stages, put together
+zero           the stages, put together
+shard          how one parameter is sharded
+bucket         gradients that are reduced together
+reduce         gradients, in buckets, from backward to the masters
+gather         parameters, in batches, back to full size
+fetch          stage 3: when a module's parameters come and go
+fetch_order    one way through a model, as data
+order_check    whether the ranks went the same way
+param_hooks    uses of parameters that no module's call announces
+placeholder    what a parameter is between its uses
+registry       who keeps which parameter in pieces
+sparse         gradients of embeddings, as rows
+init           zero.Init and zero.GatheredParameters
+shared_params  parameters that several ranks of a replica hold
+validate       parameters that are refused: in shared memory, or newer than the engine
 """
 
 from .init import GatheredParameters, Init

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from ..comm.comm import Comm, open_comm
 from ..comm.lane import Inline
+from ..comm.launch import init_distributed, local_device
 from ..config import load
 from ..hooks import Hooks
 from ..optim.loss_scaler import model_dtype
@@ -98,8 +99,6 @@ class Init:
         source = config_dict_or_path if config_dict_or_path is not None else config
         self._dtype = dtype
         if source is not None:
-            from ..comm.launch import init_distributed
-
             init_distributed()
             settings = load(source, world_size=dist.get_world_size())
             enabled = enabled and settings.zero_optimization.stage == 3
@@ -165,8 +164,6 @@ class Init:
             self._calls[-1].touched[param] = None
 
     def _open(self) -> None:
-        from ..comm.launch import init_distributed, local_device
-
         if self._comm is not None:
             return
         init_distributed()

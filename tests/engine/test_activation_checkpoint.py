@@ -14,7 +14,7 @@ from spans import named
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsprof.engine import activation_checkpoint
+from dsprof.engine import activation_checkpoint, initialize
 from dsprof.engine.activation_checkpoint.policies import (
     EveryK,
     Full,
@@ -493,6 +493,21 @@ def test_configure_goes_before_an_engines_section(spans: list[Span]) -> None:
     assert activation_checkpoint.is_configured()
     activation_checkpoint.attach(hooks, Section())  # type: ignore[arg-type]
     assert copies(spans) == 0
+
+
+def test_recomputations_are_reported_by_the_engine_whose_forward_it_was(spans: list[Span]) -> None:
+    class Checkpointed(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return activation_checkpoint.checkpoint(super().forward, input)  # type: ignore[no-any-return]
+
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engines = [initialize(model=Checkpointed(2, 2), config=config)[0] for _ in range(2)]
+    for step, engine in enumerate(engines):
+        engine.hooks.step = step
+    for engine in engines:
+        engine.backward(engine(torch.ones(1, 2, requires_grad=True)).sum())
+        engine.destroy()
+    assert [span.step for span in spans if span.name == "recompute"] == [0, 1]
 
 
 def test_configure_reads_a_configuration(spans: list[Span]) -> None:

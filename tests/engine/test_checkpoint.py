@@ -703,7 +703,7 @@ def test_sharded_parameters_are_gathered_only_on_demand(ranks: Ranks, tmp_path: 
 def test_what_the_package_offers() -> None:
     assert sorted(checkpoint.__all__) == [
         "CheckpointError",
-        "Trainee",
+        "consolidated",
         "load",
         "save",
         "save_16bit_model",

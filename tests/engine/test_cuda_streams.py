@@ -18,7 +18,7 @@ from spans import recorded
 
 from dsprof.engine.comm.lane import CudaLane, Label
 from dsprof.engine.hooks import FAILURES, Hooks, Span
-from dsprof.engine.monitors.comms_logger import CommsLogger, Message
+from dsprof.engine.monitors.comms_logger import CommsLogger, LoggedMessage
 from dsprof.engine.monitors.phases import CudaTimer, timer_for
 from dsprof.engine.monitors.wall_clock import WallClock
 from dsprof.engine.zero.shard import ShardedParam
@@ -223,7 +223,7 @@ def test_what_the_host_alone_timed_has_no_bandwidth(hooks: Hooks) -> None:
         "comm op: all_reduce | time (ms): - | msg size: 4 B | algbw (GB/s): - | busbw (GB/s): -",
         "comm op: all_reduce | time (ms): 0.00 | msg size: 3.906 KB | algbw (GB/s): 2.00 | busbw (GB/s): 2.00",
     ]
-    assert logger.tallies()[Message("all_reduce", 2, 4)].count == 1
+    assert logger.tallies()[LoggedMessage("all_reduce", 2, 4)].count == 1
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

@@ -20,7 +20,7 @@ from dsprof.engine.activation_checkpoint.policies import Full
 from dsprof.engine.config import load
 from dsprof.engine.hooks import FAILURES, Hooks, Listener, Span, subscribe
 from dsprof.engine.monitors import comms_logger
-from dsprof.engine.monitors.comms_logger import CommsLogger, Message, Sample, bus_factor, in_binary, stragglers
+from dsprof.engine.monitors.comms_logger import CommsLogger, LoggedMessage, Sample, bus_factor, in_binary, stragglers
 from dsprof.engine.monitors.flops import FlopsProfiler, ModuleCost, Profile, render
 from dsprof.engine.monitors.memory import HostMeter, MemoryBreakdown
 from dsprof.engine.monitors.phases import HostTimer
@@ -203,15 +203,15 @@ def test_sizes_as_deepspeed_writes_them() -> None:
 
 
 def test_stragglers_are_those_who_waited_least(engine: Engine, said: list[str]) -> None:
-    big, pair = Message("all_reduce", 3, 2**20), Message("all_gather", 2, 64)
+    big, pair = LoggedMessage("all_reduce", 3, 2**20), LoggedMessage("all_gather", 2, 64)
 
     def samples(*durations: int) -> list[Sample]:
         return [Sample("dp", seq, big, ns * 10**6) for seq, ns in enumerate(durations)]
 
     ranks = [
         samples(5, 9, 2, 7),
-        [*samples(1, 1, 4), Sample("pair", 0, pair, 3 * 10**6), Sample("pair", 1, Message("broadcast", 2, 8), 1)],
-        [*samples(7, 5, 3), Sample("pair", 0, pair, 10**6), Sample("pair", 1, Message("broadcast", 2, 8), 1)],
+        [*samples(1, 1, 4), Sample("pair", 0, pair, 3 * 10**6), Sample("pair", 1, LoggedMessage("broadcast", 2, 8), 1)],
+        [*samples(7, 5, 3), Sample("pair", 0, pair, 10**6), Sample("pair", 1, LoggedMessage("broadcast", 2, 8), 1)],
     ]
     found = stragglers(ranks)  # the fourth of rank 0 is missing on the others
     assert [(s.message, s.count, s.comm_ns, s.waited_ns, s.last_rank, s.last_count) for s in found] == [
@@ -239,7 +239,7 @@ def test_ranks_hand_over_what_is_recent(engine: Engine, said: list[str], monkeyp
     for seq in range(3):
         communicate(engine, seq, "all_reduce", 8, seq)
     logger.log_summary(show_straggler=True)
-    message = Message("all_reduce", 4, 8)
+    message = LoggedMessage("all_reduce", 4, 8)
     assert handed == [[Sample("dp", 1, message, 10**6), Sample("dp", 2, message, 2 * 10**6)]]
     assert said == []
 
@@ -637,7 +637,7 @@ def test_what_the_configuration_enables_listens(engine: Engine, said: list[str],
     gauges(engine, range(1))
     communicate(engine, 1, "all_reduce", 8, 0)
     assert running.comms is not None
-    assert running.comms.tallies()[Message("all_reduce", 2, 8)].count == 1
+    assert running.comms.tallies()[LoggedMessage("all_reduce", 2, 8)].count == 1
     running.stop()
     assert not engine.hooks.listening
     firsts = [text.splitlines()[0].split("|")[0] for text in said]

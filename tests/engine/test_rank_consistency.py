@@ -13,7 +13,7 @@ from ranks import Ranks
 from torch import Tensor, nn
 
 from dsprof import engine as ds
-from dsprof.engine.comm.comm import deadlock
+from dsprof.engine.comm import deadlock
 from dsprof.engine.comm.deadlock import Front, Post, stuck
 
 

@@ -1,4 +1,4 @@
-"""What tensor parallelism is to know of a pipeline's row of layers, wherever these are."""
+"""What others may know of a pipeline's layers, wherever these are: names, ties, and what is called instead."""
 
 from __future__ import annotations
 
