@@ -11,7 +11,7 @@ import types
 from typing import Any, Final
 
 import torch
-import torch._dynamo  # which replaces functions of torch's itself when it is imported
+import torch._dynamo  # which replaces functions of torch when it is imported
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
@@ -54,6 +54,12 @@ def changes(before: Bindings) -> list[str]:
             one, other = old.get(name), new.get(name)
             # Not isinstance: torch has values that answer to that with a warning.
             replaced = issubclass(type(one), KINDS) or issubclass(type(other), KINDS) or (constants and name.isupper())
-            if one is not other and replaced:
+            if one is not other and replaced and not _of_libraries(other):
                 found.append(f"{place.__name__}.{name}")
     return sorted(found)
+
+
+def _of_libraries(value: Any) -> bool:
+    """Whether it was torch itself that replaced something, as it does when it first compiles, or transformers."""
+    module = getattr(value, "__module__", None) or ""
+    return module.partition(".")[0] in ("torch", "transformers")

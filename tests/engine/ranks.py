@@ -118,7 +118,8 @@ def _serve(pipe: Connection, folder: str, port: int) -> None:
                 result = function(rank, *args)
                 if dist.is_initialized():
                     dist.barrier()  # a rank that leaves early would cut off one that is still connecting
-                assert changes(before) == []
+                left = changes(before)
+                assert not left, f"the job left these replaced: {left}"
                 pipe.send((True, result))
             finally:
                 if dist.is_initialized():

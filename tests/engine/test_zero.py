@@ -96,9 +96,14 @@ def check(ranks: Ranks, world_size: int, stage: int, overlap: bool, sizes: str, 
         assert difference < 1e-12
 
 
-@pytest.mark.parametrize("case", MATRIX[::11], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [(2, 0, True, "each alone", False), (3, 1, False, "some", True), (2, 2, True, "one bucket", False),
+     (3, 3, True, "some", True), (2, 3, False, "each alone", False)],
+    ids=str,
+)  # fmt: skip
 def test_any_stage_trains_to_the_reference(ranks: Ranks, case: tuple[int, int, bool, str, bool]) -> None:
-    """Some of the combinations, at a stride that meets every value (test_training_matrix has all pairs)."""
+    """To the last digit; test_training_matrix.py has all pairs of settings."""
     check(ranks, *case)
 
 
