@@ -328,7 +328,7 @@ def test_parts_can_be_left_out(tmp_path: Path) -> None:
     assert all(torch.equal(trained[name], value) for name, value in other.module.state_dict().items())
 
 
-def test_a_model_that_differs(tmp_path: Path) -> None:
+def test_a_model_that_differs_is_refused_unless_strict_is_off(tmp_path: Path) -> None:
     class Other(Noisy):
         def __init__(self, width: int = 3) -> None:
             super().__init__()
@@ -380,7 +380,7 @@ def test_a_step_that_is_not_complete_begins_anew(tmp_path: Path) -> None:
     assert all(param.grad is None for param in engine.module.parameters())
 
 
-def test_hooks_tell_of_checkpoints(tmp_path: Path) -> None:
+def test_spans_report_checkpoints(tmp_path: Path) -> None:
     engine = start(config())
     with recorded() as spans:
         engine.save_checkpoint(tmp_path)
@@ -550,7 +550,7 @@ def filled(rank: int, folder: Path) -> list[str]:
     return told
 
 
-def test_a_full_and_a_read_only_disk(ranks: Ranks, small_disk: Path) -> None:
+def test_a_full_and_a_read_only_disk_are_reported_on_all_ranks(ranks: Ranks, small_disk: Path) -> None:
     first, second = ranks.run(2, filled, small_disk)
     assert first == second
     full, model, read_only, _ = first
@@ -567,7 +567,7 @@ def apart(rank: int, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_folder_that_ranks_do_not_share(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_folder_that_ranks_do_not_share_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     told = ranks.run(2, apart, tmp_path)
     assert all("the folder must be one that all ranks share" in text for text in told)
     assert not (tmp_path / "0" / "tag").exists()
@@ -582,7 +582,7 @@ def damaged(folder: Path, change: Callable[[Path], None]) -> str:
     return str(caught.value)
 
 
-def test_damage_is_told(tmp_path: Path) -> None:
+def test_damage_is_reported(tmp_path: Path) -> None:
     def cut_short(path: Path) -> None:
         file = next(path.glob("*.distcp"))
         file.write_bytes(file.read_bytes()[:5000])
@@ -676,7 +676,7 @@ def model_saved(rank: int, folder: Path, settings: dict[str, Any], trained: bool
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_the_model_alone_in_one_file(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+def test_save_16bit_model_writes_the_whole_model(ranks: Ranks, tmp_path: Path, stage: int) -> None:
     zero = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
     settings = config(stage, zero=zero, bf16={"enabled": True})
     for trained in (False, True):
@@ -700,7 +700,7 @@ def test_sharded_parameters_are_gathered_only_on_demand(ranks: Ranks, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_the_package_offers() -> None:
+def test_the_package_exports_what_is_documented() -> None:
     assert sorted(checkpoint.__all__) == [
         "CheckpointError",
         "consolidated",

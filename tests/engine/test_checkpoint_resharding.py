@@ -333,7 +333,7 @@ def trained_in(rank: int, folder: Path, layout: Layout, more: dict[str, Any], ta
     engine.destroy()
 
 
-def test_there_and_back_nothing_is_lost(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_resharded_and_back_is_bit_identical(ranks: Ranks, tmp_path: Path) -> None:
     """In bf16, with masters and parameters in files, and out of these again."""
     disk = tmp_path / "nvme"
     disk.mkdir()
@@ -452,7 +452,7 @@ def model_saved(rank: int, folder: Path, layout: Layout, frozen: bool) -> dict[s
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, 2, stage=1), Layout(1, 2, 2, stage=3)])
-def test_the_model_alone_in_one_file(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+def test_save_16bit_model_writes_the_whole_model_of_all_ranks(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
     whole = PipelineModule(layers(), loss_fn=loss_of)
     whole.arrange(1, 0)
     ranks.run(4, model_saved, tmp_path, layout, True)
@@ -495,7 +495,7 @@ def longer(rank: int, folder: Path, layout: Layout, saves: bool) -> list[str]:
     return told
 
 
-def test_what_differs_on_one_stage_is_told_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_what_differs_on_one_stage_is_reported_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     layout = Layout(2, 2, 1, stage=1)
     ranks.run(4, longer, tmp_path, layout, True)
     first, *others = ranks.run(4, longer, tmp_path, layout, False)
@@ -561,7 +561,7 @@ def factored(rank: int, folder: Path, layout: Layout, saves: bool) -> str | None
     return None
 
 
-def test_what_cannot_be_cut_anew_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_resharded_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     cut = Layout(1, 1, 2)
     ranks.run(2, factored, tmp_path, cut, True)
     assert ranks.run(2, factored, tmp_path, cut, False) == [None, None]
@@ -673,7 +673,7 @@ def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> TensorCut | None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_any_cut_is_read_as_any_other(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_any_sharding_is_read_as_any_other(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from([(8,), (3,), (4, 6), (5, 3), (12, 2), (2, 8, 3)]))
     saved, mine = data.draw(cuts(shape)), data.draw(cuts(shape))
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) + 1

@@ -267,7 +267,7 @@ def test_parameters_are_read_ahead(tmp_path: Path) -> None:
 
 
 @alive("aio.block_size", "aio.queue_depth", "aio.intra_op_parallelism")
-def test_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_have_the_configured_size_and_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One weight of 10 pages, or 40 KB."""
     calls: list[tuple[int, list[int]]] = []
     threads: set[int] = set()

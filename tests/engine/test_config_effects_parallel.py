@@ -46,7 +46,7 @@ def first_rank(ranks: Ranks, **keys: Any) -> tuple[list[int], list[tuple[str, in
 
 
 @alive("pipeline.stages")
-def test_stages(ranks: Ranks) -> None:
+def test_stages_divide_the_layers(ranks: Ranks) -> None:
     (whole,) = ranks.run(1, pipeline_job, {"stages": 1})
     assert whole[0] == [0, len(layers())]
     assert len(first_rank(ranks)[0]) == 3

@@ -164,7 +164,7 @@ def drawn_of_epoch(epoch: int) -> list[int]:
     return drawn(alone)
 
 
-def test_a_place_between_ranks_is_told() -> None:
+def test_a_place_that_the_ranks_do_not_divide_is_reported() -> None:
     before = loader()
     next(iter(before))
     after = loader(rank=0, world_size=4)
@@ -175,7 +175,7 @@ def test_a_place_between_ranks_is_told() -> None:
     assert drawn(after) == drawn_of_epoch(0)[::4]
 
 
-def test_what_cannot_go_on_is_told() -> None:
+def test_data_that_cannot_be_resumed_are_reported() -> None:
     before = loader()
     next(iter(before))
     state = before.state_dict()

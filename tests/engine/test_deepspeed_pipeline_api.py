@@ -38,7 +38,7 @@ def deepspeed_job(rank: int) -> list[Any]:
     return sorted(set(stretches))
 
 
-def test_what_deepspeeds_users_pass(ranks: Ranks) -> None:
+def test_arguments_of_deepspeeds_pipeline_module_take_effect(ranks: Ranks) -> None:
     assert ranks.run(2, deepspeed_job) == [["layers 0 to 0", "layers 1 to 1"], ["layers 2 to 2", "layers 3 to 3"]]
 
 
@@ -78,7 +78,7 @@ def asked_job(rank: int) -> dict[str, Any]:
     return found
 
 
-def test_the_surface_that_scripts_of_deepspeed_use(ranks: Ranks) -> None:
+def test_methods_of_deepspeeds_pipeline_engine_answer(ranks: Ranks) -> None:
     first, last = ranks.run(2, asked_job)
     assert [found["places"] for found in (first, last)] == [(2, [0, 1, 3], 0, 1), (2, [0, 1, 3], 1, 2)]
     assert (first["grid"], last["grid"]) == ((True, 1, [0, 1], False, True), (True, 1, [0, 1], True, True))

@@ -182,7 +182,7 @@ def _on_disk(rank: int, folder: str) -> None:
     engine.destroy()
 
 
-def test_also_where_they_are_on_a_disk(ranks: Ranks, tmp_path: Path) -> None:
+def test_parameters_and_states_on_disk_are_read_and_written(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(RANKS, _on_disk, str(tmp_path))
 
 
@@ -285,7 +285,7 @@ def _loads(rank: int) -> list[list[int]]:
     return [batch.tolist() for batch in loader]
 
 
-def test_a_loader_with_other_workers(ranks: Ranks) -> None:
+def test_deepspeed_io_makes_a_loader_for_evaluation(ranks: Ranks) -> None:
     assert ranks.run(RANKS, _loads) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
 
 
@@ -356,7 +356,7 @@ def _check_groups(rank: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_layers_are_cut_as_transformers_asks_for_it(ranks: Ranks, world_size: int) -> None:
+def test_tp_model_init_shards_layers_as_transformers_calls_it(ranks: Ranks, world_size: int) -> None:
     replicas = world_size // TP
     model = _perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)

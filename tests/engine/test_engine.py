@@ -158,7 +158,7 @@ def early(rank: int) -> tuple[int, int, float, bool]:
     return freed, whole_inside, difference, same
 
 
-def test_parameters_can_be_cut_as_they_are_made(ranks: Ranks) -> None:
+def test_parameters_are_sharded_as_zero_init_makes_them(ranks: Ranks) -> None:
     for freed, whole_inside, difference, same in ranks.run(2, early):
         assert freed == 0
         assert whole_inside == 31 * 16 * 4

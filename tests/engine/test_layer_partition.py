@@ -51,7 +51,7 @@ def test_uniform_gives_the_first_stages_one_layer_more(layers: int, parts: int, 
     assert partition("uniform", parts, ["Linear"] * layers) == bounds
 
 
-def test_parameters() -> None:
+def test_parameter_counts_are_balanced() -> None:
     # 50 | 10 10 10 10 2 | 40: as good as with the 2 in the last part, and with the later cut.
     counts = [50, 10, 10, 10, 10, 2, 40]
     assert partition("parameters", 3, GPT, parameters=counts) == [0, 1, 6, 7]
@@ -74,14 +74,14 @@ def test_type_counts_the_layers_whose_class_matches(regex: str) -> None:
     assert partition(f"Type:{regex}", 4, GPT) == [0, 2, 3, 4, 7]
 
 
-def test_measured() -> None:
+def test_measured_costs_are_balanced() -> None:
     costs = [0.1, 0.2, 0.1, 0.1, 0.2, 0.1]
     assert partition("measured", 2, ["Linear"] * 6, costs=costs) == [0, 3, 6]
     assert partition("measured", 3, ["Linear"] * 4, costs=[0.5, 1e-9, 0.25, 0.25]) == [0, 1, 3, 4]
 
 
 @pytest.mark.parametrize("method", ["Uniform", "PARAMETERS", "Measured"])
-def test_methods_in_capitals(method: str) -> None:
+def test_methods_may_be_in_capitals(method: str) -> None:
     assert partition(method, 2, ["Linear"] * 4, parameters=[1, 1, 1, 1], costs=[1, 1, 1, 1]) == [0, 2, 4]
 
 
@@ -93,7 +93,7 @@ def test_explicit_boundaries() -> None:
 @pytest.mark.parametrize(
     "bounds", [[1, 6], [0, 6], [0, 1, 6], [1, 1, 6, 7], [0, 6, 6, 7], [0, 6, 1, 7], [0, 1, 2, 7, 7], [], ["0", 1, 6, 7]]
 )
-def test_boundaries_that_are_none(bounds: list[Any]) -> None:
+def test_wrong_boundaries_are_refused(bounds: list[Any]) -> None:
     with pytest.raises(ValueError, match="write 4 rising numbers, the first 0 and the last 7"):
         partition(bounds, 3, GPT)
 
@@ -105,25 +105,25 @@ def message(method: str | Sequence[int], parts: int, **arguments: Any) -> str:
 
 
 @pytest.mark.parametrize("method", ["uniform", "parameters", "type:Block", "measured", [0, 7]])
-def test_more_stages_than_layers(method: str | list[int]) -> None:
+def test_more_stages_than_layers_are_refused(method: str | list[int]) -> None:
     assert message(method, 8) == "8 stages for 7 layers; each needs one, so write at most 7 stages"
 
 
-def test_no_stages() -> None:
+def test_zero_stages_are_refused() -> None:
     assert message("uniform", 0) == "a pipeline of 0 stages; it needs at least 1"
 
 
-def test_a_regex_that_matches_too_few_layers() -> None:
+def test_a_regex_that_matches_too_few_layers_is_refused() -> None:
     classes = "the classes of layers are Embedding (1), GPTBlock (4), LayerNorm (1), Linear (1)"
     assert message("type:Llama", 2) == f'partition method "type:Llama": matches 0 layers for 2 stages; {classes}'
     assert message("type:gpt", 5) == f'partition method "type:gpt": matches 4 layers for 5 stages; {classes}'
 
 
-def test_a_regex_that_is_none() -> None:
+def test_an_invalid_regex_is_refused() -> None:
     assert 'partition method "type:(": not a regular expression: missing )' in message("type:(", 2)
 
 
-def test_methods_that_there_are_not() -> None:
+def test_unknown_methods_are_refused() -> None:
     known = "write one of parameters, uniform, type:REGEX, measured, or a list of 3 boundaries"
     assert message("parameter", 2) == f'there is no partition method "parameter" (did you mean "parameters"?); {known}'
     assert message("type:", 2).endswith(known)
@@ -131,7 +131,7 @@ def test_methods_that_there_are_not() -> None:
     assert message("profile", 2) == 'partition method "profile": DeepSpeed has only the name; write "measured"'
 
 
-def test_weights_that_are_missing_or_none() -> None:
+def test_missing_or_wrong_weights_are_refused() -> None:
     assert (
         message("parameters", 2)
         == 'partition method "parameters" needs parameter counts of the layers, and there are none'
@@ -177,7 +177,7 @@ def refused(path: Path, names: list[str] | None = None) -> str:
     return str(caught.value).replace(str(path), "FILE")
 
 
-def test_costs_of_another_model(tmp_path: Path) -> None:
+def test_costs_of_another_model_are_refused(tmp_path: Path) -> None:
     layer = {"forward_s": 1, "backward_s": 2}
     path = written(tmp_path, {"layers": [{"name": "a", **layer}, {"name": "b", **layer}]})
     assert refused(path, ["a"]) == "costs of layers: FILE has 2 layers, and the model 1; measure again"
@@ -197,9 +197,9 @@ def test_costs_of_another_model(tmp_path: Path) -> None:
         ('{"layers": [{"forward_s": 1}]}', 'layer 0 in FILE is {"forward_s": 1}; write seconds, or forward_s and'),
     ],
 )
-def test_files_that_hold_no_costs(tmp_path: Path, content: str, says: str) -> None:
+def test_files_that_hold_no_costs_are_refused(tmp_path: Path, content: str, says: str) -> None:
     assert says in refused(written(tmp_path, content))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     assert "cannot read FILE: [Errno 2] No such file or directory" in refused(tmp_path / "none.json")

@@ -122,7 +122,7 @@ def waits(rank: int) -> dict[str, float]:
     return columns(text.getvalue()) if rank == 0 else {}
 
 
-def test_what_backward_waits_for_gradients_is_told(ranks: Ranks) -> None:
+def test_the_wait_of_backward_for_gradients_is_reported(ranks: Ranks) -> None:
     told = ranks.run(2, waits)[0]
     assert 200 < told["bwd_allreduce"] < told["reduce"] + 200
     assert told["reduce"] >= 400

@@ -148,7 +148,7 @@ def test_an_ordinary_model_is_divided_by_the_names_of_its_modules(ranks: Ranks) 
         ),
     ],
 )  # fmt: skip
-def test_layers_that_cannot_be(make: Any, says: str) -> None:
+def test_layers_that_cannot_be_are_refused(make: Any, says: str) -> None:
     with pytest.raises((ValueError, TypeError), match=says):
         make()
 
@@ -301,7 +301,7 @@ def asked_job(rank: int) -> tuple[Any, ...]:
     return found
 
 
-def test_scripts_ask_where_they_are(ranks: Ranks) -> None:
+def test_every_rank_knows_its_stage_and_its_place_in_the_grid(ranks: Ranks) -> None:
     assert ranks.run(4, asked_job) == [
         (rank // 2, 2, 4, 2, rank < 2, rank >= 2, rank % 2, 2, 2, rank, 2) for rank in range(4)
     ]
@@ -314,7 +314,7 @@ def early_list_job(rank: int) -> None:
     )  # fmt: skip
 
 
-def test_parameters_that_were_listed_before_there_were_any(ranks: Ranks) -> None:
+def test_parameters_that_were_listed_before_there_were_any_are_refused(ranks: Ranks) -> None:
     with pytest.raises(RankFailed) as failed:
         ranks.run(2, early_list_job)
     assert str(failed.value).count("initialize: model_parameters is empty, and the model has parameters to train") == 2
@@ -341,7 +341,7 @@ def told_job(rank: int, schedule: str, virtual: int) -> tuple[list[tuple[str, in
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)])
-def test_every_action_is_told_as_the_plan_has_it(ranks: Ranks, schedule: str, virtual: int) -> None:
+def test_spans_are_the_actions_of_the_plan(ranks: Ranks, schedule: str, virtual: int) -> None:
     plan = make_plan(schedule, 2, MICROBATCHES, virtual)
     found = ranks.run(2, told_job, schedule, virtual)
     sent: Counter[tuple[int, int]] = Counter()
@@ -459,7 +459,7 @@ def test_a_loss_that_is_no_scalar_is_refused(alone: None) -> None:
     engine.destroy()
 
 
-def test_plans_that_cannot_be_are_refused(alone: None) -> None:
+def test_schedules_that_do_not_fit_the_module_are_refused(alone: None) -> None:
     model = PipelineModule([nn.Linear(4, 4)] * 2, 1, virtual_stages=2)
     with pytest.raises(ConfigError, match=r'pipeline.schedule: "1f1b" knows one stage a rank'):
         start(model, configuration())

@@ -70,7 +70,7 @@ def nested_job(rank: int) -> list[dict[str, Tensor]]:
     return found
 
 
-def test_outputs_arrive_in_the_form_they_had(ranks: Ranks) -> None:
+def test_outputs_arrive_in_the_structure_they_had(ranks: Ranks) -> None:
     """With dicts as labels, and recomputed too."""
     whole = nn.Sequential(*nested()[:3])
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, weight_decay=0.1)
@@ -84,7 +84,7 @@ def test_outputs_arrive_in_the_form_they_had(ranks: Ranks) -> None:
             assert (found[name] - param).abs().max().item() < 1e-6
 
 
-def test_a_form_is_text() -> None:
+def test_the_structure_of_outputs_is_described_in_text() -> None:
     a, b = torch.ones(1), torch.ones(2)
     assert treespec.of(a) == ('"tensor"', [a])
     assert treespec.of((a, b)) == ('"tuple"', [a, b])

@@ -27,7 +27,7 @@ def changes(plan: TensorPlan) -> set[tuple[str, int, int]]:
 # --- what is found
 
 
-def test_the_table_says_what_is_cut_and_why() -> None:
+def test_the_printed_plan_says_what_is_sharded_and_why() -> None:
     assert (
         str(plan_for(language("fused"), 2))
         == """\
@@ -103,7 +103,7 @@ def test_norms_of_queries_get_partial_gradients() -> None:
     assert plan.partial == tuple(f"blocks.{b}.attention.norm.{n}" for b in (0, 1) for n in ("weight", "bias"))
 
 
-def test_sequence_parallelism_makes_all_uncut_parameters_of_the_blocks_partial() -> None:
+def test_sequence_parallelism_makes_all_unsharded_parameters_of_the_blocks_partial() -> None:
     plan = plan_for(language("fused"), 2, sequence_parallel=True)
     assert plan.stack is not None
     assert (plan.stack.first, plan.stack.last, plan.stack.dim) == ("blocks.0", "blocks.1", 1)
@@ -150,13 +150,13 @@ def test_a_layer_whose_weight_is_used_elsewhere_stays_whole() -> None:
     assert message == "tensor parallel plan: more cannot be cut: its weight is used outside its forward; write whole"
 
 
-def test_a_chain_is_cut_in_pairs() -> None:
+def test_a_chain_of_layers_is_sharded_in_pairs() -> None:
     """Without a norm in between, every layer could be column or row; the first comes first."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
     assert styles(plan_for(model, 2)) == {"0": "column", "2": "row", "4": "whole"}
 
 
-def test_hidden_features_that_are_returned_are_not_cut() -> None:
+def test_hidden_features_that_are_returned_are_not_sharded() -> None:
     class Leaky(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -170,7 +170,7 @@ def test_hidden_features_that_are_returned_are_not_cut() -> None:
     assert styles(plan_for(Leaky(), 2)) == {"up": "whole", "down": "whole", "other.0": "column", "other.1": "row"}
 
 
-def test_a_layer_with_more_around_it_is_still_a_layer() -> None:
+def test_a_subclass_that_adds_to_a_layer_is_sharded_as_the_layer() -> None:
     class Scaled(nn.Embedding):
         def forward(self, ids: Tensor) -> Tensor:
             return super().forward(ids) * 3
@@ -198,7 +198,7 @@ class Remembers(nn.Module):
         return self.down(self.up(x * self.mask).relu())
 
 
-def test_planning_leaves_what_a_forward_keeps_as_it_was() -> None:
+def test_planning_leaves_the_state_of_modules_as_it_was() -> None:
     model = Remembers()
     model.down.eval()
     plan_for(model, 2)
@@ -208,7 +208,7 @@ def test_planning_leaves_what_a_forward_keeps_as_it_was() -> None:
     model(torch.ones(1, 40, 8))
 
 
-def test_a_model_that_cannot_be_tried_is_tried_in_parts() -> None:
+def test_a_model_that_cannot_be_traced_is_traced_in_parts() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -224,7 +224,7 @@ def test_a_model_that_cannot_be_tried_is_tried_in_parts() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_model_that_recomputes_by_itself(reentrant: bool) -> None:
+def test_a_model_that_recomputes_by_itself_is_sharded(reentrant: bool) -> None:
     class Recomputing(Block):
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = checkpoint(super().forward, x, use_reentrant=reentrant)
@@ -236,20 +236,20 @@ def test_a_model_that_recomputes_by_itself(reentrant: bool) -> None:
     assert model.blocks[0].mlp.down.weight.grad is not None
 
 
-def test_layers_in_a_row_that_only_a_list_holds() -> None:
+def test_layers_of_a_bare_list_are_called_in_its_order() -> None:
     model = nn.ModuleList([nn.Embedding(30, 8), Block(8, FusedAttention(8, 2), Gated(8, 8)), nn.Linear(8, 30)])
     found = styles(plan_for(model, 2))
     assert (found["0"], found["1.attention.c_attn"], found["2"]) == ("vocab", "column", "column_gather")
 
 
-def test_torchs_own_transformer() -> None:
+def test_torchs_transformer_is_sharded() -> None:
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
     plan = plan_for(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), 2)
     assert set(styles(plan).values()) == {"heads", "column", "row"}
     assert changes(plan) == {("activation_relu_or_gelu", 1, 0)}  # its shortcut would not know of other ranks
 
 
-def test_an_image_model() -> None:
+def test_an_image_model_is_sharded() -> None:
     class Patches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -271,7 +271,7 @@ def test_an_image_model() -> None:
 # --- refusals
 
 
-def test_heads_that_do_not_divide() -> None:
+def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(PlanError) as failed:
         plan_for(Language([Block(24, FusedAttention(24, 6), nn.Identity())], 24), 4)
     assert str(failed.value) == (
@@ -281,25 +281,25 @@ def test_heads_that_do_not_divide() -> None:
     )
 
 
-def test_key_value_heads_that_do_not_divide() -> None:
+def test_key_value_heads_that_do_not_divide_are_refused() -> None:
     attention = GroupedAttention(12, heads=6, groups=3, head=2)
     message = error_of(lambda: plan_for(Language([Block(12, attention, nn.Identity())], 12), 2))
     assert "reads 6 attention heads of blocks.0.attention.{asks, lookups, values}, some of whose keys" in message
     assert "sizes that work: 3, 6." in message
 
 
-def test_features_that_do_not_divide() -> None:
+def test_features_that_do_not_divide_are_refused() -> None:
     message = error_of(lambda: plan_for(nn.Sequential(nn.Linear(8, 15), nn.ReLU(), nn.Linear(15, 8)), 2))
     assert "2 reads 15 features of 0, which cannot be shared out over 2; sizes that work: 3, 5, 15." in message
 
 
-def test_heads_of_torchs_attention_that_do_not_divide() -> None:
+def test_heads_of_torchs_attention_that_do_not_divide_are_refused() -> None:
     layer = nn.TransformerEncoderLayer(12, 3, 16, batch_first=True)
     message = error_of(lambda: plan_for(layer, 2))
     assert "self_attn has 3 attention heads, which cannot be shared out over 2; sizes that work: 3." in message
 
 
-def test_code_that_cannot_be_told() -> None:
+def test_code_whose_sharding_cannot_be_derived_is_refused() -> None:
     class Stubborn(FusedAttention):
         def forward(self, x: Tensor) -> Tensor:
             b, t, _ = x.size()
@@ -318,7 +318,7 @@ def test_code_that_cannot_be_told() -> None:
     assert sorted(styles(plan).values()) == sorted(["vocab", "column_gather", *["whole"] * 5, *["column", "row"] * 2])
 
 
-def test_a_silent_wrong_cut_is_noticed() -> None:
+def test_sharding_that_would_compute_something_else_is_refused() -> None:
     """Half of each head's features on each rank: the shapes are right, and the scores would not be."""
 
     class Split(FusedAttention):
@@ -332,7 +332,7 @@ def test_a_silent_wrong_cut_is_noticed() -> None:
     assert "the input of blocks.0.attention.c_proj is not what the whole model computes" in message
 
 
-def test_a_model_that_cannot_be_tried_at_all() -> None:
+def test_a_model_that_cannot_be_traced_takes_an_example() -> None:
     class Secret(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -352,7 +352,7 @@ def test_a_model_that_cannot_be_tried_at_all() -> None:
     assert "does not take the example: " in error_of(lambda: plan_for(Secret(), 2, example=({"y": 0},)))
 
 
-def test_nothing_to_cut() -> None:
+def test_a_model_with_nothing_to_shard_is_refused() -> None:
     message = error_of(lambda: plan_for(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), 2))
     assert "found nothing to cut (0: 2 reads its output whole; 2: writes the output)" in message
 
@@ -372,18 +372,18 @@ def test_nothing_to_cut() -> None:
         ("automatic", "'automatic' is none; write \"derive\""),
     ],
 )
-def test_plans_that_cannot_be_carried_out(plan: dict[str, str] | str, said: str) -> None:
+def test_plans_that_cannot_be_carried_out_are_refused(plan: dict[str, str] | str, said: str) -> None:
     with pytest.raises(PlanError) as failed:
         plan_for(language("fused"), 2, plan=plan)
     assert said in str(failed.value)
 
 
-def test_zero_ranks() -> None:
+def test_zero_ranks_are_refused() -> None:
     assert "write 1 or more" in error_of(lambda: plan_for(language(), 0))
     assert str(plan_for(language(), 1)) == "tensor parallel plan over 1 ranks: nothing is cut"
 
 
-def test_sequences_that_cannot_be_cut() -> None:
+def test_sequences_that_cannot_be_sharded_are_refused() -> None:
     class Flat(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -403,7 +403,7 @@ def test_sequences_that_cannot_be_cut() -> None:
 # --- explicit plans
 
 
-def test_an_explicit_plan_in_hugging_faces_words() -> None:
+def test_an_explicit_plan_may_use_hugging_faces_words() -> None:
     plan = plan_for(
         language("grouped"),
         2,
@@ -422,12 +422,12 @@ def test_an_explicit_plan_in_hugging_faces_words() -> None:
     assert (found["blocks.1.attention.collect"], found["head"]) == ("whole", "whole")
 
 
-def test_what_is_tied_to_a_cut_layer_is_cut_with_it() -> None:
+def test_weights_tied_to_a_sharded_layer_are_sharded_with_it() -> None:
     assert styles(plan_for(language("fused"), 2, plan={"head": "column_gather"}))["token"] == "vocab"
     assert styles(plan_for(language("fused"), 2, plan={"token": "vocab"}))["head"] == "column_gather"
 
 
-def test_a_model_that_brings_a_plan() -> None:
+def test_the_plan_that_a_model_brings_is_taken() -> None:
     model = language("grouped")
     model._tp_plan = {"blocks.*.attention.asks": "colwise_gather_output", "blocks.*.mlp.experts": "grouped_gemm"}  # type: ignore[assignment]
     found = {role.module: (role.style, role.why) for role in plan_for(model, 2).roles}
@@ -439,7 +439,7 @@ def test_a_model_that_brings_a_plan() -> None:
 # --- what it costs
 
 
-def test_four_collectives_a_layer() -> None:
+def test_a_layer_has_four_collectives() -> None:
     """Two all-reduces forward and two backward, of batch x sequence x width each."""
     cost = plan_for(language("fused"), 4).cost(2, 8, alpha_s=1e-5, beta_bytes_per_s=1e9)
     layer = 2 * 8 * 16 * 4
@@ -457,7 +457,7 @@ def test_four_collectives_a_layer() -> None:
     assert str(cost).startswith("4 collectives a layer x 2, 11 in all: 0.0122 MB, ")
 
 
-def test_queries_keys_and_values_share_one() -> None:
+def test_queries_keys_and_values_share_one_collective() -> None:
     cost = plan_for(language("grouped"), 2).cost(1, 8, 0.0, 1e9)
     assert [one.module for one in cost.per_layer if one.when == "backward"] == [
         "blocks.0.attention.asks", "blocks.0.mlp.both",
@@ -470,7 +470,7 @@ def test_sequence_parallelism_sends_as_much() -> None:
     assert sum(one.seconds for one in cut.per_layer[:8]) == pytest.approx(sum(one.seconds for one in plain.per_layer))
 
 
-def test_a_price_is_asked_of_numbers_that_can_be() -> None:
+def test_costs_of_impossible_numbers_are_refused() -> None:
     plan = plan_for(language("fused"), 2)
     for given, says in (
         ((0, 8, 0.0, 1e9), "batch is 0; write 1 or more"),

@@ -54,7 +54,7 @@ class Sinks(nn.Module):
         return y
 
 
-def test_parameters_that_differ_between_the_parts_are_cut_with_them() -> None:
+def test_parameters_of_sharded_features_are_sharded_with_them() -> None:
     plan = plan_for(nn.Sequential(Sinks(), nn.LayerNorm(16)), 2)
     assert {name: (share.dim, share.bands.sizes) for name, share in plan.arrangement.shares} == {
         "0.sinks": (0, (4,)), "0.gain": (0, (4,)), "0.table": (1, (4,)),
@@ -111,7 +111,7 @@ class Scaled(nn.Module):
         return y
 
 
-def test_a_buffer_is_cut_unless_it_is_saved() -> None:
+def test_a_buffer_is_sharded_unless_it_is_saved() -> None:
     assert styles(plan_for(Scaled(False), 2))["down"] == "row"
     found = styles(plan_for(Scaled(True), 2))
     assert (found["up"], found["down"], found["rest.2"]) == ("whole", "whole", "row")
@@ -171,7 +171,7 @@ def deciding(how: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(("how", "read"), [("bool", "bool"), ("item", "item"), ("list", "tolist"), ("written", "bool")])
-def test_code_that_decides_by_a_part_is_refused(how: str, read: str) -> None:
+def test_control_flow_on_sharded_activations_is_refused(how: str, read: str) -> None:
     """All the ranks would go the same way in a rehearsal, and not on other data."""
     message = error_of(lambda: plan_for(deciding(how), 2))
     assert f"1.up is followed by {read}() of an activation, of which each rank has a part" in message
@@ -180,7 +180,7 @@ def test_code_that_decides_by_a_part_is_refused(how: str, read: str) -> None:
     assert styles(plan)["1.up"] == "whole"
 
 
-def test_code_that_decides_by_what_all_ranks_have_is_not() -> None:
+def test_control_flow_on_whole_activations_is_allowed() -> None:
     for how in ("whole", "check", "after"):
         assert styles(plan_for(deciding(how), 2))["1.down"] == "row"
     for how in ("whole", "after"):  # each rank has a part of the sequence
@@ -189,7 +189,7 @@ def test_code_that_decides_by_what_all_ranks_have_is_not() -> None:
         assert "or switch sequence_parallel off" in message
 
 
-def test_where_the_sequence_is_cut_errors_say_so() -> None:
+def test_errors_of_sequence_parallelism_name_it() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -254,7 +254,7 @@ def casting_layers(rank: int) -> None:
     assert isinstance(cut[0], Casting)
 
 
-def test_a_layer_that_computes_what_torchs_does_by_itself(ranks: Ranks) -> None:
+def test_a_subclass_that_computes_a_linear_layer_itself_is_sharded(ranks: Ranks) -> None:
     ranks.run(2, casting_layers)
     message = error_of(lambda: plan_for(nn.Sequential(Doubling(8, 16), nn.ReLU(), Doubling(16, 8)), 2))
     assert "0: its weight is used outside its forward" in message
@@ -297,7 +297,7 @@ def test_what_is_whole_for_being_no_layer_is_said() -> None:
 # --- trying
 
 
-def test_nothing_is_compiled() -> None:
+def test_planning_compiles_nothing() -> None:
     compiled = []
 
     def backend(graph: Any, _: Any) -> Any:
@@ -334,7 +334,7 @@ def test_hooks_that_a_forward_installs_are_taken_away_again() -> None:
     assert model.seen == [1]
 
 
-def test_a_model_that_returns_less_in_training() -> None:
+def test_a_model_that_returns_less_in_training_is_sharded() -> None:
     class Memory(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -366,7 +366,7 @@ def test_an_image_whose_size_only_the_table_of_positions_tells() -> None:
     assert sorted(styles(plan_for(Patches(), 2)).values()) == ["column", "column", "row", "row"]
 
 
-def test_a_signal_of_one_length_only() -> None:
+def test_a_signal_whose_length_only_the_table_of_positions_tells() -> None:
     class Sound(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -18,7 +18,7 @@ def test_the_last_axis_is_the_innermost() -> None:
     assert grid.get_axis_names() == ["x", "y"]
 
 
-def test_who_communicates_along_an_axis() -> None:
+def test_ranks_that_communicate_along_an_axis() -> None:
     assert CUBE.get_axis_names() == ["pipe", "data", "model"]
     assert CUBE.get_axis_comm_lists("pipe") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert CUBE.get_axis_comm_lists("data") == [[0, 2], [1, 3], [4, 6], [5, 7]]
@@ -27,7 +27,7 @@ def test_who_communicates_along_an_axis() -> None:
     assert PipeDataParallelTopology(num_pp=2, num_dp=2).get_axis_comm_lists("pipe") == [[0, 2], [1, 3]]
 
 
-def test_ranks_at_some_places() -> None:
+def test_ranks_at_given_coordinates() -> None:
     assert CUBE.filter_match(pipe=0, data=1) == [2, 3]
     assert CUBE.get_axis_list("model", 1) == [1, 3, 5, 7]
     assert (CUBE.get_rank_repr(3), CUBE.get_rank_repr(5, omit_axes=["data"])) == ("model_01", "pipe_01-model_01")
@@ -51,7 +51,7 @@ def test_ranks_lie_as_in_the_engines_mesh() -> None:
         (lambda: CUBE.filter_match(expert=0), "there is no axis expert; there are pipe, data, model"),
     ],
 )
-def test_places_that_there_are_not(call: object, says: str) -> None:
+def test_coordinates_outside_the_grid_are_refused(call: object, says: str) -> None:
     assert callable(call)
     with pytest.raises(ValueError, match=says):
         call()

@@ -118,7 +118,7 @@ def equal_to_whole(rank: int, kinds: list[str]) -> None:
 @pytest.mark.parametrize(
     ("size", "kinds"), [(1, ["fused"]), (2, ["fused", "grouped", "interleaved", "normed"]), (4, ["fused", "normed"])]
 )
-def test_a_cut_model_computes_what_the_whole_one_does(ranks: Ranks, size: int, kinds: list[str]) -> None:
+def test_a_sharded_model_computes_what_the_whole_one_does(ranks: Ranks, size: int, kinds: list[str]) -> None:
     """Fused, grouped (on four ranks with fewer key-value heads than ranks) and interleaved heads, a vocabulary that
     does not divide, tied and untied heads, norms of queries; each also with the sequence cut."""
     ranks.run(size, equal_to_whole, kinds)
@@ -166,7 +166,7 @@ def two_replicas(rank: int) -> None:
     compare(language("grouped"), comm, (token_ids() + rank // 2) % VOCABULARY)
 
 
-def test_two_tensor_parallel_groups_beside_each_other(ranks: Ranks) -> None:
+def test_two_tensor_parallel_groups_work_on_data_of_their_own(ranks: Ranks) -> None:
     ranks.run(4, two_replicas)
 
 
@@ -239,11 +239,11 @@ def torchs_own_transformer(rank: int) -> None:
                 torch.testing.assert_close(model(x), expected)
 
 
-def test_torchs_multihead_attention(ranks: Ranks) -> None:
+def test_torchs_multihead_attention_is_sharded_by_heads(ranks: Ranks) -> None:
     ranks.run(2, torchs_own_attention)
 
 
-def test_torchs_transformer_encoder(ranks: Ranks) -> None:
+def test_torchs_transformer_encoder_is_sharded(ranks: Ranks) -> None:
     ranks.run(2, torchs_own_transformer)
 
 
@@ -261,7 +261,7 @@ def the_example(rank: int) -> list[str]:
     return [f"{role.module}: {role.style}" for role in plans[0].roles if not role.module.startswith("blocks.1")]
 
 
-def test_the_examples_gpt(ranks: Ranks) -> None:
+def test_the_examples_gpt_is_sharded(ranks: Ranks) -> None:
     """Its fused attention takes all its sizes from its input."""
     assert ranks.run(2, the_example)[0] == [
         "token: vocab", "position: whole", "blocks.0.qkv: column", "blocks.0.out: row", "blocks.0.mlp.0: column",
@@ -304,7 +304,7 @@ def other_uses(rank: int) -> None:
     compare(frozen, comm, token_ids())
 
 
-def test_other_uses_of_cut_models(ranks: Ranks) -> None:
+def test_evaluation_copies_low_precision_and_frozen_layers_of_sharded_models(ranks: Ranks) -> None:
     ranks.run(2, other_uses)
 
 
@@ -395,7 +395,7 @@ def dropped(rank: int, sequence_parallel: bool) -> list[Any]:
     return [inside.zeros[0], outside.zeros[1], results[0][0].tolist(), attention.tolist()]
 
 
-def test_dropout_agrees_on_what_all_ranks_hold_and_differs_on_what_is_cut(ranks: Ranks) -> None:
+def test_dropout_agrees_on_whole_activations_and_differs_on_sharded_ones(ranks: Ranks) -> None:
     first, second = ranks.run(2, dropped, False)
     assert first[0] != second[0]
     assert first[1] == second[1]
@@ -403,7 +403,7 @@ def test_dropout_agrees_on_what_all_ranks_hold_and_differs_on_what_is_cut(ranks:
     assert 0.4 < sum(first[0]) / len(first[0]) < 0.6
 
 
-def test_with_the_sequence_cut_dropout_differs_everywhere(ranks: Ranks) -> None:
+def test_with_sequence_parallelism_dropout_differs_everywhere(ranks: Ranks) -> None:
     first, second = ranks.run(2, dropped, True)
     assert first[0] != second[0]
     assert first[1] != second[1]
@@ -449,7 +449,7 @@ def local_logits(rank: int) -> None:
         assert cut.head.weight.grad[6:].abs().max() == 0
 
 
-def test_a_head_whose_logits_stay_cut(ranks: Ranks) -> None:
+def test_logits_of_a_head_may_stay_sharded(ranks: Ranks) -> None:
     ranks.run(4, local_logits)
 
 
@@ -534,7 +534,7 @@ def uneven_sequence(rank: int) -> str:
     return error_of(lambda: model(token_ids()[:, :7]))
 
 
-def test_a_sequence_that_does_not_divide(ranks: Ranks) -> None:
+def test_a_sequence_that_does_not_divide_is_refused(ranks: Ranks) -> None:
     message = (
         "blocks.0: dimension 1 of an activation of shape (2, 7, 16) is cut over 2 tensor-parallel ranks, and 7 does "
         "not divide by 2: pad it"
@@ -622,7 +622,7 @@ def refused_again(rank: int) -> None:
         assert torch.equal(param, value)
 
 
-def test_a_model_that_is_cut_is_refused_before_anything_is_done_to_it(ranks: Ranks) -> None:
+def test_a_model_that_is_sharded_already_is_refused_untouched(ranks: Ranks) -> None:
     ranks.run(2, refused_again)
 
 
@@ -649,7 +649,7 @@ def cut_by_example(rank: int, example: bool) -> str | tuple[tuple[int, ...], flo
     return tuple(made.module.up.weight.shape), made(batch).sum().item()
 
 
-def test_initialize_takes_an_example_of_what_cannot_be_made_up(ranks: Ranks) -> None:
+def test_initialize_takes_an_example_of_inputs_that_cannot_be_made_up(ranks: Ranks) -> None:
     for said in ranks.run(2, cut_by_example, False):
         assert "Pass example= (what its forward takes) to initialize or plan_for" in said
     expected = OfADict()({"x": torch.ones(1, 3, 8)}).sum().item()

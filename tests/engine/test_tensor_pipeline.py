@@ -114,7 +114,7 @@ MORE = [
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)],
     ids=lambda case: "-".join(map(str, case)),
 )  # fmt: skip
-def test_sequences_cut_across_stages_train_to_the_reference(ranks: Ranks, case: Case) -> None:
+def test_sequences_sharded_across_stages_train_to_the_reference(ranks: Ranks, case: Case) -> None:
     expected = reference(case.replicas)
     seen: set[str] = set()
     for found, sent in ranks.run(case.stages * case.replicas * case.parts, train, case):
@@ -224,7 +224,7 @@ def shared_norm() -> list[Any]:
     [(no_blocks, "sequence_parallel: the pipeline has no layers that are cut and keep the shape of activations"),
      (shared_norm, r"sequence_parallel: 1.weight is used by layers 3, where the sequence is cut, and 1, where it is")],
 )  # fmt: skip
-def test_what_cannot_be_cut_along_the_sequence_is_refused_on_every_rank(ranks: Ranks, row: Any, says: str) -> None:
+def test_what_cannot_be_sharded_along_the_sequence_is_refused_on_every_rank(ranks: Ranks, row: Any, says: str) -> None:
     with pytest.raises(RankFailed, match=says) as error:
         ranks.run(4, refused, row)
     assert str(error.value).count("PlanError: sequence_parallel") == 4
@@ -431,7 +431,7 @@ def train_tied(rank: int, case: Tied) -> tuple[dict[str, Tensor], dict[str, tupl
     ],
     ids=lambda case: "-".join(map(str, case)),
 )
-def test_a_vocabulary_tied_across_stages_is_cut_on_each(ranks: Ranks, case: Tied) -> None:
+def test_a_vocabulary_tied_across_stages_is_sharded_on_each(ranks: Ranks, case: Tied) -> None:
     expected, expected_norm = tied_reference(case.kind)
     name = "embed.weight" if case.kind == "names" else "tied_modules.embedding.weight"
     seen: set[str] = set()
@@ -449,7 +449,7 @@ def test_a_vocabulary_tied_across_stages_is_cut_on_each(ranks: Ranks, case: Tied
     assert seen == expected.keys()
 
 
-def test_a_tied_weight_stays_whole_where_stages_cannot_cut_it_alike(ranks: Ranks) -> None:
+def test_a_tied_weight_stays_whole_where_stages_cannot_shard_it_alike(ranks: Ranks) -> None:
     expected, _ = tied_reference("normalized")
     for rank, (found, shapes, _, printed, _) in enumerate(ranks.run(4, train_tied, Tied("normalized", 2, 2, 1))):
         assert shapes["tied_modules.embedding.weight"] == (VOCABULARY, WIDTH)
@@ -479,7 +479,7 @@ def resume(rank: int, folder: str, case: Tied, load: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["specs", pytest.param("names", marks=pytest.mark.slow)])
-def test_checkpoints_of_tied_parts_are_read_by_other_layouts(ranks: Ranks, kind: str, tmp_path: Any) -> None:
+def test_checkpoints_of_tied_shards_are_read_by_other_layouts(ranks: Ranks, kind: str, tmp_path: Any) -> None:
     layouts = [Tied(kind, 2, 2, 2), Tied(kind, 1, 2, 3), Tied(kind, 1, 1, 1), Tied(kind, 1, 4, 0)]
     for number, (saved, loaded) in enumerate(zip(layouts, layouts[1:] + layouts[:1], strict=True)):
         folder = str(tmp_path / str(number))

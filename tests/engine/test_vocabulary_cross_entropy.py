@@ -82,5 +82,5 @@ def test_losses_and_gradients_are_those_of_the_whole(ranks: Ranks, size: int) ->
     ranks.run(size, equal_to_torchs)
 
 
-def test_other_cases(ranks: Ranks) -> None:
+def test_half_precision_other_ignored_indices_and_wrong_shapes(ranks: Ranks) -> None:
     ranks.run(2, other_cases)

@@ -300,7 +300,7 @@ def reads(rank: int) -> tuple[list[str], list[Any]]:
     return said, asked
 
 
-def test_a_parameter_in_pieces_tells_its_shape_and_refuses_to_be_used(ranks: Ranks) -> None:
+def test_a_sharded_parameter_has_its_shape_and_refuses_to_be_used(ranks: Ranks) -> None:
     for said, asked in ranks.run(2, reads):
         for text in said:
             assert "the parameter first.weight is in pieces (ZeRO stage 3), and is fetched while the model's" in text
