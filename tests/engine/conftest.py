@@ -36,9 +36,9 @@ def leaves_nothing_patched() -> Iterator[None]:
     assert changes(before) == []
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def leaves_no_process_group() -> Iterator[None]:
-    """An engine of one process makes itself a group, which tests of other files must not find."""
+    """An engine of one process makes itself a group, which other tests must not find."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

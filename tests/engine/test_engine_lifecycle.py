@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -185,13 +184,6 @@ def start(model: torch.nn.Module, stage: int = 0, **arguments: Any) -> Any:
         config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
     arguments.setdefault("model_parameters", model.parameters())
     return ds.initialize(model=model, config=config, **arguments)[0]
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 # --- the end of an engine

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import Ranks
 from torch import Tensor, nn
 
@@ -267,10 +266,3 @@ def test_micro_batches_of_a_step_that_the_data_do_not_fill_are_forgotten(ranks: 
     for weights, counts in ranks.run(2, runs_out, stage):
         assert weights < 1e-6
         assert counts == (2, 4, 16)
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()

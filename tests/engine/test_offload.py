@@ -830,15 +830,12 @@ def test_a_single_tile_that_leaves_pipelines_nothing_to_do_is_told_of(tmp_path: 
             initialize(model=model, model_parameters=model.parameters(), config=config)[0].destroy()
         return [str(warning.message) for warning in caught if "pipeline_" in str(warning.message)]
 
-    try:
-        layers = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(4)))
-        where = "zero_optimization.offload_optimizer"
-        why = "has no effect; what a rank steps, 400 elements, is one tile of at most 1000000000 (sub_group_size)"
-        assert warnings_of(layers, 1_000_000_000) == [
-            f'{where}.pipeline_read: {why}: write "sub_group_size": 100 or less',
-            f'{where}.pipeline_write: {why}: write "sub_group_size": 100 or less',
-        ]
-        assert warnings_of(layers, 100) == []
-        assert "there is one parameter, and a tile has one" in warnings_of(nn.Linear(9, 9, bias=False), 1000)[0]
-    finally:
-        dist.destroy_process_group()
+    layers = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(4)))
+    where = "zero_optimization.offload_optimizer"
+    why = "has no effect; what a rank steps, 400 elements, is one tile of at most 1000000000 (sub_group_size)"
+    assert warnings_of(layers, 1_000_000_000) == [
+        f'{where}.pipeline_read: {why}: write "sub_group_size": 100 or less',
+        f'{where}.pipeline_write: {why}: write "sub_group_size": 100 or less',
+    ]
+    assert warnings_of(layers, 100) == []
+    assert "there is one parameter, and a tile has one" in warnings_of(nn.Linear(9, 9, bias=False), 1000)[0]

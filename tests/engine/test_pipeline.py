@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from pipeline_models import (
     MICROBATCHES,
     VOCABULARY,
@@ -441,7 +440,7 @@ def test_a_stage_that_fails_fails_on_every_rank(ranks: Ranks, how: str, where: i
         ((torch.ones(2, 4),) * 3, "the iterator gave 3 things; a pipeline takes (inputs, labels)"),
     ],
 )
-def test_batches_that_are_no_pairs_are_refused(batch: Any, says: str, alone: None) -> None:
+def test_batches_that_are_no_pairs_are_refused(batch: Any, says: str) -> None:
     engine = start(PipelineModule([nn.Linear(4, 4)], 1, loss_fn=nn.functional.mse_loss), configuration())
     with pytest.raises(PipelineError) as refused:
         engine.train_batch(itertools.repeat(batch))
@@ -449,7 +448,7 @@ def test_batches_that_are_no_pairs_are_refused(batch: Any, says: str, alone: Non
     engine.destroy()
 
 
-def test_a_loss_that_is_no_scalar_is_refused(alone: None) -> None:
+def test_a_loss_that_is_no_scalar_is_refused() -> None:
     engine = start(PipelineModule([nn.Linear(4, 4)], 1), configuration())
     with pytest.raises(PipelineError, match="there is no loss_fn, and the last layer returned a tensor of shape"):
         engine.train_batch(itertools.repeat((torch.ones(2, 4), torch.ones(2, 4))))
@@ -459,14 +458,7 @@ def test_a_loss_that_is_no_scalar_is_refused(alone: None) -> None:
     engine.destroy()
 
 
-def test_schedules_that_do_not_fit_the_module_are_refused(alone: None) -> None:
+def test_schedules_that_do_not_fit_the_module_are_refused() -> None:
     model = PipelineModule([nn.Linear(4, 4)] * 2, 1, virtual_stages=2)
     with pytest.raises(ConfigError, match=r'pipeline.schedule: "1f1b" knows one stage a rank'):
         start(model, configuration())
-
-
-@pytest.fixture
-def alone() -> Any:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
