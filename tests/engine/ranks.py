@@ -54,20 +54,20 @@ class Ranks:
         module = Path(sys.modules[function.__module__].__file__ or "").stem
         for rank, (_, pipe) in enumerate(self._started[:world_size]):
             pipe.send((module, function.__qualname__, rank, world_size, self._jobs, args))
-        results, failures = [], []
-        for rank, (_, pipe) in enumerate(self._started[:world_size]):
+        results, failures, lost = [], [], False
+        for rank, (process, pipe) in enumerate(self._started[:world_size]):
             if not pipe.poll(120):
-                failures.append(f"rank {rank}: nothing for two minutes")
-                continue
-            try:
-                good, value = pipe.recv()
-            except EOFError:
-                process = self._started[rank][0]
-                process.join(10)
-                good, value = False, f"rank {rank}: its process ended with {process.exitcode}"
+                good, value, lost = False, f"rank {rank}: nothing for two minutes", True
+            else:
+                try:
+                    good, value = pipe.recv()
+                except EOFError:
+                    process.join(10)
+                    good, value, lost = False, f"rank {rank}: its process ended with {process.exitcode}", True
             (results if good else failures).append(value)
+        if lost:
+            self.close()  # and start anew; ranks that have answered are through with the job
         if failures:
-            self.close()  # a rank that failed may have left others waiting
             raise RankFailed("\n".join(failures))
         return results
 
