@@ -14,7 +14,7 @@ from spans import recorded
 from dsprof import engine as ds
 from dsprof.engine.hooks import Span
 
-STEPS, FREEZE = 120, 40
+STEPS, FREEZE = 240, 80
 
 
 def example() -> Any:
