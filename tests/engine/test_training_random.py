@@ -219,8 +219,8 @@ def reference(case: Case) -> dict[str, Tensor]:
     return {name: master.detach() for name, master in masters.items()}
 
 
-def train(rank: int, case: Case) -> float:
-    """The largest difference to the reference."""
+def train(rank: int, case: Case) -> dict[str, Tensor]:
+    """The weights after training."""
     model = build(case, case.early)
     with engine_for(model, case.config()) as engine:
         for step in case.data():
@@ -229,19 +229,16 @@ def train(rank: int, case: Case) -> float:
                 engine.step()
         zero = engine.zero
         zero.gatherer.bring([param for param in zero.params if not param.resident], 10**9)
-        found = {param.name: param.param.detach() for param in zero.params}
-    expected = reference(case)
-    assert found.keys() == expected.keys()
-    assert all(value.dtype == case.dtype for value in found.values())
-    return max(
-        ((found[name].to(value.dtype) - value).abs().max().item() for name, value in expected.items() if value.numel()),
-        default=0.0,
-    )
+        return {param.name: param.param.detach().clone() for param in zero.params}
 
 
 def check(ranks: Ranks, case: Case) -> None:
-    for difference in ranks.run(case.world_size, train, case):
-        assert difference < TOLERANCE[case.dtype]
+    expected = reference(case)
+    for found in ranks.run(case.world_size, train, case):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name].dtype == case.dtype
+            assert value.numel() == 0 or (found[name].to(value.dtype) - value).abs().max() < TOLERANCE[case.dtype], name
 
 
 def few(examples: int) -> settings:
@@ -252,13 +249,13 @@ def few(examples: int) -> settings:
     )  # fmt: skip
 
 
-@few(24)
+@few(40)
 @given(case=cases([torch.float64, torch.float32]))
 def test_any_model_trains_to_the_reference(ranks: Ranks, case: Case) -> None:
     check(ranks, case)
 
 
-@few(16)
+@few(30)
 @given(case=cases([torch.bfloat16, torch.float16]))
 def test_any_model_in_half_precision_trains_to_the_reference(ranks: Ranks, case: Case) -> None:
     check(ranks, case)
