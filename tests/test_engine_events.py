@@ -499,6 +499,7 @@ for step in range(8):
 """
 
 
+@pytest.mark.slow  # tests/engine/test_onebit_convergence.py has the same of the spans that the rows are made of
 def test_one_bit_adam_sends_a_sixteenth_of_an_fp32_all_reduce(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(ONE_BIT)

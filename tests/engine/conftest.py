@@ -6,7 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from patches import bindings, changes
 from ranks import Ranks
+from spans import recorded
+
+from dsprof.engine.hooks import FAILURES, Span
 
 
 @pytest.fixture(scope="package")
@@ -17,9 +21,24 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture
+def spans() -> Iterator[list[Span]]:
+    """The spans that end in this process during the test."""
+    with recorded() as spans:
+        yield spans
+    assert FAILURES == []
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_patched() -> Iterator[None]:
+    before = bindings()
+    yield
+    assert changes(before) == []
+
+
+@pytest.fixture(autouse=True)
 def leaves_no_process_group() -> Iterator[None]:
-    """An engine of one process makes itself a group, which tests of other files must not find."""
+    """An engine of one process makes itself a group, which other tests must not find."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,8 +1,8 @@
 """Rank processes for engine tests: started once, then given one job after the other.
 
-Importing torch takes more than a second; a job takes a few hundredths. So one process imports it, and the ranks are
-forked from that. Jobs are functions of a test module, called as `function(rank, *args)` in a gloo group of as many
-ranks as asked for.
+Importing torch and the engine takes seconds; a job takes a few hundredths. So one process imports them, and the ranks
+are forked from that. Jobs are functions of a test module, called as `function(rank, *args)` in a gloo group of as many
+ranks as asked for, and must leave nothing patched.
 """
 
 from __future__ import annotations
@@ -10,14 +10,25 @@ from __future__ import annotations
 import contextlib
 import importlib
 import multiprocessing
+import socket
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from patches import bindings, changes
+
+PRELOADED: Final = (
+    "torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.testing",
+    "torch.utils.flop_counter", "dsprof.engine.checkpoint", "dsprof.engine.deepspeed.start",
+    "dsprof.engine.planner.apply", "dsprof.engine.setup.initialize", "hypothesis", "pytest",
+)  # fmt: skip
+"""What most jobs would import, torch._dynamo with the first optimizer."""
 
 
 class RankFailed(AssertionError):
@@ -29,31 +40,34 @@ class Ranks:
 
     def __init__(self) -> None:
         self._started: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
-        self._folder = tempfile.TemporaryDirectory()
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._port: int = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            "127.0.0.1", self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         self._jobs = 0
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What `function(rank, *args)` returns, of each rank."""
         self._start(world_size)
         self._jobs += 1
-        store = str(Path(self._folder.name) / f"store{self._jobs}")
         module = Path(sys.modules[function.__module__].__file__ or "").stem
         for rank, (_, pipe) in enumerate(self._started[:world_size]):
-            pipe.send((module, function.__qualname__, rank, world_size, store, args))
-        results, failures = [], []
-        for rank, (_, pipe) in enumerate(self._started[:world_size]):
+            pipe.send((module, function.__qualname__, rank, world_size, self._jobs, args))
+        results, failures, lost = [], [], False
+        for rank, (process, pipe) in enumerate(self._started[:world_size]):
             if not pipe.poll(120):
-                failures.append(f"rank {rank}: nothing for two minutes")
-                continue
-            try:
-                good, value = pipe.recv()
-            except EOFError:
-                process = self._started[rank][0]
-                process.join(10)
-                good, value = False, f"rank {rank}: its process ended with {process.exitcode}"
+                good, value, lost = False, f"rank {rank}: nothing for two minutes", True
+            else:
+                try:
+                    good, value = pipe.recv()
+                except EOFError:
+                    process.join(10)
+                    good, value, lost = False, f"rank {rank}: its process ended with {process.exitcode}", True
             (results if good else failures).append(value)
+        if lost:
+            self.close()  # and start anew; ranks that have answered are through with the job
         if failures:
-            self.close()  # a rank that failed may have left others waiting
             raise RankFailed("\n".join(failures))
         return results
 
@@ -67,36 +81,45 @@ class Ranks:
 
     def _start(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "dsprof.engine.train.engine"])
+        context.set_forkserver_preload(list(PRELOADED))
         while len(self._started) < world_size:
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, str(Path(__file__).parent)), daemon=True)
+            args = (there, str(Path(__file__).parent), self._port)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             there.close()
             self._started.append((process, here))
 
 
-def _serve(pipe: Connection, folder: str) -> None:
-    import torch
-    import torch.distributed as dist
+def world() -> dist.ProcessGroup:
+    """The group of the job's ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
+
+def _serve(pipe: Connection, folder: str, port: int) -> None:
     torch.set_num_threads(1)
     sys.path.insert(0, folder)
+    store = dist.TCPStore("127.0.0.1", port)
     while True:
         try:
-            module, name, rank, world_size, store, args = pipe.recv()
+            module, name, rank, world_size, job, args = pipe.recv()
         except EOFError:
             return
         try:
             function = getattr(importlib.import_module(module), name)
             dist.init_process_group(
-                "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size,
+                "gloo", store=dist.PrefixStore(str(job), store), rank=rank, world_size=world_size,
                 timeout=timedelta(seconds=60),
             )  # fmt: skip
             try:
+                before = bindings()
                 result = function(rank, *args)
                 if dist.is_initialized():
                     dist.barrier()  # a rank that leaves early would cut off one that is still connecting
+                left = changes(before)
+                assert not left, f"the job left these replaced: {left}"
                 pipe.send((True, result))
             finally:
                 if dist.is_initialized():

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from models import Small, batches, build
 from ranks import Ranks
+from spans import recorded
 from torch import Tensor
 
 from dsprof import engine as ds
@@ -27,7 +28,6 @@ from dsprof.engine import Engine, checkpoint
 from dsprof.engine.checkpoint import CheckpointError, dcp
 from dsprof.engine.checkpoint.dcp import Contents, Piece, _Value, shares
 from dsprof.engine.checkpoint.serialize import pack, unpack
-from dsprof.engine.hooks import Span, subscribe
 
 BIG = {"stage3_param_persistence_threshold": 100}
 
@@ -102,8 +102,8 @@ def differences(one: Path, other: Path) -> list[str]:
 # --- going on
 
 
-def resumed(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[list[str], bool]:
-    """How four steps differ from two and two with a checkpoint between them."""
+def resumed(rank: int, folder: Path, settings: dict[str, Any]) -> bool:
+    """Save what four steps come to, and two and two with a checkpoint between them; whether random numbers agree."""
     random.seed(rank)
     torch.manual_seed(rank)
     engine = start(settings)
@@ -122,7 +122,7 @@ def resumed(rank: int, folder: Path, settings: dict[str, Any]) -> tuple[list[str
     again.save_checkpoint(folder, "resumed")
     same = (torch.rand(()), random.random()) == drawn and again.get_lr() == engine.get_lr()
     again.destroy()
-    return differences(folder / "through", folder / "resumed"), same
+    return same
 
 
 RESUMES = {
@@ -142,9 +142,8 @@ RESUMES = {
 def test_a_resumed_training_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path, case: str) -> None:
     size, settings = RESUMES[case]
     settings = {key: value for key, value in settings.items() if value is not None}
-    for different, same in ranks.run(size, resumed, tmp_path, settings):
-        assert different == []
-        assert same
+    assert ranks.run(size, resumed, tmp_path, settings) == [True] * size
+    assert differences(tmp_path / "through", tmp_path / "resumed") == []
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
@@ -155,9 +154,8 @@ def test_states_and_parameters_in_files_are_saved_and_loaded(
     disk.mkdir()
     nvme = {"device": "nvme", "nvme_path": str(disk)}
     zero = {"offload_optimizer": nvme, "offload_param": nvme, "sub_group_size": 1000}
-    for different, same in ranks.run(2, resumed, tmp_path, config(3, zero=zero, **precision)):
-        assert different == []
-        assert same
+    assert ranks.run(2, resumed, tmp_path, config(3, zero=zero, **precision)) == [True, True]
+    assert differences(tmp_path / "through", tmp_path / "resumed") == []
 
 
 # --- on other ranks
@@ -328,7 +326,7 @@ def test_parts_can_be_left_out(tmp_path: Path) -> None:
     assert all(torch.equal(trained[name], value) for name, value in other.module.state_dict().items())
 
 
-def test_a_model_that_differs(tmp_path: Path) -> None:
+def test_a_model_that_differs_is_refused_unless_strict_is_off(tmp_path: Path) -> None:
     class Other(Noisy):
         def __init__(self, width: int = 3) -> None:
             super().__init__()
@@ -380,26 +378,13 @@ def test_a_step_that_is_not_complete_begins_anew(tmp_path: Path) -> None:
     assert all(param.grad is None for param in engine.module.parameters())
 
 
-def test_hooks_tell_of_checkpoints(tmp_path: Path) -> None:
-    class Seen:
-        def __init__(self) -> None:
-            self.spans: list[tuple[str, str, bool]] = []
-
-        def begin(self, span: Span) -> None:
-            return
-
-        def end(self, span: Span) -> None:
-            if span.purpose == "checkpoint":
-                self.spans.append((span.kind, span.name, bool(span.bytes)))
-
+def test_spans_report_checkpoints(tmp_path: Path) -> None:
     engine = start(config())
-    seen = Seen()
-    unsubscribe = subscribe(seen)
-    engine.save_checkpoint(tmp_path)
-    engine.load_checkpoint(tmp_path)
-    engine.save_16bit_model(tmp_path)
-    unsubscribe()
-    assert seen.spans == [
+    with recorded() as spans:
+        engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+        engine.save_16bit_model(tmp_path)
+    assert [(span.kind, span.name, bool(span.bytes)) for span in spans if span.purpose == "checkpoint"] == [
         ("copy", "checkpoint_write", True), ("phase", "checkpoint", False),
         ("copy", "checkpoint_read", True), ("phase", "checkpoint", False),
         ("copy", "checkpoint_write", True), ("phase", "checkpoint", False),
@@ -563,7 +548,7 @@ def filled(rank: int, folder: Path) -> list[str]:
     return told
 
 
-def test_a_full_and_a_read_only_disk(ranks: Ranks, small_disk: Path) -> None:
+def test_a_full_and_a_read_only_disk_are_reported_on_all_ranks(ranks: Ranks, small_disk: Path) -> None:
     first, second = ranks.run(2, filled, small_disk)
     assert first == second
     full, model, read_only, _ = first
@@ -580,7 +565,7 @@ def apart(rank: int, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_folder_that_ranks_do_not_share(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_folder_that_ranks_do_not_share_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     told = ranks.run(2, apart, tmp_path)
     assert all("the folder must be one that all ranks share" in text for text in told)
     assert not (tmp_path / "0" / "tag").exists()
@@ -595,7 +580,7 @@ def damaged(folder: Path, change: Callable[[Path], None]) -> str:
     return str(caught.value)
 
 
-def test_damage_is_told(tmp_path: Path) -> None:
+def test_damage_is_reported(tmp_path: Path) -> None:
     def cut_short(path: Path) -> None:
         file = next(path.glob("*.distcp"))
         file.write_bytes(file.read_bytes()[:5000])
@@ -689,7 +674,7 @@ def model_saved(rank: int, folder: Path, settings: dict[str, Any], trained: bool
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_the_model_alone_in_one_file(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+def test_save_16bit_model_writes_the_whole_model(ranks: Ranks, tmp_path: Path, stage: int) -> None:
     zero = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
     settings = config(stage, zero=zero, bf16={"enabled": True})
     for trained in (False, True):
@@ -713,7 +698,7 @@ def test_sharded_parameters_are_gathered_only_on_demand(ranks: Ranks, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_the_package_offers() -> None:
+def test_the_package_exports_what_is_documented() -> None:
     assert sorted(checkpoint.__all__) == [
         "CheckpointError",
         "consolidated",

@@ -1,4 +1,4 @@
-"""The engine beside DDP and FSDP2, and what a script does with it beyond training (see test_engine_matrix)."""
+"""The engine beside DDP and FSDP2, and what a script does with it beyond training (see test_training_matrix)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import batches, build, reference
 from ranks import Ranks
+from spans import comms, recorded
 
 from dsprof import engine as ds
 from dsprof.engine import Engine
@@ -157,7 +158,7 @@ def early(rank: int) -> tuple[int, int, float, bool]:
     return freed, whole_inside, difference, same
 
 
-def test_parameters_can_be_cut_as_they_are_made(ranks: Ranks) -> None:
+def test_parameters_are_sharded_as_zero_init_makes_them(ranks: Ranks) -> None:
     for freed, whole_inside, difference, same in ranks.run(2, early):
         assert freed == 0
         assert whole_inside == 31 * 16 * 4
@@ -174,25 +175,14 @@ def sparse(rank: int, stage: int, kind: str) -> tuple[float, int]:
         made.embedding.sparse = kind == "module"
     config = configuration(stage, gradient_clipping=0.0, sparse_gradients=kind == "config")
     engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
-    sent: list[int] = []
-
-    class Listener:
-        def begin(self, span: Any) -> None: ...
-        def end(self, span: Any) -> None:
-            if span.kind == "comm" and span.purpose == "gradient":
-                sent.append(span.bytes)
-
-    from dsprof.engine.hooks import subscribe
-
-    stop = subscribe(Listener())
     data = batches(STEPS, ACCUMULATE, 2)
-    run(engine, data, rank)
-    stop()
+    with recorded() as spans:
+        run(engine, data, rank)
     expected.embedding.sparse = False
     reference(expected, adamw, data)
     found = whole(engine)
     difference = max((found[name] - value).abs().max().item() for name, value in expected.named_parameters())
-    return difference, len(sent)
+    return difference, len(comms(spans, "gradient"))
 
 
 @pytest.mark.parametrize("stage", [0, 1])

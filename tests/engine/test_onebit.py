@@ -8,28 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from ranks import Ranks, world
+from spans import recorded
 from torch import Tensor, nn
 
-from dsprof.engine import hooks
+from dsprof.engine.hooks import Hooks
 from dsprof.engine.optim.onebit import OneBitAdam, compressed_mean_, decode, encode, pack_signs, unpack_signs
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
-class Spans:
-    def __init__(self) -> None:
-        self.seen: list[hooks.Span] = []
-
-    def begin(self, span: hooks.Span) -> None: ...
-
-    def end(self, span: hooks.Span) -> None:
-        self.seen.append(span)
-
 
 # --- the codec
 
@@ -70,7 +54,7 @@ def means_and_errors(rank: int) -> tuple[list[Tensor], list[Tensor], list[Tensor
     for _ in range(50):
         values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
         torch._foreach_add_(entered, values)
-        compressed_mean_(values, worker, server, live, world(), hooks.Hooks())
+        compressed_mean_(values, worker, server, live, world(), Hooks())
         torch._foreach_add_(left, values)
     return entered, left, worker, server
 
@@ -178,15 +162,13 @@ def test_it_learns_as_well_as_adam(ranks: Ranks) -> None:
 
 def bytes_of_a_step(rank: int) -> list[tuple[Any, ...]]:
     params = [nn.Parameter(torch.randn(256, 255)), nn.Parameter(torch.randn(64))]
-    optimizer = OneBitAdam(params, freeze_step=1, group=world(), hooks=hooks.Hooks())
-    spans = Spans()
-    for step in range(2):
+    optimizer = OneBitAdam(params, freeze_step=1, group=world(), hooks=Hooks())
+    for _ in range(2):
         for param in params:
             param.grad = torch.randn(param.shape)
-        unsubscribe = hooks.subscribe(spans) if step == 1 else lambda: None
-        optimizer.step()
-        unsubscribe()
-    return [(s.kind, s.name, s.lane, s.purpose, s.bytes, s.dtype) for s in spans.seen]
+        with recorded() as spans:
+            optimizer.step()
+    return [(s.kind, s.name, s.lane, s.purpose, s.bytes, s.dtype) for s in spans]
 
 
 def test_bytes_on_the_wire(ranks: Ranks) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from pipelines import (
+from pipeline_models import (
     MICROBATCHES,
     VOCABULARY,
     WIDTH,
@@ -25,12 +24,11 @@ from pipelines import (
     weights,
 )
 from ranks import RankFailed, Ranks
-from recording import Recording
+from spans import recorded
 from torch import Tensor, nn
 
 from dsprof import engine as ds
 from dsprof.engine.config import ConfigError
-from dsprof.engine.hooks import subscribe
 from dsprof.engine.pipe import LayerSpec, PipelineError, PipelineModule, TiedLayerSpec
 from dsprof.engine.schedule import SCHEDULES, Plan, make_plan
 
@@ -149,7 +147,7 @@ def test_an_ordinary_model_is_divided_by_the_names_of_its_modules(ranks: Ranks) 
         ),
     ],
 )  # fmt: skip
-def test_layers_that_cannot_be(make: Any, says: str) -> None:
+def test_layers_that_cannot_be_are_refused(make: Any, says: str) -> None:
     with pytest.raises((ValueError, TypeError), match=says):
         make()
 
@@ -302,7 +300,7 @@ def asked_job(rank: int) -> tuple[Any, ...]:
     return found
 
 
-def test_scripts_ask_where_they_are(ranks: Ranks) -> None:
+def test_every_rank_knows_its_stage_and_its_place_in_the_grid(ranks: Ranks) -> None:
     assert ranks.run(4, asked_job) == [
         (rank // 2, 2, 4, 2, rank < 2, rank >= 2, rank % 2, 2, 2, rank, 2) for rank in range(4)
     ]
@@ -315,7 +313,7 @@ def early_list_job(rank: int) -> None:
     )  # fmt: skip
 
 
-def test_parameters_that_were_listed_before_there_were_any(ranks: Ranks) -> None:
+def test_parameters_that_were_listed_before_there_were_any_are_refused(ranks: Ranks) -> None:
     with pytest.raises(RankFailed) as failed:
         ranks.run(2, early_list_job)
     assert str(failed.value).count("initialize: model_parameters is empty, and the model has parameters to train") == 2
@@ -328,12 +326,10 @@ def told_job(rank: int, schedule: str, virtual: int) -> tuple[list[tuple[str, in
     engine = start(module(2, virtual_stages=virtual), configuration(pipeline={"schedule": schedule}))
     data = batches(1)
     engine.train_batch(iter(examples(data[0][:, 0])))
-    listener = Recording()
-    stop = subscribe(listener)
-    engine.train_batch(iter(examples(data[1][:, 0])))
-    stop()
+    with recorded() as seen:
+        engine.train_batch(iter(examples(data[1][:, 0])))
     engine.destroy()
-    spans = sorted(listener.spans, key=lambda span: span.start_ns)
+    spans = sorted(seen, key=lambda span: span.start_ns)
     pipe = [(span.name, span.stage, span.microbatch) for span in spans if span.kind == "pipe"]
     moved = [
         (span.kind, span.name, span.stage, span.microbatch, span.peer, span.lane)
@@ -344,7 +340,7 @@ def told_job(rank: int, schedule: str, virtual: int) -> tuple[list[tuple[str, in
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)])
-def test_every_action_is_told_as_the_plan_has_it(ranks: Ranks, schedule: str, virtual: int) -> None:
+def test_spans_are_the_actions_of_the_plan(ranks: Ranks, schedule: str, virtual: int) -> None:
     plan = make_plan(schedule, 2, MICROBATCHES, virtual)
     found = ranks.run(2, told_job, schedule, virtual)
     sent: Counter[tuple[int, int]] = Counter()
@@ -444,7 +440,7 @@ def test_a_stage_that_fails_fails_on_every_rank(ranks: Ranks, how: str, where: i
         ((torch.ones(2, 4),) * 3, "the iterator gave 3 things; a pipeline takes (inputs, labels)"),
     ],
 )
-def test_batches_that_are_no_pairs_are_refused(batch: Any, says: str, alone: None) -> None:
+def test_batches_that_are_no_pairs_are_refused(batch: Any, says: str) -> None:
     engine = start(PipelineModule([nn.Linear(4, 4)], 1, loss_fn=nn.functional.mse_loss), configuration())
     with pytest.raises(PipelineError) as refused:
         engine.train_batch(itertools.repeat(batch))
@@ -452,7 +448,7 @@ def test_batches_that_are_no_pairs_are_refused(batch: Any, says: str, alone: Non
     engine.destroy()
 
 
-def test_a_loss_that_is_no_scalar_is_refused(alone: None) -> None:
+def test_a_loss_that_is_no_scalar_is_refused() -> None:
     engine = start(PipelineModule([nn.Linear(4, 4)], 1), configuration())
     with pytest.raises(PipelineError, match="there is no loss_fn, and the last layer returned a tensor of shape"):
         engine.train_batch(itertools.repeat((torch.ones(2, 4), torch.ones(2, 4))))
@@ -462,14 +458,7 @@ def test_a_loss_that_is_no_scalar_is_refused(alone: None) -> None:
     engine.destroy()
 
 
-def test_plans_that_cannot_be_are_refused(alone: None) -> None:
+def test_schedules_that_do_not_fit_the_module_are_refused() -> None:
     model = PipelineModule([nn.Linear(4, 4)] * 2, 1, virtual_stages=2)
     with pytest.raises(ConfigError, match=r'pipeline.schedule: "1f1b" knows one stage a rank'):
         start(model, configuration())
-
-
-@pytest.fixture
-def alone() -> Any:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -1,14 +1,15 @@
-"""A pipeline that fails anywhere fails on every rank, soon, and with the cause named."""
+"""A pipeline that fails anywhere fails on every rank, soon, with the cause named, and leaves nothing under way."""
 
 from __future__ import annotations
 
 import functools
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from pipelines import configuration, start
+from pipeline_models import configuration, start
 from ranks import Ranks
 from torch import Tensor, nn
 
@@ -73,12 +74,12 @@ def _fail(grad: Tensor) -> Tensor:
 
 def replica_job(rank: int, how: str, stage: int) -> tuple[list[str], float]:
     """Two pipelines of two stages, of which the second fails."""
-    failure.GRACE_S = 0.5
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
     layers.insert(stage, LayerSpec(Breaks, 1, how))  # type: ignore[arg-type]
     module = PipelineModule(layers, 2, loss_fn=mse, partition_method=[0, 1 + (stage == 0), 3])
-    engine = start(module, configuration(zero_optimization={"stage": stage + 1}))
+    with mock.patch.object(failure, "GRACE_S", 0.5):
+        engine = start(module, configuration(zero_optimization={"stage": stage + 1}))
     began, said = time.monotonic(), []
     for _ in range(2):
         try:
@@ -264,3 +265,98 @@ def test_an_error_names_the_layer_and_what_a_pipeline_leaves_out() -> None:
 def test_a_class_is_no_layer(layer: Any) -> None:
     with pytest.raises(TypeError, match=r"layer 1 is the class Linear, .* write LayerSpec\(Linear, \.\.\.\)"):
         PipelineModule([nn.Tanh(), layer])
+
+
+# --- after a step that failed
+
+
+def samples(microbatches: int = 4) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.ones(2, 4), torch.zeros(2, 4))] * microbatches
+
+
+class BreaksOnce(nn.Module):
+    """Fails in a given call, once."""
+
+    def __init__(self, call: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.left = call
+
+    def forward(self, x: Tensor) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise ArithmeticError("cannot go on")
+        return self.linear(x)
+
+
+def attempt(call: Any) -> str:
+    try:
+        call()
+    except (PipelineError, ArithmeticError) as error:
+        return str(error)
+    return "done"
+
+
+def failed_job(rank: int, at: int, schedule: str) -> list[str]:
+    module = PipelineModule([nn.Linear(4, 4), BreaksOnce(at)], 2, loss_fn=mse, partition_method="uniform")
+    engine = start(module, configuration(gradient_accumulation_steps=8, pipeline={"schedule": schedule}))
+    said = [attempt(lambda: engine.eval_batch(iter(samples(8)))) for _ in range(2)]
+    said += [attempt(lambda: engine.train_batch(iter(samples(8)))) for _ in range(2)]
+    engine.destroy()  # waits for nobody
+    return said
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_nothing_is_left_under_way_by_a_step_that_failed(ranks: Ranks, schedule: str) -> None:
+    """The first stage of an evaluation sends and receives nothing, and is told nevertheless."""
+    first, last = ranks.run(2, failed_job, 2, schedule)
+    where = "in layer 1 (BreaksOnce) of the pipeline, called on a tensor of shape (2, 4)"
+    cause = f"rank 1: stage 1 of the pipeline failed: ArithmeticError: cannot go on; {where}"
+    assert first == [cause, "done", "done", "done"]
+    assert last == ["cannot go on", "done", "done", "done"]
+    first, last = ranks.run(2, failed_job, 8 + 8 + 3, schedule)
+    assert (first[:2], last[:3]) == (["done", "done"], ["done", "done", "cannot go on"])
+    assert first[2] == cause
+    if schedule != "gpipe":  # there it fails before any gradient is made, and nothing is lost
+        assert "an earlier step of this engine failed half-way" in first[3]
+        assert first[3] == last[3]
+    else:
+        assert first[3] == last[3] == "done"
+
+
+def refused_job(rank: int, what: str) -> str:
+    config = configuration()
+    loss: Any = mse
+    if what == "optimizer":
+        del config["optimizer"]
+    if what == "detached":
+        loss = lambda output, labels: mse(output, labels).detach()  # noqa: E731
+    layers: list[Any] = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    if what == "tuple":
+        layers, loss = [nn.Linear(4, 4), lambda x: (x, x)], None
+    engine = start(PipelineModule(layers, 2, loss_fn=loss, partition_method="uniform"), config)
+    try:
+        if what == "tuple":
+            engine.eval_batch(iter(samples()))
+        else:
+            engine.train_batch(samples() if what == "list" else iter(samples()))  # type: ignore[arg-type]
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("optimizer", "train_batch: there is no optimizer"),
+        ("detached", "train_batch: the loss depends on no parameter that is trained"),
+        ("list", "train_batch: data_iter is a list, and not an iterator"),
+        ("tuple", "eval_batch: the last layer returned a tuple, which is no loss"),
+    ],
+)
+def test_what_would_train_nothing_is_refused(ranks: Ranks, what: str, says: str) -> None:
+    found = ranks.run(2, refused_job, what)
+    assert any(text.startswith(says) for text in found)
+    assert "nothing" not in found

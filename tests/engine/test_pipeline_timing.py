@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import pytest
 import torch
-from pipelines import start
+from pipeline_models import start
 from ranks import Ranks
-from recording import recorded
+from spans import recorded
 from torch import Tensor, nn
 
 from dsprof.engine.pipe import PipelineModule

@@ -280,7 +280,7 @@ def trained(rank: int) -> bool:
     return all(torch.allclose(found[name], value, atol=1e-5) for name, value in reference.named_parameters())
 
 
-def test_such_a_model_trains(ranks: Ranks) -> None:
+def test_a_model_made_in_the_block_trains(ranks: Ranks) -> None:
     assert ranks.run(2, trained) == [True, True]
 
 
@@ -313,7 +313,7 @@ def placed(rank: int) -> set[str]:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_parameters_are_cut_on_the_device_of_the_engine(ranks: Ranks) -> None:
+def test_parameters_are_sharded_on_the_device_of_the_engine(ranks: Ranks) -> None:
     assert ranks.run(1, placed) == [{"cuda torch.bfloat16"}]
 
 
@@ -482,7 +482,7 @@ def _gather(**arguments: Any) -> None:
         pass
 
 
-def test_contradictions_are_errors(ranks: Ranks) -> None:
+def test_contradicting_settings_are_errors(ranks: Ranks) -> None:
     assert ranks.run(2, told) == [[
         "zero.Init: dtype=torch.float16, and the configuration asks for torch.bfloat16; leave dtype out",
         "zero.Init: this block is inside another one, which cuts the same modules; leave it out",

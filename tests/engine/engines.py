@@ -1,0 +1,63 @@
+"""Engines of linear layers, for tests of what an engine does on little data."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from dsprof.engine import Engine, initialize
+from dsprof.engine.comm.lane import open_lane
+
+WIDTH = 8
+LAYER = WIDTH * WIDTH
+"""Elements of each layer of `Layers`."""
+
+
+class Layers(nn.Sequential):
+    """Linear layers of LAYER elements each, and one number as output."""
+
+    def __init__(self, depth: int = 4) -> None:
+        torch.manual_seed(3)
+        super().__init__(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y.square().mean()
+
+
+def configuration(stage: int = 0, *, zero: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """SGD without clipping; in stage 3 all parameters are sharded."""
+    threshold = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, **threshold, **(zero or {})},
+        **more,
+    }
+
+
+@contextlib.contextmanager
+def engine_for(model: nn.Module, config: dict[str, Any], *, link: float | None = None, **more: Any) -> Iterator[Engine]:
+    """An engine, closed at the end. `link`: its lanes then take at least their bytes over `link` bytes/s."""
+    module = importlib.import_module("dsprof.engine.setup.initialize")
+    with mock.patch.object(module, "open_lane", partial(open_lane, link=link)) if link else contextlib.nullcontext():
+        engine, *_ = initialize(model=model, config=config, **{"model_parameters": model.parameters(), **more})
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def train(engine: Engine, steps: int, make_input: Callable[[], Tensor] | None = None) -> None:
+    """Take `steps` steps."""
+    for _ in range(steps * engine.gradient_accumulation_steps()):
+        engine.backward(engine(torch.ones(2, WIDTH) if make_input is None else make_input()))
+        engine.step()

@@ -1,0 +1,500 @@
+"""Stage 3 where a model does what modules' hooks do not tell of, and where its memory goes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import Ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dsprof import engine as ds
+from dsprof.engine.train.engine import Engine
+from dsprof.engine.zero.fetch_order import Owner, Pass, Walk
+from dsprof.engine.zero.shard import Cut, ShardedParam
+
+WIDTH = 8
+LAYER = WIDTH * WIDTH + WIDTH
+TIGHT = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 1, "stage3_prefetch_bucket_size": 0}
+
+
+def linear(**kind: Any) -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, **kind)
+
+
+def engine_for(model: nn.Module, **zero: Any) -> Engine:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
+    }
+    engine: Engine = ds.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    return engine
+
+
+def batch(step: int, rank: int) -> Tensor:
+    seed = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, 5, WIDTH, dtype=torch.float64, generator=seed)
+
+
+# --- whatever a model does, it trains to the same weights
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = linear(), linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.middle(torch.tanh(self.first(x))))
+        return y
+
+
+class KeepsReferences(Plain):
+    """Modules' hooks do not see them, nor does a look at an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.middle.weight, self.first.bias]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(F.linear(self.first(x), *self.kept))
+        return y
+
+
+class AddsInPlace(Plain):
+    """The output of a Linear on three dimensions is a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        y: Tensor = self.middle(x)
+        y += x
+        z: Tensor = self.last(y)
+        return z
+
+
+class UsesDetached(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(self.first(x), self.middle.weight.detach())
+        y: Tensor = self.last(F.linear(torch.tanh(x), self.middle.weight, self.middle.bias))
+        return y
+
+
+class KeepsLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+        self.extra = torch.tensor(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        self.extra = torch.tanh(self.layer.weight).pow(2).mean() * self.layer.weight.pow(2).mean()
+        return y
+
+
+class LossInAttribute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = KeepsLoss(), KeepsLoss()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.first(x))
+        return y + self.first.extra + self.last.extra
+
+
+class Opaque:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class GivesOpaque(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: Tensor) -> Opaque:
+        return Opaque(F.linear(x, self.layer.weight, self.layer.bias))
+
+
+class OutputsOpaque(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = GivesOpaque(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.first(x).value)
+        return y
+
+
+class Adapted(nn.Module):
+    """LoRA, its base called by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = linear().requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, *, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(input=x) + self.up(self.down(x)))
+
+
+class AdaptedLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Adapted() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x=x)
+        return x
+
+
+class Forces(Plain):
+    """A gradient within forward, and a loss of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = super().forward(x).pow(2).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return force * self.last.bias
+
+
+class ReadsBeforeAnotherRuns(Plain):
+    """By the time the first weight is used, others have been fetched."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        weight = self.first.weight
+        y: Tensor = self.last(self.middle(x)) @ weight
+        return y
+
+
+class Recomputes(Plain):
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.linear(self.middle(x), self.middle.weight.detach()) @ self.middle.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.inner, self.first(x), use_reentrant=False)
+        y: Tensor = self.last(checkpoint(self.inner, x, use_reentrant=True))
+        return y
+
+
+Backward = Callable[..., Any]
+
+
+def once(call: Callable[[Tensor], Tensor], backward: Backward, x: Tensor) -> None:
+    backward(call(x).pow(2).mean())
+
+
+def twice(call: Callable[[Tensor], Tensor], backward: Backward, x: Tensor) -> None:
+    y = call(x)
+    backward(y[..., 0].pow(2).mean(), retain_graph=True)
+    backward(y[..., 1:].pow(2).mean())
+
+
+def recomputing_all(call: Callable[[Tensor], Tensor], backward: Backward, x: Tensor) -> None:
+    backward(checkpoint(call, x, use_reentrant=False).pow(2).mean())
+
+
+def penalised(call: Callable[[Tensor], Tensor], backward: Backward, x: Tensor) -> None:
+    x.requires_grad_()
+    y = call(x).pow(2).mean()
+    (grad,) = torch.autograd.grad(y, x, create_graph=True)
+    backward(y + grad.pow(2).sum())
+
+
+def weights_penalised(call: Callable[[Tensor], Tensor], backward: Backward, x: Tensor) -> None:
+    """Backward finds what was used within the block."""
+    assert isinstance(call, nn.Module)
+    with ds.zero.GatheredParameters(call.parameters()):
+        penalty = torch.stack([param.pow(2).sum() for param in call.parameters()]).sum()
+    backward(call(x).pow(2).mean() + 0.1 * penalty)
+
+
+CASES: dict[str, tuple[type[nn.Module], Callable[..., None]]] = {
+    "two backwards": (Plain, twice),
+    "in place": (AddsInPlace, once),
+    "in place, two backwards": (AddsInPlace, twice),
+    "detached": (UsesDetached, once),
+    "loss in an attribute": (LossInAttribute, once),
+    "opaque output": (OutputsOpaque, once),
+    "frozen by keyword": (AdaptedLayers, once),
+    "forces": (Forces, once),
+    "gradient penalty": (Plain, penalised),
+    "all recomputed": (UsesDetached, recomputing_all),
+    "parts recomputed": (Recomputes, once),
+    "read early": (ReadsBeforeAnotherRuns, once),
+    "references kept": (KeepsReferences, once),
+    "weights penalised": (Plain, weights_penalised),
+}
+
+
+def trains(rank: int, name: str, zero: dict[str, Any]) -> tuple[float, int]:
+    """The largest difference to one process after three steps, and the elements that are whole then."""
+    make, step = CASES[name]
+    torch.manual_seed(0)
+    model = make().double()
+    expected = copy.deepcopy(model)
+    engine = engine_for(model, **zero)
+    optimizer = torch.optim.SGD((p for p in expected.parameters() if p.requires_grad), lr=0.1)
+    for number in range(3):
+        step(engine, engine.backward, batch(number, rank))
+        engine.step()
+        optimizer.zero_grad()
+        for other in range(2):
+            step(expected, lambda loss, **how: (loss / 2).backward(**how), batch(number, other))
+        optimizer.step()
+    assert engine.zero.fetcher is not None
+    live = engine.zero.fetcher.live
+    with ds.zero.GatheredParameters(model.parameters()):
+        pairs = zip(model.parameters(), expected.parameters(), strict=True)
+        return max((mine - other).abs().max().item() for mine, other in pairs), live
+
+
+@pytest.mark.parametrize("zero", [{}, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize("name", CASES)
+def test_what_hooks_do_not_see_trains_to_the_reference(ranks: Ranks, name: str, zero: dict[str, Any]) -> None:
+    for difference, live in ranks.run(2, trains, name, zero):
+        assert difference < 1e-12
+        assert live == 0
+
+
+# --- parameters that are not there
+
+
+def reads(rank: int) -> tuple[list[str], list[Any]]:
+    """What uses of a parameter outside the model say, and what may be asked of it."""
+    model = Plain()
+    engine = engine_for(model)
+    weight = model.first.weight
+    said = []
+    for use in (
+        weight.sum, weight.norm, weight.item, lambda: weight.data, lambda: weight + 1, lambda: F.linear(weight, weight),
+        lambda: torch.stack([weight]), lambda: copy.deepcopy(model), lambda: pickle.dumps(weight), model.state_dict,
+        lambda: weight.requires_grad_(False).fill_(1.0), model.double,
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError) as error:
+            use()
+        said.append(str(error.value))
+    weight.requires_grad_(True)
+    asked = [
+        repr(weight), tuple(weight.shape), weight.numel(), weight.dtype, weight.is_leaf, weight.grad,
+        torch.zeros_like(weight).shape == weight.shape, isinstance(weight, nn.Parameter), model.to("cpu") is model,
+        sum(p.stored_bytes for p in engine.zero.params),
+    ]  # fmt: skip
+    with ds.zero.GatheredParameters(model.parameters()):
+        copied, state = copy.deepcopy(model), model.state_dict()
+        kinds = {type(param) for param in (*model.parameters(), *copied.parameters())}
+        asked += [kinds == {nn.Parameter}, all(torch.equal(copied.state_dict()[name], state[name]) for name in state)]
+    return said, asked
+
+
+def test_a_sharded_parameter_has_its_shape_and_refuses_to_be_used(ranks: Ranks) -> None:
+    for said, asked in ranks.run(2, reads):
+        for text in said:
+            assert "the parameter first.weight is in pieces (ZeRO stage 3), and is fetched while the model's" in text
+            assert "takes `with zero.GatheredParameters(parameters):` around it, on all ranks" in text
+        assert asked == [
+            "Parameter first.weight in pieces (ZeRO stage 3), shape (8, 8), torch.float32", (8, 8), 64,
+            torch.float32, True, None, True, True, True, 0, True, True,
+        ]  # fmt: skip
+
+
+def inside_gathered(rank: int) -> tuple[list[int], int, bool, int]:
+    """Bytes stored after an evaluation in the block, what is live then, whether ranks agree, and live at the end."""
+    model = Plain()
+    engine = engine_for(model)
+    x = torch.ones(2, WIDTH)
+    assert engine.zero.fetcher is not None
+    with ds.zero.GatheredParameters(model.parameters(), modifier_rank=1):
+        with torch.no_grad():
+            model.middle.weight.fill_(float(rank))
+            engine(x)
+        stored = [p.stored_bytes for p in engine.zero.params]
+        live = engine.zero.fetcher.live
+    with torch.no_grad():
+        engine(x)
+    after = engine.zero.fetcher.live
+    with ds.zero.GatheredParameters(model.middle.weight):
+        same = bool((model.middle.weight == 1.0).all())
+    return stored, live, same, after
+
+
+def test_gathered_parameters_stay_whole_and_are_counted(ranks: Ranks) -> None:
+    for stored, live, same, after in ranks.run(2, inside_gathered):
+        assert stored == [4 * WIDTH * WIDTH, 4 * WIDTH] * 3
+        assert live == 3 * LAYER
+        assert same
+        assert after == 0
+
+
+# --- memory
+
+
+class UsesChild(nn.Module):
+    """No parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.linear(x, self.layer.weight, self.layer.bias))
+
+
+class UsesList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.eye(WIDTH)), nn.Parameter(torch.zeros(WIDTH))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weights[0] + self.weights[1])
+
+
+class Frozen(UsesChild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+class Lists(UsesChild):
+    """Looks at all its parameters in its first call only."""
+
+    looked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.looked:
+            self.looked = True
+            assert not any(p.isnan().any() for p in self.layer.parameters())
+            return x * 1.0
+        return x * 2.0
+
+
+def peaks(rank: int, block: type[nn.Module]) -> tuple[list[int], list[str]]:
+    """The most elements whole in each of three steps, and the names of what they were fetched for."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(block() for _ in range(6)), linear())
+    engine = engine_for(model, **{**TIGHT, "stage3_max_live_parameters": 2 * LAYER})
+    assert engine.zero.fetcher is not None
+    found = []
+    for number in range(3):
+        engine.zero.fetcher.ledger.peak = 0
+        engine.backward(engine(batch(number, rank).float()).pow(2).mean())
+        engine.step()
+        found.append(engine.zero.fetcher.peak_live)
+    record = engine.zero.fetcher._records[True]
+    assert record is not None
+    return found, [owner.name for owner in record.owners if owner.params]
+
+
+@pytest.mark.parametrize("block", [UsesChild, UsesList, Frozen], ids=lambda kind: kind.__name__)
+def test_only_the_block_that_runs_is_whole(ranks: Ranks, block: type[nn.Module]) -> None:
+    for steps, _ in ranks.run(2, peaks, block):
+        assert max(steps) <= 2 * LAYER
+
+
+def peaks_of_adapted(rank: int) -> int:
+    torch.manual_seed(0)
+    engine = engine_for(AdaptedLayers(), **TIGHT)
+    assert engine.zero.fetcher is not None
+    for number in range(3):
+        engine.backward(engine(batch(number, rank).float()).pow(2).mean())
+        engine.step()
+    return engine.zero.fetcher.peak_live
+
+
+def test_frozen_bases_called_by_keyword_go_in_backward(ranks: Ranks) -> None:
+    for most in ranks.run(2, peaks_of_adapted):
+        assert most <= 2 * LAYER
+
+
+def test_listing_parameters_is_no_use_of_each_call(ranks: Ranks) -> None:
+    """The last layer alone is needed after the first step: in forward and in backward."""
+    for steps, owners in ranks.run(2, peaks, Lists):
+        assert steps == [LAYER, LAYER, LAYER]
+        assert owners == ["6", "6"]
+
+
+# --- a pass as data
+
+
+def sharded(count: int) -> list[ShardedParam]:
+    return [
+        ShardedParam(str(n), nn.Parameter(torch.zeros(10)), Cut(10, 2), 0, persistent=False, index=n)
+        for n in range(count)
+    ]
+
+
+def test_a_pass_knows_what_comes_next() -> None:
+    a, b, c = sharded(3)
+    owners = [Owner("a", [a]), Owner("both", [a, b]), Owner("c", [c])]
+    record = Pass([*owners, owners[0]])
+    assert [record.next_place(a, start) for start in range(5)] == [0, 1, 3, 3, None]
+    assert [record.elements(0, stop) for stop in range(5)] == [0, 10, 30, 40, 50]
+    walk = Walk(record)
+    walk.step(owners[0])
+    assert list(walk.upcoming()) == [a, b, c, a]
+    assert list(walk.upcoming()) == []
+    walk.released(c)
+    assert list(walk.upcoming()) == [c]
+    walk.step(owners[1])
+    assert walk.needed_within(a, 10)
+    assert not walk.needed_within(a, 9)
+    assert not walk.needed_within(b, 100)
+    walk.step(owners[0])  # another way
+    assert list(walk.upcoming()) == []
+    assert walk.outcome() is not record
+
+
+def lines_run(rank: int, layers: int, zero: dict[str, Any]) -> int:
+    """Lines of Python that fetching runs through in a step that goes as recorded."""
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(layers)))
+    engine = engine_for(model, **zero)
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal count
+        if "zero" not in Path(frame.f_code.co_filename).parts:
+            return None
+        count += event == "line"
+        return trace
+
+    for number in range(3):
+        if number == 2:
+            sys.settrace(trace)
+        try:
+            engine.backward(engine(torch.ones(1, 2)).sum())
+        finally:
+            sys.settrace(None)
+        engine.step()
+    return count
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {},
+        {"stage3_max_reuse_distance": 0},
+        {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 20},
+        {"stage3_max_live_parameters": 40},
+    ],
+    ids=["kept", "prefetched", "a little prefetched", "room for few"],
+)
+def test_fetching_takes_time_in_proportion_to_the_layers(ranks: Ranks, zero: dict[str, Any]) -> None:
+    few, many = (ranks.run(2, lines_run, layers, zero)[0] for layers in (30, 120))
+    assert few > 1000
+    assert many / few < 5  # not 16
