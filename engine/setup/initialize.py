@@ -24,14 +24,13 @@ from ..data import ShardedLoader
 from ..hooks import Hooks
 from ..offload import open_offload
 from ..optim import lr
-from ..optim.loss_scaler import DTYPES, loss_scaler, model_dtype
+from ..optim.loss_scaler import loss_scaler, model_dtype
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import open_links
 from ..train.engine import Engine
 from ..train.pipeline_engine import PipelineEngine
 from ..training import Training
 from ..zero import Comms, Zero, ZeroSettings
-from ..zero.fetch import FetchSettings
 from ..zero.registry import EarlyParam, holder
 from ..zero.shard import ShardedParam
 from ..zero.validate import refuse_overlaps
@@ -114,7 +113,7 @@ def initialize(
     offload = open_offload(settings, device, hooks, rank)
     _check_parameters(model, settings)
     zero = Zero(
-        model, _zero_settings(settings), _open_comms(settings, mesh, device, hooks), hooks,
+        model, ZeroSettings.of(settings), _open_comms(settings, mesh, device, hooks), hooks,
         make_master=offload.states.make_master, take_piece=offload.take_piece,
         names=model.names() if isinstance(model, PipelineModule) else None,
     )  # fmt: skip
@@ -202,32 +201,6 @@ def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None) ->
             )
     for tensor in (*(p for p in model.parameters() if holder(p) is None), *model.buffers()):
         tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
-
-
-def _zero_settings(config: Config) -> ZeroSettings:
-    zero = config.zero_optimization
-    dtype, accumulate = config.communication_data_type, config.data_types.grad_accum_dtype
-    return ZeroSettings(
-        stage=zero.stage,
-        reduce_bucket_size=zero.reduce_bucket_size,
-        allgather_bucket_size=zero.allgather_bucket_size,
-        overlap_comm=zero.overlap_comm,
-        reduce_scatter=zero.reduce_scatter,
-        contiguous_gradients=zero.contiguous_gradients,
-        allgather_partitions=zero.allgather_partitions,
-        round_robin_gradients=zero.round_robin_gradients,
-        ignore_unused_parameters=zero.ignore_unused_parameters,
-        param_persistence_threshold=zero.stage3_param_persistence_threshold,
-        model_persistence_threshold=zero.stage3_model_persistence_threshold,
-        sparse_gradients=config.sparse_gradients,
-        communication_dtype=None if dtype is None else DTYPES[dtype],
-        accumulate_dtype=None if accumulate is None else DTYPES[accumulate],
-        prescale_gradients=config.prescale_gradients,
-        gradient_predivide_factor=config.gradient_predivide_factor,
-        fetch=FetchSettings(
-            zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance
-        ),
-    )
 
 
 def _open_comms(config: Config, mesh: Mesh, device: torch.device, hooks: Hooks) -> Comms:

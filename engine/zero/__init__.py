@@ -1,11 +1,12 @@
 """ZeRO: how parameters, gradients and optimizer state are cut over the data-parallel ranks.
 
 shard.py      how one parameter is cut
+settings.py   what it is to do
 bucket.py     gradients that travel together
 reduce.py     gradients, in buckets, from backward to the masters
 gather.py     parameters, in batches, back to full size
 fetch.py      stage 3: when a module's parameters come and go
-passes.py     one way through a model, as data
+fetch_order.py one way through a model, as data
 uses.py       uses of parameters that no module's call announces
 absent.py     what a parameter is between its uses
 sparse.py     gradients of embeddings, as rows
@@ -17,6 +18,7 @@ partition.py  the stages, put together
 """
 
 from .init import GatheredParameters, Init
-from .zero import Comms, Zero, ZeroSettings
+from .settings import ZeroSettings
+from .zero import Comms, Zero
 
 __all__ = ["Comms", "GatheredParameters", "Init", "Zero", "ZeroSettings"]

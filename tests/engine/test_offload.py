@@ -41,7 +41,7 @@ from dsprof.engine.offload.transfer import About
 from dsprof.engine.optim import build as build_optimizer
 from dsprof.engine.zero import Comms, Zero, ZeroSettings
 from dsprof.engine.zero.bucket import Bucket
-from dsprof.engine.zero.fetch import FetchSettings
+from dsprof.engine.zero.settings import FetchSettings
 from dsprof.engine.zero.shard import Cut, ShardedParam
 
 CPU = torch.device("cpu")
