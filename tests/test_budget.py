@@ -20,8 +20,7 @@ from dsprof.collectors import engine_events
 from dsprof.engine.config.offload import AioConfig
 from dsprof.engine.hooks import Hooks
 from dsprof.engine.offload.buffers import aligned
-from dsprof.engine.offload.disk import Disk
-from dsprof.engine.offload.transfer import About
+from dsprof.engine.offload.disk import About, Disk
 from dsprof.schema import BUDGET_PARTS, COLUMNS
 from dsprof.trace.capture import read_capture
 from dsprof.trace.derive import trace_rows

@@ -1,11 +1,10 @@
 """Offloading: states and parameters that are not in use lie in host memory or in files.
 
-    files.py      files that are read and written beside the computation
+    disk.py       files that are read and written beside the computation
     buffers.py    the memory that they are read to and written from
     optimizer.py  masters and the optimizer's states, tile by tile
-    needs.py      how much room these are going to take
     params.py     this rank's pieces of the parameters (stage 3)
-    opening.py    all of it, as a configuration says
+    build.py      all of it, as a configuration says
 
 Nobody outside of it has to know where anything is: masters and states are seen in `States.through`, pieces of
 parameters by `ShardedParam.read_piece`.

@@ -34,10 +34,9 @@ from dsprof.engine.config.offload import AioConfig, OffloadOptimizerConfig, Offl
 from dsprof.engine.hooks import Hooks, Span, subscribe
 from dsprof.engine.offload import Offload, OffloadError, open_offload
 from dsprof.engine.offload.buffers import PAGE, Pool, aligned, as_bytes, hollow
-from dsprof.engine.offload.disk import Disk
+from dsprof.engine.offload.disk import About, Disk
 from dsprof.engine.offload.optimizer import InMemory, OnDisk
 from dsprof.engine.offload.params import PieceFile
-from dsprof.engine.offload.transfer import About
 from dsprof.engine.optim import build as build_optimizer
 from dsprof.engine.zero import Comms, Zero, ZeroSettings
 from dsprof.engine.zero.bucket import Bucket
