@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.consensus import CheckpointError, Team, gather_over
+from ..comm.consensus import CheckpointError, Team, gather_objects
 from ..training import Training
 from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
@@ -96,7 +96,7 @@ def consolidated(training: Training, *, with_frozen: bool) -> dict[str, Tensor]:
         [_SentTensor(name, buffer.shape, buffer.dtype) for name, buffer in kept.items()],
         names(training),
     )
-    replica = gather_over(parallel.model, contribution)
+    replica = gather_objects(contribution, parallel.model)
     first_replica, receives = parallel.mesh.dp_rank == 0, parallel.mesh.rank == 0
     parts: dict[str, list[Tensor]] = {}
     for param in params:

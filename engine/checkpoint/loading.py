@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.consensus import CheckpointError, Team, gather_over
+from ..comm.consensus import CheckpointError, Team, gather_objects
 from ..optim.onebit import OneBitAdam
 from ..training import Training
 from ..zero.shard import ShardedParam
@@ -59,7 +59,7 @@ def load(
             return None, None
         path = Path(folder) / name
         doing = f"checkpoint {path} was not loaded"
-        replica = gather_over(training.parallel.model, team.together(doing, lambda: _of_rank(training)))
+        replica = gather_objects(team.together(doing, lambda: _of_rank(training)), training.parallel.model)
         loading = team.together(doing, lambda: _Loading(training, path, team, replica, strict=load_module_strict))
         if not load_module_only:
             team.together(

@@ -47,8 +47,8 @@ def simulate(plan: Plan, cost: Cost, lag: Lag = 0.0) -> Simulation:
     """Every action starts when its rank has done the one before and what it needs is there.
 
     Transfers hold no rank up: what one rank makes is there for another `lag` later, whatever else is under way. Those
-    in `plan` are passed over. Takes time linear in the number of actions. `plan` is one that `check` takes; ScheduleError
-    is raised if it can never finish.
+    in `plan` are passed over. Takes time linear in the number of actions. `plan` is one that `check` takes;
+    ScheduleError is raised if it can never finish.
     """
     plan = replace(plan, actions=tuple(tuple(a for a in actions if a.op in COMPUTE) for actions in plan.actions))
     lag_of = lag if callable(lag) else lambda _from, _to: lag

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..comm.comm import Comm
+from ..comm.consensus import gather_objects
 from ..comm.groups import Parallel
 from ..comm.mesh import Mesh
 
@@ -30,8 +30,7 @@ def check_alike(model: nn.Module, parallel: Parallel, names: Mapping[nn.Paramete
     digest = hashlib.blake2b("\n".join(mine).encode(), digest_size=8).digest()
     if all(len(set(same)) == 1 for same in _by_stage(_gathered(digest, everyone), parallel.mesh)):
         return
-    everybody: list[list[str]] = [mine] * everyone.size
-    dist.all_gather_object(everybody, mine, group=everyone.group)
+    everybody = gather_objects(mine, everyone)
     for stage, ranks in enumerate(parallel.mesh.sets("dp", "tp")):
         found = _first_difference(ranks, [everybody[rank] for rank in ranks])
         if found:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.comm import Comm, Content
+from ..comm.consensus import gather_objects
 
 NOTHING: Final = Content(0, ("nothing",))
 
@@ -38,8 +39,7 @@ class Trail:
         found = [tuple(row) for row in rows.tolist()]
         if len(set(found)) == len({first for first, _ in found}):
             return
-        everybody: list[tuple[int, list[Content]]] = [(mine[0], contents)] * everyone.size
-        dist.all_gather_object(everybody, (mine[0], contents), group=everyone.group)
+        everybody = gather_objects((mine[0], contents), everyone)
         for rank, (first, theirs) in enumerate(everybody):
             for here, there in zip_longest(everybody[first][1], theirs, fillvalue=NOTHING):
                 if here.tag != there.tag:
