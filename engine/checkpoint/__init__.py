@@ -13,13 +13,11 @@ code.
     loading.py     and read
     state.py       what is saved under which name, and what of the weights a rank holds
     optimizer.py   the optimizer's state, likewise
-    cuts.py        parts of parameters that tensor-parallel ranks have, from one cut to another
-    pieces.py      flat pieces of tensors, through torch.distributed.checkpoint
-    values.py      everything that is no tensor, and random number generators
+    reshard.py     parts of parameters that tensor-parallel ranks have, from one cut to another
+    dcp.py         flat pieces of tensors, through torch.distributed.checkpoint
+    serialize.py   everything that is no tensor, and random number generators
     folder.py      tags, `latest`, and how a new checkpoint takes its place at once or not at all
-    team.py        ranks that succeed together or fail together
-    whole.py       the model alone, in one file
-    offline.py     the model alone, read without an engine
+    consolidate.py the model alone: in one file, or read without an engine
 """
 
 from ..comm.consensus import CheckpointError

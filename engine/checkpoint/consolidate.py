@@ -19,7 +19,7 @@ from .dcp import Contents, Piece
 from .folder import find, latest_tag, replace_whole
 from .reshard import Wanted, as_saved, join, read, tensor_cut
 from .serialize import unpack
-from .state import buffers, merged, names
+from .state import about_training, buffers, merged, names
 
 
 def save_16bit_model(
@@ -171,9 +171,9 @@ def weights_of(
         raise CheckpointError(f"there is no file {place / 'latest'}: check the folder, or give a tag")
     contents = Contents(place / find(place, chosen))
     contents.check_files()
-    training: dict[str, Any] = unpack(contents.value("training"), "training")
+    training = about_training(contents)
     shapes: dict[str, torch.Size] = training["weights"]
-    cuts = training.get("cuts", {})  # format 1 had none
+    cuts = training["cuts"]
     if without_frozen:
         if "optimizer" not in contents:
             raise CheckpointError(

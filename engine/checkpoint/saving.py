@@ -17,9 +17,8 @@ from .folder import Place, check_tag, write_synced
 from .optimizer import optimizer_state
 from .reshard import part_name, tensor_cut
 from .serialize import pack, plain, random_states
-from .state import Holdings, buffers, device_of, digests, holdings, loader_of, merged, own_buffer, weights
+from .state import FORMAT, Holdings, buffers, device_of, digests, holdings, loader_of, merged, own_buffer, weights
 
-FORMAT: Final = 2
 COUNTERS: Final = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
