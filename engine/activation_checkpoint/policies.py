@@ -1,7 +1,6 @@
 """Activation checkpointing: blocks of a model whose activations are recomputed in backward instead of kept.
 
-A policy finds the blocks and wraps each one's `forward`, on the instance: names, classes and `state_dict` stay as they
-are, and the model can be copied and pickled. The wrapping is inside the block's `__call__`, not around it, so
+A policy finds the blocks and wraps each one's forward. The wrapping is inside the block's `__call__`, not around it, so
 
 - the block's own hooks run once, in forward: what a user's hook does to the arguments is not done to them again;
 - hooks of modules inside the block run in the recomputation too, and so ZeRO stage 3 fetches their parameters for it;
@@ -18,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import MethodType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
@@ -33,13 +31,13 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from ..forward import Undo, last_first, wrap_forward
 from ..hooks import Hooks
 from ..monitors.flop_formulas import has_formula
 
 if TYPE_CHECKING:
     from ..config.checkpointing import ActivationCheckpointingConfig
 
-Undo = Callable[[], None]
 Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 """What the forward runs in, and what the recomputation runs in."""
 
@@ -78,16 +76,13 @@ class Full:
     def apply(self, model: nn.Module, hooks: Hooks) -> Undo:
         """Wrap the blocks of `model`. Raises ValueError if there is no telling which modules they are."""
         found = find_blocks(model) if self.blocks is None else named_blocks(model, self.blocks)
-        undos = [
-            _wrap(found[name], Region(hooks, name, self.on_host, self.preserve_rng_state, self.contexts()))
+        return last_first([
+            wrap_forward(
+                found[name], Region(hooks, name, self.on_host, self.preserve_rng_state, self.contexts()), name,
+                "activation checkpointing was applied",
+            )
             for name in self.choose(list(found))
-        ]
-
-        def undo() -> None:
-            for one in reversed(undos):
-                one()
-
-        return undo
+        ])  # fmt: skip
 
     def choose(self, names: list[str]) -> list[str]:
         """Those of the blocks, given in order, that are recomputed."""
@@ -218,32 +213,6 @@ class Region:
             "copy", "to_device", lane="autograd", module=self.name, purpose="activation", bytes=kept.nbytes
         ):
             return kept.to(device, non_blocking=True)
-
-
-def _wrap(block: nn.Module, region: Region) -> Undo:
-    """Run `block`'s forward as `region`."""
-    patched = vars(block).get("forward")  # by somebody else, on the instance
-
-    @functools.wraps(patched or type(block).forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        inner = patched or functools.partial(type(self).forward, self)
-        return region(inner, *args, **kwargs)
-
-    # A bound method, since a copy of the block then gets one that is bound to the copy.
-    ours = MethodType(forward, block)
-    block.forward = ours
-
-    def undo() -> None:
-        if vars(block).get("forward") is not ours:
-            raise RuntimeError(
-                f"{region.name}: its forward was replaced after activation checkpointing was applied; undo that first"
-            )
-        if patched is None:
-            del block.forward
-        else:
-            block.forward = patched
-
-    return undo
 
 
 # --- which modules are blocks

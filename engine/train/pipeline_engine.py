@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..forward import last_first
 from ..offload import Offload
 from ..optim.loss_scaler import cast_floating
 from ..pipe import split_backward
@@ -44,7 +45,8 @@ class PipelineEngine(BaseEngine):
         self._plans: dict[tuple[int, bool], Plan] = {}
         self.plan = self._planned(training.config.gradient_accumulation_steps)
         """What every rank of the pipeline does in a step."""
-        self._stop_deferring = split_backward.install(module) if self.plan.splits else _nothing
+        if self.plan.splits:
+            self._undo = last_first([undo, split_backward.install(module)])
         groups = [*(comm.group for comm in self.metrics.comms()), *links.groups]
         self._verdict = Verdict(training.parallel.everyone, groups, apart=mesh.dp * mesh.tp > 1)
         self._runner = Runner(module, mesh.pp_rank, links, training.hooks, training.device, self._verdict)
@@ -187,7 +189,6 @@ class PipelineEngine(BaseEngine):
         if self._destroyed:
             return
         super().destroy()
-        self._stop_deferring()
         self._links.close()
 
     # --- inside
@@ -280,7 +281,3 @@ class _Reduction:
 
 def _same(inputs: Any) -> Any:
     return inputs
-
-
-def _nothing() -> None:
-    return
