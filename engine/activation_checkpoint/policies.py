@@ -33,7 +33,7 @@ from torch.utils.checkpoint import (
 
 from ..forward import Undo, last_first, wrap_forward
 from ..hooks import Hooks
-from ..monitors.flop_formulas import has_formula
+from ..monitors.flops import has_formula
 
 if TYPE_CHECKING:
     from ..config.checkpointing import ActivationCheckpointingConfig

@@ -8,7 +8,7 @@
 A section is a file, a key a field with its documentation under it (docs/engine-config.md is made from these):
 
     config          the top-level keys            model          what sections and values are made of
-    zero  offload  precision  optimizer  scheduler  checkpointing  debugging  parallel
+    zero  precision  optimizer  scheduler  checkpointing  debugging  parallel
 
 and what is done to a configuration, in this order, by `loading`:
 

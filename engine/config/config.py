@@ -9,12 +9,11 @@ from pydantic import Field, PrivateAttr, field_validator
 from .checkpointing import ActivationCheckpointingConfig, CheckpointConfig
 from .debugging import CommsLoggerConfig, CsvMonitorConfig, FlopsProfilerConfig, TensorBoardConfig
 from .model import TO_BE_SOLVED, DataType, Number, Section, Whole
-from .offload import AioConfig
 from .optimizer import OptimizerConfig
 from .parallel import PipelineConfig, TensorParallelConfig
 from .precision import Bf16Config, DataTypesConfig, Fp16Config
 from .scheduler import SchedulerConfig
-from .zero import ZeroConfig
+from .zero import AioConfig, ZeroConfig
 
 
 class Config(Section):

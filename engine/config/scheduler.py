@@ -14,8 +14,8 @@ from pydantic import (
     field_validator,
 )
 
+from .keys import nearest
 from .model import Complaint, Number, Params, Rates, Section, SectionType, Whole, shown, torch_params
-from .suggest import nearest
 
 WarmupType = Literal["log", "linear"]
 

@@ -125,7 +125,7 @@ MODULES: Final[Mapping[str, Names]] = {
         **_of(".deepspeed.start", "initialize", "tp_model_init", "set_autotp_mode"),
         **_of(".deepspeed.utils", "OnDevice"),
         "init_distributed": ".comm.launch:init_distributed",
-        "add_config_arguments": ".setup.arguments:add_config_arguments",
+        "add_config_arguments": ".setup.initialize:add_config_arguments",
         **_of(".deepspeed.accelerator", "get_accelerator"),
         **_of(".deepspeed.utils", "logger", "log_dist"),
         "PipelineModule": ".pipe:PipelineModule",

@@ -27,7 +27,7 @@ from ..hooks import Hooks, Purpose
 from .buffers import PAGE, aligned, as_bytes, round_up
 
 if TYPE_CHECKING:
-    from ..config.offload import AioConfig
+    from ..config.zero import AioConfig
 
 
 class OffloadError(RuntimeError):

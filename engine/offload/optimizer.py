@@ -18,7 +18,7 @@ from .buffers import Buffer, Pool, hollow, round_up
 from .disk import About, Disk, File, OffloadError
 
 if TYPE_CHECKING:
-    from ..config.offload import OffloadOptimizerConfig
+    from ..config.zero import OffloadOptimizerConfig
 
 Tiles = Sequence[Sequence[ShardedParam]]
 

@@ -16,7 +16,7 @@ from .buffers import Buffer, Pool, hollow, round_up
 from .disk import About, Disk
 
 if TYPE_CHECKING:
-    from ..config.offload import OffloadParamConfig
+    from ..config.zero import OffloadParamConfig
 
 
 def to_host(param: ShardedParam, pin: bool = True) -> None:

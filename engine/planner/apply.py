@@ -33,10 +33,9 @@ from .blocks import Stretch
 from .dependence import Share
 from .derive import decided, plan_for
 from .plan import TensorPlan
-from .plan_data import Role
 from .sequence_pipeline import NO_BLOCKS, blocks_here, cut_sequence, widest
 from .stage_tracer import Tried, try_stages
-from .styles import PlanError
+from .styles import PlanError, Role
 from .verify import cut_of_share
 
 

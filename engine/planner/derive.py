@@ -15,11 +15,10 @@ from .adapt import fit
 from .blocks import Stack, Stretch
 from .example_inputs import given_inputs, guesses, variants
 from .plan import TensorPlan
-from .plan_data import Role, Roles
 from .sequence_pipeline import find_stack, note_join, row_here, uncut_in
 from .solve import decide
 from .stage_tracer import Tried, try_stages
-from .styles import PlanError, Wanted, own_plan, own_styles, pattern_of, wanted_styles
+from .styles import PlanError, Role, Roles, Wanted, own_plan, own_styles, pattern_of, wanted_styles
 from .tracer import Trial, brief, joined, note_output, note_randomness, observe
 
 

@@ -19,8 +19,7 @@ from ..pipe.module import Passage, PipelineModule
 from ..tensor.collectives import join, split
 from ..tensor.rng import RankStream
 from .blocks import Edges, Stack, Stretch, of_first, on_first_activation, passage, passed_by
-from .plan_data import Role
-from .styles import PlanError
+from .styles import PlanError, Role
 from .tracer import Trial, joined, run
 
 NO_BLOCKS: Final = (

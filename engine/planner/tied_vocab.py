@@ -27,8 +27,7 @@ from ..tensor.sharding import cut_of, even_cut
 from .apply import ElsewhereError, cut_vocabulary, parallelize
 from .blocks import of_first
 from .plan import TensorPlan
-from .plan_data import Role
-from .styles import PlanError, Wanted, wanted_styles
+from .styles import PlanError, Role, Wanted, wanted_styles
 from .verify import ATOL, RTOL
 
 

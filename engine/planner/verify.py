@@ -23,7 +23,7 @@ from ..tensor.shape_override import Telling, plain, tell
 from ..tensor.sharding import TensorCut
 from .blocks import Edges, Stack, Stretch, of_first, on_first_activation, passage, passed_by
 from .dependence import Share
-from .plan_data import Role
+from .styles import Role
 from .tracer import Trial, joined, run, tensors_of
 
 RTOL: Final = 1e-3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -308,3 +309,11 @@ def _loader(data: Any, config: Config, mesh: Mesh, collate_fn: Any) -> Any:
         data, batch_size=config.train_micro_batch_size_per_gpu, rank=mesh.dp_rank, world_size=mesh.dp,
         collate_fn=collate_fn, drop_last=config.dataloader_drop_last,
     )  # fmt: skip
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config FILE`, which `initialize(args=...)` reads; returns `parser`."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", action="store_true", help="train with the engine (the script decides)")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="the engine's configuration, a JSON file")
+    return parser

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from torch import nn
+from torch.optim import Optimizer
 
 from .. import checkpoint
 from ..comm.groups import Parallel
@@ -52,7 +53,7 @@ class BaseEngine(nn.Module):
     config = _OfTraining[Config]()
     zero = _OfTraining[Zero]()
     parallel = _OfTraining[Parallel]()
-    optimizer = _OfTraining["torch.optim.Optimizer | None"]()
+    optimizer = _OfTraining[Optimizer | None]()
     lr_scheduler = _OfTraining[Any]()
     scaler = _OfTraining[LossScaler]()
     states = _OfTraining[States]()

@@ -51,7 +51,6 @@ class ZeroSettings:
     def of(cls, config: Config) -> ZeroSettings:
         """What the configuration says."""
         zero = config.zero_optimization
-        dtypes: dict[str | None, torch.dtype | None] = {None: None, **DTYPES}
         alike = (
             "stage", "reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "reduce_scatter",
             "contiguous_gradients", "allgather_partitions", "round_robin_gradients", "ignore_unused_parameters",
@@ -61,8 +60,8 @@ class ZeroSettings:
             param_persistence_threshold=zero.stage3_param_persistence_threshold,
             model_persistence_threshold=zero.stage3_model_persistence_threshold,
             sparse_gradients=config.sparse_gradients,
-            communication_dtype=dtypes[config.communication_data_type],
-            accumulate_dtype=dtypes[config.data_types.grad_accum_dtype],
+            communication_dtype=DTYPES.get(config.communication_data_type or ""),
+            accumulate_dtype=DTYPES.get(config.data_types.grad_accum_dtype or ""),
             prescale_gradients=config.prescale_gradients,
             gradient_predivide_factor=config.gradient_predivide_factor,
             fetch=FetchSettings(

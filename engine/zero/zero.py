@@ -20,8 +20,7 @@ from ..comm.comm import Comm
 from ..comm.deadlock import DeadlockWatch
 from ..hooks import Hooks
 from .fetch import Fetcher
-from .gather import Gatherer, batches
-from .order_check import Trail
+from .gather import Gatherer, Trail, batches
 from .reduce import Reducer
 from .registry import Holder, forget, hold, holder
 from .settings import ZeroSettings

@@ -30,7 +30,7 @@ from dsprof.engine import initialize
 from dsprof.engine.comm.comm import open_comm
 from dsprof.engine.comm.lane import CpuLane
 from dsprof.engine.config import load
-from dsprof.engine.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
+from dsprof.engine.config.zero import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from dsprof.engine.hooks import Hooks, Span, subscribe
 from dsprof.engine.offload import Offload, OffloadError, open_offload
 from dsprof.engine.offload.buffers import PAGE, Pool, aligned, as_bytes, hollow
@@ -288,7 +288,7 @@ def test_a_disk_that_fails_later_fails_the_step(tmp_path: Path, monkeypatch: pyt
 IN_A_MOUNT = """
 import sys
 from pathlib import Path
-from dsprof.engine.config.offload import AioConfig
+from dsprof.engine.config.zero import AioConfig
 from dsprof.engine.hooks import Hooks
 from dsprof.engine.offload.disk import Disk
 folder = Path(sys.argv[1])
