@@ -116,9 +116,10 @@ class _Look:
         return [] if key in ("enabled", "type", "params") else list(dict.fromkeys(found))
 
 
+# --- what somebody may have meant by a word that is not among those there are
+
 ALIKE_ABOVE: Final = 0.6
 """How like a word another must be to be worth naming: below that, the likeness is of a few letters."""
-
 
 ALIASES: Final = {
     "decay": "weight_decay",

@@ -1,16 +1,15 @@
 """What scripts import as `deepspeed` under `dsprof run --engine dsprof`: DeepSpeed's names, this engine's work.
 
-    names         which names there are, module by module, and what stands behind each
-    absent        what DeepSpeed has and this has not, and what to write instead
-    installed     what importlib.metadata says of it
+    names         which names there are, module by module, and what stands behind each; what to write instead of others
     start         initialize, tp_model_init, DeepSpeedConfig
     zero          what scripts ask parameters of stage 3
+    fragments     and of their masters, states and gradients
     groups        which ranks work together
-    leaves        set_z3_leaf_modules
-    placing       OnDevice
-    streams       random numbers of what ranks divide
+    z3_leaf       set_z3_leaf_modules
+    rng_tracker   random numbers of what ranks divide
     accelerator   get_accelerator()
-    comm  optimizers  logs  utils
+    zero_to_fp32  weights of checkpoints
+    optimizers    utils
 
 Nothing here is importable as `deepspeed` by itself. The launcher sets DSPROF_ENGINE=dsprof, and a finder in
 collectors/bootstrap/sitecustomize.py calls `check` and `make`; without that an installed DeepSpeed stays what it is.
@@ -22,8 +21,7 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from .absent import refusal
-from .names import MODULES, VERSION, distribution
+from .names import MODULES, VERSION, distribution, refusal
 
 __all__ = ["VERSION", "check", "distribution", "make"]
 
