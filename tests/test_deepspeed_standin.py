@@ -199,7 +199,9 @@ def test_nothing_is_both_there_and_not() -> None:
     comm = names.MODULES["deepspeed.checkpointing"]
     offered = {name for module, of_it in names.MODULES.items() for name in of_it if of_it is not comm}
     assert not names.ABSENT_NAMES.keys() & offered - {"configure"}, "configure is checkpointing's, and not comm's"
-    assert all(text and not text.endswith(".") for text in (*names.ABSENT_MODULES.values(), *names.ABSENT_NAMES.values()))
+    assert all(
+        text and not text.endswith(".") for text in (*names.ABSENT_MODULES.values(), *names.ABSENT_NAMES.values())
+    )
 
 
 # --- what some of it does

@@ -82,7 +82,7 @@ _GROUPS: Names = {
 }  # fmt: skip
 
 _INNER_GROUPS: Names = {
-    "_clone_world_group": ".deepspeed.groups:clone_world_group",
+    "_clone_world_group": ".deepspeed.utils:get_world_group",
     "_get_broadcast_src_rank": ".deepspeed.groups:get_broadcast_src_rank",
     "_get_data_parallel_group": ".deepspeed.groups:get_data_parallel_group",
     "_get_data_parallel_group_ranks": ".deepspeed.groups:get_data_parallel_group_ranks",

@@ -81,7 +81,7 @@ def initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port, mpu,
         dist_init_required, collate_fn, config, mesh_param, config_params,
     )  # fmt: skip
-    _ENGINES.append(weakref.ref(made[0]))
+    _ENGINES.append(weakref.ref(made[0], _ENGINES.remove))
     return made
 
 

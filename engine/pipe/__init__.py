@@ -4,8 +4,7 @@ layers.py          layers as a script gives them, built where they are needed, a
 module.py          which of them are here, and their calls
 deepspeed_api.py   what scripts ask of the module by DeepSpeed's names
 row.py             what tensor parallelism asks of it
-grid.py            where a rank is, by DeepSpeed's names
-topology.py        DeepSpeed's names for the ranks of a grid
+topology.py        where ranks are, by DeepSpeed's names
 treespec.py        what lies in what a stage returns
 p2p.py             activations and gradients between stages
 split_backward.py  weight gradients put off, for zero-bubble schedules

@@ -17,7 +17,6 @@ from ..comm.consensus import gather_objects
 from ..hooks import Hooks
 from ..partition import partition, read_costs
 from .deepspeed_api import UNKNOWN, ModuleNames
-from .grid import PipelineGrid
 from .layers import (
     LayerSpec,
     PipelineLayer,
@@ -30,7 +29,7 @@ from .layers import (
     told_of,
 )
 from .p2p import PipelineError
-from .topology import ProcessTopology, stages_asked
+from .topology import PipelineGrid, ProcessTopology, stages_asked
 
 Passage = Callable[[int, Callable[[Any], Any], Any], Any]
 """Calls a layer on its way through a stage: the layer's number, what is to be called, and on what -> its output."""

@@ -16,10 +16,9 @@ from torch.utils.data import DataLoader
 from .. import activation_checkpoint, optim
 from ..activation_checkpoint import policies
 from ..comm.comm import Comm, open_comm
-from ..comm.groups import mesh_of, open_parallel
 from ..comm.lane import open_lane
 from ..comm.launch import init_distributed, local_device
-from ..comm.mesh import Mesh
+from ..comm.mesh import Mesh, mesh_of, open_parallel
 from ..config import Config, load
 from ..data import ShardedLoader
 from ..hooks import Hooks

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ..comm.consensus import gather_objects
-from ..comm.groups import Parallel
-from ..comm.mesh import Mesh
+from ..comm.mesh import Mesh, Parallel
 from ..config import Config, ConfigError
 from ..pipe.layers import check_alike
 from ..pipe.module import PipelineModule

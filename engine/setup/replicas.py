@@ -6,9 +6,8 @@ from torch import nn
 
 from ..comm.comm import open_comm
 from ..comm.consensus import gather_objects
-from ..comm.groups import Parallel
 from ..comm.lane import Inline
-from ..comm.mesh import Mesh
+from ..comm.mesh import Mesh, Parallel
 from ..hooks import Hooks
 from ..pipe.module import PipelineModule, Tie
 from ..tensor.sharding import cut_of, partial_parameters

@@ -12,8 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..comm.comm import Comm
 from ..comm.consensus import gather_objects
-from ..comm.groups import Parallel
-from ..comm.mesh import Mesh
+from ..comm.mesh import Mesh, Parallel
 
 
 def check_alike(model: nn.Module, parallel: Parallel, names: Mapping[nn.Parameter, str] | None = None) -> None:

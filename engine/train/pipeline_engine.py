@@ -15,11 +15,11 @@ from ..offload import Offload
 from ..optim.loss_scaler import cast_floating
 from ..pipe import split_backward
 from ..pipe.failure import Verdict
-from ..pipe.grid import PipelineGrid
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import Links, PipelineError
 from ..pipe.runtime import Runner
 from ..pipe.step_data import StepData
+from ..pipe.topology import PipelineGrid
 from ..schedule import Plan, check, make_plan
 from ..training import Training
 from ..zero import Zero
