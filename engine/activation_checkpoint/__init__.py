@@ -17,7 +17,7 @@ from ..hooks import Hooks
 from .policies import Region
 
 if TYPE_CHECKING:
-    from ..config.checkpointing import ActivationCheckpointingConfig
+    from ..config.config import ActivationCheckpointingConfig
 
 
 @dataclass

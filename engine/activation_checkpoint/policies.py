@@ -36,7 +36,7 @@ from ..hooks import Hooks
 from ..monitors.flops import has_formula
 
 if TYPE_CHECKING:
-    from ..config.checkpointing import ActivationCheckpointingConfig
+    from ..config.config import ActivationCheckpointingConfig
 
 Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 """What the forward runs in, and what the recomputation runs in."""

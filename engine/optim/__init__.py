@@ -1,13 +1,14 @@
 """Optimizers that step the masters of a partitioned model.
 
 build     the optimizer of a config's `optimizer` section
-adopt     a client's optimizer, made to step the masters in place of the model's parameters
+adopt     a client's optimizer, made to step the masters in place of the model's parameters; when it may step
 shard     what an optimizer must know of a master that is a piece of a parameter
-tiled     the common ground of those below
-lion      Lion
-lamb      LAMB, with norms of whole parameters
+tiled     the common ground of our own; Lion, and LAMB with norms of whole parameters
 muon      Muon, which gathers whole matrices, and AdamW for the rest
-turn      when an optimizer may step
+onebit    1-bit Adam
+lr        learning-rate schedules
+loss_scaler  half precision
+grad_norm    the norm of gradients, and clipping
 
 Every optimizer may be stepped in tiles: several calls of `step` a training step, each with the gradients of some
 masters only. So nothing is counted per call; a master without a gradient is left alone.

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..hooks import Hooks
-from .shard import Shard, Shards, Tile, TiledOptimizer, whole
+from .shard import Shard, Shards, whole
+from .tiled import Tile, TiledOptimizer
 
 MUON_DEFAULTS: Final = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
 ADAM_DEFAULTS: Final = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}

@@ -8,7 +8,6 @@ interleaved.py  1F1B with several parts of the model on each rank
 zero_bubble.py  ZB-H1: the backward in two parts, the second of which fills the pipeline's end
 check.py        whether a plan is whole and can finish; what waits for whom where it cannot
 simulate.py     when everything would happen, given what it costs, as text too; how much is held at once
-closed_form.py  what the papers say of bubbles and of activations held
 
 The engine runs a plan, the analyzer simulates it. A schedule is one file here and one line in `make.SCHEDULES`.
 """
@@ -27,7 +26,6 @@ __all__ = [
     "ScheduleError",
     "Simulation",
     "check",
-    "closed_form",
     "make_plan",
     "peak_activations",
     "render",
