@@ -36,21 +36,9 @@ _HOME = {
 _SUBMODULES = {"checkpointing": "activation_checkpoint", "pipe": "pipe", "tensor": "tensor", "zero": "zero"}
 
 __all__ = [
-    "Config",
-    "ConfigError",
-    "Engine",
-    "LayerSpec",
-    "PipelineEngine",
-    "PipelineModule",
-    "TiedLayerSpec",
-    "add_config_arguments",
-    "checkpointing",
-    "init_distributed",
-    "initialize",
-    "pipe",
-    "tensor",
-    "zero",
-]
+    "Config", "ConfigError", "Engine", "LayerSpec", "PipelineEngine", "PipelineModule", "TiedLayerSpec",
+    "add_config_arguments", "checkpointing", "init_distributed", "initialize", "pipe", "tensor", "zero",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -253,7 +253,7 @@ def named_blocks(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
     modules = {name: module for name, module in model.named_modules() if name}
     wanted: set[str] = set()
     for pattern in patterns:
-        fitting = [name for name in modules if _fits(name, pattern)]
+        fitting = [name for name in modules if fits(name, pattern)]
         if not fitting:
             near = difflib.get_close_matches(pattern, modules, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"the topmost are {[n for n, _ in model.named_children()]}"
@@ -297,6 +297,7 @@ def _patterns(names: Any) -> list[str]:
     return list(dict.fromkeys(".".join([*name.split(".")[:-1], "*"]) for name in names))
 
 
-def _fits(name: str, pattern: str) -> bool:
+def fits(name: str, pattern: str) -> bool:
+    """Whether a module is meant by a pattern, in which `*` stands for any one part of a name."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))

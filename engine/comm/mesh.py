@@ -64,6 +64,10 @@ class Mesh:
             found.setdefault(place, []).append(rank)
         return list(found.values())
 
+    def peers(self, *axes: Axis) -> list[int]:
+        """That of these sets which this rank is in."""
+        return next(ranks for ranks in self.sets(*axes) if self.rank in ranks)
+
     def __str__(self) -> str:
         return f"{self.pp} pipeline stages x {self.dp} data-parallel x {self.tp} tensor-parallel ranks"
 

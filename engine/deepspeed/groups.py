@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ..comm.mesh import Axis, Parallel
+from ..comm.mesh import Parallel
 from .start import last_engine
 from .utils import get_world_group
 
@@ -24,11 +24,6 @@ def _of_engine(asker: str, answer: Callable[[Parallel], T]) -> Callable[[], T]:
         return answer(last_engine(f"deepspeed.utils.groups.{asker}").parallel)
 
     return ask
-
-
-def _ranks(parallel: Parallel, axis: Axis) -> list[int]:
-    """The global ranks that differ from this one along `axis` alone."""
-    return next(ranks for ranks in parallel.mesh.sets(axis) if parallel.mesh.rank in ranks)
 
 
 @functools.lru_cache(maxsize=1)
@@ -44,8 +39,8 @@ get_data_parallel_group = _of_engine(
 )
 get_data_parallel_world_size = _of_engine("get_data_parallel_world_size", lambda parallel: parallel.mesh.dp)
 get_data_parallel_rank = _of_engine("get_data_parallel_rank", lambda parallel: parallel.mesh.dp_rank)
-get_data_parallel_group_ranks = _of_engine("get_data_parallel_group_ranks", lambda parallel: _ranks(parallel, "dp"))
-get_broadcast_src_rank = _of_engine("get_broadcast_src_rank", lambda parallel: _ranks(parallel, "dp")[0])
+get_data_parallel_group_ranks = _of_engine("get_data_parallel_group_ranks", lambda parallel: parallel.mesh.peers("dp"))
+get_broadcast_src_rank = _of_engine("get_broadcast_src_rank", lambda parallel: parallel.mesh.peers("dp")[0])
 
 # The ranks that share this one's layers, and train on the same data, which the first of them may have read.
 get_tensor_model_parallel_group = _of_engine(
@@ -56,7 +51,7 @@ get_tensor_model_parallel_world_size = _of_engine(
 )
 get_tensor_model_parallel_rank = _of_engine("get_tensor_model_parallel_rank", lambda parallel: parallel.mesh.tp_rank)
 get_tensor_model_parallel_src_rank = _of_engine(
-    "get_tensor_model_parallel_src_rank", lambda parallel: _ranks(parallel, "tp")[0]
+    "get_tensor_model_parallel_src_rank", lambda parallel: parallel.mesh.peers("tp")[0]
 )
 
 

@@ -26,8 +26,7 @@ def FusedAdam(
     set_grad_none: bool = True,
 ) -> Optimizer:
     """torch's fused AdamW, or Adam without `adam_w_mode`. Raises ValueError for what DeepSpeed's has not."""
-    _refuse("FusedAdam", amsgrad=amsgrad)
-    _refuse("FusedAdam", set_grad_none=not set_grad_none)
+    _refuse("FusedAdam", amsgrad=amsgrad, set_grad_none=not set_grad_none)
     return _adam(params, lr, betas, eps, weight_decay, adam_w_mode, bias_correction)
 
 
@@ -44,8 +43,7 @@ def DeepSpeedCPUAdam(
 ) -> Optimizer:
     """torch's fused AdamW, or Adam without `adamw_mode`: `zero_optimization.offload_optimizer` is what brings it to the
     CPU. Its states have the type of the masters, fp32. Raises ValueError for what is not supported."""
-    _refuse("DeepSpeedCPUAdam", amsgrad=amsgrad)
-    _refuse("DeepSpeedCPUAdam", fp32_optimizer_states=not fp32_optimizer_states)
+    _refuse("DeepSpeedCPUAdam", amsgrad=amsgrad, fp32_optimizer_states=not fp32_optimizer_states)
     return _adam(model_params, lr, betas, eps, weight_decay, adamw_mode, bias_correction)
 
 
@@ -58,8 +56,7 @@ def DeepSpeedCPUAdagrad(
     fp32_optimizer_states: bool = True,
 ) -> Optimizer:
     """torch's Adagrad. Raises ValueError for what is not supported."""
-    _refuse("DeepSpeedCPUAdagrad", amsgrad=amsgrad)
-    _refuse("DeepSpeedCPUAdagrad", fp32_optimizer_states=not fp32_optimizer_states)
+    _refuse("DeepSpeedCPUAdagrad", amsgrad=amsgrad, fp32_optimizer_states=not fp32_optimizer_states)
     return _made("Adagrad", model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 

@@ -20,11 +20,6 @@ from .p2p import PipelineError
 from .topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 __all__ = [
-    "LayerSpec",
-    "PipeDataParallelTopology",
-    "PipeModelDataParallelTopology",
-    "PipelineError",
-    "PipelineModule",
-    "ProcessTopology",
-    "TiedLayerSpec",
-]
+    "LayerSpec", "PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineError", "PipelineModule",
+    "ProcessTopology", "TiedLayerSpec",
+]  # fmt: skip

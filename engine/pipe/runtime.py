@@ -22,22 +22,13 @@ from .failure import Verdict, said
 from .module import PipelineModule
 from .p2p import Arrival, Link, Links, Message, PipelineError, Way, message_of
 from .split_backward import Work, deferring
+from .step_data import StepData
 from .treespec import filled
 
 EARLY: Final = 2
 """Receives of one way that are started before they are needed, where that costs the computation nothing."""
 
 WAYS: Final[tuple[Way, ...]] = ("F", "B")
-
-
-class Batches(Protocol):
-    """The micro-batches of a step, on the ranks that read them."""
-
-    def inputs(self, microbatch: int) -> Any:
-        """What the first stage gets."""
-
-    def labels(self, microbatch: int) -> Any:
-        """What the loss is taken against, on the last stage."""
 
 
 class Backward(Protocol):
@@ -95,7 +86,7 @@ class Runner:
     def run(
         self,
         plan: Plan,
-        open_batches: Callable[[], Batches],
+        open_batches: Callable[[], StepData],
         backward: Backward | None,
         *,
         loss_fn: Callable[[Any, Any], Any] | None = None,
@@ -142,7 +133,7 @@ class _Step:
     """One run of a plan."""
 
     def __init__(
-        self, runner: Runner, plan: Plan, open_batches: Callable[[], Batches], backward: Backward | None,
+        self, runner: Runner, plan: Plan, open_batches: Callable[[], StepData], backward: Backward | None,
         loss_fn: Callable[[Any, Any], Any] | None, cast: Callable[[Any], Any], scale: float,
     ) -> None:  # fmt: skip
         self._runner = runner

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from torch.distributed import ProcessGroup
 
-from ..comm.mesh import Mesh, Parallel
+from ..comm.mesh import Parallel
 
 _make_class: Final[Callable[..., Any]] = namedtuple
 """Of fields that are not known before; a type checker wants them to be."""
@@ -160,7 +160,7 @@ class PipelineGrid:
         self.pipe_parallel_size, self.data_parallel_size = mesh.pp, mesh.dp
         self.model_parallel_size = self.slice_parallel_size = mesh.tp
         self.is_first_stage, self.is_last_stage = mesh.pp_rank == 0, mesh.pp_rank == mesh.pp - 1
-        self.pp_group, self.dp_group = _ranks(mesh, mesh.sets("pp")), _ranks(mesh, mesh.sets("dp"))
+        self.pp_group, self.dp_group = mesh.peers("pp"), mesh.peers("dp")
         """Global ranks of this rank's pipeline, and of those with the same part of the model."""
 
     def topology(self) -> ProcessTopology:
@@ -190,11 +190,6 @@ class PipelineGrid:
         return sorted({*super().__dir__(), *_ANSWERS})
 
 
-def _ranks(mesh: Mesh, sets: list[list[int]]) -> list[int]:
-    """That of the sets which has this rank."""
-    return next(ranks for ranks in sets if mesh.rank in ranks)
-
-
 def _pipeline_group(parallel: Parallel) -> ProcessGroup | None:
     """Raises RuntimeError if layers are cut, too: the engine has no group of them for others then."""
     if parallel.mesh.tp > 1:
@@ -221,7 +216,7 @@ _ANSWERS: Final[Mapping[str, Callable[[Parallel], Any]]] = {
     **_along(
         ["data_parallel"], id=lambda parallel: parallel.mesh.dp_rank, rank=lambda parallel: parallel.mesh.dp_rank,
         world_size=lambda parallel: parallel.mesh.dp, group=lambda parallel: parallel.data.group,
-        group_ranks=lambda parallel: _ranks(parallel.mesh, parallel.mesh.sets("dp")),
+        group_ranks=lambda parallel: parallel.mesh.peers("dp"),
     ),
     **_along(
         ["model_parallel"], rank=lambda parallel: parallel.mesh.pp_rank * parallel.mesh.tp + parallel.mesh.tp_rank,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
 from torch import nn
 
+from ..activation_checkpoint.policies import fits
 from ..tensor.layers import Layer, layers_of
 from .dependence import Bands, Share
 
@@ -115,11 +115,6 @@ def _style(pattern: str, said: Any) -> Wanted:
         f"tensor parallel plan: {pattern!r} is {said!r}, which is no style"
         f"{f'; did you mean {near[0]!r}?' if near else ''}; there are {', '.join(known)}"
     )
-
-
-def fits(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,6 @@ from .plan import COMPUTE, TRANSFERS, Action, Plan, with_transfers
 from .simulate import Simulation, peak_activations, render, simulate
 
 __all__ = [
-    "COMPUTE",
-    "SCHEDULES",
-    "TRANSFERS",
-    "Action",
-    "Plan",
-    "ScheduleError",
-    "Simulation",
-    "check",
-    "make_plan",
-    "peak_activations",
-    "render",
-    "simulate",
-    "with_transfers",
-]
+    "COMPUTE", "SCHEDULES", "TRANSFERS", "Action", "Plan", "ScheduleError", "Simulation", "check", "make_plan",
+    "peak_activations", "render", "simulate", "with_transfers",
+]  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..activation_checkpoint.policies import fits
 from ..comm.consensus import gather_objects
 from ..comm.mesh import Mesh, Parallel
 from ..config import Config, ConfigError
@@ -102,8 +103,6 @@ def _of_each_stage(plan: str, parallel: Parallel) -> list[str]:
 
 def _here(plan: dict[str, str], model: nn.Module, parallel: Parallel) -> dict[str, str]:
     """What a plan for the whole model says of the layers on this stage. On all ranks."""
-    from ..planner.styles import fits
-
     mine = [name for name, _ in model.named_modules()]
     names = dict.fromkeys(name for stage in gather_objects(mine, parallel.everyone) for name in stage)
     for pattern in plan:
