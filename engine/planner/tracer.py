@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from ..tensor.batch_norm import is_batch_norm
 from ..tensor.layers import Layer, derive, layers_of
 from ..tensor.shape_override import plain
 from .example_inputs import Inputs
+
+_log: Final = logging.getLogger(__name__)
 
 _HOLDERS: Final = (dict, OrderedDict, list, set)
 
@@ -118,6 +121,7 @@ def note_randomness(trial: Trial) -> None:
     try:
         trial.trained = tensors_of(run(trial, answer, training=True))
     except Exception:  # a batch norm over one value, for instance
+        _log.debug("%s could not be tried in training", trial.root or "the model", exc_info=True)
         return
     trial.trains = next(again, None) is None
 

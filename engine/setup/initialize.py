@@ -57,6 +57,7 @@ def initialize(
     *,
     train_dataloader: Any = None,
     example: Any = None,
+    link: float | None = None,
 ) -> tuple[Engine | PipelineEngine, torch.optim.Optimizer | None, Any, Any]:
     """(engine, optimizer, dataloader, lr_scheduler), with the arguments of `deepspeed.initialize`.
 
@@ -64,7 +65,8 @@ def initialize(
     `optimizer` may be made already, or a function of the parameters; so may `lr_scheduler`, of the optimizer.
     `train_dataloader` is returned as it is, which some tutorials rely on. `example` is what the model's forward takes,
     a tuple of arguments or a dict of them by name, and of a pipeline the input of its first layer: needed where layers
-    are cut over ranks and no input can be made up.
+    are cut over ranks and no input can be made up. `link` (bytes/s) models an interconnect on CPUs: gradients and
+    parameters then take at least their bytes over it, so that overlap and bucket sizes can be tried on one machine.
     Raises ConfigError for a configuration that cannot be, ValueError for arguments that contradict each other.
     """
     if model is None:
@@ -113,7 +115,7 @@ def initialize(
     offload = open_offload(settings, device, hooks, rank)
     _check_parameters(model, settings)
     zero = Zero(
-        model, ZeroSettings.of(settings), _open_comms(settings, mesh, device, hooks), hooks,
+        model, ZeroSettings.of(settings), _open_comms(settings, mesh, device, hooks, link), hooks,
         make_master=offload.states.make_master, take_piece=offload.take_piece,
         names=model.names() if isinstance(model, PipelineModule) else None,
     )  # fmt: skip
@@ -203,18 +205,17 @@ def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None) ->
         tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
 
 
-def _open_comms(config: Config, mesh: Mesh, device: torch.device, hooks: Hooks) -> Comms:
+def _open_comms(config: Config, mesh: Mesh, device: torch.device, hooks: Hooks, link: float | None) -> Comms:
+    def comm(name: str, sets: list[list[int]]) -> Comm:
+        return open_comm(sets, lambda: open_lane(name, device, hooks, link))
+
     replicas = mesh.sets("dp")
     near = None
     size = config.zero_optimization.zero_hpz_partition_size
     if config.zero_optimization.stage == 3 and size > 1:
         neighbours = [ranks[first : first + size] for ranks in replicas for first in range(0, mesh.dp, size)]
-        near = open_comm(neighbours, lambda: open_lane("near", device, hooks))
-    return Comms(
-        open_comm(replicas, lambda: open_lane("gradients", device, hooks)),
-        open_comm(replicas, lambda: open_lane("parameters", device, hooks)),
-        near,
-    )
+        near = comm("near", neighbours)
+    return Comms(comm("gradients", replicas), comm("parameters", replicas), near)
 
 
 def _optimizer(

@@ -7,10 +7,11 @@ transformers' Conv1D is a linear layer with its weight transposed; it is recogni
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import weakref
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,8 @@ from .collectives import copy, gather, join, reduce, reduce_scatter, split
 from .rng import RankStream
 from .shape_override import plain
 from .sharding import TensorCut
+
+_log: Final = logging.getLogger(__name__)
 
 Kind = Literal["linear", "conv1d", "embedding", "attention"]
 
@@ -107,6 +110,7 @@ def _computes_itself(module: nn.Module) -> bool:
         found = cls.forward(small, x)
         return torch.equal(found, F.linear(x, weight, parameters["bias"]))
     except Exception:  # it needs more than that, or calls torch's
+        _log.debug("%s does not compute by itself what a linear layer does", cls.__name__, exc_info=True)
         return False
 
 
