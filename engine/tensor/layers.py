@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..comm.comm import Comm
-from .collectives import copy, gather, join, reduce, reduce_scatter, split
+from .collectives import copy, gather, join, operate, reduce, reduce_scatter, split, view
 from .rng import RankStream
 from .shape_override import plain
 from .sharding import TensorCut
@@ -331,26 +331,16 @@ def _check_ids(ids: Tensor, rows: int, name: str) -> None:
 # --- a part that several ranks hold
 
 
-class _ShareGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, param: Tensor, comm: Comm, copies: int, module: str) -> Tensor:
-        ctx.where = comm, copies, module
-        return param.view_as(param)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        comm, copies, module = ctx.where
-        slots = grad.new_zeros((comm.size // copies, *grad.shape))
-        slots[comm.rank // copies] = grad
-        comm.all_reduce(slots, "tensor-parallel", module=module).wait()
-        return slots[comm.rank // copies], None, None, None
-
-
 def share_gradient(param: Tensor, comm: Comm, copies: int, module: str) -> Tensor:
     """`param`, of which `copies` neighbouring ranks hold the same; its gradient is summed over these.
 
     There is no group for them alone, so each part has a slot in an all-reduce over all: these are few key-value heads.
     """
-    operator: Any = _ShareGradient
-    shared: Tensor = operator.apply(param, comm, copies, module)
-    return shared
+    return operate(param, comm, view, _sum_over_copies, copies, module)
+
+
+def _sum_over_copies(grad: Tensor, comm: Comm, copies: int, module: str) -> Tensor:
+    slots = grad.new_zeros((comm.size // copies, *grad.shape))
+    slots[comm.rank // copies] = grad
+    comm.all_reduce(slots, "tensor-parallel", module=module).wait()
+    return slots[comm.rank // copies]
