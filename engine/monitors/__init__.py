@@ -1,11 +1,10 @@
 """DeepSpeed's debugging sections, fed by what the engine tells through `hooks` and by nothing else.
 
-wall_clock.py     `wall_clock_breakdown`: time of forward, backward, reduction and step
+wall_clock.py     `wall_clock_breakdown`: time of forward, backward, reduction and step; clocks and phases
 comms_logger.py   `comms_logger`: communications by kind and size, and who is late
 memory.py         `memory_breakdown`: memory at the ends of the phases
 flops.py          `flops_profiler`: operations, parameters and time of each module
 writers.py        `tensorboard` and `csv_monitor`: loss, learning rate, loss scale and times
-phases.py         what these have in common
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from ..hooks import Hooks, Listener
 from .comms_logger import CommsLogger, Gather
 from .flops import FlopsProfiler
 from .memory import MemoryBreakdown, meter_for
-from .phases import timer_for
-from .wall_clock import WallClock
+from .wall_clock import WallClock, timer_for
 from .writers import CsvWriter, Curves, TensorBoardWriter, Writer
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..hooks import Span
-from .phases import Timer, phase_of
+from .wall_clock import Timer, phase_of
 
 if TYPE_CHECKING:
     from ..config.debugging import FlopsProfilerConfig

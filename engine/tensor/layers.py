@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..comm.comm import Comm
+from .check_data import check_range
 from .collectives import copy, gather, join, operate, reduce, reduce_scatter, split, view
 from .rng import RankStream
 from .shape_override import plain
@@ -307,7 +308,7 @@ class VocabularyEmbedding(nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         tensor = self.tensor
         rows, here = tensor.cut.shape[0], self.weight.shape[0]
-        _check_ids(ids, rows, tensor.name)
+        check_range(ids, rows, f"{tensor.name}: ids from {{}} to {{}}, and there are {rows} rows")
         first = tensor.comm.rank * here
         local = ids - first
         outside = (local < 0) | (local >= here)
@@ -315,17 +316,6 @@ class VocabularyEmbedding(nn.Embedding):
         y = F.embedding(local.masked_fill(outside, 0), self.weight, pad if pad in range(here) else None,
                         sparse=self.sparse)  # fmt: skip
         return reduce(y.masked_fill(outside.unsqueeze(-1), 0), tensor.comm, tensor.name, fresh=True)
-
-
-def _check_ids(ids: Tensor, rows: int, name: str) -> None:
-    if not ids.numel():
-        return
-    lowest, highest = ids.aminmax()
-    if ids.device.type == "cpu":
-        if lowest < 0 or highest >= rows:
-            raise IndexError(f"{name}: ids from {int(lowest)} to {int(highest)}, and there are {rows} rows")
-    else:
-        torch._assert_async((lowest >= 0) & (highest < rows))
 
 
 # --- a part that several ranks hold
