@@ -22,7 +22,7 @@ from .optimizer import OptimizerLoading, OptimizerState, group_names
 from .reshard import Wanted, as_saved, read, tensor_cut
 from .saving import COUNTERS
 from .serialize import set_random_states, unpack
-from .state import Holdings, about_training, buffers, device_of, holdings, loader_of, merged, own_buffer, weights
+from .state import Holdings, about_training, buffers, device_of, holdings, loader_of, merged, own_buffer, weight
 
 
 def load(
@@ -223,8 +223,7 @@ class _Loading:
         return [piece for each in wanted for piece in each.sources("meta")] + self._buffers
 
     def _weights(self, params: Iterable[ShardedParam], *, masters: bool) -> list[Wanted]:
-        listed = list(params)
-        return [self._wanted(*pair) for pair in zip(listed, weights(listed, masters=masters), strict=True)]
+        return [self._wanted(param, weight(param, masters=masters)) for param in params]
 
     def _wanted(self, param: ShardedParam, piece: Piece) -> Wanted:
         return Wanted(piece, tensor_cut(param), self._cuts.get(param.name))

@@ -17,7 +17,7 @@ from .folder import Place, check_tag, write_synced
 from .optimizer import optimizer_state
 from .reshard import part_name, tensor_cut
 from .serialize import pack, plain, random_states
-from .state import FORMAT, Holdings, buffers, device_of, digests, holdings, loader_of, merged, own_buffer, weights
+from .state import FORMAT, Holdings, buffers, device_of, digests, holdings, loader_of, merged, own_buffer, weight
 
 COUNTERS: Final = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -104,9 +104,10 @@ def _take(training: Training, without_frozen: bool, rank: int) -> tuple[list[Pie
     zero, mesh, counts = training.zero, training.parallel.mesh, training.shared.counts
     kept = [param for param in zero.params if param.trainable or not without_frozen]
     counted = [param for param in kept if counts(param.param)]
+    pieces = [weight(param, masters=training.optimizer is not None) for param in counted]
     mine = [
         replace(piece, name=part_name(piece.name, tensor_cut(param)))
-        for param, piece in zip(counted, weights(counted, masters=training.optimizer is not None), strict=True)
+        for param, piece in zip(counted, pieces, strict=True)
     ]
     about = None
     if training.optimizer is not None:

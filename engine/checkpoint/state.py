@@ -103,14 +103,10 @@ def device_of(zero: Zero) -> torch.device:
     return next((param.param.device for param in zero.params), torch.device("cpu"))
 
 
-def weights(params: Iterable[ShardedParam], *, masters: bool) -> list[Piece]:
-    """What this rank holds of each parameter: the master's elements where it has one and `masters` count, which they do
-    if there is an optimizer; else the parameter's own.
+def weight(param: ShardedParam, *, masters: bool) -> Piece:
+    """What this rank holds of a parameter: the master's elements where it has one and `masters` count, which they do if
+    there is an optimizer; else the parameter's own.
     """
-    return [_weight(param, masters) for param in params]
-
-
-def _weight(param: ShardedParam, masters: bool) -> Piece:
     name = f"weight/{param.name}"
     if masters and param.master is not None:
         return Piece(name, param.master.data.view(-1), param.numel, param.start, everywhere=param.cut.pieces == 1)

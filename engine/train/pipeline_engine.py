@@ -17,12 +17,11 @@ from ..pipe import split_backward
 from ..pipe.failure import Verdict
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import Links, PipelineError
-from ..pipe.runtime import Runner
+from ..pipe.runtime import Reduction, Runner
 from ..pipe.step_data import StepData
 from ..pipe.topology import PipelineGrid
 from ..schedule import Plan, check, make_plan
 from ..training import Training
-from ..zero import Zero
 from .base_engine import BaseEngine
 from .deepspeed_api import PIPELINE_ENGINE, Names, resize
 
@@ -86,7 +85,7 @@ class PipelineEngine(BaseEngine):
         if data_iter is not None:
             self._own_data = data_iter
         loss_fn = self.module.loss_fn
-        losses = self._run(self.plan, partial(self._data, loss_fn is not None), _Reduction(self.zero), loss_fn)
+        losses = self._run(self.plan, partial(self._data, loss_fn is not None), Reduction(self.zero), loss_fn)
         mean = self._mean(losses, self.plan.microbatches)
         self._last_loss = mean
         self.metrics.note_loss(mean)
@@ -220,7 +219,7 @@ class PipelineEngine(BaseEngine):
         self,
         plan: Plan,
         open_data: Callable[[], StepData],
-        backward: _Reduction | None,
+        backward: Reduction | None,
         loss_fn: Callable[[Any, Any], Any] | None,
     ) -> list[Any]:
         """Run a plan. If it fails on one rank of the job it fails on all."""
@@ -261,22 +260,6 @@ class PipelineEngine(BaseEngine):
         self.parallel.everyone.all_reduce(total, "pipeline").wait()
         mesh = self.parallel.mesh
         return (total / (microbatches * mesh.dp * mesh.tp)).to(self._loss_dtype)
-
-
-class _Reduction:
-    """Tells ZeRO of the pipeline's backwards: stages 0 and 1 reduce in the last, the others in each."""
-
-    def __init__(self, zero: Zero) -> None:
-        self._zero = zero
-        self.begun = False
-
-    def begin(self, *, last: bool, complete: bool) -> None:
-        self.begun = True
-        self._zero.last_microbatch = last
-        self._zero.holds_back = not complete
-
-    def end(self) -> None:
-        self._zero.finish_backward()
 
 
 def _same(inputs: Any) -> Any:
