@@ -1,6 +1,6 @@
 """Made-up inputs on which a model can be tried, so that the planner sees how data flows through it.
 
-Their values do not matter: layers answer with stand-ins (trial.py). What has to be right is their kind and shape.
+Their values do not matter: layers answer with stand-ins (tracer.py). What has to be right is their kind and shape.
 """
 
 from __future__ import annotations
