@@ -24,7 +24,7 @@ _ADVICE: Final = {
 
 def gather_objects(value: T, comm: Comm | None = None) -> list[T]:
     """Every rank's `value`, by its rank in `comm`; without one, of all ranks of the job. On all of them."""
-    group = dist.group.WORLD if comm is None and dist.is_initialized() else None if comm is None else comm.group
+    group = comm.group if comm is not None else dist.group.WORLD if dist.is_initialized() else None
     if group is None:
         return [value]
     values: list[T] = [value] * dist.get_world_size(group)

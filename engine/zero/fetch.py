@@ -9,8 +9,8 @@ outputs. Reading a parameter by its name (`self.head.weight`) fetches it for the
 is fetched with that module. What autograd kept of a parameter is fetched when backward unpacks it, however it comes
 there: by a second backward, past an operation in place, through a loss that no module returned.
 
-A parameter that is used through a reference that a module took earlier is fetched by its stand-in (`placeholder.py`), and
-one that is used while no module runs is an error. `zero.GatheredParameters` makes it whole.
+A parameter that is used through a reference that a module took earlier is fetched by its stand-in (`placeholder.py`),
+and one that is used while no module runs is an error. `zero.GatheredParameters` makes it whole.
 """
 
 from __future__ import annotations
