@@ -83,18 +83,14 @@ _GROUPS: Names = {
 
 _INNER_GROUPS: Names = {
     "_clone_world_group": ".deepspeed.utils:get_world_group",
-    "_get_broadcast_src_rank": ".deepspeed.groups:get_broadcast_src_rank",
-    "_get_data_parallel_group": ".deepspeed.groups:get_data_parallel_group",
-    "_get_data_parallel_group_ranks": ".deepspeed.groups:get_data_parallel_group_ranks",
-    "_get_data_parallel_rank": ".deepspeed.groups:get_data_parallel_rank",
-    "_get_data_parallel_world_size": ".deepspeed.groups:get_data_parallel_world_size",
     "_get_model_parallel_world_size": ".deepspeed.groups:get_tensor_model_parallel_world_size",
-    "_get_sequence_data_parallel_group": ".deepspeed.groups:get_data_parallel_group",
-    "_get_sequence_data_parallel_rank": ".deepspeed.groups:get_data_parallel_rank",
-    "_get_sequence_data_parallel_world_size": ".deepspeed.groups:get_data_parallel_world_size",
-    "_get_sequence_parallel_rank": ".deepspeed.groups:get_sequence_parallel_rank",
-    "_get_sequence_parallel_world_size": ".deepspeed.groups:get_sequence_parallel_world_size",
-}
+    "_get_broadcast_src_rank": ".deepspeed.groups:get_broadcast_src_rank",
+    "_get_data_parallel_group_ranks": ".deepspeed.groups:get_data_parallel_group_ranks",
+    **{f"_get_{kind}_{what}": f".deepspeed.groups:get_data_parallel_{what}"
+       for kind in ("data_parallel", "sequence_data_parallel") for what in ("group", "rank", "world_size")},
+    **{f"_get_sequence_parallel_{what}": f".deepspeed.groups:get_sequence_parallel_{what}"
+       for what in ("rank", "world_size")},
+}  # fmt: skip
 """Not for scripts, by their names, and yet many use them."""
 
 _LOGS: Names = _of(".deepspeed.utils", "logger", "log_dist", "log_dist_once")

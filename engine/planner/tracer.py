@@ -269,25 +269,12 @@ def _stand_ins(module: nn.Module) -> dict[str, Tensor]:
 # --- layers that answer
 
 
-class _LinearTrial(nn.Linear):
-    answer: Callable[[Tensor], Tensor]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.answer(x)
+def _that_answers(stock: type[nn.Module]) -> type[nn.Module]:
+    """A class with torch's `stock` as its base whose forward is the attribute `answer`."""
+    return type(f"_{stock.__name__}Trial", (stock,), {"forward": lambda self, x: self.answer(x)})
 
 
-class _Conv1DTrial(nn.Module):
-    answer: Callable[[Tensor], Tensor]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.answer(x)
-
-
-class _EmbeddingTrial(nn.Embedding):
-    answer: Callable[[Tensor], Tensor]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.answer(x)
+_LINEAR, _CONV1D, _EMBEDDING = map(_that_answers, (nn.Linear, nn.Module, nn.Embedding))
 
 
 class _AttentionTrial(nn.MultiheadAttention):
@@ -327,7 +314,7 @@ class _BatchNormTrial(_BatchNorm):
 @contextmanager
 def _answering(prefix: str, root: nn.Module, answer: Answer) -> Iterator[None]:
     bases: dict[str, type[nn.Module]] = {
-        "linear": _LinearTrial, "conv1d": _Conv1DTrial, "embedding": _EmbeddingTrial, "attention": _AttentionTrial,
+        "linear": _LINEAR, "conv1d": _CONV1D, "embedding": _EMBEDDING, "attention": _AttentionTrial,
     }  # fmt: skip
     before: list[tuple[Any, type[nn.Module]]] = []
     for norm in filter(is_batch_norm, list(root.modules())):
