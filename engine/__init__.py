@@ -17,15 +17,14 @@ if TYPE_CHECKING:
     from .config import Config, ConfigError
     from .pipe.layers import LayerSpec, TiedLayerSpec
     from .pipe.module import PipelineModule
-    from .setup.arguments import add_config_arguments
-    from .setup.initialize import initialize
+    from .setup.initialize import add_config_arguments, initialize
     from .train.engine import Engine
     from .train.pipeline_engine import PipelineEngine
 
 _HOME = {
     "initialize": "setup.initialize",
     "init_distributed": "comm.launch",
-    "add_config_arguments": "setup.arguments",
+    "add_config_arguments": "setup.initialize",
     "Engine": "train.engine",
     "Config": "config",
     "ConfigError": "config",
@@ -37,21 +36,9 @@ _HOME = {
 _SUBMODULES = {"checkpointing": "activation_checkpoint", "pipe": "pipe", "tensor": "tensor", "zero": "zero"}
 
 __all__ = [
-    "Config",
-    "ConfigError",
-    "Engine",
-    "LayerSpec",
-    "PipelineEngine",
-    "PipelineModule",
-    "TiedLayerSpec",
-    "add_config_arguments",
-    "checkpointing",
-    "init_distributed",
-    "initialize",
-    "pipe",
-    "tensor",
-    "zero",
-]
+    "Config", "ConfigError", "Engine", "LayerSpec", "PipelineEngine", "PipelineModule", "TiedLayerSpec",
+    "add_config_arguments", "checkpointing", "init_distributed", "initialize", "pipe", "tensor", "zero",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

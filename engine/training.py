@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .comm.groups import Parallel
+from .comm.mesh import Parallel
 from .config import Config
 from .hooks import Hooks
 from .offload import States

@@ -17,11 +17,10 @@ from dsprof.analyzer.intervals import Intervals
 from dsprof.analyzer.match import match_collectives
 from dsprof.analyzer.steps import completed_steps
 from dsprof.collectors import engine_events
-from dsprof.engine.config.offload import AioConfig
+from dsprof.engine.config.zero import AioConfig
 from dsprof.engine.hooks import Hooks
 from dsprof.engine.offload.buffers import aligned
-from dsprof.engine.offload.disk import Disk
-from dsprof.engine.offload.transfer import About
+from dsprof.engine.offload.disk import About, Disk
 from dsprof.schema import BUDGET_PARTS, COLUMNS
 from dsprof.trace.capture import read_capture
 from dsprof.trace.derive import trace_rows

@@ -23,7 +23,7 @@ from torch import nn
 
 from dsprof.collectors.bootstrap.sitecustomize import StandIn
 from dsprof.engine.config import ConfigError
-from dsprof.engine.deepspeed import absent, names
+from dsprof.engine.deepspeed import names
 from dsprof.engine.deepspeed.zero import DESCRIPTIONS
 
 IMPORTS = """\
@@ -196,11 +196,13 @@ def test_scripts_may_ask_whether_it_is_there(deepspeed: ModuleType) -> None:
 
 
 def test_nothing_is_both_there_and_not() -> None:
-    assert not absent.MODULES.keys() & names.MODULES.keys()
+    assert not names.ABSENT_MODULES.keys() & names.MODULES.keys()
     comm = names.MODULES["deepspeed.checkpointing"]
     offered = {name for module, of_it in names.MODULES.items() for name in of_it if of_it is not comm}
-    assert not absent.NAMES.keys() & offered - {"configure"}, "configure is checkpointing's, and not comm's"
-    assert all(text and not text.endswith(".") for text in (*absent.MODULES.values(), *absent.NAMES.values()))
+    assert not names.ABSENT_NAMES.keys() & offered - {"configure"}, "configure is checkpointing's, and not comm's"
+    assert all(
+        text and not text.endswith(".") for text in (*names.ABSENT_MODULES.values(), *names.ABSENT_NAMES.values())
+    )
 
 
 # --- what some of it does

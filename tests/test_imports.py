@@ -123,7 +123,7 @@ ROOMS: Final = (
 """Inside one, imports are relative; between two, by full name. The last is what lies in dsprof/ itself."""
 
 ENGINE_FLOORS: Final = (
-    {"config", "data", "hooks", "partition", "schedule", "tree"},
+    {"config", "data", "forward", "hooks", "partition", "schedule", "tree"},
     {"comm", "monitors", "optim"},
     {"activation_checkpoint", "tensor", "zero"},
     {"offload", "pipe"},

@@ -18,7 +18,7 @@ from ..hooks import Hooks
 from .policies import Region
 
 if TYPE_CHECKING:
-    from ..config.checkpointing import ActivationCheckpointingConfig
+    from ..config.config import ActivationCheckpointingConfig
 
 
 @dataclass
@@ -60,18 +60,15 @@ def configure(
     One of these has an effect here, `checkpoint_in_cpu` (the key `cpu_checkpointing`); the others are warned about.
     Raises ValueError for `partition_activations` with a model-parallel group, which is not supported.
     """
-    if partition_activations and _model_parallel_size(mpu_) > 1:
+    if partition_activations and mpu_ is not None and ask(mpu_, "world_size") > 1:
         raise ValueError(
             "partition_activations over a model-parallel group is not supported: leave it out, or use "
             "checkpoint_in_cpu to free the memory instead"
         )
     others = {
-        "partition_activations": partition_activations,
-        "contiguous_checkpointing": contiguous_checkpointing,
-        "num_checkpoints": num_checkpoints,
-        "synchronize": synchronize,
-        "profile": profile,
-    }
+        "partition_activations": partition_activations, "contiguous_checkpointing": contiguous_checkpointing,
+        "num_checkpoints": num_checkpoints, "synchronize": synchronize, "profile": profile,
+    }  # fmt: skip
     for name, value in others.items():
         if value:
             warnings.warn(f"checkpointing.configure({name}={value!r}) has no effect", stacklevel=2)
@@ -104,15 +101,15 @@ def attach(hooks: Hooks, section: ActivationCheckpointingConfig) -> None:
 
 def model_parallel_rank() -> int:
     """This rank among those that share layers, by what `configure` was given."""
-    mpu = _settings.mpu
-    if mpu is None:
-        return 0
-    return int((getattr(mpu, "get_tensor_model_parallel_rank", None) or mpu.get_model_parallel_rank)())
+    return 0 if _settings.mpu is None else ask(_settings.mpu, "rank")
 
 
-def _model_parallel_size(mpu: Any) -> int:
-    if mpu is None:
-        return 1
-    # Megatron renamed it.
-    size = getattr(mpu, "get_tensor_model_parallel_world_size", None) or mpu.get_model_parallel_world_size
-    return int(size())
+def ask(mpu: Any, what: str, caller: str = "checkpointing.configure") -> int:
+    """What it says of the ranks that share layers; Megatron renamed its functions. Raises ValueError without one."""
+    found = getattr(mpu, f"get_tensor_model_parallel_{what}", None) or getattr(mpu, f"get_model_parallel_{what}", None)
+    if found is None:
+        raise ValueError(
+            f"{caller}: mpu ({type(mpu).__name__}) has no get_model_parallel_{what}(), which tells what ranks "
+            "share layers: leave it out; one that divides sequences over ranks (Ulysses) has no counterpart here"
+        )
+    return int(found())

@@ -1,7 +1,6 @@
 """Activation checkpointing: blocks of a model whose activations are recomputed in backward instead of kept.
 
-A policy finds the blocks and wraps each one's `forward`, on the instance: names, classes and `state_dict` stay as they
-are, and the model can be copied and pickled. The wrapping is inside the block's `__call__`, not around it, so
+A policy finds the blocks and wraps each one's forward. The wrapping is inside the block's `__call__`, not around it, so
 
 - the block's own hooks run once, in forward: what a user's hook does to the arguments is not done to them again;
 - hooks of modules inside the block run in the recomputation too, and so ZeRO stage 3 fetches their parameters for it;
@@ -18,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import MethodType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
@@ -26,20 +24,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from ..forward import Undo, last_first, wrap_forward
 from ..hooks import Hooks
-from ..monitors.flop_formulas import has_formula
+from ..monitors.flops import has_formula
 
 if TYPE_CHECKING:
-    from ..config.checkpointing import ActivationCheckpointingConfig
+    from ..config.config import ActivationCheckpointingConfig
 
-Undo = Callable[[], None]
 Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 """What the forward runs in, and what the recomputation runs in."""
 
@@ -78,16 +71,13 @@ class Full:
     def apply(self, model: nn.Module, hooks: Hooks) -> Undo:
         """Wrap the blocks of `model`. Raises ValueError if there is no telling which modules they are."""
         found = find_blocks(model) if self.blocks is None else named_blocks(model, self.blocks)
-        undos = [
-            _wrap(found[name], Region(hooks, name, self.on_host, self.preserve_rng_state, self.contexts()))
+        return last_first([
+            wrap_forward(
+                found[name], Region(hooks, name, self.on_host, self.preserve_rng_state, self.contexts()), name,
+                "activation checkpointing was applied",
+            )
             for name in self.choose(list(found))
-        ]
-
-        def undo() -> None:
-            for one in reversed(undos):
-                one()
-
-        return undo
+        ])  # fmt: skip
 
     def choose(self, names: list[str]) -> list[str]:
         """Those of the blocks, given in order, that are recomputed."""
@@ -220,32 +210,6 @@ class Region:
             return kept.to(device, non_blocking=True)
 
 
-def _wrap(block: nn.Module, region: Region) -> Undo:
-    """Run `block`'s forward as `region`."""
-    patched = vars(block).get("forward")  # by somebody else, on the instance
-
-    @functools.wraps(patched or type(block).forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        inner = patched or functools.partial(type(self).forward, self)
-        return region(inner, *args, **kwargs)
-
-    # A bound method, since a copy of the block then gets one that is bound to the copy.
-    ours = MethodType(forward, block)
-    block.forward = ours
-
-    def undo() -> None:
-        if vars(block).get("forward") is not ours:
-            raise RuntimeError(
-                f"{region.name}: its forward was replaced after activation checkpointing was applied; undo that first"
-            )
-        if patched is None:
-            del block.forward
-        else:
-            block.forward = patched
-
-    return undo
-
-
 # --- which modules are blocks
 
 _CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -284,7 +248,7 @@ def named_blocks(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
     modules = {name: module for name, module in model.named_modules() if name}
     wanted: set[str] = set()
     for pattern in patterns:
-        fitting = [name for name in modules if _fits(name, pattern)]
+        fitting = [name for name in modules if fits(name, pattern)]
         if not fitting:
             near = difflib.get_close_matches(pattern, modules, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"the topmost are {[n for n, _ in model.named_children()]}"
@@ -328,6 +292,7 @@ def _patterns(names: Any) -> list[str]:
     return list(dict.fromkeys(".".join([*name.split(".")[:-1], "*"]) for name in names))
 
 
-def _fits(name: str, pattern: str) -> bool:
+def fits(name: str, pattern: str) -> bool:
+    """Whether a module is meant by a pattern, in which `*` stands for any one part of a name."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.consensus import CheckpointError, Team, gather_over
+from ..comm.consensus import CheckpointError, Team, gather_objects
 from ..training import Training
 from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
 from .folder import find, latest_tag, replace_whole
 from .reshard import Wanted, as_saved, join, read, tensor_cut
 from .serialize import unpack
-from .state import buffers, merged, names
+from .state import about_training, buffers, merged, names
 
 
 def save_16bit_model(
@@ -96,7 +96,7 @@ def consolidated(training: Training, *, with_frozen: bool) -> dict[str, Tensor]:
         [_SentTensor(name, buffer.shape, buffer.dtype) for name, buffer in kept.items()],
         names(training),
     )
-    replica = gather_over(parallel.model, contribution)
+    replica = gather_objects(contribution, parallel.model)
     first_replica, receives = parallel.mesh.dp_rank == 0, parallel.mesh.rank == 0
     parts: dict[str, list[Tensor]] = {}
     for param in params:
@@ -171,9 +171,9 @@ def weights_of(
         raise CheckpointError(f"there is no file {place / 'latest'}: check the folder, or give a tag")
     contents = Contents(place / find(place, chosen))
     contents.check_files()
-    training: dict[str, Any] = unpack(contents.value("training"), "training")
+    training = about_training(contents)
     shapes: dict[str, torch.Size] = training["weights"]
-    cuts = training.get("cuts", {})  # format 1 had none
+    cuts = training["cuts"]
     if without_frozen:
         if "optimizer" not in contents:
             raise CheckpointError(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.consensus import CheckpointError, Team, gather_over
+from ..comm.consensus import CheckpointError, Team, gather_objects
 from ..optim.onebit import OneBitAdam
 from ..training import Training
 from ..zero.shard import ShardedParam
@@ -20,9 +20,9 @@ from .dcp import Contents, Piece
 from .folder import find, latest_tag
 from .optimizer import OptimizerLoading, OptimizerState, group_names
 from .reshard import Wanted, as_saved, read, tensor_cut
-from .saving import COUNTERS, FORMAT
+from .saving import COUNTERS
 from .serialize import set_random_states, unpack
-from .state import Holdings, buffers, device_of, holdings, loader_of, merged, own_buffer, weights
+from .state import Holdings, about_training, buffers, device_of, holdings, loader_of, merged, own_buffer, weight
 
 
 def load(
@@ -59,7 +59,7 @@ def load(
             return None, None
         path = Path(folder) / name
         doing = f"checkpoint {path} was not loaded"
-        replica = gather_over(training.parallel.model, team.together(doing, lambda: _of_rank(training)))
+        replica = gather_objects(team.together(doing, lambda: _of_rank(training)), training.parallel.model)
         loading = team.together(doing, lambda: _Loading(training, path, team, replica, strict=load_module_strict))
         if not load_module_only:
             team.together(
@@ -93,16 +93,6 @@ def _of_rank(training: Training) -> _OfRank:
     return _OfRank(holdings(training), groups)
 
 
-def _of_format_1(training: dict[str, Any]) -> dict[str, Any]:
-    """What "training" would be of a checkpoint of format 1, whose ranks were data-parallel ones."""
-    return {
-        **training,
-        "mesh": (1, training["ranks"], 1),
-        "cuts": {},
-        "reduction_orders": [training["reduction_order"]],
-    }
-
-
 class _Loading:
     """One load on one rank, of whose `replica` all ranks tell what they have. Of its methods, `publish` alone
     communicates.
@@ -113,14 +103,7 @@ class _Loading:
         self._team = team
         self._replica = replica
         self._contents = Contents(path)
-        self._training = self._value("training")
-        self._format = self._training["format"]
-        if self._format not in (1, FORMAT):
-            raise CheckpointError(
-                f"it has format {self._format}, and this version of dsprof reads 1 and {FORMAT}: update dsprof"
-            )
-        if self._format == 1:
-            self._training = _of_format_1(self._training)
+        self._training = about_training(self._contents)
         mesh = training.parallel.mesh
         self._same_ranks = tuple(self._training["mesh"]) == (mesh.pp, mesh.dp, mesh.tp)
         self._cuts = {name: as_saved(cut) for name, cut in self._training["cuts"].items()}
@@ -143,8 +126,6 @@ class _Loading:
         training = self._job
         if optimizer and training.optimizer is not None:
             saved = self._optional("optimizer")
-            if saved is not None and self._format == 1:
-                saved["groups"] = [saved["groups"]]
             if saved is not None:
                 self._optimizer = OptimizerLoading(
                     training.optimizer, OptimizerState(**saved, tensors=[]), training.zero, self._contents,
@@ -242,8 +223,7 @@ class _Loading:
         return [piece for each in wanted for piece in each.sources("meta")] + self._buffers
 
     def _weights(self, params: Iterable[ShardedParam], *, masters: bool) -> list[Wanted]:
-        listed = list(params)
-        return [self._wanted(*pair) for pair in zip(listed, weights(listed, masters=masters), strict=True)]
+        return [self._wanted(param, weight(param, masters=masters)) for param in params]
 
     def _wanted(self, param: ShardedParam, piece: Piece) -> Wanted:
         return Wanted(piece, tensor_cut(param), self._cuts.get(param.name))
@@ -257,11 +237,7 @@ class _Loading:
 
     def _buffer_pieces(self, strict: bool) -> list[Piece]:
         shapes = merged(other.holdings.buffers for other in self._replica)
-        saved = self._training["buffers"]
-        # Those of format 1 have each buffer once.
-        twins = merged(other.holdings.twins for other in self._replica)
-        optional = [name for name, first in twins.items() if first in saved]
-        common = _common("buffers", shapes, saved, optional, strict)
+        common = _common("buffers", shapes, self._training["buffers"], [], strict)
         pieces: list[Piece] = []
         taken: set[int] = set()
         for name, buffer in buffers(self._job.module).items():

@@ -10,16 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..comm.consensus import CheckpointError, Team, gather_over
+from ..comm.consensus import CheckpointError, Team, gather_objects
 from ..training import Training
 from .dcp import Piece, shares, write
 from .folder import Place, check_tag, write_synced
 from .optimizer import optimizer_state
 from .reshard import part_name, tensor_cut
 from .serialize import pack, plain, random_states
-from .state import Holdings, buffers, device_of, digests, holdings, loader_of, merged, own_buffer, weights
+from .state import FORMAT, Holdings, buffers, device_of, digests, holdings, loader_of, merged, own_buffer, weight
 
-FORMAT: Final = 2
 COUNTERS: Final = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -51,14 +50,14 @@ def save(
             if training.optimizer is not None:
                 team.together(doing, lambda: stack.enter_context(training.states.at_once(changed=False)))
             mine, described = team.together(doing, lambda: _take(training, exclude_frozen_parameters, team.rank))
-            replica = gather_over(training.parallel.model, described)
+            replica = gather_objects(described, training.parallel.model)
             values = team.together(
                 doing, lambda: _values(training, client_state or {}, exclude_frozen_parameters, replica, team.rank)
             )
             mine += team.together(doing, lambda: _buffers(training, replica))
-            everyones = team.gather(
-                (training.parallel.mesh.dp_rank, team.together(doing, lambda: digests(training.module)))
-            )
+            everyones = gather_objects((
+                training.parallel.mesh.dp_rank, team.together(doing, lambda: digests(training.module))
+            ))  # fmt: skip
             common = merged(found for dp_rank, found in everyones if dp_rank == 0)
             mine += team.together(doing, lambda: _own_buffers(training, common, team.rank))
             place = Place(Path(folder), name)
@@ -77,7 +76,7 @@ def save(
 
 def _agree_on_tag(training: Training, tag: str, team: Team) -> str:
     team.together("no checkpoint was saved", lambda: check_tag(tag))
-    tags = team.gather(tag)
+    tags = gather_objects(tag)
     validation = training.config.checkpoint.tag_validation
     odd = [rank for rank, other in enumerate(tags) if other != tags[0]]
     if odd and validation != "Ignore":
@@ -105,9 +104,10 @@ def _take(training: Training, without_frozen: bool, rank: int) -> tuple[list[Pie
     zero, mesh, counts = training.zero, training.parallel.mesh, training.shared.counts
     kept = [param for param in zero.params if param.trainable or not without_frozen]
     counted = [param for param in kept if counts(param.param)]
+    pieces = [weight(param, masters=training.optimizer is not None) for param in counted]
     mine = [
         replace(piece, name=part_name(piece.name, tensor_cut(param)))
-        for param, piece in zip(counted, weights(counted, masters=training.optimizer is not None), strict=True)
+        for param, piece in zip(counted, pieces, strict=True)
     ]
     about = None
     if training.optimizer is not None:

@@ -23,22 +23,23 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ..comm.consensus import CheckpointError
 from ..data import ShardedLoader
 from ..training import Training
 from ..zero import Zero
 from ..zero.shard import ShardedParam
-from .dcp import Piece
+from .dcp import Contents, Piece
 from .reshard import tensor_cut, whole_shape
-
-if TYPE_CHECKING:
-    pass
+from .serialize import unpack
 
 T = TypeVar("T")
+
+FORMAT: Final = 2
 
 
 # --- what a rank has of the model
@@ -54,8 +55,6 @@ class Holdings:
     """How they are cut, those that are."""
     frozen: list[str]
     buffers: dict[str, torch.Size]
-    twins: dict[str, str]
-    """Further names of buffers that are there -> the first."""
     aliases: dict[str, str]
     """Further names of parameters, tied ones -> those in `weights`."""
 
@@ -64,18 +63,21 @@ def holdings(training: Training, *, without_frozen: bool = False) -> Holdings:
     """What this rank has."""
     params = [param for param in training.zero.params if param.trainable or not without_frozen]
     cuts = {param.name: tensor_cut(param) for param in params}
-    kept = buffers(training.module)
-    first: dict[int, str] = {}
-    for name, buffer in kept.items():
-        first.setdefault(id(buffer), name)
     return Holdings(
         {param.name: whole_shape(param) for param in params},
         {name: cut.to_dict() for name, cut in cuts.items() if cut is not None},
         [param.name for param in params if not param.trainable],
-        {name: buffer.shape for name, buffer in kept.items()},
-        {name: first[id(buffer)] for name, buffer in kept.items() if first[id(buffer)] != name},
+        {name: buffer.shape for name, buffer in buffers(training.module).items()},
         {name: held for name, held in names(training).items() if held != name and held in cuts},
     )
+
+
+def about_training(contents: Contents) -> dict[str, Any]:
+    """The value "training" of a checkpoint. Raises CheckpointError for one of another format."""
+    found: dict[str, Any] = unpack(contents.value("training"), "training")
+    if found["format"] != FORMAT:
+        raise CheckpointError(f"it has format {found['format']}, and this version of dsprof reads {FORMAT}")
+    return found
 
 
 def names(training: Training) -> dict[str, str]:
@@ -101,14 +103,10 @@ def device_of(zero: Zero) -> torch.device:
     return next((param.param.device for param in zero.params), torch.device("cpu"))
 
 
-def weights(params: Iterable[ShardedParam], *, masters: bool) -> list[Piece]:
-    """What this rank holds of each parameter: the master's elements where it has one and `masters` count, which they do
-    if there is an optimizer; else the parameter's own.
+def weight(param: ShardedParam, *, masters: bool) -> Piece:
+    """What this rank holds of a parameter: the master's elements where it has one and `masters` count, which they do if
+    there is an optimizer; else the parameter's own.
     """
-    return [_weight(param, masters) for param in params]
-
-
-def _weight(param: ShardedParam, masters: bool) -> Piece:
     name = f"weight/{param.name}"
     if masters and param.master is not None:
         return Piece(name, param.master.data.view(-1), param.numel, param.start, everywhere=param.cut.pieces == 1)

@@ -1,7 +1,6 @@
 """Ranks, and what they say to each other.
 
-mesh       who is where
-groups     the process groups of a rank
+mesh       who is where, and the process groups of a rank
 comm       collectives over one group
 lane       the thread or stream that they run on
 consensus  what all ranks must agree on, and failing together

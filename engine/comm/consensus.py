@@ -1,4 +1,5 @@
-"""Ranks that save or load together: what fails on one fails on all, so that none waits for one that has given up."""
+"""What ranks tell each other before one waits for another, and what they do together: what fails on one fails on all,
+and none waits for one that has given up."""
 
 from __future__ import annotations
 
@@ -21,6 +22,17 @@ _ADVICE: Final = {
 }
 
 
+def gather_objects(value: T, comm: Comm | None = None) -> list[T]:
+    """Every rank's `value`, by its rank in `comm`; without one, of all ranks of the job. On all of them."""
+    group = comm.group if comm is not None else dist.group.WORLD if dist.is_initialized() else None
+    if group is None:
+        return [value]
+    values: list[T] = [value] * dist.get_world_size(group)
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint could not be saved or loaded. Raised on every rank, with the reason of the first that failed."""
 
@@ -33,14 +45,6 @@ class Team:
         self.rank = dist.get_rank() if there else 0
         self.size = dist.get_world_size() if there else 1
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's `value`, by rank."""
-        if self.size == 1:
-            return [value]
-        values: list[T | None] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values  # type: ignore[return-value]
-
     def together(self, doing: str, work: Callable[[], T]) -> T:
         """Do `work`, which must not communicate, on every rank.
 
@@ -52,7 +56,7 @@ class Team:
             result = work()
         except Exception as error:
             cause = error
-        reasons = self.gather(None if cause is None else reason(cause))
+        reasons = gather_objects(None if cause is None else reason(cause))
         self._raise_first(doing, reasons, cause)
         return result  # type: ignore[return-value]
 
@@ -77,15 +81,6 @@ class Team:
             others = f" (and {len(failed) - 1} other ranks failed)" if len(failed) > 1 else ""
             where = f"rank {failed[0]}: " if self.size > 1 else ""
             raise CheckpointError(f"{doing}: {where}{reasons[failed[0]]}{others}") from cause
-
-
-def gather_over(comm: Comm, value: T) -> list[T]:
-    """Every rank's `value`, by its rank in `comm`."""
-    if comm.group is None:
-        return [value]
-    values: list[T | None] = [None] * comm.size
-    dist.all_gather_object(values, value, group=comm.group)
-    return values  # type: ignore[return-value]
 
 
 def reason(error: BaseException) -> str:

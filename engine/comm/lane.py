@@ -1,4 +1,5 @@
-"""A lane runs communications in order, beside the computation: on CPU a thread, on a GPU a stream.
+"""A lane runs communications, or reads and writes of a disk, in order, beside the computation: on CPU a thread, on a
+GPU a stream.
 
 Each lane has a process group of its own, so the collectives of two lanes never have to agree on an order between them,
 and each tells when its work truly began and ended, which c10d does not on CPU.
@@ -12,14 +13,14 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from ..hooks import Hooks, Place, Purpose, Span
 
 Work = Callable[[], object]
-"""A blocking communication; what it returns is dropped."""
+"""A blocking communication, read or write; what it returns is dropped."""
 
 Patience = Callable[[Callable[[float], bool]], None]
 """Waits: it is given what waits for at most so many seconds and says whether that was enough. May raise instead."""
@@ -39,6 +40,8 @@ class Label:
     peer: int | None = None
     at: Place | None = None
     """Where it belongs, if not where training stands when it is submitted."""
+    value: float | None = None
+    corr: int | None = None
 
 
 class Ticket(Protocol):
@@ -76,10 +79,12 @@ class _LaneJob:
     label: Label
     issue_ns: int
     place: Place
-    ticket: _CpuTicket
+    ticket: LaneTicket
 
 
-class _CpuTicket:
+class LaneTicket:
+    """What was handed to a lane that is a thread."""
+
     def __init__(self, hooks: Hooks, label: Label, patience: Patience | None) -> None:
         self._hooks = hooks
         self._label = label
@@ -104,7 +109,7 @@ class _CpuTicket:
             self._told = True
             label = self._label
             span = self._hooks.begin("wait", label.name, module=label.module, purpose=label.purpose, group=label.group,
-                                     seq=label.seq, peer=label.peer)  # fmt: skip
+                                     seq=label.seq, peer=label.peer, corr=label.corr)  # fmt: skip
             try:
                 if self._patience is None:
                     self._lock.acquire()
@@ -113,18 +118,25 @@ class _CpuTicket:
                 self._lock.release()
             finally:
                 self._hooks.end(span)
+        self.check()
+
+    def check(self) -> None:
+        """Raise what it raised, if it is done and did."""
         if self.error is not None:
             raise self.error
 
 
 class CpuLane:
-    """A thread that runs blocking collectives in order.
+    """A thread that runs what blocks, in order: collectives, or with `kind` "copy" reads or writes of a disk.
 
-    `link` (bytes/s) models an interconnect: each communication then takes at least its bytes over `link`, so overlap
-    and bucket sizes have an effect that can be seen on a machine without one.
+    `lane` is the name that spans have for it. `link` (bytes/s) models an interconnect: each communication then takes at
+    least its bytes over `link`, so overlap and bucket sizes have an effect that can be seen on a machine without one.
     """
 
-    def __init__(self, name: str, hooks: Hooks, link: float | None = None) -> None:
+    def __init__(
+        self, name: str, hooks: Hooks, link: float | None = None, *, kind: Literal["comm", "copy"] = "comm",
+        lane: str | None = None,
+    ) -> None:  # fmt: skip
         self.name = name
         self.patience: Patience | None = None
         """How whoever waits for a communication does it, if not simply for as long as it takes."""
@@ -133,17 +145,17 @@ class CpuLane:
         self._broken: list[BaseException] = []
         """Why no communication is run any more."""
         self._thread = threading.Thread(
-            target=_run_jobs, args=(self._jobs, f"comm.{name}", hooks, link, self._broken), name=f"dsprof-{name}",
-            daemon=True,
+            target=_run_jobs, args=(self._jobs, kind, lane or f"comm.{name}", hooks, link, self._broken),
+            name=f"dsprof-{name}", daemon=True,
         )  # fmt: skip
         self._thread.start()
         # The thread holds the queue, not the lane: an engine that is dropped takes its threads along.
         weakref.finalize(self, self._jobs.put, None)
 
-    def submit(self, work: Work, label: Label) -> Ticket:
+    def submit(self, work: Work, label: Label) -> LaneTicket:
         if not self._thread.is_alive():
             raise RuntimeError(f"the lane {self.name!r} is closed: the engine was destroyed")
-        ticket = _CpuTicket(self._hooks, label, self.patience)
+        ticket = LaneTicket(self._hooks, label, self.patience)
         self._jobs.put(_LaneJob(work, label, time.monotonic_ns(), label.at or self._hooks.place, ticket))
         return ticket
 
@@ -160,12 +172,13 @@ class CpuLane:
 
 
 def _run_jobs(
-    jobs: queue.SimpleQueue[_LaneJob | None], lane: str, hooks: Hooks, link: float | None, broken: list[BaseException]
-) -> None:
+    jobs: queue.SimpleQueue[_LaneJob | None], kind: Literal["comm", "copy"], lane: str, hooks: Hooks,
+    link: float | None, broken: list[BaseException],
+) -> None:  # fmt: skip
     with torch.no_grad():
         while (job := jobs.get()) is not None:
             begin = time.monotonic_ns()
-            span = _open(hooks, lane, job.label, job.issue_ns, job.place)
+            span = _open(hooks, kind, lane, job.label, job.issue_ns, job.place)
             try:
                 if broken:
                     raise broken[0]
@@ -179,10 +192,13 @@ def _run_jobs(
             del job, span  # until the next job comes: their tensors would stay alive
 
 
-def _open(hooks: Hooks, lane: str, label: Label, issue_ns: int, place: Place) -> Span | None:
+def _open(
+    hooks: Hooks, kind: Literal["comm", "copy"], lane: str, label: Label, issue_ns: int, place: Place
+) -> Span | None:
     return hooks.begin(
-        "comm", label.name, lane=lane, issue_ns=issue_ns, at=place, module=label.module,
+        kind, label.name, lane=lane, issue_ns=issue_ns, at=place, module=label.module,
         purpose=label.purpose, group=label.group, seq=label.seq, bytes=label.bytes, dtype=label.dtype, peer=label.peer,
+        value=label.value, corr=label.corr,
     )  # fmt: skip
 
 
@@ -245,7 +261,7 @@ class CudaLane:
             start_ns = origin_ns + round(1e6 * origin.elapsed_time(begin))
             end_ns = start_ns + round(1e6 * begin.elapsed_time(end))
             self._origin = end, end_ns  # a device's times are floats: those of an hour come in quarters of a ms
-            span = _open(self._hooks, f"comm.{self.name}", label, issue_ns, place)
+            span = _open(self._hooks, "comm", f"comm.{self.name}", label, issue_ns, place)
             if span is not None:
                 span.start_ns = start_ns
             self._hooks.end(span, at_ns=end_ns)

@@ -7,8 +7,9 @@
 
 A section is a file, a key a field with its documentation under it (docs/engine-config.md is made from these):
 
-    config          the top-level keys            model          what sections and values are made of
-    zero  offload  precision  optimizer  scheduler  checkpointing  debugging  parallel
+    config          the top-level keys; precision, checkpoints
+    model           what sections and values are made of
+    zero  optimizer  scheduler  debugging  parallel
 
 and what is done to a configuration, in this order, by `loading`:
 

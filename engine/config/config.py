@@ -1,20 +1,92 @@
-"""The whole configuration: the top-level keys, and the sections below them."""
+"""The whole configuration: the top-level keys, and the short sections below them: precision and checkpoints."""
 
 from __future__ import annotations
 
 import math
+from typing import Annotated, Literal
 
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, field_validator
 
-from .checkpointing import ActivationCheckpointingConfig, CheckpointConfig
 from .debugging import CommsLoggerConfig, CsvMonitorConfig, FlopsProfilerConfig, TensorBoardConfig
 from .model import TO_BE_SOLVED, DataType, Number, Section, Whole
-from .offload import AioConfig
 from .optimizer import OptimizerConfig
 from .parallel import PipelineConfig, TensorParallelConfig
-from .precision import Bf16Config, DataTypesConfig, Fp16Config
 from .scheduler import SchedulerConfig
-from .zero import ZeroConfig
+from .zero import AioConfig, ZeroConfig
+
+
+class Fp16Config(Section):
+    """Weights and computation in fp16, master weights in fp32, and the loss scaled so that small gradients survive."""
+
+    enabled: bool = False
+    """Train in fp16."""
+
+    auto_cast: bool = False
+    """Cast floating-point inputs of the model to fp16."""
+
+    loss_scale: Number = Field(default=0.0, ge=0)
+    """A fixed factor for the loss; 0 finds it as training goes, by the keys below."""
+
+    initial_scale_power: Whole = Field(default=16, ge=0, le=127)
+    """The dynamic scale begins at 2 to this power."""
+
+    loss_scale_window: Whole = Field(default=1000, ge=1)
+    """Steps without overflow after which the dynamic scale doubles."""
+
+    hysteresis: Whole = Field(default=2, ge=1)
+    """The dynamic scale is halved at the overflow with this number; each overflow skips its step."""
+
+    consecutive_hysteresis: bool = False
+    """A step without overflow restores the hysteresis; false: only the doubling of the scale does."""
+
+    min_loss_scale: Number = Field(default=1.0, gt=0)
+    """The dynamic scale never falls below this; an overflow there is an error."""
+
+
+class Bf16Config(Section):
+    """Weights and computation in bf16, master weights in fp32. The range is that of fp32: no loss scale."""
+
+    enabled: bool = False
+    """Train in bf16."""
+
+    check_grad_overflow: bool = True
+    """Skip a step whose gradient norm is not finite; false takes it."""
+
+
+class DataTypesConfig(Section):
+    """Types that do not follow from `fp16` and `bf16`."""
+
+    grad_accum_dtype: DataType | None = None
+    """In what the gradients of several micro-batches are summed up. Default: the type that is trained in."""
+
+
+class ActivationCheckpointingConfig(Section):
+    """Activations computed again in the backward pass instead of being kept. DeepSpeed leaves it to the model to call
+    `checkpointing.checkpoint`, which works here too; `policy` applies it to a model that does not."""
+
+    cpu_checkpointing: bool = False
+    """Keep what recomputation begins with, the checkpoints themselves, in host memory."""
+
+    policy: Literal["none", "full", "every_k", "selective"] = "none"
+    """dsprof's own. What the engine wraps by itself: `none`; `full`, every block; `every_k`, one block in `every`;
+    `selective`, all but the results that cost most to compute, such as those of matrix products and attention."""
+
+    every: Whole = Field(default=2, ge=1)
+    """dsprof's own. With `every_k`: one block in so many is recomputed."""
+
+    blocks: tuple[str, ...] | None = None
+    """dsprof's own. Names of the blocks that `policy` is about, with `*` for any text, as `layers.*`. Default: the
+    largest list of modules of one kind in the model."""
+
+
+class CheckpointConfig(Section):
+    """How `save_checkpoint` and `load_checkpoint` behave."""
+
+    tag_validation: Annotated[
+        Literal["Ignore", "Warn", "Fail"],
+        BeforeValidator(lambda value: value.capitalize() if isinstance(value, str) else value),
+    ] = "Warn"
+    """Whether all ranks gave `save_checkpoint` the same tag: do not look, warn, or fail. In upper or lower case."""
 
 
 class Config(Section):

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
 
+from .keys import nearest
 from .model import Betas, Complaint, Number, Params, Section, SectionType, Whole, shown, torch_params
-from .suggest import nearest
 
 
 class AdamParams(Params):

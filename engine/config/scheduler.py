@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    SerializeAsAny,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
 
+from .keys import nearest
 from .model import Complaint, Number, Params, Rates, Section, SectionType, Whole, shown, torch_params
-from .suggest import nearest
 
 WarmupType = Literal["log", "linear"]
 

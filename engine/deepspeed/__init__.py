@@ -1,9 +1,9 @@
 """What scripts import as `deepspeed` under `dsprof run --engine dsprof`: DeepSpeed's names, this engine's work.
 
-    names         which names there are, module by module, what stands behind each, and what importlib.metadata says
-    absent        what DeepSpeed has and this has not, and what to write instead
+    names         which names there are, module by module, and what stands behind each; what to write instead of others
     start         initialize, tp_model_init, DeepSpeedConfig
     zero          what scripts ask parameters of stage 3
+    fragments     and of their masters, states and gradients
     groups        which ranks work together
     z3_leaf       set_z3_leaf_modules
     rng_tracker   random numbers of what ranks divide
@@ -23,8 +23,7 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from .absent import refusal
-from .names import MODULES, VERSION, distribution
+from .names import MODULES, VERSION, distribution, refusal
 
 __all__ = ["VERSION", "check", "distribution", "make"]
 

@@ -2,230 +2,171 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import resource
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch import cuda
 
-from .absent import refusal
+from .names import refusal
+
+Calls = tuple[Callable[..., Any], Callable[..., Any]]
+"""What is called on a GPU, and on a CPU."""
+
+
+def _said(gpu: Any, cpu: Any) -> Calls:
+    """Answers that nothing changes."""
+    return (lambda: gpu), (lambda: cpu)
+
+
+def _of_one(gpu: Callable[[int], Any], cpu: Callable[[], Any] = lambda: None) -> Calls:
+    """Of one GPU of this host, by its index, by default this rank's present one; a CPU is the only one."""
+
+    def of_gpu(device_index: int | None = None) -> Any:
+        return gpu(cuda.current_device() if device_index is None else device_index)
+
+    return of_gpu, lambda device_index=None: cpu()
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """On a CPU there is none of it."""
+
+
+def _variable(name: str, default: str) -> Callable[[], int]:
+    return lambda: int(os.environ.get(name, default))
+
+
+def _resident() -> int:
+    """Memory of this process in bytes, which on a CPU stands for the device's."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _peak() -> int:
+    """Since the process began; it cannot be reset."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of this host's memory: all, and what is available."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    sizes = {words[0]: int(words[1]) * 1024 for words in lines if len(words) > 2}
+    return sizes["MemTotal:"], sizes["MemAvailable:"]
+
+
+_IS_SYNCHRONIZED: Final = _said(False, True)
+_RESERVED: Final = _of_one(cuda.memory_reserved, _resident)
+_MOST_RESERVED: Final = _of_one(cuda.max_memory_reserved, _peak)
+_RESET_PEAKS: Final = _of_one(cuda.reset_peak_memory_stats)
+
+CALLS: Final[Mapping[str, Calls]] = {
+    # devices; a rank on a CPU is as if it had one of its own
+    "set_device": (lambda device_index: cuda.set_device(device_index), _nothing),
+    "current_device": (cuda.current_device, _variable("LOCAL_RANK", "0")),
+    "device_count": (cuda.device_count, _variable("LOCAL_WORLD_SIZE", "1")),
+    "device": (lambda device_index=None: cuda.device(device_index), lambda device_index=None: nullcontext()),
+    "is_available": _said(True, True),
+    "synchronize": _of_one(cuda.synchronize),
+    "is_synchronized_device": _IS_SYNCHRONIZED,
+    "use_host_timers": _IS_SYNCHRONIZED,
+    "resolves_data_dependency": _IS_SYNCHRONIZED,
+    "handles_memory_backpressure": _IS_SYNCHRONIZED,
+    "communication_backend_name": _said("nccl", "gloo"),
+    # random numbers
+    "random": _said(torch.random, torch.random),
+    "manual_seed": (cuda.manual_seed, torch.manual_seed),
+    "manual_seed_all": (cuda.manual_seed_all, torch.manual_seed),
+    "initial_seed": (cuda.initial_seed, torch.initial_seed),
+    "get_rng_state": _of_one(cuda.get_rng_state, torch.get_rng_state),
+    "set_rng_state": (
+        lambda new_state, device_index=None: cuda.set_rng_state(
+            new_state, "cuda" if device_index is None else device_index
+        ),
+        lambda new_state, device_index=None: torch.set_rng_state(new_state),
+    ),
+    "default_generator": (
+        lambda device_index: cuda.default_generators[device_index],
+        lambda device_index: torch.default_generator,
+    ),
+    # streams
+    "stream": (cuda.stream, lambda stream: nullcontext()),
+    "current_stream": _of_one(cuda.current_stream),
+    "default_stream": _of_one(cuda.default_stream),
+    # memory, in bytes
+    "empty_cache": (cuda.empty_cache, _nothing),
+    "memory_allocated": _of_one(cuda.memory_allocated, _resident),
+    "max_memory_allocated": _of_one(cuda.max_memory_allocated, _peak),
+    "memory_reserved": _RESERVED,
+    "memory_cached": _RESERVED,
+    "max_memory_reserved": _MOST_RESERVED,
+    "max_memory_cached": _MOST_RESERVED,
+    "reset_peak_memory_stats": _RESET_PEAKS,
+    "reset_max_memory_allocated": _RESET_PEAKS,
+    "reset_max_memory_cached": _RESET_PEAKS,
+    "memory_stats": _of_one(
+        lambda index: dict(cuda.memory_stats(index)),
+        lambda: {"allocated_bytes.all.current": _resident(), "allocated_bytes.all.peak": _peak()},
+    ),
+    "total_memory": _of_one(lambda index: cuda.get_device_properties(index).total_memory, lambda: host_memory()[0]),
+    "available_memory": _of_one(lambda index: cuda.mem_get_info(index)[0], lambda: host_memory()[1]),
+    "pin_memory": (
+        lambda tensor, make_copy=True, match_shape=True: tensor.pin_memory(),
+        lambda tensor, make_copy=True, match_shape=True: tensor,
+    ),
+    "is_pinned": (torch.Tensor.is_pinned, lambda tensor: False),
+    # types in which the engine trains; it uses none of Triton's kernels
+    "is_bf16_supported": (cuda.is_bf16_supported, lambda: True),
+    "is_fp16_supported": _said(True, True),
+    "is_triton_supported": _said(False, False),
+    # marks
+    "range_push": (lambda msg, domain=None, category=None: cuda.nvtx.range_push(msg), _nothing),
+    "range_pop": (lambda domain=None: cuda.nvtx.range_pop(), _nothing),
+}
+"""Name -> what it does."""
+
+CLASSES: Final[Mapping[str, Any]] = {"Stream": cuda.Stream, "Event": cuda.Event}
+"""None on a CPU."""
 
 
 class Accelerator:
-    """What ranks compute on. `index` is a GPU of this host; None is this rank's present one.
-
-    On a CPU memory is that of this process, in bytes, and streams and events are None.
-    """
+    """What ranks compute on."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._cuda = name == "cuda"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise AttributeError(refusal(f"deepspeed.accelerator.get_accelerator().{name}"))
+        if name in CALLS:
+            gpu, cpu = CALLS[name]
+            return gpu if self._cuda else cpu
+        if name in CLASSES:
+            return CLASSES[name] if self._cuda else None
+        raise AttributeError(
+            name if name.startswith("__") else refusal(f"deepspeed.accelerator.get_accelerator().{name}")
+        )
 
-    # --- devices
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *CALLS, *CLASSES})
 
     def device_name(self, device_index: int | None = None) -> str:
         """`cpu`, `cuda` or `cuda:1`."""
         return f"cuda:{device_index}" if self._cuda and device_index is not None else self._name
 
-    def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
-        """The block in which it is the present one."""
-        return torch.cuda.device(device_index) if self._cuda else contextlib.nullcontext()
-
-    def set_device(self, device_index: int) -> None:
-        """Make it the present one."""
-        if self._cuda:
-            torch.cuda.set_device(device_index)
-
-    def current_device(self) -> int:
-        """The present GPU; on a CPU the local rank, as if it had one of its own."""
-        return torch.cuda.current_device() if self._cuda else int(os.environ.get("LOCAL_RANK", "0"))
-
     def current_device_name(self) -> str:
         """`cpu` or `cuda:1`."""
         return self.device_name(self.current_device())
-
-    def device_count(self) -> int:
-        """GPUs; on a CPU the ranks of this host."""
-        return torch.cuda.device_count() if self._cuda else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-    def is_available(self) -> bool:
-        """Always, or it would be the other one."""
-        return True
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Wait for what was launched."""
-        if self._cuda:
-            torch.cuda.synchronize(device_index)
-
-    def is_synchronized_device(self) -> bool:
-        """Whether what is called has been done when the call returns."""
-        return not self._cuda
-
-    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
-
-    def communication_backend_name(self) -> str:
-        """`nccl` or `gloo`."""
-        return "nccl" if self._cuda else "gloo"
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is there."""
         return tensor.device.type == self._name
 
-    # --- random numbers
-
-    def random(self) -> Any:
-        """The module torch.random."""
-        return torch.random
-
-    def manual_seed(self, seed: int) -> None:
-        """Seed the present device."""
-        (torch.cuda if self._cuda else torch).manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Seed all."""
-        if self._cuda:
-            torch.cuda.manual_seed_all(seed)
-        else:
-            torch.manual_seed(seed)
-
-    def initial_seed(self) -> int:
-        """What the present device was seeded with."""
-        return torch.cuda.initial_seed() if self._cuda else torch.initial_seed()
-
-    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """The state of the generator."""
-        return torch.cuda.get_rng_state(self._or_present(device_index)) if self._cuda else torch.get_rng_state()
-
-    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Set it."""
-        if self._cuda:
-            torch.cuda.set_rng_state(new_state, self._or_present(device_index))
-        else:
-            torch.set_rng_state(new_state)
-
-    def default_generator(self, device_index: int) -> torch.Generator:
-        """The generator itself."""
-        return torch.cuda.default_generators[device_index] if self._cuda else torch.default_generator
-
-    # --- streams and events
-
-    @property
-    def Stream(self) -> Any:
-        """The class of streams."""
-        return torch.cuda.Stream if self._cuda else None
-
-    @property
-    def Event(self) -> Any:
-        """The class of events."""
-        return torch.cuda.Event if self._cuda else None
-
-    def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """The block whose work goes to `stream`."""
-        return torch.cuda.stream(stream) if self._cuda else contextlib.nullcontext()
-
-    def current_stream(self, device_index: int | None = None) -> Any:
-        """Where work goes now."""
-        return torch.cuda.current_stream(device_index) if self._cuda else None
-
-    def default_stream(self, device_index: int | None = None) -> Any:
-        """Where it goes by default."""
-        return torch.cuda.default_stream(device_index) if self._cuda else None
-
-    # --- memory
-
-    def empty_cache(self) -> None:
-        """Give back what torch keeps for later."""
-        if self._cuda:
-            torch.cuda.empty_cache()
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        """In use."""
-        return torch.cuda.memory_allocated(device_index) if self._cuda else _resident()
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The peak of that; on a CPU since the process began."""
-        return torch.cuda.max_memory_allocated(device_index) if self._cuda else _peak()
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        """In use, and kept for later."""
-        return torch.cuda.memory_reserved(device_index) if self._cuda else _resident()
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """The peak of that."""
-        return torch.cuda.max_memory_reserved(device_index) if self._cuda else _peak()
-
-    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Begin peaks anew; the operating system's own, which counts on a CPU, cannot be."""
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats(device_index)
-
-    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
-
-    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        """torch.cuda.memory_stats; on a CPU what is allocated, and its peak."""
-        if self._cuda:
-            return dict(torch.cuda.memory_stats(device_index))
-        return {"allocated_bytes.all.current": _resident(), "allocated_bytes.all.peak": _peak()}
-
-    def total_memory(self, device_index: int | None = None) -> int:
-        """Of the device."""
-        return torch.cuda.get_device_properties(device_index).total_memory if self._cuda else host_memory()[0]
-
-    def available_memory(self, device_index: int | None = None) -> int:
-        """Of that, free."""
-        return torch.cuda.mem_get_info(device_index)[0] if self._cuda else host_memory()[1]
-
-    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        """`tensor` in memory that a GPU can read; as it is without one."""
-        return tensor.pin_memory() if self._cuda else tensor
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether it is."""
-        return tensor.is_pinned() if self._cuda else False
-
-    # --- types
-
-    def is_bf16_supported(self) -> bool:
-        """Whether the engine trains in bf16 here."""
-        return torch.cuda.is_bf16_supported() if self._cuda else True
-
-    def is_fp16_supported(self) -> bool:
-        """Whether the engine trains in fp16 here, which it does on a CPU too."""
-        return True
-
-    def is_triton_supported(self) -> bool:
-        """Whether Triton's kernels would run: none is used here."""
-        return False
-
     def supported_dtypes(self) -> list[torch.dtype]:
         """In which the engine trains."""
         return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
-
-    # --- marks
-
-    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
-        """Begin a range of NVTX; on a CPU there is none."""
-        if self._cuda:
-            torch.cuda.nvtx.range_push(msg)
-
-    def range_pop(self, domain: str | None = None) -> None:
-        """End it."""
-        if self._cuda:
-            torch.cuda.nvtx.range_pop()
-
-    def _or_present(self, device_index: int | None) -> int:
-        return self.current_device() if device_index is None else device_index
 
 
 @functools.cache
@@ -237,19 +178,3 @@ def get_accelerator() -> Accelerator:
 def is_current_accelerator_supported() -> bool:
     """Both are."""
     return True
-
-
-def host_memory() -> tuple[int, int]:
-    """Bytes of this host's memory: all, and what is available."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    sizes = {words[0]: int(words[1]) * 1024 for words in lines if len(words) > 2}
-    return sizes["MemTotal:"], sizes["MemAvailable:"]
-
-
-def _resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
-
-
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -20,21 +20,12 @@ from .start import engine_of
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """The weight as the optimizer steps it: in fp32 where the model is in fp16 or bf16."""
-    found = engine_of(param)
-    if found is None:
-        return None
-    engine, held = found
-    with engine.states.at_once(changed=False):
-        return _whole(held, _weight(held))
+    return _seen(param, lambda engine, held: _whole(held, _weight(held)))
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """This rank's piece of it."""
-    found = engine_of(param)
-    if found is None:
-        return None
-    with found[0].states.at_once(changed=False):
-        return _weight(found[1]).clone()
+    return _seen(param, lambda engine, held: _weight(held).clone())
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -59,22 +50,15 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """The optimizer's state of that key, as `exp_avg`. Raises ValueError on all ranks if there is none (yet)."""
-    found = engine_of(param)
-    if found is None:
-        return None
-    engine, held = found
-    with engine.states.at_once(changed=False):
-        state = _state(engine, held, optim_state_key)
-        return _whole(held, state, missing=_no_state(engine, held, optim_state_key))
+    key = optim_state_key
+    return _seen(
+        param, lambda engine, held: _whole(held, _state(engine, held, key), missing=_no_state(engine, held, key))
+    )
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """This rank's piece of it. Raises ValueError if there is none (yet)."""
-    found = engine_of(param)
-    if found is None:
-        return None
-    with found[0].states.at_once(changed=False):
-        return _there(found[0], found[1], optim_state_key).clone()
+    return _seen(param, lambda engine, held: _there(engine, held, optim_state_key).clone())
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -154,6 +138,15 @@ def safe_update_full_grad_vectorized(
 
 
 # --- inside
+
+
+def _seen(param: nn.Parameter, look: Callable[[BaseEngine, ShardedParam], Tensor]) -> Tensor | None:
+    """What `look` finds with masters and states in memory; None for a parameter that no engine has."""
+    found = engine_of(param)
+    if found is None:
+        return None
+    with found[0].states.at_once(changed=False):
+        return look(*found)
 
 
 def _known(param: nn.Parameter) -> tuple[BaseEngine, ShardedParam]:

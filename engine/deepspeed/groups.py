@@ -7,58 +7,52 @@ are divided, its configuration says.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from ..comm.groups import Parallel
-from ..comm.mesh import Axis
+from ..comm.mesh import Parallel
 from .start import last_engine
 from .utils import get_world_group
 
-
-def get_data_parallel_group() -> dist.ProcessGroup:
-    """The ranks with the same part of the model, which train on other data."""
-    return _parallel("get_data_parallel_group").data.group or _alone(get_world_group())
+T = TypeVar("T")
 
 
-def get_data_parallel_world_size() -> int:
-    """How many those are."""
-    return _parallel("get_data_parallel_world_size").mesh.dp
+def _of_engine(asker: str, answer: Callable[[Parallel], T]) -> Callable[[], T]:
+    def ask() -> T:
+        return answer(last_engine(f"deepspeed.utils.groups.{asker}").parallel)
+
+    return ask
 
 
-def get_data_parallel_rank() -> int:
-    """Which of them this rank is."""
-    return _parallel("get_data_parallel_rank").mesh.dp_rank
+@functools.lru_cache(maxsize=1)
+def _alone(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of this rank alone, of those of `world`: torch would take None for all. Others need not know of it."""
+    group: dist.ProcessGroup = dist.new_group([dist.get_rank(world)], use_local_synchronization=True)
+    return group
 
 
-def get_data_parallel_group_ranks() -> list[int]:
-    """Their global ranks."""
-    return _ranks("get_data_parallel_group_ranks", "dp")
+# The ranks with the same part of the model, which train on other data.
+get_data_parallel_group = _of_engine(
+    "get_data_parallel_group", lambda parallel: parallel.data.group or _alone(get_world_group())
+)
+get_data_parallel_world_size = _of_engine("get_data_parallel_world_size", lambda parallel: parallel.mesh.dp)
+get_data_parallel_rank = _of_engine("get_data_parallel_rank", lambda parallel: parallel.mesh.dp_rank)
+get_data_parallel_group_ranks = _of_engine("get_data_parallel_group_ranks", lambda parallel: parallel.mesh.peers("dp"))
+get_broadcast_src_rank = _of_engine("get_broadcast_src_rank", lambda parallel: parallel.mesh.peers("dp")[0])
 
-
-def get_tensor_model_parallel_group() -> dist.ProcessGroup:
-    """The ranks that share this one's layers, and train on the same data."""
-    return _parallel("get_tensor_model_parallel_group").tensor.group or _alone(get_world_group())
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    """How many those are."""
-    return _parallel("get_tensor_model_parallel_world_size").mesh.tp
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """Which of them this rank is."""
-    return _parallel("get_tensor_model_parallel_rank").mesh.tp_rank
-
-
-def get_tensor_model_parallel_src_rank() -> int:
-    """The global rank of the first of them, whose data the others are to have."""
-    return _ranks("get_tensor_model_parallel_src_rank", "tp")[0]
-
-
-def get_broadcast_src_rank() -> int:
-    """The global rank of the first that has the same part of the model."""
-    return get_data_parallel_group_ranks()[0]
+# The ranks that share this one's layers, and train on the same data, which the first of them may have read.
+get_tensor_model_parallel_group = _of_engine(
+    "get_tensor_model_parallel_group", lambda parallel: parallel.tensor.group or _alone(get_world_group())
+)
+get_tensor_model_parallel_world_size = _of_engine(
+    "get_tensor_model_parallel_world_size", lambda parallel: parallel.mesh.tp
+)
+get_tensor_model_parallel_rank = _of_engine("get_tensor_model_parallel_rank", lambda parallel: parallel.mesh.tp_rank)
+get_tensor_model_parallel_src_rank = _of_engine(
+    "get_tensor_model_parallel_src_rank", lambda parallel: parallel.mesh.peers("tp")[0]
+)
 
 
 def get_sequence_parallel_world_size() -> int:
@@ -69,24 +63,3 @@ def get_sequence_parallel_world_size() -> int:
 def get_sequence_parallel_rank() -> int:
     """The same."""
     return 0
-
-
-def clone_world_group() -> dist.ProcessGroup:
-    """All ranks of the job."""
-    return get_world_group()
-
-
-def _parallel(asker: str) -> Parallel:
-    return last_engine(f"deepspeed.utils.groups.{asker}").parallel
-
-
-def _ranks(asker: str, axis: Axis) -> list[int]:
-    mesh = _parallel(asker).mesh
-    return next(ranks for ranks in mesh.sets(axis) if mesh.rank in ranks)
-
-
-@functools.lru_cache(maxsize=1)
-def _alone(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of this rank alone, of those of `world`: torch would take None for all. Others need not know of it."""
-    group: dist.ProcessGroup = dist.new_group([dist.get_rank(world)], use_local_synchronization=True)
-    return group

@@ -4,128 +4,82 @@ knows how to step masters wherever they are: on a GPU, or offloaded to host memo
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from inspect import Parameter, Signature
+from typing import Any, Final
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import ParamsT
 
 from ..optim import build
 
-Betas = tuple[float, float]
+BETAS: Final = (0.9, 0.999)
+
+ONLY: Final = {"amsgrad": False, "set_grad_none": True, "fp32_optimizer_states": True}
+"""Option -> the one way that the engine has with it, DeepSpeed's default."""
 
 
-def FusedAdam(
-    params: ParamsT,
-    lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: Betas = (0.9, 0.999),
-    eps: float = 1e-8,
-    adam_w_mode: bool = True,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    set_grad_none: bool = True,
-) -> Optimizer:
-    """torch's fused AdamW, or Adam without `adam_w_mode`. Raises ValueError for what DeepSpeed's has not."""
-    _refuse("FusedAdam", amsgrad=amsgrad)
-    _refuse("FusedAdam", set_grad_none=not set_grad_none)
-    return _adam(params, lr, betas, eps, weight_decay, adam_w_mode, bias_correction)
+def _optimizer(name: str, kind: str, params: str, doc: str, **defaults: Any) -> Callable[..., Optimizer]:
+    """A function with DeepSpeed's arguments, `params` and options, that makes the engine's `kind` of optimizer of them.
+
+    It raises ValueError for what is not supported."""
+    names = [Parameter(params, Parameter.POSITIONAL_OR_KEYWORD)]
+    names += [Parameter(key, Parameter.POSITIONAL_OR_KEYWORD, default=value) for key, value in defaults.items()]
+    signature = Signature(names)
+
+    def make(*args: Any, **kwargs: Any) -> Optimizer:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        options = dict(bound.arguments)
+        given = options.pop(params)
+        for key, only in ONLY.items():
+            if bool(options.pop(key, only)) != only:
+                raise ValueError(f"{name}: the engine has no other way with {key} than the default; leave it out")
+        norm = options.pop("max_grad_norm", 0.0)
+        if norm:
+            raise ValueError(
+                f'{name}: max_grad_norm={norm} is not supported; write "gradient_clipping" in the configuration'
+            )
+        if "adamw_mode" in options:
+            options["adam_w_mode"] = options.pop("adamw_mode")
+        return build(kind, options, given)
+
+    make.__name__ = make.__qualname__ = name
+    make.__doc__ = doc
+    make.__signature__ = signature  # type: ignore[attr-defined]
+    return make
 
 
-def DeepSpeedCPUAdam(
-    model_params: ParamsT,
-    lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: Betas = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    adamw_mode: bool = True,
-    fp32_optimizer_states: bool = True,
-) -> Optimizer:
-    """torch's fused AdamW, or Adam without `adamw_mode`: `zero_optimization.offload_optimizer` is what brings it to the
-    CPU. Its states have the type of the masters, fp32. Raises ValueError for what is not supported."""
-    _refuse("DeepSpeedCPUAdam", amsgrad=amsgrad)
-    _refuse("DeepSpeedCPUAdam", fp32_optimizer_states=not fp32_optimizer_states)
-    return _adam(model_params, lr, betas, eps, weight_decay, adamw_mode, bias_correction)
+FusedAdam = _optimizer(
+    "FusedAdam", "Adam", "params", "torch's fused AdamW, or Adam without `adam_w_mode`.",
+    lr=1e-3, bias_correction=True, betas=BETAS, eps=1e-8, adam_w_mode=True, weight_decay=0.0, amsgrad=False,
+    set_grad_none=True,
+)  # fmt: skip
 
+DeepSpeedCPUAdam = _optimizer(
+    "DeepSpeedCPUAdam", "Adam", "model_params",
+    "torch's fused AdamW, or Adam without `adamw_mode`: `zero_optimization.offload_optimizer` is what brings it to the "
+    "CPU. Its states have the type of the masters, fp32.",
+    lr=1e-3, bias_correction=True, betas=BETAS, eps=1e-8, weight_decay=0.0, amsgrad=False, adamw_mode=True,
+    fp32_optimizer_states=True,
+)  # fmt: skip
 
-def DeepSpeedCPUAdagrad(
-    model_params: ParamsT,
-    lr: float = 1e-2,
-    eps: float = 1e-10,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    fp32_optimizer_states: bool = True,
-) -> Optimizer:
-    """torch's Adagrad. Raises ValueError for what is not supported."""
-    _refuse("DeepSpeedCPUAdagrad", amsgrad=amsgrad)
-    _refuse("DeepSpeedCPUAdagrad", fp32_optimizer_states=not fp32_optimizer_states)
-    return _made("Adagrad", model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+DeepSpeedCPUAdagrad = _optimizer(
+    "DeepSpeedCPUAdagrad", "Adagrad", "model_params", "torch's Adagrad.",
+    lr=1e-2, eps=1e-10, weight_decay=0.0, amsgrad=False, fp32_optimizer_states=True,
+)  # fmt: skip
 
+FusedLion = _optimizer(
+    "FusedLion", "Lion", "params", "Lion.", lr=1e-3, betas=BETAS, weight_decay=0.0, set_grad_none=True
+)
 
-def FusedLion(
-    params: ParamsT,
-    lr: float = 1e-3,
-    betas: Betas = (0.9, 0.999),
-    weight_decay: float = 0.0,
-    set_grad_none: bool = True,
-) -> Optimizer:
-    """Lion."""
-    _refuse("FusedLion", set_grad_none=not set_grad_none)
-    return _made("Lion", params, lr=lr, betas=betas, weight_decay=weight_decay)
+DeepSpeedCPULion = _optimizer(
+    "DeepSpeedCPULion", "Lion", "model_params", "Lion.",
+    lr=1e-3, betas=BETAS, weight_decay=0.0, fp32_optimizer_states=True,
+)  # fmt: skip
 
-
-def DeepSpeedCPULion(
-    model_params: ParamsT,
-    lr: float = 1e-3,
-    betas: Betas = (0.9, 0.999),
-    weight_decay: float = 0.0,
-    fp32_optimizer_states: bool = True,
-) -> Optimizer:
-    """Lion."""
-    _refuse("DeepSpeedCPULion", fp32_optimizer_states=not fp32_optimizer_states)
-    return _made("Lion", model_params, lr=lr, betas=betas, weight_decay=weight_decay)
-
-
-def FusedLamb(
-    params: ParamsT,
-    lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: Betas = (0.9, 0.999),
-    eps: float = 1e-8,
-    eps_inside_sqrt: bool = False,
-    weight_decay: float = 0.0,
-    max_grad_norm: float = 0.0,
-    max_coeff: float = 10.0,
-    min_coeff: float = 0.01,
-    amsgrad: bool = False,
-) -> Optimizer:
-    """LAMB, for ZeRO stage 0: in the others it must know what is cut, and so be made from the configuration."""
-    _refuse("FusedLamb", amsgrad=amsgrad)
-    if max_grad_norm:
-        raise ValueError(
-            f'FusedLamb: max_grad_norm={max_grad_norm} is not supported; write "gradient_clipping" in the configuration'
-        )
-    return _made(
-        "Lamb", params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, eps_inside_sqrt=eps_inside_sqrt,
-        weight_decay=weight_decay, max_coeff=max_coeff, min_coeff=min_coeff,
-    )  # fmt: skip
-
-
-def _adam(
-    params: ParamsT, lr: float, betas: Betas, eps: float, weight_decay: float, decoupled: bool, corrected: bool
-) -> Optimizer:
-    return _made(
-        "Adam", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, adam_w_mode=decoupled,
-        bias_correction=corrected,
-    )  # fmt: skip
-
-
-def _made(type: str, params: Any, **options: Any) -> Optimizer:
-    return build(type, options, params)
-
-
-def _refuse(name: str, **asked: bool) -> None:
-    for option, is_asked in asked.items():
-        if is_asked:
-            raise ValueError(f"{name}: the engine has no other way with {option} than the default; leave it out")
+FusedLamb = _optimizer(
+    "FusedLamb", "Lamb", "params",
+    "LAMB, for ZeRO stage 0: in the others it must know what is cut, and so be made from the configuration.",
+    lr=1e-3, bias_correction=True, betas=BETAS, eps=1e-8, eps_inside_sqrt=False, weight_decay=0.0, max_grad_norm=0.0,
+    max_coeff=10.0, min_coeff=0.01, amsgrad=False,
+)  # fmt: skip

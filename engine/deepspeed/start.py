@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..activation_checkpoint import ask
 from ..comm.launch import init_distributed
 from ..config import Config, ConfigError, load
 from ..config.loading import read
@@ -81,7 +82,7 @@ def initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port, mpu,
         dist_init_required, collate_fn, config, mesh_param, config_params,
     )  # fmt: skip
-    _ENGINES.append(weakref.ref(made[0]))
+    _ENGINES.append(weakref.ref(made[0], _ENGINES.remove))
     return made
 
 
@@ -231,7 +232,7 @@ def _check_dtype(asked: _Asked, config: Config) -> None:
 
 def _check_mpu(mpu: Any, config: Config) -> None:
     """Raise ValueError unless the script's own idea of who shares layers is the engine's."""
-    size, rank = _told(mpu, "world_size"), _told(mpu, "rank")
+    size, rank = ask(mpu, "world_size", "initialize"), ask(mpu, "rank", "initialize")
     ours = config.tensor_parallel.size
     mine = dist.get_rank() % ours if dist.is_initialized() else 0
     if (size, rank) != (ours, mine):
@@ -240,14 +241,3 @@ def _check_mpu(mpu: Any, config: Config) -> None:
             f"number {mine} of {ours}: write tensor_parallel.autotp_size, which cuts whole layers over ranks that are "
             "neighbours (layers that the script has cut itself are not supported)"
         )
-
-
-def _told(mpu: Any, what: str) -> int:
-    """What it says of the ranks that share layers; Megatron renamed its functions."""
-    ask = getattr(mpu, f"get_tensor_model_parallel_{what}", None) or getattr(mpu, f"get_model_parallel_{what}", None)
-    if ask is None:
-        raise ValueError(
-            f"initialize: mpu ({type(mpu).__name__}) has no get_model_parallel_{what}(), which tells what ranks "
-            "share layers: leave it out; one that divides sequences over ranks (Ulysses) has no counterpart here"
-        )
-    return int(ask())

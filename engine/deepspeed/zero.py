@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,23 +12,11 @@ import torch
 from torch import nn
 
 from ..config.loading import read
-from ..zero import GatheredParameters
+from ..zero import GatheredParameters as GatheredParameters
 from ..zero import Init as _Init
 from ..zero.registry import holder
 from ..zero.shard import ShardedParam
 from .start import engine_of
-
-__all__ = [
-    "DESCRIPTIONS",
-    "GatheredParameters",
-    "Init",
-    "ZeroParamStatus",
-    "ZeroParamType",
-    "describe_parameters",
-    "register_external_parameter",
-    "unregister_external_parameter",
-    "zero_wrapper_for_fp_tensor_constructor",
-]
 
 BATCH_SIZES: Final = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu"})
 """The keys of which one is enough."""
@@ -40,26 +29,12 @@ class Init(_Init):
     sizes, which change nothing here, 1 is taken where none is left.
     """
 
-    def __init__(
-        self, module: nn.Module | None = None, data_parallel_group: Any = None, mem_efficient_linear: bool = True,
-        remote_device: str | None = None, pin_memory: bool = False,
-        config_dict_or_path: dict[str, Any] | str | Path | None = None,
-        config: dict[str, Any] | str | Path | None = None, *args: Any, **others: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            module, data_parallel_group, mem_efficient_linear, remote_device, pin_memory,
-            _settled(config_dict_or_path), _settled(config), *args, **others,
-        )  # fmt: skip
-
-
-def _settled(source: dict[str, Any] | str | Path | None) -> dict[str, Any] | None:
-    """The configuration without its "auto" values."""
-    if source is None:
-        return None
-    settled = _without_auto(read(Path(source)) if isinstance(source, str | Path) else source)
-    if not settled.keys() & BATCH_SIZES:
-        settled["train_micro_batch_size_per_gpu"] = 1
-    return settled
+    def settled(self, source: dict[str, Any] | str | Path) -> dict[str, Any] | str | Path:
+        """The configuration without its "auto" values."""
+        found = _without_auto(read(Path(source)) if isinstance(source, str | Path) else source)
+        if not found.keys() & BATCH_SIZES:
+            found["train_micro_batch_size_per_gpu"] = 1
+        return found
 
 
 def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,37 +104,12 @@ def _cut(param: nn.Parameter) -> ShardedParam:
     return found.sharded
 
 
-def _id(param: nn.Parameter) -> int:
-    return _cut(param).index
-
-
-def _numel(param: nn.Parameter) -> int:
-    return _cut(param).numel
-
-
-def _shape(param: nn.Parameter) -> torch.Size:
-    return _cut(param).shape
-
-
-def _status(param: nn.Parameter) -> ZeroParamStatus:
-    return ZeroParamStatus.AVAILABLE if _cut(param).resident else ZeroParamStatus.NOT_AVAILABLE
-
-
-def _piece(param: nn.Parameter) -> torch.Tensor:
-    return _cut(param).shard
-
-
-def _piece_numel(param: nn.Parameter) -> Callable[[], int]:
-    found = _cut(param)
-    return lambda: found.cut.chunk
-
-
 DESCRIPTIONS: Final[Mapping[str, Callable[[nn.Parameter], Any]]] = {
-    "ds_id": _id,
-    "ds_numel": _numel,
-    "ds_shape": _shape,
-    "ds_status": _status,
-    "ds_tensor": _piece,
-    "partition_numel": _piece_numel,
+    "ds_id": lambda param: _cut(param).index,
+    "ds_numel": lambda param: _cut(param).numel,
+    "ds_shape": lambda param: _cut(param).shape,
+    "ds_status": lambda param: ZeroParamStatus.AVAILABLE if _cut(param).resident else ZeroParamStatus.NOT_AVAILABLE,
+    "ds_tensor": lambda param: _cut(param).shard,
+    "partition_numel": lambda param: partial(getattr, _cut(param).cut, "chunk"),
 }
 """Attribute -> what it says of a parameter."""

@@ -1,12 +1,10 @@
 """DeepSpeed's debugging sections, fed by what the engine reports through `hooks` and by nothing else.
 
-wall_clock     `wall_clock_breakdown`: time of forward, backward, reduction and step
+wall_clock     `wall_clock_breakdown`: time of forward, backward, reduction and step; clocks and phases
 comms_logger   `comms_logger`: communications by kind and size, and who is late
 memory         `memory_breakdown`: memory at the ends of the phases
 flops          `flops_profiler`: operations, parameters and time of each module
-flop_formulas  operations of what torch's counter does not know
 writers        `tensorboard` and `csv_monitor`: loss, learning rate, loss scale and times
-phases         what these have in common
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ from ..hooks import Hooks, Listener
 from .comms_logger import CommsLogger, Gather
 from .flops import FlopsProfiler
 from .memory import MemoryBreakdown, meter_for
-from .phases import timer_for
-from .wall_clock import WallClock
+from .wall_clock import WallClock, timer_for
 from .writers import CsvWriter, Curves, TensorBoardWriter, Writer
 
 if TYPE_CHECKING:

@@ -188,15 +188,9 @@ def _straggling(message: LoggedMessage, durations: list[dict[int, int]]) -> Stra
 
 def _summary(tallies: dict[LoggedMessage, Tally]) -> Iterator[str]:
     yield _columns(
-        "Comm. Op",
-        "Ranks",
-        "Message Size",
-        "Count",
-        "Total Latency(ms)",
-        "Avg Latency(ms)",
-        "algbw (GB/s)",
+        "Comm. Op", "Ranks", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "algbw (GB/s)",
         "busbw (GB/s)",
-    )
+    )  # fmt: skip
     for message, tally in tallies.items():
         yield _columns(
             message.op, message.ranks, in_binary(message.bytes), tally.count, _ms(tally.ns),
@@ -219,15 +213,9 @@ def _bandwidths(message: LoggedMessage, tally: Tally) -> tuple[str, str]:
 def _straggler_table(rows: Iterable[Straggling]) -> Iterator[str]:
     yield "Breakdown with straggler effect"
     yield _columns(
-        "Comm. Op",
-        "Ranks",
-        "Message Size",
-        "Count",
-        "Avg comm lat(ms)",
-        "Total waited(ms)",
-        "Mostly last",
+        "Comm. Op", "Ranks", "Message Size", "Count", "Avg comm lat(ms)", "Total waited(ms)", "Mostly last",
         "of the time",
-    )
+    )  # fmt: skip
     for row in rows:
         yield _columns(
             row.message.op, row.message.ranks, in_binary(row.message.bytes), row.count,

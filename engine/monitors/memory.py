@@ -11,7 +11,7 @@ from typing import Final, Protocol
 import torch
 
 from ..hooks import Span
-from .phases import phase_of
+from .wall_clock import phase_of
 
 PHASES: Final = ("forward", "backward", "step")
 

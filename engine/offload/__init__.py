@@ -1,7 +1,6 @@
 """Offloading: states and parameters that are not in use lie in host memory or in files.
 
     disk        files that are read and written beside the computation
-    transfer    one such read or write, and its spans
     buffers     the memory that they are read to and written from
     optimizer   masters and the optimizer's states, tile by tile
     params      this rank's pieces of the parameters (stage 3)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .transfer import Transfer
+from ..comm.lane import LaneTicket
 
 PAGE: Final = 4096
 """Bytes. No disk has larger logical blocks, which addresses, offsets and lengths must be multiples of."""
@@ -70,7 +69,7 @@ class Pool:
         self._pin = pin and device.type == "cuda"
         self._made = 0
         self._free: list[Buffer] = []
-        self._leaving: deque[tuple[Buffer, Transfer]] = deque()
+        self._leaving: deque[tuple[Buffer, LaneTicket]] = deque()
 
     def take(self, nbytes: int, wait: bool = True) -> Buffer | None:
         """A buffer of at least `nbytes`, what is in it undefined; None if there is none now, or with `wait` none to
@@ -105,7 +104,7 @@ class Pool:
             memory[: buffer.memory.nbytes].copy_(buffer.memory)
             buffer.memory = memory
 
-    def give(self, buffer: Buffer, after: Transfer | None = None) -> None:
+    def give(self, buffer: Buffer, after: LaneTicket | None = None) -> None:
         """Give a buffer back, free as soon as the write `after` is over, and copies to the device that have begun."""
         if self._device.type == "cuda":
             buffer.fence = torch.cuda.Event()

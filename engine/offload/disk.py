@@ -8,47 +8,78 @@ from __future__ import annotations
 
 import concurrent.futures
 import errno
+import itertools
 import mmap
 import os
-import queue
 import shutil
 import tempfile
-import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 from torch import Tensor
 
-from ..hooks import Hooks, Place
+from ..comm.lane import CpuLane, Label, LaneTicket
+from ..hooks import Hooks, Purpose
 from .buffers import PAGE, aligned, as_bytes, round_up
-from .transfer import About, Direction, Transfer
 
 if TYPE_CHECKING:
-    from ..config.offload import AioConfig
+    from ..config.zero import AioConfig
 
 
 class OffloadError(RuntimeError):
     """A folder or disk that cannot take what is offloaded to it. The text says what to change."""
 
 
-@dataclass(slots=True)
-class _DiskJob:
-    file: File
-    offset: int
-    memory: Tensor
-    about: About
-    issue_ns: int
-    place: Place
-    ticket: Transfer
+@dataclass(frozen=True, slots=True)
+class About:
+    """What is told of a read or write: see `hooks.Span`."""
+
+    purpose: Purpose
+    module: str | None = None
+    value: float | None = None
+
+
+FIRST_NUMBER: Final = 1 << 40
+"""Of a copy, the `corr` of its spans. A profiler of a device numbers what runs there from 1."""
+
+_numbers: Final = itertools.count(FIRST_NUMBER)
+
+
+class _Way:
+    """Reads or writes, in the order in which they were asked for, on a lane and what helps it."""
+
+    def __init__(self, direction: Literal["read", "write"], aio: AioConfig, hooks: Hooks) -> None:
+        self._direction = direction
+        self._move = os.preadv if direction == "read" else os.pwritev
+        self._aio = aio
+        self._lane = CpuLane(f"nvme-{direction}", hooks, kind="copy", lane=f"io.nvme.{direction}")
+        self._helpers = concurrent.futures.ThreadPoolExecutor(aio.intra_op_parallelism, f"dsprof-{direction}")
+
+    def submit(self, file: File, offset: int, memory: Tensor, about: About) -> LaneTicket:
+        """Begin one: see `File.read` and `File.write`."""
+        move, aio, helpers = self._move, self._aio, self._helpers
+
+        def work() -> None:
+            try:
+                _share(move, file.descriptor, as_bytes(memory), offset, aio, helpers)
+            except OSError as error:
+                raise file.explain(error, memory.nbytes) from error
+
+        return self._lane.submit(work, Label(
+            self._direction, about.purpose, memory.nbytes, module=about.module, value=about.value, corr=next(_numbers)
+        ))  # fmt: skip
+
+    def close(self) -> None:
+        self._lane.close()
+        self._helpers.shutdown()
 
 
 class Disk:
-    """Files in one folder, and two threads: one reads, one writes, each in the order it was asked to.
+    """Files in one folder, and two lanes: one reads, one writes.
 
     `key` is the configuration's name for the folder, for errors. Raises OffloadError if no file can be made there.
     """
@@ -58,21 +89,10 @@ class Disk:
         self.key = key
         self.note = ""
         """Why files are read and written through the page cache, if they are."""
-        self._hooks = hooks
         self._rank = rank
         self._files: list[File] = []
-        self._queues: dict[Direction, queue.SimpleQueue[_DiskJob | None]] = {}
-        self._threads = []
         self._probe()
-        for direction in ("read", "write"):
-            jobs: queue.SimpleQueue[_DiskJob | None] = queue.SimpleQueue()
-            self._queues[direction] = jobs
-            thread = threading.Thread(
-                target=_serve, args=(jobs, direction, aio, hooks), name=f"dsprof-nvme-{direction}", daemon=True
-            )
-            thread.start()
-            self._threads.append(thread)
-            weakref.finalize(self, jobs.put, None)  # a thread holds its queue, not the disk
+        self.reads, self.writes = _Way("read", aio, hooks), _Way("write", aio, hooks)
 
     def open(self, what: str) -> File:
         """An empty file for `what`, which errors name. Raises OffloadError."""
@@ -80,19 +100,10 @@ class Disk:
         self._files.append(file)
         return file
 
-    def submit(self, direction: Direction, file: File, offset: int, memory: Tensor, about: About) -> Transfer:
-        """Begin a transfer: see `File.read` and `File.write`."""
-        ticket = Transfer(self._hooks, direction, about)
-        job = _DiskJob(file, offset, memory, about, time.monotonic_ns(), self._hooks.place, ticket)
-        self._queues[direction].put(job)
-        return ticket
-
     def close(self) -> None:
         """Finish what is under way, and free the room that the files take."""
-        for jobs in self._queues.values():
-            jobs.put(None)
-        for thread in self._threads:
-            thread.join()
+        self.reads.close()
+        self.writes.close()
         for file in self._files:
             file.close()
 
@@ -177,13 +188,13 @@ class File:
         self.size += nbytes
         return offset
 
-    def read(self, offset: int, memory: Tensor, about: About) -> Transfer:
+    def read(self, offset: int, memory: Tensor, about: About) -> LaneTicket:
         """Begin to read to `memory`: whole, aligned pages (`buffers.aligned`), not to be touched before the end."""
-        return self._disk.submit("read", self, offset, memory, about)
+        return self._disk.reads.submit(self, offset, memory, about)
 
-    def write(self, offset: int, memory: Tensor, about: About) -> Transfer:
+    def write(self, offset: int, memory: Tensor, about: About) -> LaneTicket:
         """Begin to write `memory`: whole, aligned pages, not to be changed before the end."""
-        return self._disk.submit("write", self, offset, memory, about)
+        return self._disk.writes.submit(self, offset, memory, about)
 
     def mapped(self) -> Tensor:
         """All that is allocated, uint8, as memory that the system keeps in the file and can take back at any time.
@@ -208,27 +219,6 @@ class File:
     def close(self) -> None:
         """Free the room it takes."""
         self._close()
-
-
-def _serve(jobs: queue.SimpleQueue[_DiskJob | None], direction: Direction, aio: AioConfig, hooks: Hooks) -> None:
-    move = os.preadv if direction == "read" else os.pwritev
-    with concurrent.futures.ThreadPoolExecutor(aio.intra_op_parallelism, f"dsprof-{direction}") as helpers:
-        while (job := jobs.get()) is not None:
-            about, memory = job.about, job.memory
-            span = hooks.begin(
-                "copy", direction, lane=f"io.nvme.{direction}", issue_ns=job.issue_ns, at=job.place,
-                module=about.module, purpose=about.purpose, bytes=memory.nbytes, value=about.value,
-                corr=job.ticket.number,
-            )  # fmt: skip
-            try:
-                _share(move, job.file.descriptor, as_bytes(memory), job.offset, aio, helpers)
-            except OSError as error:
-                job.ticket.error = job.file.explain(error, memory.nbytes)
-            except BaseException as error:
-                job.ticket.error = error
-            hooks.end(span)
-            job.ticket.finish()
-            del job, memory, span  # until the next job comes: their memory would stay alive
 
 
 def _share(

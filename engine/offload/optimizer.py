@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..comm.lane import LaneTicket
 from ..optim.build import bytes_per_element
 from ..zero.shard import ShardedParam
 from .buffers import Buffer, Pool, hollow, round_up
-from .disk import Disk, File, OffloadError
-from .transfer import About, Transfer
+from .disk import About, Disk, File, OffloadError
 
 if TYPE_CHECKING:
-    from ..config.offload import OffloadOptimizerConfig
+    from ..config.zero import OffloadOptimizerConfig
 
 Tiles = Sequence[Sequence[ShardedParam]]
 
@@ -116,8 +116,8 @@ class _Tile:
     written: bool = False
     """Whether the file has it, or a buffer that is being written: if not, masters are as the parameters have them."""
     buffer: Buffer | None = None
-    reading: Transfer | None = None
-    writing: Transfer | None = None
+    reading: LaneTicket | None = None
+    writing: LaneTicket | None = None
 
     def add(self, param: ShardedParam, key: str, tensor: Tensor) -> _FilePlace:
         place = self.places[param, key] = _FilePlace(self.size, tensor.dtype, tensor.shape)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..comm.lane import LaneTicket
 from ..zero.shard import ShardedParam
 from .buffers import Buffer, Pool, hollow, round_up
-from .disk import Disk
-from .transfer import About, Transfer
+from .disk import About, Disk
 
 if TYPE_CHECKING:
-    from ..config.offload import OffloadParamConfig
+    from ..config.zero import OffloadParamConfig
 
 
 def to_host(param: ShardedParam, pin: bool = True) -> None:
@@ -40,7 +40,7 @@ class _Record:
     """A piece in the file."""
 
     parts: list[_Part]
-    writing: list[Transfer] = field(default_factory=list)
+    writing: list[LaneTicket] = field(default_factory=list)
 
     @property
     def settled(self) -> bool:
@@ -59,7 +59,7 @@ class PieceFile:
         self._pool = Pool(section.buffer_count, device, section.pin_memory)
         self._section = section
         self._records: dict[ShardedParam, _Record] = {}
-        self._ahead: dict[ShardedParam, deque[tuple[_Part, Buffer, Transfer]]] = {}
+        self._ahead: dict[ShardedParam, deque[tuple[_Part, Buffer, LaneTicket]]] = {}
         """Parts that are being read, or have been, for pieces that nobody has asked for yet; oldest first."""
         self.in_memory = 0
         """Elements that stay in host memory."""
@@ -132,7 +132,7 @@ class PieceFile:
             self._pool.give(buffer)
 
     def _top_up(
-        self, param: ShardedParam, ahead: deque[tuple[_Part, Buffer, Transfer]], missing: Iterator[_Part]
+        self, param: ShardedParam, ahead: deque[tuple[_Part, Buffer, LaneTicket]], missing: Iterator[_Part]
     ) -> bool:
         """Have one part on its way to a buffer, and one more behind it; whether there is one."""
         while len(ahead) < min(2, self._section.buffer_count):
@@ -142,7 +142,7 @@ class PieceFile:
             ahead.append(self._start(param, part, self._buffer(param, part)))
         return bool(ahead)
 
-    def _start(self, param: ShardedParam, part: _Part, buffer: Buffer) -> tuple[_Part, Buffer, Transfer]:
+    def _start(self, param: ShardedParam, part: _Part, buffer: Buffer) -> tuple[_Part, Buffer, LaneTicket]:
         memory = buffer.memory[: _room(param, part)]
         return part, buffer, self._file.read(part.offset, memory, _about(param))
 

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .build import ELEMENTWISE
-from .lamb import Lamb
-from .lion import Lion
 from .muon import Muon
 from .onebit import OneBitAdam
 from .shard import Shard, Shards, whole
+from .tiled import Lamb, Lion
 
 _NEVER: Final[Mapping[type[Optimizer], str]] = {
     torch.optim.LBFGS: "it evaluates the model several times a step, on parameters of its own",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..hooks import Hooks
-from .lamb import Lamb
-from .lion import Lion
 from .muon import ADAM_DEFAULTS, MUON_DEFAULTS, Muon
 from .onebit import OneBitAdam
 from .shard import Shards
+from .tiled import Lamb, Lion
 
 Groups = list[dict[str, Any]]
 
@@ -35,8 +34,6 @@ NAMES: Final = {
     "lion": "Lion", "lamb": "Lamb", "muon": "Muon", "onebitadam": "OneBitAdam",
 }  # fmt: skip
 """`optimizer.type`, which may be written in any case -> the usual way."""
-if TYPE_CHECKING:
-    pass
 
 
 def build(

@@ -7,33 +7,17 @@ it before the step. Where it is dynamic, an overflow lowers it and a long stretc
 from __future__ import annotations
 
 import math
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from ..tree import each_tensor
 
+if TYPE_CHECKING:
+    from ..config.config import Fp16Config
+
 DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """By their names in a configuration."""
-
-
-class Fp16(Protocol):
-    """A config's `fp16` section."""
-
-    @property
-    def enabled(self) -> bool: ...
-    @property
-    def loss_scale(self) -> float: ...
-    @property
-    def initial_scale_power(self) -> int: ...
-    @property
-    def loss_scale_window(self) -> int: ...
-    @property
-    def hysteresis(self) -> int: ...
-    @property
-    def consecutive_hysteresis(self) -> bool: ...
-    @property
-    def min_loss_scale(self) -> float: ...
 
 
 def model_dtype(*, fp16: bool, bf16: bool) -> torch.dtype | None:
@@ -155,7 +139,7 @@ class DynamicLossScaler(LossScaler):
         self._overflows_left = state_dict["overflows_left"]
 
 
-def loss_scaler(fp16: Fp16) -> LossScaler:
+def loss_scaler(fp16: Fp16Config) -> LossScaler:
     """The scaler of a config's `fp16` section: none (a scale of 1) unless enabled, dynamic for a `loss_scale` of 0."""
     if not fp16.enabled:
         return LossScaler(1.0)

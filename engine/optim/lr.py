@@ -11,29 +11,13 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer, lr_scheduler
 
 PerGroup = float | Sequence[float]
 """One value for all parameter groups, or one for each."""
-
-
-class Scheduler(Protocol):
-    """What the engine needs of a schedule; torch's own and DeepSpeed's are such."""
-
-    def step(self) -> None:
-        """Set the rates of the next optimizer step."""
-
-    def get_last_lr(self) -> list[Any]:
-        """The rates that are set, one a parameter group."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on from here."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was taken."""
 
 
 class Schedule(abc.ABC):
@@ -334,12 +318,12 @@ SCHEDULES: Final[Mapping[str, type[Schedule]]] = {
 }
 
 
-def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Scheduler:
+def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Schedule | lr_scheduler.LRScheduler:
     """The schedule of a config's `scheduler` section: one of the above, or any of torch.optim.lr_scheduler by its name.
 
     Raises ValueError for a type that is neither, and for parameters it does not take or lacks.
     """
-    make: Callable[..., Scheduler]
+    make: Callable[..., Schedule | lr_scheduler.LRScheduler]
     if type in SCHEDULES:
         make = SCHEDULES[type]
     else:

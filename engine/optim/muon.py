@@ -8,6 +8,7 @@ average a rank receives two pieces of each matrix; gathering would bring it the 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..hooks import Hooks
-from .shard import Shard, Shards, Tile, TiledOptimizer, whole
+from .shard import Shard, Shards, whole
+from .tiled import Tile, TiledOptimizer
 
 MUON_DEFAULTS: Final = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
 ADAM_DEFAULTS: Final = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
@@ -170,11 +172,22 @@ def orthogonalize(matrices: Sequence[Tensor], shards: Sequence[Shard]) -> list[T
     steps = [nn.Parameter(torch.zeros_like(matrix)) for matrix in wide]
     for step, matrix in zip(steps, wide, strict=True):
         step.grad = matrix
-    optimizer = torch.optim.Muon(steps, lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False)
-    optimizer.step()
+    stepper = _stepper()
+    try:
+        stepper.param_groups[0]["params"] = steps
+        stepper.step()
+    finally:
+        stepper.param_groups[0]["params"] = []
+        stepper.state.clear()
     return [
         (step.detach().T if flip else step.detach()).neg().flatten() for step, flip in zip(steps, tall, strict=True)
     ]
+
+
+@functools.cache
+def _stepper() -> Optimizer:
+    """One for all steps, which has parameters during each of them alone."""
+    return torch.optim.Muon([torch.zeros(1, 1)], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False)
 
 
 def _assemble(pieces: Sequence[Tensor], shard: Shard) -> Tensor:

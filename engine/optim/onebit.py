@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ..hooks import Hooks
-from .shard import Tile, TiledOptimizer
+from .tiled import Tile, TiledOptimizer
 
 _BITS = 8
 _SCALE_BYTES = 4

@@ -1,11 +1,10 @@
 """Pipelines: a model's layers divided among ranks, which work on several micro-batches at a time.
 
 layers          layers as a script gives them, to be built where they are needed
-agreement       what all ranks must have alike
 module          which layers are here, and their calls
 layer_info      what others may know of them
 deepspeed_api   what scripts ask by DeepSpeed's names
-grid, topology  where a rank is, by DeepSpeed's names
+topology        where ranks are, by DeepSpeed's names
 treespec        what lies in what a stage returns
 p2p             activations and gradients between stages
 split_backward  weight gradients put off, for zero-bubble schedules
@@ -21,11 +20,6 @@ from .p2p import PipelineError
 from .topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 __all__ = [
-    "LayerSpec",
-    "PipeDataParallelTopology",
-    "PipeModelDataParallelTopology",
-    "PipelineError",
-    "PipelineModule",
-    "ProcessTopology",
-    "TiedLayerSpec",
-]
+    "LayerSpec", "PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineError", "PipelineModule",
+    "ProcessTopology", "TiedLayerSpec",
+]  # fmt: skip

@@ -8,8 +8,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch import nn
 
-from .grid import PipelineGrid
-from .topology import PipeDataParallelTopology, ProcessTopology
+from .topology import PipeDataParallelTopology, PipelineGrid, ProcessTopology
 
 _CHECKPOINTS: Final = (
     "engine.save_checkpoint(folder) writes the layers of all stages under their names in the whole model, and "

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+
+from .p2p import PipelineError
 
 
 def name_of(function: Any) -> str:
@@ -186,3 +188,34 @@ def shared_parameters(
             for name, param in layer.source.named_parameters():
                 found.setdefault(param, (called.get(param, f"{layer.name}.{name}"), []))[1].append(at)
     return {name: (param, where) for param, (name, where) in found.items() if len(where) > 1}
+
+
+# --- what all ranks of a pipeline must have alike
+
+
+def described(layers: Sequence[PipelineLayer], shared: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers, each in words, and which parameters several of them share, for `check_alike`."""
+    told = [f"{each.name} ({each.kind}{'' if each.key is None else f', tied as {each.key!r}'})" for each in layers]
+    return {"layers": told, "shared parameters": {name: list(where) for name, (_, where) in shared.items()}}
+
+
+def check_alike(said: Sequence[Mapping[str, Any]]) -> None:
+    """Raise PipelineError if one of the ranks, all of which have said what they ask for, says otherwise than rank 0;
+    name the first that does, and what it says."""
+    for rank, other in enumerate(said):
+        for what in dict.fromkeys([*said[0], *other]):
+            one, two = said[0].get(what), other.get(what)
+            if one != two:
+                raise PipelineError(
+                    f"the ranks of the job have different pipelines: {_difference(what, one, two, rank)}; give all "
+                    "ranks the same"
+                )
+
+
+def _difference(what: str, one: Any, two: Any, rank: int) -> str:
+    """What rank 0 says and what `rank` does, in words; of lists of layers the first that differs."""
+    if what == "layers" and one is not None and two is not None:
+        if len(one) != len(two):
+            return f"layers: rank {rank} has {len(two)} of them, and rank 0 has {len(one)}"
+        one, two = next((mine, other) for mine, other in zip(one, two, strict=True) if mine != other)
+    return f"{what}: rank {rank} has {two}, and rank 0 has {one}"

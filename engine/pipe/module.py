@@ -13,15 +13,24 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import activation_checkpoint
+from ..comm.consensus import gather_objects
 from ..comm.launch import init_distributed
 from ..hooks import Hooks
 from ..partition import partition, read_costs
-from .agreement import check, everyones, row_of
 from .deepspeed_api import UNKNOWN, ModuleNames
-from .grid import PipelineGrid
-from .layers import LayerSpec, PipelineLayer, TiedLayerSpec, named, of_model, shared_parameters, told_of
+from .layers import (
+    LayerSpec,
+    PipelineLayer,
+    TiedLayerSpec,
+    check_alike,
+    described,
+    named,
+    of_model,
+    shared_parameters,
+    told_of,
+)
 from .p2p import PipelineError
-from .topology import ProcessTopology, stages_asked
+from .topology import PipelineGrid, ProcessTopology, stages_asked
 
 Passage = Callable[[int, Callable[[Any], Any], Any], Any]
 """Calls a layer on its way through a stage: the layer's number, what is to be called, and on what -> its output."""
@@ -167,29 +176,29 @@ class PipelineModule(ModuleNames):
 
         Raises what failed here, and PipelineError, with what was said there, where it did not, and if the ranks'
         layers or what they ask for differ."""
-        asked = self.partition_method if method is None else method
-        said = everyones((
+        method_asked = self.partition_method if method is None else method
+        said = gather_objects((
             {
                 "stages": num_stages,
                 "virtual_stages": virtual_stages or self.virtual_stages,
-                "partition_method": asked if isinstance(asked, str) else list(asked),
-                **row_of(self._layers, self._shared),
+                "partition_method": method_asked if isinstance(method_asked, str) else list(method_asked),
+                **described(self._layers, self._shared),
             },
             self._costs if costs is None else costs,
         ))  # fmt: skip
-        check([told for told, _ in said])
+        check_alike([asked for asked, _ in said])
         failed: Exception | None = None
         try:
             self.arrange(num_stages, rank, virtual_stages, method, said[0][1])
         except Exception as error:
             failed = error
-        outcomes = everyones((None if failed is None else str(failed), self.bounds))
+        outcomes = gather_objects((None if failed is None else str(failed), self.bounds))
         if failed is not None:
             raise failed
         for number, (text, _) in enumerate(outcomes):
             if text is not None:
                 raise PipelineError(f"PipelineModule: rank {number} has no layers: {text}")
-        check([{"bounds": bounds} for _, bounds in outcomes])
+        check_alike([{"bounds": bounds} for _, bounds in outcomes])
 
     @property
     def forward_funcs(self) -> list[Callable[[Any], Any]]:

@@ -51,7 +51,7 @@ class Message:
     wanted: list[bool]
     """Of each tensor, whether a gradient is to come back."""
     form: str = SEVERAL
-    """How the tensors lie in the output: see `form`."""
+    """How the tensors lie in the output: see `treespec`."""
 
     @property
     def nbytes(self) -> int:

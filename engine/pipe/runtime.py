@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,10 +18,12 @@ from torch import Tensor
 from ..comm.lane import Ticket
 from ..hooks import Hooks
 from ..schedule import Action, Plan
+from ..zero import Zero
 from .failure import Verdict, said
 from .module import PipelineModule
 from .p2p import Arrival, Link, Links, Message, PipelineError, Way, message_of
 from .split_backward import Work, deferring
+from .step_data import StepData
 from .treespec import filled
 
 EARLY: Final = 2
@@ -30,25 +32,23 @@ EARLY: Final = 2
 WAYS: Final[tuple[Way, ...]] = ("F", "B")
 
 
-class Batches(Protocol):
-    """The micro-batches of a step, on the ranks that read them."""
+class Reduction:
+    """Tells ZeRO of the pipeline's backwards: stages 0 and 1 reduce in the last, the others in each."""
 
-    def inputs(self, microbatch: int) -> Any:
-        """What the first stage gets."""
-
-    def labels(self, microbatch: int) -> Any:
-        """What the loss is taken against, on the last stage."""
-
-
-class Backward(Protocol):
-    """Around a backward: what reduces gradients is to know when it begins and ends."""
+    def __init__(self, zero: Zero) -> None:
+        self._zero = zero
+        self.begun = False
 
     def begin(self, *, last: bool, complete: bool) -> None:
         """`last`: no backward of this rank follows in the step. `complete`: all gradients of the micro-batch are there
         afterwards, and may be reduced."""
+        self.begun = True
+        self._zero.last_microbatch = last
+        self._zero.holds_back = not complete
 
     def end(self) -> None:
         """It is over, and was `complete`."""
+        self._zero.finish_backward()
 
 
 @dataclass(slots=True)
@@ -95,8 +95,8 @@ class Runner:
     def run(
         self,
         plan: Plan,
-        open_batches: Callable[[], Batches],
-        backward: Backward | None,
+        open_batches: Callable[[], StepData],
+        backward: Reduction | None,
         *,
         loss_fn: Callable[[Any, Any], Any] | None = None,
         cast: Callable[[Any], Any] = lambda inputs: inputs,
@@ -142,7 +142,7 @@ class _Step:
     """One run of a plan."""
 
     def __init__(
-        self, runner: Runner, plan: Plan, open_batches: Callable[[], Batches], backward: Backward | None,
+        self, runner: Runner, plan: Plan, open_batches: Callable[[], StepData], backward: Reduction | None,
         loss_fn: Callable[[Any, Any], Any] | None, cast: Callable[[Any], Any], scale: float,
     ) -> None:  # fmt: skip
         self._runner = runner

@@ -8,10 +8,8 @@ LSTM, and everything under autocast.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, Final
 
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..forward import Undo, last_first, wrap_forward
 from ..zero.placeholder import plainly
 
 Work = Callable[[], None]
@@ -56,35 +55,22 @@ def later(work: Work) -> None:
         _pending.works.append(work)
 
 
-def install(root: nn.Module) -> Callable[[], None]:
+def install(root: nn.Module) -> Undo:
     """Have the linear layers of `root` put off their weight gradients when that is asked for; call the result to stop.
 
-    On the instances, inside their calls: names, classes and hooks stay as they are, and recomputation does the same.
+    Inside their calls, so recomputation does the same.
     """
-    patched = []
-    for module in root.modules():
-        own = [param for param in module._parameters.values() if param is not None]
-        if any(param.dim() == 2 for param in own) and not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            patched.append((module, vars(module).get("forward")))
-            module.forward = MethodType(_within_mode(module.forward), module)
-
-    def undo() -> None:
-        for module, before in patched:
-            if before is None:
-                del module.forward
-            else:
-                module.forward = before
-
-    return undo
+    linear = [
+        (name, module) for name, module in root.named_modules()
+        if any(param is not None and param.dim() == 2 for param in module._parameters.values())
+        and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    ]  # fmt: skip
+    return last_first([wrap_forward(module, _within_mode, name, "its engine was made") for name, module in linear])
 
 
-def _within_mode(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _mode:
-            return forward(*args, **kwargs)
-
-    return call
+def _within_mode(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _mode:
+        return forward(*args, **kwargs)
 
 
 class _Mode(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""Grids of ranks with named axes, as DeepSpeed's scripts describe them. Standard library only.
+"""Grids of ranks with named axes, as DeepSpeed's scripts describe them, and where a rank is in its own.
 
 The last axis is the innermost: ranks that are neighbours along it have neighbouring numbers.
 """
@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import itertools
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
+
+from torch.distributed import ProcessGroup
+
+from ..comm.mesh import Parallel
 
 _make_class: Final[Callable[..., Any]] = namedtuple
 """Of fields that are not known before; a type checker wants them to be."""
@@ -137,3 +142,89 @@ def stages_asked(num_stages: int | None, topology: ProcessTopology | None) -> in
             f"PipelineModule: num_stages is {num_stages}, and the topology has {topology.get_dim('pipe')}; pass one"
         )
     return topology.get_dim("pipe")
+
+
+class PipelineGrid:
+    """A rank's place among stages, replicas and tensor-parallel ranks. A group of one is None.
+
+    As in DeepSpeed, `model_parallel` means all ranks of a replica, of whichever stage, and `slice_parallel` and
+    `tensor_model_parallel` those that share its layers.
+    """
+
+    def __init__(self, parallel: Parallel) -> None:
+        mesh = parallel.mesh
+        self._mesh = mesh
+        self._parallel = parallel
+        self.global_rank, self.world_size = mesh.rank, mesh.size
+        self.stage_id, self.data_parallel_id = mesh.pp_rank, mesh.dp_rank
+        self.pipe_parallel_size, self.data_parallel_size = mesh.pp, mesh.dp
+        self.model_parallel_size = self.slice_parallel_size = mesh.tp
+        self.is_first_stage, self.is_last_stage = mesh.pp_rank == 0, mesh.pp_rank == mesh.pp - 1
+        self.pp_group, self.dp_group = mesh.peers("pp"), mesh.peers("dp")
+        """Global ranks of this rank's pipeline, and of those with the same part of the model."""
+
+    def topology(self) -> ProcessTopology:
+        """The same with named axes, for all ranks."""
+        pp, dp, tp = self._mesh.pp, self._mesh.dp, self._mesh.tp
+        return PipeModelDataParallelTopology(pp, tp, dp) if tp > 1 else PipeDataParallelTopology(pp, dp)
+
+    def stage_to_global(self, stage_id: int, data: int | None = None, model: int | None = None) -> int:
+        """The global rank at `stage_id`, in the place of this rank along the other axes unless that is given."""
+        mesh = self._mesh
+        replica, part = mesh.dp_rank if data is None else data, mesh.tp_rank if model is None else model
+        for value, size, name in (
+            (stage_id, mesh.pp, "stage_id"),
+            (replica, mesh.dp, "data"),
+            (part, mesh.tp, "model"),
+        ):
+            if not 0 <= value < size:
+                raise ValueError(f"stage_to_global: {name}={value}; there are {size}, from 0 on")
+        return (stage_id * mesh.dp + replica) * mesh.tp + part
+
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        if name in _ANSWERS:
+            return partial(_ANSWERS[name], self._parallel)
+        raise AttributeError(f"the engine's grid has no {name!r}")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_ANSWERS})
+
+
+def _pipeline_group(parallel: Parallel) -> ProcessGroup | None:
+    """Raises RuntimeError if layers are cut, too: the engine has no group of them for others then."""
+    if parallel.mesh.tp > 1:
+        raise RuntimeError(
+            "get_pipe_parallel_group: the pipeline's own groups are in use; make one of engine.grid.pp_group, on all "
+            "ranks, with torch.distributed.new_group"
+        )
+    return parallel.model.group
+
+
+def _along(axes: Sequence[str], **answers: Callable[[Parallel], Any]) -> dict[str, Callable[[Parallel], Any]]:
+    """`get_{axis}_{what}` for each of the names that an axis has."""
+    return {f"get_{axis}_{what}": answer for axis in axes for what, answer in answers.items()}
+
+
+_ANSWERS: Final[Mapping[str, Callable[[Parallel], Any]]] = {
+    "get_global_rank": lambda parallel: parallel.mesh.rank,
+    "get_stage_id": lambda parallel: parallel.mesh.pp_rank,
+    "get_pipe_parallel_group": _pipeline_group,
+    **_along(
+        ["pipe_parallel", "pipeline_model_parallel"],
+        rank=lambda parallel: parallel.mesh.pp_rank, world_size=lambda parallel: parallel.mesh.pp,
+    ),
+    **_along(
+        ["data_parallel"], id=lambda parallel: parallel.mesh.dp_rank, rank=lambda parallel: parallel.mesh.dp_rank,
+        world_size=lambda parallel: parallel.mesh.dp, group=lambda parallel: parallel.data.group,
+        group_ranks=lambda parallel: parallel.mesh.peers("dp"),
+    ),
+    **_along(
+        ["model_parallel"], rank=lambda parallel: parallel.mesh.pp_rank * parallel.mesh.tp + parallel.mesh.tp_rank,
+        world_size=lambda parallel: parallel.mesh.pp * parallel.mesh.tp, group=lambda parallel: parallel.model.group,
+    ),
+    **_along(
+        ["slice_parallel", "tensor_model_parallel"], rank=lambda parallel: parallel.mesh.tp_rank,
+        world_size=lambda parallel: parallel.mesh.tp, group=lambda parallel: parallel.tensor.group,
+    ),
+}  # fmt: skip
+"""Name -> what calling it returns."""

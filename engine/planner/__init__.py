@@ -9,6 +9,6 @@ adapt             modules that read their own shapes
 verify            the sharded forward held against the whole one
 blocks            where activations are sharded along the sequence
 sequence_pipeline, stage_tracer, tied_vocab    the same in pipelines
-plan, plan_data, styles    what a plan is
+plan, styles      what a plan is
 apply             a plan carried out
 """

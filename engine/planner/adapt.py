@@ -17,8 +17,7 @@ from torch import nn
 from ..tensor.layers import layer_of
 from ..tensor.shape_override import Telling
 from .blocks import Stack
-from .plan_data import Role, Roles
-from .styles import PlanError, pattern_of
+from .styles import PlanError, Role, Roles, pattern_of
 from .tracer import Trial, joined
 from .verify import Arrangement, Change, Mismatch, OwnDecision, rehearse
 

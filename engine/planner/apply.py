@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from ..comm.comm import Comm
+from ..comm.consensus import gather_objects
 from ..pipe.module import PipelineModule
 from ..tensor.attention import Heads, HeadsAttention
 from ..tensor.batch_norm import Features, cut_batch_norm, is_batch_norm
@@ -33,10 +33,9 @@ from .blocks import Stretch
 from .dependence import Share
 from .derive import decided, plan_for
 from .plan import TensorPlan
-from .plan_data import Role
 from .sequence_pipeline import NO_BLOCKS, blocks_here, cut_sequence, widest
 from .stage_tracer import Tried, try_stages
-from .styles import PlanError
+from .styles import PlanError, Role
 from .verify import cut_of_share
 
 
@@ -123,10 +122,9 @@ def _agreed(comm: Comm, planned: str | None, cause: PlanError | None, rank: str)
     """What all ranks of `comm` are to raise: `cause`, or why another one failed, or that the plans differ."""
     if comm.size == 1:
         return cause
-    said: list[tuple[str | None, str | None]] = [(None, None)] * comm.size
     digest = None if planned is None else hashlib.blake2b(planned.encode(), digest_size=8).hexdigest()
     own = None if cause is None or isinstance(cause, ElsewhereError) else str(cause)
-    dist.all_gather_object(said, (digest, own), group=comm.group)
+    said = gather_objects((digest, own), comm)
     if cause is not None:
         return cause
     for other, (_, why) in enumerate(said):

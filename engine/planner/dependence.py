@@ -32,7 +32,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Bands:
-    """How the outputs of a layer are to be cut: see `cut.TensorCut`."""
+    """How the outputs of a layer are to be cut: see `sharding.TensorCut`."""
 
     sizes: tuple[int, ...]
     copies: int = 1

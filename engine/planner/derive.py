@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -15,12 +16,13 @@ from .adapt import fit
 from .blocks import Stack, Stretch
 from .example_inputs import given_inputs, guesses, variants
 from .plan import TensorPlan
-from .plan_data import Role, Roles
 from .sequence_pipeline import find_stack, note_join, row_here, uncut_in
 from .solve import decide
 from .stage_tracer import Tried, try_stages
-from .styles import PlanError, Wanted, own_plan, own_styles, pattern_of, wanted_styles
+from .styles import PlanError, Role, Roles, Wanted, own_plan, own_styles, pattern_of, wanted_styles
 from .tracer import Trial, brief, joined, note_output, note_randomness, observe
+
+_log: Final = logging.getLogger(__name__)
 
 
 def plan_for(
@@ -168,7 +170,7 @@ def _variants(trials: Sequence[Trial]) -> list[Trial]:
             try:
                 found.append(observe(trial.root, trial.module, inputs))
             except Exception:  # it does not take the mask of this kind, then
-                continue
+                _log.debug("%s could not be tried with a mask", trial.root or "the model", exc_info=True)
     return found
 
 

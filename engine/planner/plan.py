@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .blocks import Stack
-from .plan_data import Role
+from .styles import Role
 from .verify import Arrangement
 
 _Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]

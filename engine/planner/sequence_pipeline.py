@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 
 from ..comm.comm import Comm
+from ..comm.consensus import gather_objects
 from ..pipe import layer_info as pipeline
 from ..pipe.module import Passage, PipelineModule
 from ..tensor.collectives import join, split
 from ..tensor.rng import RankStream
 from .blocks import Edges, Stack, Stretch, of_first, on_first_activation, passage, passed_by
-from .plan_data import Role
-from .styles import PlanError
+from .styles import PlanError, Role
 from .tracer import Trial, joined, run
 
 NO_BLOCKS: Final = (
@@ -67,11 +66,8 @@ def blocks_here(model: PipelineModule, trials: Sequence[Trial], roles: Mapping[s
 def widest(mine: Sequence[int], comm: Comm, count: int) -> Stretch | None:
     """The stretch of the row, of `count` layers, from the first to the last block that any rank of `comm` has; None if
     there are none. On all its ranks."""
-    rows = torch.zeros((comm.size, 2), dtype=torch.int64, device=comm.device)
-    rows[comm.rank] = torch.tensor([min(mine, default=count), max(mine, default=-1)])
-    if comm.size > 1:
-        comm.all_gather(rows, "tensor-parallel").wait()
-    first, last = int(rows[:, 0].min()), int(rows[:, 1].max())
+    firsts, lasts = zip(*gather_objects((min(mine, default=count), max(mine, default=-1)), comm), strict=True)
+    first, last = min(firsts), max(lasts)
     return Stretch(first, last, count) if first <= last else None
 
 

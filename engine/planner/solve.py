@@ -16,8 +16,7 @@ from torch import nn
 from ..tensor.batch_norm import is_batch_norm
 from ..tensor.layers import Layer, layers_of
 from .dependence import Bands, Flow, Share, Source, parts, pieces
-from .plan_data import Role, Roles
-from .styles import PlanError, Style, Wanted, pattern_of
+from .styles import PlanError, Role, Roles, Style, Wanted, pattern_of
 from .tracer import Call, Trial, joined
 
 T = TypeVar("T")

@@ -1,7 +1,7 @@
 """Trials of a pipeline: each stage on what the one before returned, wherever that is.
 
-Sent from one stage to the next is the form of it (pipe/form.py), and of its tensors what their shapes and types are;
-numbers that are whole (token ids, masks, positions) are sent as they are, and others are made up anew.
+Sent from one stage to the next is the form of it (pipe/treespec.py), and of its tensors their shapes and types; numbers
+that are whole (token ids, masks, positions) are sent as they are, and others are made up anew.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.comm import Comm
+from ..comm.consensus import gather_objects
 from ..pipe import treespec
 from ..pipe.module import PipelineModule
 from .dependence import Flow
@@ -91,7 +91,7 @@ def try_stages(model: PipelineModule, tokens: int, example: Any, everyone: Comm 
             else:
                 mine = found
                 tried.failed = tried.failed or found
-        handed = _first_said(mine, everyone)
+        handed = mine if everyone is None else next((x for x in gather_objects(mine, everyone) if x is not None), None)
     return tried
 
 
@@ -131,12 +131,3 @@ def _returned(model: PipelineModule, stage: int, trial: Trial) -> _Handed | str:
         as_is = not x.is_floating_point() and x.numel() <= _LARGE
         sent.append(_SentActivation(tuple(x.shape), x.dtype, fixed, x.detach().clone() if as_is else None))
     return _Handed(made, tuple(sent))
-
-
-def _first_said(mine: _Handed | str | None, everyone: Comm | None) -> _Handed | str | None:
-    """What the first of the ranks that have the stage says of it."""
-    if everyone is None or everyone.group is None:
-        return mine
-    said: list[_Handed | str | None] = [None] * everyone.size
-    dist.all_gather_object(said, mine, group=everyone.group)
-    return next((one for one in said if one is not None), None)

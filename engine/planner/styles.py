@@ -1,15 +1,17 @@
-"""What a plan may say of a layer, in dsprof's words and in Hugging Face's."""
+"""What a plan may say of a layer, in dsprof's words and in Hugging Face's, and what was decided of each."""
 
 from __future__ import annotations
 
 import difflib
-import fnmatch
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
 from torch import nn
 
-from ..tensor.layers import layers_of
+from ..activation_checkpoint.policies import fits
+from ..tensor.layers import Layer, layers_of
+from .dependence import Bands, Share
 
 Style = Literal["column", "column_gather", "row", "row_split", "vocab", "heads", "whole"]
 """`column`: each rank computes some of the outputs. `column_gather`: and then all ranks get all of them. `row`: each
@@ -115,6 +117,42 @@ def _style(pattern: str, said: Any) -> Wanted:
     )
 
 
-def fits(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+@dataclass(frozen=True)
+class Role:
+    """How one layer is cut."""
+
+    module: str
+    layer: Layer
+    style: Style
+    why: str
+    bands: Bands | None = None
+    region: int | None = None
+    """Number of the cut region that it belongs to."""
+
+    heads: int = 0
+    """Independent parts of the input of a row layer in a region."""
+
+    shares: str = ""
+    """First of the column layers that read the same activation."""
+
+    def cut_names(self) -> list[str]:
+        """The parameters that are cut, if the layer has them."""
+        attention = ["in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"]
+        names = {
+            "whole": [], "vocab": ["weight"], "row": ["weight"], "row_split": ["weight"],
+            "column": ["weight", "bias"], "column_gather": ["weight", "bias"],
+            "heads": [*attention, "out_proj.weight"],
+        }[self.style]  # fmt: skip
+        return [f"{self.module}.{name}".lstrip(".") for name in names]
+
+
+@dataclass
+class Roles:
+    """What has been decided of a model."""
+
+    roles: dict[str, Role] = field(default_factory=dict)
+    partial: list[str] = field(default_factory=list)
+    """Parameters that are applied inside cut regions."""
+
+    shares: dict[str, Share] = field(default_factory=dict)
+    """Those, and buffers, that are cut like what they are applied to."""

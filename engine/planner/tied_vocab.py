@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..comm.comm import Comm
+from ..comm.consensus import gather_objects
 from ..pipe.layer_info import TiedFunction, call_instead, last_path, tied_functions
 from ..pipe.module import PipelineModule
 from ..tensor.collectives import copy, join
@@ -27,8 +27,7 @@ from ..tensor.sharding import cut_of, even_cut
 from .apply import ElsewhereError, cut_vocabulary, parallelize
 from .blocks import of_first
 from .plan import TensorPlan
-from .plan_data import Role
-from .styles import PlanError, Wanted, wanted_styles
+from .styles import PlanError, Role, Wanted, wanted_styles
 from .verify import ATOL, RTOL
 
 
@@ -207,10 +206,7 @@ class _Called(nn.Module):
 
 def _agreed(offers: Mapping[str, _Offer], everyone: Comm) -> dict[str, str]:
     """Name of each tied weight -> why it stays whole, or nothing. On all ranks of `everyone` the same."""
-    made: list[Any] = [offers]
-    if everyone.group is not None:
-        made *= everyone.size
-        dist.all_gather_object(made, offers, group=everyone.group)
+    made = gather_objects(offers, everyone)
     found: dict[str, str] = {}
     for name in sorted({name for rank in made for name in rank}):
         said = [rank[name] for rank in made if name in rank]
@@ -226,11 +222,7 @@ def _agreed(offers: Mapping[str, _Offer], everyone: Comm) -> dict[str, str]:
 def _cause(error: PlanError, everyone: Comm) -> str:
     """What went wrong, on whichever rank that was."""
     own = None if isinstance(error, ElsewhereError) else str(error)
-    said: list[Any] = [own]
-    if everyone.group is not None:
-        said *= everyone.size
-        dist.all_gather_object(said, own, group=everyone.group)
-    return str(next(text for text in said if text is not None))
+    return next(text for text in gather_objects(own, everyone) if text is not None)
 
 
 # --- carrying it out

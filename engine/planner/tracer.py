@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from ..tensor.batch_norm import is_batch_norm
 from ..tensor.layers import Layer, derive, layers_of
 from ..tensor.shape_override import plain
 from .example_inputs import Inputs
+
+_log: Final = logging.getLogger(__name__)
 
 _HOLDERS: Final = (dict, OrderedDict, list, set)
 
@@ -118,6 +121,7 @@ def note_randomness(trial: Trial) -> None:
     try:
         trial.trained = tensors_of(run(trial, answer, training=True))
     except Exception:  # a batch norm over one value, for instance
+        _log.debug("%s could not be tried in training", trial.root or "the model", exc_info=True)
         return
     trial.trains = next(again, None) is None
 
@@ -265,25 +269,12 @@ def _stand_ins(module: nn.Module) -> dict[str, Tensor]:
 # --- layers that answer
 
 
-class _LinearTrial(nn.Linear):
-    answer: Callable[[Tensor], Tensor]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.answer(x)
+def _that_answers(stock: type[nn.Module]) -> type[nn.Module]:
+    """A class with torch's `stock` as its base whose forward is the attribute `answer`."""
+    return type(f"_{stock.__name__}Trial", (stock,), {"forward": lambda self, x: self.answer(x)})
 
 
-class _Conv1DTrial(nn.Module):
-    answer: Callable[[Tensor], Tensor]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.answer(x)
-
-
-class _EmbeddingTrial(nn.Embedding):
-    answer: Callable[[Tensor], Tensor]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.answer(x)
+_LINEAR, _CONV1D, _EMBEDDING = map(_that_answers, (nn.Linear, nn.Module, nn.Embedding))
 
 
 class _AttentionTrial(nn.MultiheadAttention):
@@ -323,7 +314,7 @@ class _BatchNormTrial(_BatchNorm):
 @contextmanager
 def _answering(prefix: str, root: nn.Module, answer: Answer) -> Iterator[None]:
     bases: dict[str, type[nn.Module]] = {
-        "linear": _LinearTrial, "conv1d": _Conv1DTrial, "embedding": _EmbeddingTrial, "attention": _AttentionTrial,
+        "linear": _LINEAR, "conv1d": _CONV1D, "embedding": _EMBEDDING, "attention": _AttentionTrial,
     }  # fmt: skip
     before: list[tuple[Any, type[nn.Module]]] = []
     for norm in filter(is_batch_norm, list(root.modules())):

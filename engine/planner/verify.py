@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ..tensor.layers import Layer
 from ..tensor.shape_override import Telling, plain, tell
 from ..tensor.sharding import TensorCut
 from .blocks import Edges, Stack, Stretch, of_first, on_first_activation, passage, passed_by
 from .dependence import Share
-from .plan_data import Role
+from .styles import Role
 from .tracer import Trial, joined, run, tensors_of
 
 RTOL: Final = 1e-3
@@ -348,16 +349,10 @@ class Reads(TorchFunctionMode):
 
 
 def _is_marked(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return getattr(value, "of_one_rank", False)
-    if isinstance(value, Mapping):
-        return any(map(_is_marked, value.values()))
-    return isinstance(value, tuple | list) and any(map(_is_marked, value))
+    return any(isinstance(leaf, Tensor) and getattr(leaf, "of_one_rank", False) for leaf in tree_leaves(value))
 
 
 def _mark_all(value: Any) -> None:
-    if isinstance(value, Tensor):
-        mark(value)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            _mark_all(item)
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            mark(leaf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,16 +16,15 @@ from torch.utils.data import DataLoader
 from .. import activation_checkpoint, optim
 from ..activation_checkpoint import policies
 from ..comm.comm import Comm, open_comm
-from ..comm.groups import mesh_of, open_parallel
 from ..comm.lane import open_lane
 from ..comm.launch import init_distributed, local_device
-from ..comm.mesh import Mesh
+from ..comm.mesh import Mesh, mesh_of, open_parallel
 from ..config import Config, load
 from ..data import ShardedLoader
 from ..hooks import Hooks
 from ..offload import open_offload
 from ..optim import lr
-from ..optim.loss_scaler import DTYPES, loss_scaler, model_dtype
+from ..optim.loss_scaler import loss_scaler, model_dtype
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import open_links
 from ..tensor.sharding import cut_parameters
@@ -32,7 +32,6 @@ from ..train.engine import Engine
 from ..train.pipeline_engine import PipelineEngine
 from ..training import Training
 from ..zero import Comms, Zero, ZeroSettings
-from ..zero.fetch import FetchSettings
 from ..zero.registry import EarlyParam, holder
 from ..zero.shard import ShardedParam
 from ..zero.validate import refuse_overlaps
@@ -59,6 +58,7 @@ def initialize(
     *,
     train_dataloader: Any = None,
     example: Any = None,
+    link: float | None = None,
 ) -> tuple[Engine | PipelineEngine, torch.optim.Optimizer | None, Any, Any]:
     """(engine, optimizer, dataloader, lr_scheduler), with the arguments of `deepspeed.initialize`.
 
@@ -66,7 +66,8 @@ def initialize(
     `optimizer` may be made already, or a function of the parameters; so may `lr_scheduler`, of the optimizer.
     `train_dataloader` is returned as it is, which some tutorials rely on. `example` is what the model's forward takes,
     a tuple of arguments or a dict of them by name, and of a pipeline the input of its first layer: needed where layers
-    are cut over ranks and no input can be made up.
+    are cut over ranks and no input can be made up. `link` (bytes/s) models an interconnect on CPUs: gradients and
+    parameters then take at least their bytes over it, so that overlap and bucket sizes can be tried on one machine.
     Raises ConfigError for a configuration that cannot be, ValueError for arguments that contradict each other.
     """
     if model is None:
@@ -115,7 +116,7 @@ def initialize(
     offload = open_offload(settings, device, hooks, rank)
     _check_parameters(model, settings)
     zero = Zero(
-        model, _zero_settings(settings), _open_comms(settings, mesh, device, hooks), hooks,
+        model, ZeroSettings.of(settings), _open_comms(settings, mesh, device, hooks, link), hooks,
         make_master=offload.states.make_master, take_piece=offload.take_piece,
         names=model.names() if isinstance(model, PipelineModule) else None,
     )  # fmt: skip
@@ -203,44 +204,17 @@ def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None) ->
         tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
 
 
-def _zero_settings(config: Config) -> ZeroSettings:
-    zero = config.zero_optimization
-    dtype, accumulate = config.communication_data_type, config.data_types.grad_accum_dtype
-    return ZeroSettings(
-        stage=zero.stage,
-        reduce_bucket_size=zero.reduce_bucket_size,
-        allgather_bucket_size=zero.allgather_bucket_size,
-        overlap_comm=zero.overlap_comm,
-        reduce_scatter=zero.reduce_scatter,
-        contiguous_gradients=zero.contiguous_gradients,
-        allgather_partitions=zero.allgather_partitions,
-        round_robin_gradients=zero.round_robin_gradients,
-        ignore_unused_parameters=zero.ignore_unused_parameters,
-        param_persistence_threshold=zero.stage3_param_persistence_threshold,
-        model_persistence_threshold=zero.stage3_model_persistence_threshold,
-        sparse_gradients=config.sparse_gradients,
-        communication_dtype=None if dtype is None else DTYPES[dtype],
-        accumulate_dtype=None if accumulate is None else DTYPES[accumulate],
-        prescale_gradients=config.prescale_gradients,
-        gradient_predivide_factor=config.gradient_predivide_factor,
-        fetch=FetchSettings(
-            zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance
-        ),
-    )
+def _open_comms(config: Config, mesh: Mesh, device: torch.device, hooks: Hooks, link: float | None) -> Comms:
+    def comm(name: str, sets: list[list[int]]) -> Comm:
+        return open_comm(sets, lambda: open_lane(name, device, hooks, link))
 
-
-def _open_comms(config: Config, mesh: Mesh, device: torch.device, hooks: Hooks) -> Comms:
     replicas = mesh.sets("dp")
     near = None
     size = config.zero_optimization.zero_hpz_partition_size
     if config.zero_optimization.stage == 3 and size > 1:
         neighbours = [ranks[first : first + size] for ranks in replicas for first in range(0, mesh.dp, size)]
-        near = open_comm(neighbours, lambda: open_lane("near", device, hooks))
-    return Comms(
-        open_comm(replicas, lambda: open_lane("gradients", device, hooks)),
-        open_comm(replicas, lambda: open_lane("parameters", device, hooks)),
-        near,
-    )
+        near = comm("near", neighbours)
+    return Comms(comm("gradients", replicas), comm("parameters", replicas), near)
 
 
 def _optimizer(
@@ -334,3 +308,11 @@ def _loader(data: Any, config: Config, mesh: Mesh, collate_fn: Any) -> Any:
         data, batch_size=config.train_micro_batch_size_per_gpu, rank=mesh.dp_rank, world_size=mesh.dp,
         collate_fn=collate_fn, drop_last=config.dataloader_drop_last,
     )  # fmt: skip
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config FILE`, which `initialize(args=...)` reads; returns `parser`."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", action="store_true", help="train with the engine (the script decides)")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="the engine's configuration, a JSON file")
+    return parser

@@ -7,13 +7,13 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ..comm.groups import Parallel
-from ..comm.mesh import Mesh
+from ..activation_checkpoint.policies import fits
+from ..comm.consensus import gather_objects
+from ..comm.mesh import Mesh, Parallel
 from ..config import Config, ConfigError
-from ..pipe.agreement import agree
+from ..pipe.layers import check_alike
 from ..pipe.module import PipelineModule
 from ..tensor.rng import same_random_numbers
 from ..zero.registry import holder
@@ -30,14 +30,14 @@ def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
     if not isinstance(model, PipelineModule):
         return
     given = {key: getattr(pipeline, key) for key in pipeline.model_fields_set}
-    agree({
+    check_alike(gather_objects({
         "pipeline.stages": mesh.pp,
         "tensor_parallel.autotp_size": mesh.tp,
         "pipeline.schedule": pipeline.schedule,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         **{f"pipeline.{key}": given.get(key) for key in ("virtual_stages", "partition_method")},
         "pipeline.layer_costs": "a file" if pipeline.layer_costs is not None else None,
-    })  # fmt: skip
+    }))  # fmt: skip
     virtual, method = given.get("virtual_stages"), given.get("partition_method")
     model.activation_checkpoint_interval = given.get(
         "activation_checkpoint_interval", model.activation_checkpoint_interval
@@ -96,8 +96,7 @@ def _of_each_stage(plan: str, parallel: Parallel) -> list[str]:
     mesh = parallel.mesh
     if mesh.pp == 1:
         return [plan]
-    plans: list[str] = [""] * mesh.size
-    dist.all_gather_object(plans, plan if mesh.dp_rank == mesh.tp_rank == 0 else "", group=parallel.everyone.group)
+    plans = gather_objects(plan if mesh.dp_rank == mesh.tp_rank == 0 else "", parallel.everyone)
     return [
         line for stage in range(mesh.pp)
         for line in (f"pipeline rank {stage}:", plans[stage * mesh.dp * mesh.tp])
@@ -106,13 +105,8 @@ def _of_each_stage(plan: str, parallel: Parallel) -> list[str]:
 
 def _here(plan: dict[str, str], model: nn.Module, parallel: Parallel) -> dict[str, str]:
     """What a plan for the whole model says of the layers on this stage. On all ranks."""
-    from ..planner.styles import fits
-
     mine = [name for name, _ in model.named_modules()]
-    everybody: list[list[str]] = [mine] * parallel.everyone.size
-    if parallel.everyone.group is not None:
-        dist.all_gather_object(everybody, mine, group=parallel.everyone.group)
-    names = dict.fromkeys(name for stage in everybody for name in stage)
+    names = dict.fromkeys(name for stage in gather_objects(mine, parallel.everyone) for name in stage)
     for pattern in plan:
         if not any(fits(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch.distributed as dist
 from torch import nn
 
 from ..comm.comm import open_comm
-from ..comm.groups import Parallel
+from ..comm.consensus import gather_objects
 from ..comm.lane import Inline
-from ..comm.mesh import Mesh
+from ..comm.mesh import Mesh, Parallel
 from ..hooks import Hooks
 from ..pipe.module import PipelineModule, Tie
 from ..tensor.sharding import cut_of, partial_parameters
@@ -40,12 +37,10 @@ def _tied(tie: Tie, mesh: Mesh, hooks: Hooks) -> Sharing:
     """Among the ranks of its stages, those of the same replica and part share it."""
     sets = [[ranks[at] for at in tie.ranks] for ranks in mesh.sets("pp")]
     comm = open_comm(sets, lambda: Inline(hooks))
-    if comm.group is not None:
-        shapes: list[Any] = [None] * comm.size
-        dist.all_gather_object(shapes, [tuple(param.shape) for param in tie.params], group=comm.group)
-        if any(other != shapes[0] for other in shapes):
-            raise ValueError(
-                f"tensor_parallel.plan: {tie.name} is tied across the pipeline stages {list(tie.ranks)}, which cut it "
-                f'to {shapes}; give its layers the same style on all, or "whole"'
-            )
+    shapes = gather_objects([tuple(param.shape) for param in tie.params], comm)
+    if any(other != shapes[0] for other in shapes):
+        raise ValueError(
+            f"tensor_parallel.plan: {tie.name} is tied across the pipeline stages {list(tie.ranks)}, which cut it to "
+            f'{shapes}; give its layers the same style on all, or "whole"'
+        )
     return Sharing(comm, tie.params, counted=mesh.pp_rank == tie.ranks[0], partial=True)

@@ -7,32 +7,30 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..comm.comm import Comm
-from ..comm.groups import Parallel
-from ..comm.mesh import Mesh
+from ..comm.consensus import gather_objects
+from ..comm.mesh import Parallel
 
 
 def check_alike(model: nn.Module, parallel: Parallel, names: Mapping[nn.Parameter, str] | None = None) -> None:
     """Raise ValueError on all ranks of the job if those of one pipeline stage have different models: parameters or
     buffers with other names, shapes or dtypes, in another order, or frozen on some ranks only.
 
-    Before layers are cut over tensor-parallel ranks; on all ranks. Costs one collective of 8 bytes a rank. `names` are
-    those of the parameters in the whole model, where this is a part of it.
+    Before layers are cut over tensor-parallel ranks; on all ranks. Where they agree, 8 bytes of each are sent. `names`
+    are those of the parameters in the whole model, where this is a part of it.
     """
     everyone = parallel.everyone
     if everyone.group is None:
         return
     mine = _described(model, names)
     digest = hashlib.blake2b("\n".join(mine).encode(), digest_size=8).digest()
-    if all(len(set(same)) == 1 for same in _by_stage(_gathered(digest, everyone), parallel.mesh)):
+    said, stages = gather_objects(digest, everyone), parallel.mesh.sets("dp", "tp")
+    if all(len({said[rank] for rank in ranks}) == 1 for ranks in stages):
         return
-    everybody: list[list[str]] = [mine] * everyone.size
-    dist.all_gather_object(everybody, mine, group=everyone.group)
-    for stage, ranks in enumerate(parallel.mesh.sets("dp", "tp")):
+    everybody = gather_objects(mine, everyone)
+    for stage, ranks in enumerate(stages):
         found = _first_difference(ranks, [everybody[rank] for rank in ranks])
         if found:
             where = f" on the pipeline stage {stage}" if parallel.mesh.pp > 1 else ""
@@ -65,19 +63,6 @@ def _kind(tensor: torch.Tensor) -> str:
     if is_lazy(tensor):
         return "without a shape yet"
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _gathered(digest: bytes, everyone: Comm) -> list[int]:
-    """The digests of all ranks."""
-    rows = torch.zeros(everyone.size, 1, dtype=torch.int64, device=everyone.device)
-    rows[everyone.rank, 0] = int.from_bytes(digest, "little", signed=True)
-    everyone.all_gather(rows, "other").wait()
-    found: list[int] = rows.view(-1).tolist()
-    return found
-
-
-def _by_stage(values: Sequence[int], mesh: Mesh) -> list[list[int]]:
-    return [[values[rank] for rank in ranks] for ranks in mesh.sets("dp", "tp")]
 
 
 def _first_difference(ranks: Sequence[int], descriptions: Sequence[list[str]]) -> str:

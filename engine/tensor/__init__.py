@@ -35,23 +35,10 @@ _PLANNER = {
 """Public name -> its module in `planner`, loaded when it is used: the planner imports these layers."""
 
 __all__ = [
-    "Collective",
-    "Cost",
-    "PlanError",
-    "RankStream",
-    "TensorCut",
-    "TensorPlan",
-    "VocabularyCrossEntropy",
-    "check_same",
-    "cut_of",
-    "cut_parameters",
-    "parallelize",
-    "parallelize_pipeline",
-    "partial_parameters",
-    "plan_for",
-    "same_random_numbers",
-    "vocabulary_cross_entropy",
-]
+    "Collective", "Cost", "PlanError", "RankStream", "TensorCut", "TensorPlan", "VocabularyCrossEntropy",
+    "check_same", "cut_of", "cut_parameters", "parallelize", "parallelize_pipeline", "partial_parameters", "plan_for",
+    "same_random_numbers", "vocabulary_cross_entropy",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

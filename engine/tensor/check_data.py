@@ -1,4 +1,5 @@
-"""Ranks that share layers must work on the same data: a loader that gives each rank its own would train on rubbish."""
+"""Ranks that share layers must work on the same data: a loader that gives each rank its own would train on rubbish. And
+classes and token ids must be there."""
 
 from __future__ import annotations
 
@@ -47,6 +48,19 @@ def check_same(batch: Any, comm: Comm) -> None:
             f"group of {comm.size}: these ranks share layers and must get the same batch; give the loader the "
             f"data-parallel rank and size, not the global ones (this rank has {described[:200]})"
         )
+
+
+def check_range(numbers: Tensor, limit: int, said: str) -> None:
+    """Raise IndexError unless all `numbers` are from 0 to before `limit`; on a device it is the device that stops.
+
+    `said` has places for the lowest and the highest."""
+    if not numbers.numel():
+        return
+    lowest, highest = numbers.aminmax()
+    if numbers.device.type != "cpu":
+        torch._assert_async((lowest >= 0) & (highest < limit))
+    elif lowest < 0 or highest >= limit:
+        raise IndexError(said.format(int(lowest), int(highest)))
 
 
 def _describe(value: Any, tensors: list[Tensor]) -> Iterator[str]:

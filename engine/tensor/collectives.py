@@ -12,6 +12,7 @@ Each collective is told as a span of purpose `tensor-parallel` with the module's
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,115 +23,93 @@ from ..comm.comm import Comm
 
 def copy(x: Tensor, comm: Comm, module: str | None = None) -> Tensor:
     """`x`, which all ranks hold alike, for a layer that is cut: its gradient is summed over the ranks."""
-    return _apply(_Copy, x, comm, module)
+    return operate(x, comm, view, reduce, module)
 
 
 def reduce(x: Tensor, comm: Comm, module: str | None = None, *, fresh: bool = False) -> Tensor:
     """The sum of every rank's `x`. `fresh`: nobody else needs `x`, which may be overwritten."""
-    return _apply(_Reduce, x, comm, module, fresh)
+    return operate(x, comm, _sum_in_place if fresh else _sum, copy, module)
 
 
 def gather(x: Tensor, comm: Comm, dim: int, module: str | None = None) -> Tensor:
     """Every rank's `x`, concatenated along `dim`, for a layer that is cut: its gradient is summed, then cut again."""
-    return _apply(_Gather, x, comm, dim, module)
+    return operate(x, comm, _all_gather, reduce_scatter, dim, module)
 
 
 def reduce_scatter(x: Tensor, comm: Comm, dim: int, module: str | None = None) -> Tensor:
     """This rank's piece along `dim` of the sum of every rank's `x`."""
-    return _apply(_ReduceScatter, x, comm, dim, module)
+    return operate(x, comm, _sum_of_pieces, gather, dim, module)
 
 
 def split(x: Tensor, comm: Comm, dim: int, module: str | None = None) -> Tensor:
     """This rank's piece along `dim` of `x`, which all ranks hold alike."""
-    return _apply(_Split, x, comm, dim, module)
+    return operate(x, comm, _own_piece, join, dim, module)
 
 
 def join(x: Tensor, comm: Comm, dim: int, module: str | None = None) -> Tensor:
     """Every rank's `x`, concatenated along `dim`, for a computation that all ranks do alike."""
-    return _apply(_Join, x, comm, dim, module)
+    return operate(x, comm, _all_gather, split, dim, module)
 
 
-def _apply(operator: Any, x: Tensor, comm: Comm, *where: Any) -> Tensor:
+def operate(
+    x: Tensor, comm: Comm, operator: Callable[..., Tensor], transpose: Callable[..., Tensor], *where: Any
+) -> Tensor:
+    """`operator(x, comm, *where)`, linear in `x`, whose gradient is `transpose(gradient, comm, *where)`."""
     if comm.size == 1:
         return x
-    y: Tensor = operator.apply(x, comm, *where)
-    return y
+    apply: Callable[..., Tensor] = _Operator.apply
+    return apply(x, comm, operator, transpose, *where)
 
 
-class _Copy(torch.autograd.Function):
+class _Operator(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, module: str | None) -> Tensor:
-        ctx.where = comm, module
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return reduce(grad, *ctx.where), None, None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, module: str | None, fresh: bool) -> Tensor:
-        ctx.where = comm, module
-        if fresh and x.is_contiguous() and not x._is_view():
+    def forward(
+        ctx: Any, x: Tensor, comm: Comm, operator: Callable[..., Tensor], transpose: Callable[..., Tensor], *where: Any
+    ) -> Tensor:
+        ctx.back = transpose, comm, where
+        y = operator(x, comm, *where)
+        if y is x:
             ctx.mark_dirty(x)
-        else:
-            x = x.clone(memory_format=torch.contiguous_format)
-        comm.all_reduce(x, "tensor-parallel", module=module).wait()
-        return x
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return copy(grad, *ctx.where), None, None, None
+        transpose, comm, where = ctx.back
+        return transpose(grad, comm, *where), None, None, None, *[None] * len(where)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int, module: str | None) -> Tensor:
-        ctx.where = comm, dim, module
-        return _all_gather(x, comm, dim, module)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return reduce_scatter(grad, *ctx.where), None, None, None
+# --- what is computed
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int, module: str | None) -> Tensor:
-        ctx.where = comm, dim, module
-        rows = torch.stack(_pieces(x, comm, dim, module))
-        mine = torch.empty_like(rows[0])
-        comm.reduce_scatter(
-            rows.view(comm.size, -1), mine.view(-1), "tensor-parallel", accumulate=False, module=module
-        ).wait()
-        return mine
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return gather(grad, *ctx.where), None, None, None
+def view(x: Tensor, *_: Any) -> Tensor:
+    """`x` itself: the forward of an operator that does something to the gradient alone."""
+    return x.view_as(x)
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int, module: str | None) -> Tensor:
-        ctx.where = comm, dim, module
-        return _pieces(x, comm, dim, module)[comm.rank].clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return join(grad, *ctx.where), None, None, None
+def _sum(x: Tensor, comm: Comm, module: str | None) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    comm.all_reduce(x, "tensor-parallel", module=module).wait()
+    return x
 
 
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int, module: str | None) -> Tensor:
-        ctx.where = comm, dim, module
-        return _all_gather(x, comm, dim, module)
+def _sum_in_place(x: Tensor, comm: Comm, module: str | None) -> Tensor:
+    if not x.is_contiguous() or x._is_view():
+        return _sum(x, comm, module)
+    comm.all_reduce(x, "tensor-parallel", module=module).wait()
+    return x
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return split(grad, *ctx.where), None, None, None
+
+def _sum_of_pieces(x: Tensor, comm: Comm, dim: int, module: str | None) -> Tensor:
+    rows = torch.stack(_pieces(x, comm, dim, module))
+    mine = torch.empty_like(rows[0])
+    comm.reduce_scatter(
+        rows.view(comm.size, -1), mine.view(-1), "tensor-parallel", accumulate=False, module=module
+    ).wait()
+    return mine
+
+
+def _own_piece(x: Tensor, comm: Comm, dim: int, module: str | None) -> Tensor:
+    return _pieces(x, comm, dim, module)[comm.rank].clone(memory_format=torch.contiguous_format)
 
 
 def _all_gather(x: Tensor, comm: Comm, dim: int, module: str | None) -> Tensor:

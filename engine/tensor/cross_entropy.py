@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm.comm import Comm
+from .check_data import check_range
 
 
 def vocabulary_cross_entropy(
@@ -41,7 +42,8 @@ def vocabulary_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"vocabulary_cross_entropy: reduction is {reduction!r}; write mean, sum or none")
     ignored = target == ignore_index
-    _check(target.masked_fill(ignored, 0), classes)
+    said = f"vocabulary_cross_entropy: targets from {{}} to {{}}, {classes} classes"
+    check_range(target.masked_fill(ignored, 0), classes, said)
     operator: Any = _CrossEntropy
     losses: Tensor = operator.apply(logits, target, ignored, comm, classes, label_smoothing, module)
     if reduction == "none":
@@ -70,19 +72,6 @@ class VocabularyCrossEntropy(nn.Module):
             logits, target, comm, vocabulary=vocabulary, ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
         )  # fmt: skip
-
-
-def _check(target: Tensor, classes: int) -> None:
-    if not target.numel():
-        return
-    lowest, highest = target.aminmax()
-    if target.device.type == "cpu":
-        if lowest < 0 or highest >= classes:
-            raise IndexError(
-                f"vocabulary_cross_entropy: targets from {int(lowest)} to {int(highest)}, {classes} classes"
-            )
-    else:
-        torch._assert_async((lowest >= 0) & (highest < classes))
 
 
 class _CrossEntropy(torch.autograd.Function):

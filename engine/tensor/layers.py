@@ -7,20 +7,24 @@ transformers' Conv1D is a linear layer with its weight transposed; it is recogni
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import weakref
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..comm.comm import Comm
-from .collectives import copy, gather, join, reduce, reduce_scatter, split
+from .check_data import check_range
+from .collectives import copy, gather, join, operate, reduce, reduce_scatter, split, view
 from .rng import RankStream
 from .shape_override import plain
 from .sharding import TensorCut
+
+_log: Final = logging.getLogger(__name__)
 
 Kind = Literal["linear", "conv1d", "embedding", "attention"]
 
@@ -107,6 +111,7 @@ def _computes_itself(module: nn.Module) -> bool:
         found = cls.forward(small, x)
         return torch.equal(found, F.linear(x, weight, parameters["bias"]))
     except Exception:  # it needs more than that, or calls torch's
+        _log.debug("%s does not compute by itself what a linear layer does", cls.__name__, exc_info=True)
         return False
 
 
@@ -303,7 +308,7 @@ class VocabularyEmbedding(nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         tensor = self.tensor
         rows, here = tensor.cut.shape[0], self.weight.shape[0]
-        _check_ids(ids, rows, tensor.name)
+        check_range(ids, rows, f"{tensor.name}: ids from {{}} to {{}}, and there are {rows} rows")
         first = tensor.comm.rank * here
         local = ids - first
         outside = (local < 0) | (local >= here)
@@ -313,33 +318,7 @@ class VocabularyEmbedding(nn.Embedding):
         return reduce(y.masked_fill(outside.unsqueeze(-1), 0), tensor.comm, tensor.name, fresh=True)
 
 
-def _check_ids(ids: Tensor, rows: int, name: str) -> None:
-    if not ids.numel():
-        return
-    lowest, highest = ids.aminmax()
-    if ids.device.type == "cpu":
-        if lowest < 0 or highest >= rows:
-            raise IndexError(f"{name}: ids from {int(lowest)} to {int(highest)}, and there are {rows} rows")
-    else:
-        torch._assert_async((lowest >= 0) & (highest < rows))
-
-
 # --- a part that several ranks hold
-
-
-class _ShareGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, param: Tensor, comm: Comm, copies: int, module: str) -> Tensor:
-        ctx.where = comm, copies, module
-        return param.view_as(param)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        comm, copies, module = ctx.where
-        slots = grad.new_zeros((comm.size // copies, *grad.shape))
-        slots[comm.rank // copies] = grad
-        comm.all_reduce(slots, "tensor-parallel", module=module).wait()
-        return slots[comm.rank // copies], None, None, None
 
 
 def share_gradient(param: Tensor, comm: Comm, copies: int, module: str) -> Tensor:
@@ -347,6 +326,11 @@ def share_gradient(param: Tensor, comm: Comm, copies: int, module: str) -> Tenso
 
     There is no group for them alone, so each part has a slot in an all-reduce over all: these are few key-value heads.
     """
-    operator: Any = _ShareGradient
-    shared: Tensor = operator.apply(param, comm, copies, module)
-    return shared
+    return operate(param, comm, view, _sum_over_copies, copies, module)
+
+
+def _sum_over_copies(grad: Tensor, comm: Comm, copies: int, module: str) -> Tensor:
+    slots = grad.new_zeros((comm.size // copies, *grad.shape))
+    slots[comm.rank // copies] = grad
+    comm.all_reduce(slots, "tensor-parallel", module=module).wait()
+    return slots[comm.rank // copies]

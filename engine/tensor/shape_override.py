@@ -7,14 +7,14 @@ cut. Whatever is computed with it is computed with the tensor as it is.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+
+from ..forward import Undo, wrap_forward
 
 
 @dataclass(frozen=True)
@@ -75,28 +75,17 @@ def plain(x: Tensor) -> Tensor:
     return x.as_is if isinstance(x, Told) else x
 
 
-def tell(module: nn.Module, telling: Telling) -> Callable[[], None]:
+def tell(module: nn.Module, telling: Telling) -> Undo:
     """Have the inputs of `module` tell its forward what `telling` says; call the result to stop that.
 
-    The forward is wrapped on the instance, inside whatever is put around it later (recomputation, hooks).
+    What is put around the forward later (recomputation, hooks) is around this.
     """
-    patched = vars(module).get("forward")
 
-    @functools.wraps(patched or type(module).forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        inner = patched or functools.partial(type(self).forward, self)
-        return _plain(inner(*(_told(value, telling) for value in args),
-                            **{key: _told(value, telling) for key, value in kwargs.items()}))  # fmt: skip
+    def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return _plain(forward(*(_told(value, telling) for value in args),
+                              **{key: _told(value, telling) for key, value in kwargs.items()}))  # fmt: skip
 
-    module.forward = MethodType(forward, module)
-
-    def undo() -> None:
-        if patched is None:
-            del module.forward
-        else:
-            module.forward = patched
-
-    return undo
+    return wrap_forward(module, call, type(module).__name__, "its input was made to tell another shape")
 
 
 def _told(value: Any, telling: Telling) -> Any:

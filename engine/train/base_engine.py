@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import checkpoint
-from ..comm.groups import Parallel
+from ..comm.mesh import Parallel
 from ..config import Config
 from ..data import endless
 from ..hooks import Hooks

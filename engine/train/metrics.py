@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import monitors
 from ..comm.comm import Comm
+from ..comm.consensus import gather_objects
 from ..training import Training
 
 
@@ -83,10 +84,7 @@ class Metrics:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
 
         def gather(samples: list[Any]) -> list[list[Any]] | None:
-            if everyone.group is None:
-                return [samples]
-            everybody: list[Any] = [None] * everyone.size
-            dist.all_gather_object(everybody, samples, group=everyone.group)
+            everybody = gather_objects(samples, everyone)
             return everybody if self._rank == 0 else None
 
         return monitors.start(

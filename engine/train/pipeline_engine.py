@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from .. import activation_checkpoint
+from ..forward import last_first
 from ..offload import Offload
 from ..optim.loss_scaler import cast_floating
 from ..pipe import split_backward
 from ..pipe.failure import Verdict
-from ..pipe.grid import PipelineGrid
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import Links, PipelineError
-from ..pipe.runtime import Runner
+from ..pipe.runtime import Reduction, Runner
 from ..pipe.step_data import StepData
+from ..pipe.topology import PipelineGrid
 from ..schedule import Plan, check, make_plan
 from ..training import Training
-from ..zero import Zero
 from .base_engine import BaseEngine
 from .deepspeed_api import PIPELINE_ENGINE, Names, with_train_batch_size
 
@@ -45,7 +45,8 @@ class PipelineEngine(BaseEngine):
         self._plans: dict[tuple[int, bool], Plan] = {}
         self.plan = self._planned(training.config.gradient_accumulation_steps)
         """What every rank of the pipeline does in a step."""
-        self._stop_deferring = split_backward.install(module) if self.plan.splits else _nothing
+        if self.plan.splits:
+            self._undo = last_first([undo, split_backward.install(module)])
         groups = [*(comm.group for comm in self.metrics.comms()), *links.groups]
         self._verdict = Verdict(training.parallel.everyone, groups, apart=mesh.dp * mesh.tp > 1)
         self._runner = Runner(module, mesh.pp_rank, links, training.hooks, training.device, self._verdict)
@@ -85,7 +86,7 @@ class PipelineEngine(BaseEngine):
         if data_iter is not None:
             self._own_data = data_iter
         loss_fn = self.module.loss_fn
-        losses = self._run(self.plan, partial(self._data, loss_fn is not None), _Reduction(self.zero), loss_fn)
+        losses = self._run(self.plan, partial(self._data, loss_fn is not None), Reduction(self.zero), loss_fn)
         mean = self._mean(losses, self.plan.microbatches)
         self._last_loss = mean
         self.metrics.note_loss(mean)
@@ -188,7 +189,6 @@ class PipelineEngine(BaseEngine):
         if self._destroyed:
             return
         super().destroy()
-        self._stop_deferring()
         self._links.close()
 
     # --- inside
@@ -220,7 +220,7 @@ class PipelineEngine(BaseEngine):
         self,
         plan: Plan,
         open_data: Callable[[], StepData],
-        backward: _Reduction | None,
+        backward: Reduction | None,
         loss_fn: Callable[[Any, Any], Any] | None,
     ) -> list[Any]:
         """Run a plan. If it fails on one rank of the job it fails on all."""
@@ -264,25 +264,5 @@ class PipelineEngine(BaseEngine):
         return (total / (microbatches * mesh.dp * mesh.tp)).to(self._loss_dtype)
 
 
-class _Reduction:
-    """Tells ZeRO of the pipeline's backwards: stages 0 and 1 reduce in the last, the others in each."""
-
-    def __init__(self, zero: Zero) -> None:
-        self._zero = zero
-        self.begun = False
-
-    def begin(self, *, last: bool, complete: bool) -> None:
-        self.begun = True
-        self._zero.last_microbatch = last
-        self._zero.holds_back = not complete
-
-    def end(self) -> None:
-        self._zero.finish_backward()
-
-
 def _same(inputs: Any) -> Any:
     return inputs
-
-
-def _nothing() -> None:
-    return

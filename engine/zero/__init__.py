@@ -1,13 +1,13 @@
 """ZeRO: how parameters, gradients and optimizer state are sharded over the data-parallel ranks.
 
 zero           the stages, put together
+settings       what they are to do
 shard          how one parameter is sharded
 bucket         gradients that are reduced together
 reduce         gradients, in buckets, from backward to the masters
-gather         parameters, in batches, back to full size
+gather         parameters, in batches, back to full size, and whether the ranks went the same way
 fetch          stage 3: when a module's parameters come and go
 fetch_order    one way through a model, as data
-order_check    whether the ranks went the same way
 param_hooks    uses of parameters that no module's call announces
 placeholder    what a parameter is between its uses
 registry       who keeps which parameter in pieces
@@ -18,6 +18,7 @@ validate       parameters that are refused: in shared memory, or newer than the 
 """
 
 from .init import GatheredParameters, Init
-from .zero import Comms, Zero, ZeroSettings
+from .settings import ZeroSettings
+from .zero import Comms, Zero
 
 __all__ = ["Comms", "GatheredParameters", "Init", "Zero", "ZeroSettings"]

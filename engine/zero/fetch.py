@@ -29,16 +29,8 @@ from ..hooks import Hooks
 from .fetch_order import Owner, Pass, Walk
 from .gather import Gatherer
 from .param_hooks import SavedTensorsNet, WatchedParameters
+from .settings import FetchSettings
 from .shard import Ledger, ShardedParam
-
-
-@dataclass(frozen=True, slots=True)
-class FetchSettings:
-    """Sizes in elements, as in DeepSpeed's configuration."""
-
-    prefetch_bucket_size: int
-    max_live_parameters: int
-    max_reuse_distance: int
 
 
 @dataclass(eq=False, slots=True)

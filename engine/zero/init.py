@@ -100,7 +100,7 @@ class Init:
         self._dtype = dtype
         if source is not None:
             init_distributed()
-            settings = load(source, world_size=dist.get_world_size())
+            settings = load(self.settled(source), world_size=dist.get_world_size())
             enabled = enabled and settings.zero_optimization.stage == 3
             asked = model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled)
             if enabled and asked is not None and dtype not in (None, asked):
@@ -149,6 +149,10 @@ class Init:
                 if isinstance(module._parameters, _Gathering):
                     module._parameters = module._parameters.plain()
             self._modules.clear()
+
+    def settled(self, source: dict[str, Any] | str | Path) -> dict[str, Any] | str | Path:
+        """The configuration as it is to be read."""
+        return source
 
     def bring(self, params: Iterable[nn.Parameter | None]) -> None:
         """Have those of `params` that are in pieces whole, until the call under way is over."""

@@ -7,6 +7,7 @@ from typing import Any, Final, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 TELLS: Final = frozenset({
@@ -112,13 +113,7 @@ class Absent(nn.Parameter):
 
 def _absent(value: Any) -> list[Absent]:
     """Those among a function's arguments."""
-    if isinstance(value, Absent):
-        return [value]
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return []
-    return [param for item in value for param in _absent(item)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Absent)]
 
 
 def _fetch(param: Tensor) -> None:

@@ -8,7 +8,6 @@ gradients became ready in the first step, as rank 0 saw it (Li et al. 2020, arXi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,32 +15,14 @@ from torch import Tensor
 from ..comm.comm import Comm
 from .bucket import Bucket
 from .placeholder import plainly
+from .settings import ZeroSettings
 from .shard import ShardedParam
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceSettings:
-    """How gradients are reduced. Sizes are elements, as in DeepSpeed's configuration."""
-
-    stage: int
-    bucket_size: int
-    overlap: bool
-    reduce_scatter: bool = True
-    contiguous: bool = True
-    dtype: torch.dtype | None = None
-    """What is communicated; the gradients' own by default."""
-    accumulate_dtype: torch.dtype | None = None
-    """In what micro-batches are summed; by default the gradients' own while they are whole (stages 0 and 1), and the
-    masters' once they are shards."""
-    prescale: bool = False
-    predivide_factor: float = 1.0
-    ignore_unused: bool = True
 
 
 class Reducer:
     """Takes gradients as backward makes them; `collect` puts the reduced ones on the masters."""
 
-    def __init__(self, params: Sequence[ShardedParam], comm: Comm, settings: ReduceSettings) -> None:
+    def __init__(self, params: Sequence[ShardedParam], comm: Comm, settings: ZeroSettings) -> None:
         self._params = list(params)
         self._comm = comm
         self._settings = settings
@@ -83,7 +64,7 @@ class Reducer:
             self._order.append(param)
         bucket.waiting.discard(param)
         self._used.add(param)
-        if self._settings.contiguous:
+        if self._settings.contiguous_gradients:
             self._copy_in(bucket, slot, param)
         self._launch_complete()
 
@@ -114,7 +95,7 @@ class Reducer:
             bucket.waiting = set(bucket.params)
 
     def _refuse(self, absent: Iterable[ShardedParam]) -> None:
-        if not self._settings.ignore_unused and (found := list(absent)):
+        if not self._settings.ignore_unused_parameters and (found := list(absent)):
             raise RuntimeError(
                 f"{len(found)} parameters got no gradient in this backward, the first: {found[0].name}. Every "
                 "parameter must contribute to the loss, or be frozen; or set "
@@ -217,21 +198,21 @@ class Reducer:
         The first costs nothing, while copying into the bucket; the second is left to the step, with the other scaling.
         Dividing by a power of two commutes with a sum in fp32, so it is done before.
         """
-        size, factor = self._comm.size, self._settings.predivide_factor
-        wide = all((self._settings.dtype or p.dtype).itemsize >= 4 for p in self._params)
+        size, factor = self._comm.size, self._settings.gradient_predivide_factor
+        wide = all((self._settings.communication_dtype or p.dtype).itemsize >= 4 for p in self._params)
         exact = size & (size - 1) == 0 and wide and factor == 1.0
-        return (1.0 / size, 1.0) if self._settings.prescale or exact else (1.0 / factor, factor / size)
+        return (1.0 / size, 1.0) if self._settings.prescale_gradients or exact else (1.0 / factor, factor / size)
 
     def _plan(self, order: Iterable[ShardedParam]) -> None:
         open_buckets: dict[tuple[torch.dtype, torch.device, torch.device | None], Bucket] = {}
         self._buckets: list[Bucket] = []
         for param in order:
             owner = None if param.master is None else param.master.device
-            key = (self._settings.dtype or param.dtype, param.device, owner)
+            key = (self._settings.communication_dtype or param.dtype, param.device, owner)
             bucket = open_buckets.setdefault(key, Bucket([], key[0]))
             bucket.params.append(param)
             bucket.numel += param.numel
-            if bucket.numel >= self._settings.bucket_size:
+            if bucket.numel >= self._settings.reduce_bucket_size:
                 self._buckets.append(open_buckets.pop(key))
         self._buckets += open_buckets.values()
         for bucket in self._buckets:
@@ -296,7 +277,7 @@ class Reducer:
             self._next += 1
 
     def _launch(self, bucket: Bucket) -> None:
-        if not self._settings.contiguous:
+        if not self._settings.contiguous_gradients:
             for slot, param in enumerate(bucket.params):
                 if param not in bucket.absent:
                     self._copy_in(bucket, slot, param)
@@ -313,7 +294,7 @@ class Reducer:
         else:
             bucket.ticket = self._comm.all_reduce(rows, "gradient")
         self._inflight.append(bucket)
-        self._drain(2 if self._settings.overlap else 0)
+        self._drain(2 if self._settings.overlap_comm else 0)
 
     @property
     def _scatters(self) -> bool:

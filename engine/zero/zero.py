@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,39 +19,16 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.comm import Comm
 from ..comm.deadlock import DeadlockWatch
 from ..hooks import Hooks
-from .fetch import Fetcher, FetchSettings
-from .gather import Gatherer, batches
-from .order_check import Trail
-from .reduce import Reducer, ReduceSettings
+from .fetch import Fetcher
+from .gather import Gatherer, Trail, batches
+from .reduce import Reducer
 from .registry import Holder, forget, hold, holder
+from .settings import ZeroSettings
 from .shard import Cut, ShardedParam
 from .sparse import SparseReducer, sparse_params
 
 if TYPE_CHECKING:
     from ..config import Config
-
-
-@dataclass(frozen=True, slots=True)
-class ZeroSettings:
-    """What ZeRO is to do; sizes in elements, names and meaning as in DeepSpeed's configuration."""
-
-    stage: int = 0
-    reduce_bucket_size: int = 500_000_000
-    allgather_bucket_size: int = 500_000_000
-    overlap_comm: bool = True
-    reduce_scatter: bool = True
-    contiguous_gradients: bool = True
-    allgather_partitions: bool = True
-    round_robin_gradients: bool = False
-    ignore_unused_parameters: bool = True
-    param_persistence_threshold: int = 100_000
-    model_persistence_threshold: int = 2**63 - 1
-    sparse_gradients: bool = False
-    communication_dtype: torch.dtype | None = None
-    accumulate_dtype: torch.dtype | None = None
-    prescale_gradients: bool = False
-    gradient_predivide_factor: float = 1.0
-    fetch: FetchSettings = field(default_factory=lambda: FetchSettings(50_000_000, 1_000_000_000, 1_000_000_000))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +95,7 @@ class Zero:
         self.sparse = SparseReducer([p for p in self.trainable if p.param in rows], comms.gradients)
         for sharded_param in self.trainable:
             make_master(sharded_param)
-        self.reducer = Reducer(
-            [p for p in self.trainable if p.param not in rows],
-            comms.gradients,
-            ReduceSettings(
-                settings.stage, settings.reduce_bucket_size, settings.overlap_comm, settings.reduce_scatter,
-                settings.contiguous_gradients, settings.communication_dtype, settings.accumulate_dtype,
-                settings.prescale_gradients, settings.gradient_predivide_factor, settings.ignore_unused_parameters,
-            ),
-        )  # fmt: skip
+        self.reducer = Reducer([p for p in self.trainable if p.param not in rows], comms.gradients, settings)
         self.gatherer = Gatherer(comms.parameters, comms.near, with_broadcasts=not settings.allgather_partitions)
         if settings.stage == 3 and size > 1 and not self.gatherer.tells_apart:
             self.gatherer.trail = Trail(comms.parameters)

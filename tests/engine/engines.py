@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from dsprof.engine import Engine, initialize
-from dsprof.engine.comm.lane import open_lane
 
 WIDTH = 8
 LAYER = WIDTH * WIDTH
@@ -47,9 +43,7 @@ def configuration(stage: int = 0, *, zero: dict[str, Any] | None = None, **more:
 @contextlib.contextmanager
 def engine_for(model: nn.Module, config: dict[str, Any], *, link: float | None = None, **more: Any) -> Iterator[Engine]:
     """An engine, closed at the end. `link`: its lanes then take at least their bytes over `link` bytes/s."""
-    module = importlib.import_module("dsprof.engine.setup.initialize")
-    with mock.patch.object(module, "open_lane", partial(open_lane, link=link)) if link else contextlib.nullcontext():
-        engine, *_ = initialize(model=model, config=config, **{"model_parameters": model.parameters(), **more})
+    engine, *_ = initialize(model=model, config=config, link=link, **{"model_parameters": model.parameters(), **more})
     try:
         yield engine
     finally:

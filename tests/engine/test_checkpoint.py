@@ -28,6 +28,7 @@ from dsprof.engine import Engine, checkpoint
 from dsprof.engine.checkpoint import CheckpointError, dcp
 from dsprof.engine.checkpoint.dcp import Contents, Piece, _Value, shares
 from dsprof.engine.checkpoint.serialize import pack, unpack
+from dsprof.engine.checkpoint.state import about_training
 
 BIG = {"stage3_param_persistence_threshold": 100}
 
@@ -621,6 +622,15 @@ def point_at(name: str, evil: Callable[[Path], object]) -> Callable[[Path], None
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
     return change
+
+
+def test_another_format_is_refused() -> None:
+    class Old:
+        def value(self, name: str) -> bytes:
+            return pack({"format": 1}, name)
+
+    with pytest.raises(CheckpointError, match="it has format 1, and this version of dsprof reads 2"):
+        about_training(Old())  # type: ignore[arg-type]
 
 
 def test_pickles_are_not_run(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from ranks import Ranks
 from torch import Tensor, nn
 
 from dsprof import engine as ds
-from dsprof.engine.checkpoint import CheckpointError, saving
+from dsprof.engine.checkpoint import CheckpointError
 from dsprof.engine.checkpoint.dcp import Contents, Piece, write
 from dsprof.engine.checkpoint.reshard import Wanted, join, part_name, read, tensor_cut
 from dsprof.engine.checkpoint.serialize import unpack
@@ -621,40 +621,6 @@ def test_what_several_ranks_have_is_written_once(ranks: Ranks, tmp_path: Path) -
     }
     assert "weight/2.up.weight@1/2" in contents
     assert "weight/2.up.weight" not in contents
-
-
-def of_format_1(rank: int, folder: Path) -> None:
-    """Write a checkpoint as versions before pipelines did."""
-    kept: Callable[..., bytes] = saving.pack
-
-    def pack(about: Any, name: str) -> bytes:
-        if name == "the state of the training":
-            (order,) = about.pop("reduction_orders")
-            about |= {"format": 1, "ranks": about.pop("mesh")[1], "reduction_order": order}
-            assert about.pop("cuts") == {}
-            about["buffers"] = {key: shape for key, shape in about["buffers"].items() if "same" not in key}
-        if name == "optimizer.state_dict()":
-            (about["groups"],) = about["groups"]
-        return kept(about, name)
-
-    engine = start(Layout(1, 2, 1, stage=1))
-    train(engine, range(2))
-    engine.save_checkpoint(folder, "now")
-    saving.pack = pack  # type: ignore[assignment]
-    try:
-        engine.save_checkpoint(folder, "one")
-    finally:
-        saving.pack = kept  # type: ignore[assignment]
-
-
-def test_checkpoints_of_the_first_format_are_read(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, of_format_1, tmp_path)
-    assert value(tmp_path / "one", "training").keys() ^ value(tmp_path / "now", "training").keys() == {
-        "ranks", "reduction_order", "mesh", "cuts", "reduction_orders",
-    }  # fmt: skip
-    for layout in (Layout(1, 2, 1, stage=1), Layout(2, 1, 2)):
-        ranks.run(layout.ranks, carried, tmp_path, layout, {}, "one", "two")
-        assert differences(tmp_path / "now", tmp_path / "two") == []
 
 
 # --- cuts

@@ -8,8 +8,8 @@ import pytest
 
 from dsprof.engine.config import Config, ConfigError, load
 from dsprof.engine.config.deepspeed_keys import FOREIGN, RENAMED, REPLACED
+from dsprof.engine.config.keys import nearest
 from dsprof.engine.config.model import join, sections
-from dsprof.engine.config.suggest import nearest
 
 ONE = {"train_batch_size": 1}
 NOT_OURS = "DeepSpeed's key, which this engine does not have; "

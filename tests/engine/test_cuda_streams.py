@@ -19,8 +19,7 @@ from spans import recorded
 from dsprof.engine.comm.lane import CudaLane, Label
 from dsprof.engine.hooks import FAILURES, Hooks, Span
 from dsprof.engine.monitors.comms_logger import CommsLogger, LoggedMessage
-from dsprof.engine.monitors.phases import CudaTimer, timer_for
-from dsprof.engine.monitors.wall_clock import WallClock
+from dsprof.engine.monitors.wall_clock import CudaTimer, WallClock, timer_for
 from dsprof.engine.zero.shard import ShardedParam
 
 

@@ -31,18 +31,17 @@ from dsprof.engine import initialize
 from dsprof.engine.comm.comm import open_comm
 from dsprof.engine.comm.lane import CpuLane
 from dsprof.engine.config import load
-from dsprof.engine.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
+from dsprof.engine.config.zero import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from dsprof.engine.hooks import Hooks, Span
 from dsprof.engine.offload import Offload, OffloadError, open_offload
 from dsprof.engine.offload.buffers import PAGE, Pool, aligned, as_bytes, hollow
-from dsprof.engine.offload.disk import Disk
+from dsprof.engine.offload.disk import About, Disk
 from dsprof.engine.offload.optimizer import InMemory, OnDisk
 from dsprof.engine.offload.params import PieceFile
-from dsprof.engine.offload.transfer import About
 from dsprof.engine.optim import build as build_optimizer
 from dsprof.engine.zero import Comms, Zero, ZeroSettings
 from dsprof.engine.zero.bucket import Bucket
-from dsprof.engine.zero.fetch import FetchSettings
+from dsprof.engine.zero.settings import FetchSettings
 from dsprof.engine.zero.shard import Cut, ShardedParam
 
 CPU = torch.device("cpu")
@@ -266,7 +265,7 @@ def test_a_disk_that_fails_later_fails_the_step(tmp_path: Path, monkeypatch: pyt
 IN_A_MOUNT = """
 import sys
 from pathlib import Path
-from dsprof.engine.config.offload import AioConfig
+from dsprof.engine.config.zero import AioConfig
 from dsprof.engine.hooks import Hooks
 from dsprof.engine.offload.disk import Disk
 folder = Path(sys.argv[1])

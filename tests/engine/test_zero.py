@@ -19,7 +19,7 @@ from dsprof.engine.comm.comm import open_comm
 from dsprof.engine.comm.lane import CpuLane
 from dsprof.engine.hooks import Hooks
 from dsprof.engine.zero import Comms, Zero, ZeroSettings
-from dsprof.engine.zero.fetch import FetchSettings
+from dsprof.engine.zero.settings import FetchSettings
 
 STEPS, ACCUMULATE = 3, 2
 LARGE = 10**9

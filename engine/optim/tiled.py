@@ -1,16 +1,95 @@
-"""LAMB: Adam whose step is as long, layer by layer, as the weights are large."""
+"""Optimizers that step tiles of masters: their common ground, Lion, and LAMB with norms of whole parameters."""
 
 from __future__ import annotations
 
+import abc
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ..hooks import Hooks
-from .shard import Shards, Tile, TiledOptimizer
+from .shard import Shards
+
+
+class Tile(NamedTuple):
+    """The masters of one parameter group that have gradients, and these."""
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    grads: list[Tensor]
+
+
+class TiledOptimizer(Optimizer, abc.ABC):
+    """Finds the masters that have gradients; a subclass steps them."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Step every master that has a gradient; returns what `closure` returns, which computes them first if given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        tiles = []
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if params:
+                tiles.append(Tile(group, params, [param.grad for param in params]))
+        if any(grad.is_sparse for tile in tiles for grad in tile.grads):
+            raise RuntimeError(f"{type(self).__name__} cannot step sparse gradients; make them dense")
+        if tiles:
+            self._step(tiles)
+        return loss
+
+    @abc.abstractmethod
+    def _step(self, tiles: list[Tile]) -> None:
+        """Step the masters of the tiles."""
+
+    def _moments(self, params: list[Tensor], name: str) -> list[Tensor]:
+        """The state `name` of each parameter, zeros at first."""
+        for param in params:
+            if name not in self.state[param]:
+                self.state[param][name] = torch.zeros_like(param)
+        return [self.state[param][name] for param in params]
+
+    def _count(self, params: list[Tensor]) -> list[float]:
+        """How many steps each parameter has taken, with this one. Kept as torch does: a scalar on the CPU."""
+        for param in params:
+            self.state[param].setdefault("step", torch.zeros(()))
+        steps = [self.state[param]["step"] for param in params]
+        torch._foreach_add_(steps, 1)
+        return [float(step) for step in steps]
+
+
+class Lion(TiledOptimizer):
+    """p = (1 - lr * decay) * p - lr * sign(b1 * m + (1 - b1) * g), then m = b2 * m + (1 - b2) * g.
+
+    Source: Chen et al. 2023, arXiv 2302.06675; the default betas are DeepSpeed's (the paper has b2 = 0.99).
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def _step(self, tiles: list[Tile]) -> None:
+        for group, params, grads in tiles:
+            lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+            momenta = self._moments(params, "exp_avg")
+            updates = torch._foreach_lerp(momenta, grads, 1 - beta1)
+            torch._foreach_sign_(updates)
+            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+            torch._foreach_add_(params, updates, alpha=-lr)
+            torch._foreach_lerp_(momenta, grads, 1 - beta2)
 
 
 class Lamb(TiledOptimizer):

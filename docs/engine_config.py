@@ -1,19 +1,19 @@
-"""docs/engine-config.md, made from the models: `python -m dsprof.engine.config.reference > docs/engine-config.md`."""
+"""docs/engine-config.md, made from the models: `python docs/engine_config.py > docs/engine-config.md`."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from .config import Config
-from .deepspeed_keys import FOREIGN, RENAMED, REPLACED
-from .model import Section, TorchParams, as_section, join, sections, shown
-from .values import wanted
+from dsprof.engine.config import Config
+from dsprof.engine.config.deepspeed_keys import FOREIGN, RENAMED, REPLACED
+from dsprof.engine.config.model import Section, TorchParams, as_section, join, sections, shown
+from dsprof.engine.config.values import wanted
 
 HEAD: Final = """\
 # The engine's configuration
 
 `dsprof.engine` reads DeepSpeed's JSON, as of DeepSpeed 0.19. This page is made from the models in `engine/config/`
-(`python -m dsprof.engine.config.reference`); a test holds it to them. `dsprof doctor ds.json` checks a file without
+(`python docs/engine_config.py`); a test holds it to them. `dsprof doctor ds.json` checks a file without
 training, and prints what it means with all defaults filled in.
 
 - Numbers may be written `5e8`, or as strings; Hugging Face's `"auto"` may not: give the value.
