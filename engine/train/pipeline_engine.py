@@ -271,8 +271,7 @@ class _Reduction:
 
     def begin(self, *, last: bool, complete: bool) -> None:
         self.begun = True
-        self._zero.last_microbatch = last
-        self._zero.holds_back = not complete
+        self._zero.begin_backward(last=last, complete=complete)
 
     def end(self) -> None:
         self._zero.finish_backward()

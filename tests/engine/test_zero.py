@@ -45,10 +45,11 @@ def settings(stage: int, overlap: bool, sizes: str) -> ZeroSettings:
 def train(model: Small, zero: Zero, optimizer: torch.optim.Optimizer, data: torch.Tensor, rank: int) -> None:
     for step in data:
         for number, microbatch in enumerate(step):
-            zero.last_microbatch = number + 1 == len(step)
+            zero.begin_backward(last=number + 1 == len(step))
             (model(microbatch[rank]) / len(step)).backward()
             zero.finish_backward()
-        torch._foreach_mul_([grad for _, grad in zero.collect()], zero.reducer.after)
+        zero.collect()
+        torch._foreach_mul_([master.grad for master in masters(zero) if master.grad is not None], zero.reducer.after)
         optimizer.step()
         zero.publish()
         zero.finish_publish()
