@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from ..comm.lane import Ticket
 from .shard import ShardedParam
+
+RUN: Final = 1 << 17
+"""Elements that are copied into a bucket at once, so that small gradients cost no call each: so few are still in the
+processor's cache, and take no more memory than a large gradient that comes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -76,8 +81,9 @@ class Bucket:
             for param, offset in zip(self.params, self.offsets, strict=True)
         ]
 
-    def runs(self, places: Iterable[int], limit: int) -> Iterator[list[int]]:
-        """`places` in runs of neighbours that have at most `limit` elements, or are one."""
+    def runs(self, places: Iterable[int]) -> Iterator[list[int]]:
+        """`places` in runs of neighbours, whose gradients are copied together: small, or one large one."""
+        limit = min(RUN, self.numel // 16)
         run: list[int] = []
         size = 0
         for place in sorted(places):
@@ -91,8 +97,11 @@ class Bucket:
 
     def write(self, rows: Tensor, places: Sequence[int], grads: Sequence[Tensor], scale: float) -> None:
         """Write the gradients of the parameters at `places`, which are neighbours, times `scale` to `rows`."""
-        parts = [self.params[at].cut.to_rows(grad) for at, grad in zip(places, grads, strict=True)]
-        source = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        if len(rows) == 1:
+            source = torch._utils._flatten_dense_tensors(grads)[None]
+        else:
+            parts = [self.params[at].cut.to_rows(grad) for at, grad in zip(places, grads, strict=True)]
+            source = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         start = self.offsets[places[0]]
         target = rows[:, start : start + source.shape[1]]
         if scale == 1.0:

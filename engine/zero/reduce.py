@@ -11,7 +11,6 @@ import operator
 import weakref
 from collections.abc import Iterable, Sequence, Set
 from itertools import compress
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -22,10 +21,6 @@ from .bucket import Bucket
 from .placeholder import plainly
 from .settings import ZeroSettings
 from .shard import ShardedParam
-
-RUN: Final = 1 << 17
-"""Elements that are copied into a bucket at once, so that small gradients cost no call each; more memory than that is
-not held up, and they are still in the processor's cache."""
 
 
 class Reducer:
@@ -54,6 +49,8 @@ class Reducer:
         self._ready: list[Tensor] = []
         """Parameters whose gradients have come in this backward and have not been looked at."""
         self._by_id = {id(param.param): param for param in self._params}
+        self._with_grads = [tensor for p in self._params for tensor in {p.param: 0, p.master: 0} if tensor is not None]
+        """Parameters and masters; in stage 0 they may be the same."""
         self._buckets: list[Bucket] = []
         self._places: dict[ShardedParam, tuple[Bucket, int]] = {}
         self._kept: dict[ShardedParam, Tensor] = {}
@@ -94,18 +91,18 @@ class Reducer:
             return
         if self._order is not None:
             self._order += params
-        ready: dict[Bucket, list[int]] = {}
+        complete: dict[Bucket, list[int]] = {}
         for param in params:
             bucket, place = self._places[param]
             if param in bucket.waiting:
                 bucket.waiting.remove(param)
-                ready.setdefault(bucket, []).append(place)
+                complete.setdefault(bucket, []).append(place)
             else:
                 # A second backward within the first (reentrant checkpointing) has brought another part of it. That
                 # stays where it is, for the next micro-batch, or for `collect`.
                 self._late.append(param)
         if self._settings.contiguous_gradients:
-            for bucket, places in ready.items():
+            for bucket, places in complete.items():
                 self._copy_in(bucket, places)
         self._launch_complete(len(self._buckets) - 1)  # the last one tells whether anything was late
 
@@ -123,11 +120,11 @@ class Reducer:
             if not bucket.waiting:
                 continue
             waiting = [self._places[param][1] for param in bucket.params if param in bucket.waiting]
-            earlier = [at for at in waiting if self._has(bucket.params[at])]  # from another micro-batch
+            earlier = {at for at in waiting if self._has(bucket.params[at])}  # from another micro-batch
             bucket.waiting.clear()
-            bucket.absent = [at for at in waiting if at not in earlier] if earlier else waiting
+            bucket.absent = [at for at in waiting if at not in earlier]
             if self._order is not None:
-                self._order += [bucket.params[at] for at in earlier]
+                self._order += [bucket.params[at] for at in sorted(earlier)]
             if self._settings.contiguous_gradients:
                 self._copy_in(bucket, earlier)
         self._refuse(bucket.params[at] for bucket in self._buckets for at in bucket.absent)
@@ -208,10 +205,8 @@ class Reducer:
     def clear(self) -> None:
         """Forget the gradients there are."""
         with plainly():
-            for param in self._params:
-                param.param.grad = None
-                if param.master is not None:
-                    param.master.grad = None
+            for tensor in self._with_grads:
+                tensor.grad = None
         self._kept.clear()
         self._late.clear()
         for bucket in self._buckets:
@@ -298,7 +293,7 @@ class Reducer:
         """Have the list of gradients that have come looked at after the last one of each run and bucket."""
         wanted: set[ShardedParam] = set()
         for bucket in self._buckets if self._noting else ():
-            for run in bucket.runs(range(len(bucket.params)), RUN):
+            for run in bucket.runs(range(len(bucket.params))):
                 wanted.add(bucket.params[run[-1]])
         for param in self._looking.keys() - wanted:
             self._looking.pop(param).remove()
@@ -326,20 +321,20 @@ class Reducer:
             self._kept[param] = grad.to(dtype)
         param.param.grad = None
 
-    def _take(self, param: ShardedParam) -> Tensor:
-        """The gradient, the sum of all micro-batches where they are summed here; the parameter's is freed."""
-        self._keep(param)
-        grad = self._kept.pop(param, None)
-        if grad is None:
-            grad = param.param.grad
-        param.param.grad = None
-        assert grad is not None
-        return grad
+    def _take(self, params: Sequence[ShardedParam]) -> list[Tensor]:
+        """Their gradients, sums of all micro-batches where they are summed here; the parameters' are freed."""
+        if self._settings.accumulate_dtype is not None:
+            for param in params:
+                self._keep(param)
+        grads = [self._kept.pop(param, param.param.grad) for param in params]
+        for param in params:
+            param.param.grad = None
+        return grads
 
     def _copy_in(self, bucket: Bucket, places: Iterable[int]) -> None:
         rows = self._rows(bucket)
-        for run in bucket.runs(places, RUN):
-            bucket.write(rows, run, [self._take(bucket.params[at]) for at in run], self.before)
+        for run in bucket.runs(places):
+            bucket.write(rows, run, self._take([bucket.params[at] for at in run]), self.before)
 
     def _rows(self, bucket: Bucket) -> Tensor:
         if bucket.rows is None and bucket.own is not None and not bucket.holds:

@@ -20,7 +20,7 @@ from ..comm.comm import Comm
 from ..comm.deadlock import DeadlockWatch
 from ..hooks import Hooks
 from .fetch import Fetcher
-from .gather import Gatherer, batches
+from .gather import Gatherer
 from .order_check import Trail
 from .reduce import Reducer
 from .registry import Holder, forget, hold, holder
@@ -121,8 +121,8 @@ class Zero:
         return release
 
     def begin_backward(self, *, last: bool, complete: bool = True) -> None:
-        """Before each backward. `last`: it is of the step's last micro-batch. `complete`: no gradients of the micro-batches
-        under way are to come later, so that they can be reduced."""
+        """Before each backward. `last`: it is of the step's last micro-batch. `complete`: no gradients of the
+        micro-batches under way are to come later, so that they can be reduced."""
         self._last_microbatch = last
         self.reducer.begin(last=last, complete=complete)
 
@@ -139,8 +139,10 @@ class Zero:
             self.gatherer.trail.check(everyone)
 
     def collect(self) -> None:
-        """Put the step's reduced gradients on the masters' `grad`, to be multiplied by the reducer's `after`; None for a
-        parameter that no rank used."""
+        """Put the step's reduced gradients on the masters' `grad`, to be multiplied by the reducer's `after`.
+
+        A master of a parameter that no rank used has none.
+        """
         self.reducer.collect()
         self.sparse.collect(1.0 / self.reducer.after)
 
@@ -159,10 +161,9 @@ class Zero:
         for param in todo:
             if not param.master_is_shard or param.secondary is not None:
                 param.publish()
-        if self.settings.stage:
-            for batch in batches((p for p in todo if p.persistent), self.settings.allgather_bucket_size):
-                self.gatherer.start(batch)
-                self.gatherer.finish_all_but(2 if self.settings.overlap_comm else 0)
+        if self.settings.stage and self.size > 1:
+            leave = 2 if self.settings.overlap_comm else 0
+            self.gatherer.publish(todo, self.settings.allgather_bucket_size, leave=leave)
 
     def finish_publish(self) -> None:
         """Wait for what `publish` started."""
