@@ -14,7 +14,7 @@ from .shard import ShardedParam
 class Watcher(Protocol):
     """Who wants to know of them."""
 
-    by_storage: Mapping[int, ShardedParam]
+    by_storage: dict[int, ShardedParam]
     """Parameters by what tells their storage from all others."""
 
     def unpacked(self, param: ShardedParam) -> None:

@@ -194,7 +194,7 @@ class Reducer:
             owners = [param.master for param in bucket.params]
             grads = [None if owner is None else owner.grad for owner in owners]
             as_collected = len(bucket.collected) == len(grads) and all(map(operator.is_, grads, bucket.collected))
-            if as_collected and bucket.reduced is not None and masters.issuperset(map(id, owners)):
+            if as_collected and bucket.reduced is not None and masters >= set(map(id, owners)):
                 found.append(bucket.reduced[: bucket.width])
             else:
                 found += [
@@ -329,7 +329,7 @@ class Reducer:
         grads = [self._kept.pop(param, param.param.grad) for param in params]
         for param in params:
             param.param.grad = None
-        return grads
+        return [grad for grad in grads if grad is not None]
 
     def _copy_in(self, bucket: Bucket, places: Iterable[int]) -> None:
         rows = self._rows(bucket)
