@@ -1,15 +1,17 @@
 """The engine against DDP, FSDP2 and DeepSpeed: CPU and wall time a step on the same model, ranks and optimizer.
 
-    python benchmarks/engine.py                   # about ten minutes; writes benchmarks/results/engine.json
-    python benchmarks/engine.py --pipeline        # as long; writes benchmarks/results/pipeline.json
+    python benchmarks/engine.py                   # about half an hour; writes benchmarks/results/engine.json
+    python benchmarks/engine.py --shape convolutions
+    python benchmarks/engine.py --pipeline        # ten minutes; writes benchmarks/results/pipeline.json
 
-Two ranks (gloo) train a GPT of 10 million parameters with AdamW (torch's fused) and gradients clipped to 1.0. All arms
-live in the same two processes and take turns, in a random order each round, a few steps at a time, so the host's drift
+Ranks (gloo) train each of the shapes of engine_shapes.py with AdamW (torch's fused) and gradients clipped to 1.0. All
+arms live in the same processes and take turns, in a random order each round, a few steps at a time, so the host's drift
 falls on all alike. An arm's figure is the median over rounds of its time to DDP's in the same round; the interval is
 that of a bootstrap over rounds. DeepSpeed arms are there where DeepSpeed is installed (0.19.8, DS_ACCELERATOR=cpu).
+A shape's results are written when it is through, and it is passed over from then on: `--again` measures it anew.
 
-With `--pipeline` the two ranks are the stages of a pipeline over the same model, four micro-batches a step, and figures
-are ratios to DeepSpeed's PipelineEngine.
+With `--pipeline` the two ranks are the stages of a pipeline over the first shape's model, four micro-batches a step,
+and figures are ratios to DeepSpeed's PipelineEngine.
 """
 
 from __future__ import annotations
@@ -31,50 +33,32 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from block import Block
+from engine_shapes import HEADS, LENGTH, SHAPES, VOCABULARY, Shape, next_token
 from torch import Tensor, nn
 
 HERE = Path(__file__).parent
-VOCABULARY, WIDTH, LAYERS, HEADS, LENGTH = 2048, 256, 10, 4, 64
-BATCH, CLIP, LR = 4, 1.0, 3e-4
+WIDTH, LAYERS = 256, 10
+CLIP, LR = 1.0, 3e-4
 Step = Callable[[Tensor], Tensor]
+Arm = Callable[[Shape], Step]
 
 
-class GPT(nn.Module):
-    """About 10 million parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(4 * VOCABULARY, WIDTH)
-        self.positions = nn.Parameter(torch.zeros(1, LENGTH, WIDTH))
-        self.blocks = nn.ModuleList(Block(WIDTH, HEADS) for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten() % VOCABULARY)
-
-
-def model() -> GPT:
+def model(shape: Shape) -> nn.Module:
     torch.manual_seed(0)
-    return GPT()
+    return shape.model()
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=LR, fused=True)
 
 
-def plain(wrap: Callable[[nn.Module], nn.Module]) -> Step:
-    wrapped = wrap(model())
+def plain(shape: Shape, wrap: Callable[[nn.Module], nn.Module]) -> Step:
+    wrapped = wrap(model(shape))
     optimizer = adamw(wrapped.parameters())
 
-    def step(ids: Tensor) -> Tensor:
-        loss: Tensor = wrapped(ids)
+    def step(batch: Tensor) -> Tensor:
+        loss: Tensor = wrapped(batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(wrapped.parameters(), CLIP)
         optimizer.step()
@@ -84,25 +68,25 @@ def plain(wrap: Callable[[nn.Module], nn.Module]) -> Step:
     return step
 
 
-def ddp() -> Step:
-    return plain(nn.parallel.DistributedDataParallel)
+def ddp(shape: Shape) -> Step:
+    return plain(shape, nn.parallel.DistributedDataParallel)
 
 
-def fsdp2() -> Step:
+def fsdp2(shape: Shape) -> Step:
     from torch.distributed.fsdp import fully_shard
 
     def wrap(module: nn.Module) -> nn.Module:
-        assert isinstance(module, GPT)
+        assert isinstance(module.blocks, nn.ModuleList)
         for block in module.blocks:
             fully_shard(block)
         return fully_shard(module)
 
-    return plain(wrap)
+    return plain(shape, wrap)
 
 
-def configuration(stage: int) -> dict[str, Any]:
+def configuration(shape: Shape, stage: int) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": BATCH,
+        "train_micro_batch_size_per_gpu": shape.batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": CLIP,
         "zero_optimization": {"stage": stage},
@@ -110,8 +94,8 @@ def configuration(stage: int) -> dict[str, Any]:
 
 
 def engine_step(engine: Any) -> Step:
-    def step(ids: Tensor) -> Tensor:
-        loss: Tensor = engine(ids)
+    def step(batch: Tensor) -> Tensor:
+        loss: Tensor = engine(batch)
         engine.backward(loss)
         engine.step()
         return loss
@@ -119,25 +103,25 @@ def engine_step(engine: Any) -> Step:
     return step
 
 
-def dsprof(stage: int) -> Callable[[], Step]:
-    def make() -> Step:
+def dsprof(stage: int) -> Arm:
+    def make(shape: Shape) -> Step:
         import dsprof.engine
 
-        module = model()
+        module = model(shape)
         engine, *_ = dsprof.engine.initialize(
-            model=module, optimizer=adamw(module.parameters()), config=configuration(stage)
+            model=module, optimizer=adamw(module.parameters()), config=configuration(shape, stage)
         )
         return engine_step(engine)
 
     return make
 
 
-def deepspeed(stage: int) -> Callable[[], Step]:
-    def make() -> Step:
+def deepspeed(stage: int) -> Arm:
+    def make(shape: Shape) -> Step:
         import deepspeed
 
-        module = model()
-        config = {**configuration(stage), "zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
+        module = model(shape)
+        config = {**configuration(shape, stage), "zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
         engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(module.parameters()), config=config)
         return engine_step(engine)
 
@@ -171,14 +155,10 @@ class Head(nn.Module):
         return logits
 
 
-def next_token(logits: Tensor, ids: Tensor) -> Tensor:
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten() % VOCABULARY)
-
-
-def pipeline(library: str, **section: Any) -> Callable[[], Step]:
+def pipeline(library: str, **section: Any) -> Arm:
     """A step of `library`'s PipelineEngine over two stages."""
 
-    def make() -> Step:
+    def make(shape: Shape) -> Step:
         if library == "dsprof":
             from dsprof.engine import initialize
             from dsprof.engine.pipe import LayerSpec, PipelineModule
@@ -198,11 +178,11 @@ def pipeline(library: str, **section: Any) -> Callable[[], Step]:
         engine, *_ = initialize(
             model=module,
             optimizer=adamw(module.parameters()),
-            config={**configuration(0), "gradient_accumulation_steps": MICROBATCHES, **more},
+            config={**configuration(shape, 0), "gradient_accumulation_steps": MICROBATCHES, **more},
         )
 
         def step(ids: Tensor) -> Tensor:
-            loss: Tensor = engine.train_batch(iter([(part, part) for part in ids.split(BATCH)]))
+            loss: Tensor = engine.train_batch(iter([(part, part) for part in ids.split(shape.batch)]))
             return loss
 
         return step
@@ -210,14 +190,14 @@ def pipeline(library: str, **section: Any) -> Callable[[], Step]:
     return make
 
 
-PIPELINES: dict[str, Callable[[], Step]] = {
+PIPELINES: dict[str, Arm] = {
     "deepspeed_pipe": pipeline("deepspeed"),
     "dsprof_gpipe": pipeline("dsprof", schedule="gpipe"),
     "dsprof_1f1b": pipeline("dsprof", schedule="1f1b"),
     "dsprof_zero_bubble": pipeline("dsprof", schedule="zero-bubble"),
 }
 
-ARMS: dict[str, Callable[[], Step]] = {
+ARMS: dict[str, Arm] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
     **{f"dsprof_z{stage}": dsprof(stage) for stage in range(4)},
@@ -225,13 +205,14 @@ ARMS: dict[str, Callable[[], Step]] = {
 }
 
 
-def measure(rank: int, world_size: int, args: argparse.Namespace, store: str) -> dict[str, Any] | None:
+def measure(rank: int, shape: Shape, args: argparse.Namespace, store: str) -> dict[str, Any] | None:
+    world_size = shape.ranks
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
-    steps = {arm: {**ARMS, **PIPELINES}[arm]() for arm in args.arms}
+    steps = {arm: {**ARMS, **PIPELINES}[arm](shape) for arm in args.arms}
     batches = torch.Generator().manual_seed(0 if args.pipeline else rank)  # stages read the same
-    samples = BATCH * (MICROBATCHES if args.pipeline else 1)
+    samples = shape.batch * (MICROBATCHES if args.pipeline else 1)
     losses: dict[str, list[float]] = {arm: [] for arm in args.arms}
     cpu: dict[str, list[float]] = {arm: [] for arm in args.arms}
     wall: dict[str, list[float]] = {arm: [] for arm in args.arms}
@@ -239,7 +220,7 @@ def measure(rank: int, world_size: int, args: argparse.Namespace, store: str) ->
     gc.collect()
     gc.freeze()  # the arms' models are one heap here: collecting it would charge one arm for all the others
     for number in range(args.rounds + 1):
-        data = [torch.randint(0, VOCABULARY, (samples, LENGTH), generator=batches) for _ in range(args.block + 1)]
+        data = [shape.sample(samples, batches) for _ in range(args.block + 1)]
         for arm in order.sample(args.arms, len(args.arms)):
             step = steps[arm]
             losses[arm].append(step(data[0]).item())  # caches are the last arm's
@@ -255,16 +236,17 @@ def measure(rank: int, world_size: int, args: argparse.Namespace, store: str) ->
     both: list[Any] = [None] * world_size
     dist.all_gather_object(both, (cpu, wall, losses))
     dist.destroy_process_group()
-    return summarize(both, args) if rank == 0 else None
+    return summarize(both, shape, args) if rank == 0 else None
 
 
-def summarize(ranks: list[Any], args: argparse.Namespace) -> dict[str, Any]:
+def summarize(ranks: list[Any], shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
     cpu = {arm: np.mean([rank[0][arm] for rank in ranks], axis=0) for arm in args.arms}
     wall = {arm: np.mean([rank[1][arm] for rank in ranks], axis=0) for arm in args.arms}
     base = args.base
     return {
-        "what": f"time a step, mean of both ranks, and its ratio to that of {base}",
-        "model_parameters": sum(p.numel() for p in model().parameters()),
+        "what": f"{shape.about}: time a step, mean of {shape.ranks} ranks, and its ratio to that of {base}",
+        "model_parameters": sum(p.numel() for p in model(shape).parameters()),
+        "tensors": len(list(model(shape).parameters())),
         "cpu_ms": {arm: round(1e3 * statistics.median(values), 1) for arm, values in cpu.items()},
         "wall_ms": {arm: round(1e3 * statistics.median(values), 1) for arm, values in wall.items()},
         f"cpu_to_{base}": {arm: ratio(cpu[arm], cpu[base]) for arm in args.arms if arm != base},
@@ -284,21 +266,30 @@ def ratio(values: Any, base: Any) -> dict[str, float]:
     return {"ratio": round(float(np.median(paired)), 3), "low": round(float(low), 3), "high": round(float(high), 3)}
 
 
-def worker(rank: int, args: argparse.Namespace, store: str) -> None:
-    result = measure(rank, 2, args, store)
+def worker(rank: int, name: str, args: argparse.Namespace, store: str) -> None:
+    result = measure(rank, SHAPES[name], args, store)
     if result is None:
         return
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    args.output.write_text(json.dumps({**measured(args.output), name: result}, indent=1) + "\n")
+    print(name)
     for arm, found in result[f"cpu_to_{args.base}"].items():
         wall = result[f"wall_to_{args.base}"][arm]["ratio"]
         print(f"{arm:18s} CPU {found['ratio']:.3f} [{found['low']:.3f}, {found['high']:.3f}]   wall {wall:.3f}")
+
+
+def measured(path: Path) -> dict[str, Any]:
+    """Results by shape, so far."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--block", type=int, default=4, help="steps counted a block")
+    parser.add_argument("--shape", choices=SHAPES, help="this one; by default all that have not been measured")
+    parser.add_argument("--again", action="store_true", help="measure what has been measured anew")
     parser.add_argument("--pipeline", action="store_true", help="two pipeline stages instead of two replicas")
     parser.add_argument("--arms", help="some of them, with commas between; by default all that are installed")
     parser.add_argument("--output", type=Path, help="benchmarks/results/engine.json, or pipeline.json")
@@ -317,8 +308,14 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29577")
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(worker, (args, f"{folder}/store"), nprocs=2)  # type: ignore[no-untyped-call]
+    shapes = [args.shape] if args.shape else list(SHAPES)[: 1 if args.pipeline else None]
+    for name in shapes:
+        if name in measured(args.output) and not args.again:
+            print(f"{name}: measured already; --again measures it anew")
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            call = (worker, (name, args, f"{folder}/store"), SHAPES[name].ranks)
+            torch.multiprocessing.spawn(*call)  # type: ignore[no-untyped-call]
     return 0
 
 

@@ -8,7 +8,6 @@ average a rank receives two pieces of each matrix; gathering would bring it the 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -55,6 +54,7 @@ class Muon(TiledOptimizer):
         self._hooks = hooks or Hooks()
         others = [group for group in self.param_groups if not group["use_muon"]]
         self._adam: Optimizer | None = adam(others, fused=fused) if others else None
+        self._iterations = iterations()
 
     def _step(self, tiles: list[Tile]) -> None:
         if self._adam is not None:  # linked anew each time, because loading a state replaces both
@@ -94,7 +94,11 @@ class Muon(TiledOptimizer):
             by_group.setdefault(shard.group, []).append(at)
         for group, places in by_group.items():
             of_group, cuts = [pieces[at] for at in places], [shards[at] for at in places]
-            found = orthogonalize(of_group, cuts) if group is None else self._exchange(of_group, cuts, group)
+            found = (
+                orthogonalize(of_group, cuts, self._iterations)
+                if group is None
+                else self._exchange(of_group, cuts, group)
+            )
             for at, piece in zip(places, found, strict=True):
                 result[at] = piece
         return result
@@ -113,6 +117,7 @@ class Muon(TiledOptimizer):
         matrices = orthogonalize(
             [_assemble(column, shards[at]) for at, column in zip(mine, columns, strict=True)],
             [shards[at] for at in mine],
+            self._iterations,
         )
         answers = [
             matrix[start:stop]
@@ -156,11 +161,17 @@ def owners(matrices: Sequence[tuple[int, int]], ranks: int) -> list[list[int]]:
     return owned
 
 
-def orthogonalize(matrices: Sequence[Tensor], shards: Sequence[Shard]) -> list[Tensor]:
+def iterations() -> torch.optim.Muon:
+    """An optimizer whose step from zero is minus the orthogonalized gradient, at rate 1 and without momentum and decay:
+    torch has the iterations inside its optimizer only."""
+    none_yet = nn.Parameter(torch.zeros(1, 1))
+    return torch.optim.Muon([none_yet], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False)
+
+
+def orthogonalize(matrices: Sequence[Tensor], shards: Sequence[Shard], optimizer: torch.optim.Muon) -> list[Tensor]:
     """Flattened matrices in bf16 with the singular vectors of these, and all singular values about 1.
 
-    torch has it inside its optimizer only, so that takes a step: from zero, at rate 1 and without momentum and decay,
-    it is minus the orthogonalized gradient. Of wide matrices, which it does not scale.
+    `optimizer` is one of `iterations`. It steps wide matrices, which it does not scale.
     """
     if not matrices:
         return []
@@ -172,22 +183,13 @@ def orthogonalize(matrices: Sequence[Tensor], shards: Sequence[Shard]) -> list[T
     steps = [nn.Parameter(torch.zeros_like(matrix)) for matrix in wide]
     for step, matrix in zip(steps, wide, strict=True):
         step.grad = matrix
-    stepper = _stepper()
-    try:
-        stepper.param_groups[0]["params"] = steps
-        stepper.step()
-    finally:
-        stepper.param_groups[0]["params"] = []
-        stepper.state.clear()
+    optimizer.param_groups[0]["params"] = steps
+    optimizer.step()
+    optimizer.param_groups[0]["params"] = []
+    optimizer.state.clear()
     return [
         (step.detach().T if flip else step.detach()).neg().flatten() for step, flip in zip(steps, tall, strict=True)
     ]
-
-
-@functools.cache
-def _stepper() -> Optimizer:
-    """One for all steps, which has parameters during each of them alone."""
-    return torch.optim.Muon([torch.zeros(1, 1)], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False)
 
 
 def _assemble(pieces: Sequence[Tensor], shard: Shard) -> Tensor:

@@ -43,8 +43,7 @@ class Reduction:
         """`last`: no backward of this rank follows in the step. `complete`: all gradients of the micro-batch are there
         afterwards, and may be reduced."""
         self.begun = True
-        self._zero.last_microbatch = last
-        self._zero.holds_back = not complete
+        self._zero.begin_backward(last=last, complete=complete)
 
     def end(self) -> None:
         """It is over, and was `complete`."""

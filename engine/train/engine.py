@@ -60,7 +60,7 @@ class Engine(BaseEngine):
             )
         if scale_wrt_gas:
             loss = loss / self.config.gradient_accumulation_steps
-        self.zero.last_microbatch = self.is_gradient_accumulation_boundary() and not self._in_no_sync
+        self.zero.begin_backward(last=self.is_gradient_accumulation_boundary() and not self._in_no_sync)
         with self.hooks.span("phase", "backward"):
             (loss.float() * self.scaler.scale if self.scaler.scale != 1.0 else loss).backward(retain_graph=retain_graph)
             self.zero.finish_backward()

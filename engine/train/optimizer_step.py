@@ -64,10 +64,9 @@ class OptimizerStep:
         zero.check_trail(training.parallel.everyone)
         zero.collect()
         training.shared.sum_gradients(zero.by_param.get)
-        masters = [param.master for param in zero.trainable if id(param.master) in stepped]
-        pairs = [(id(master), master.grad) for master in masters if master is not None and master.grad is not None]
+        grads = zero.gradients(stepped)
+        counted = grads if stepped <= self._counted else zero.gradients(stepped & self._counted)
         scale = training.scaler.scale / reducer.after
-        counted = [grad for owner, grad in pairs if owner in self._counted]
         wait = None if zero.deadlocks is None else zero.deadlocks.wait
         value = global_norm(counted, self._norm_groups(), training.hooks, device=training.device, wait=wait).item()
         overflow = self._skips and overflowed(value)
@@ -76,7 +75,6 @@ class OptimizerStep:
             training.skipped_steps += 1
             training.hooks.mark("overflow", value=training.scaler.scale)
         else:
-            grads = [grad for _, grad in pairs]
             unscale_and_clip_(grads, value, loss_scale=scale, max_norm=training.config.gradient_clipping)
             self._update()
             if training.lr_scheduler is not None:
@@ -143,7 +141,8 @@ class OptimizerStep:
             if several:
                 _set_gradients({param: grads[param] for param in tile})
             for param in tile:
-                param.take_edits()
+                if not param.master_is_shard:
+                    param.take_edits()
             with training.hooks.span("phase", "optimizer", purpose="optimizer", value=float(number)), turn:
                 if isinstance(training.optimizer, OneBitAdam):
                     training.optimizer.step(last_tile=number + 1 == len(self.tiles))

@@ -73,13 +73,12 @@ class Fetcher:
         self._walks_with_grad = True
         self.ledger = Ledger()
         self._install(root)
-        self._by_storage: dict[int, ShardedParam] = {}
-        for param in sharded.values():
-            if not param.persistent:
-                param.ledger = self.ledger
-                param.fetches = self
-                param.release()
-                self._by_storage[param.storage_key] = param
+        self._sharded = [param for param in sharded.values() if not param.persistent]
+        for param in self._sharded:
+            param.ledger = self.ledger
+            param.fetches = self
+            param.release()
+        self.by_storage = {param.storage_key: param for param in self._sharded}
 
     @property
     def live(self) -> int:
@@ -106,7 +105,7 @@ class Fetcher:
             self._records[self._walks_with_grad] = self._walk.outcome()
             self._walk = None
         self._gatherer.finish(self._gatherer.pending)
-        for param in self._params.values():
+        for param in self._sharded:
             param.users = 0
             self._release(param)
 
@@ -223,13 +222,6 @@ class Fetcher:
             return None
         net = SavedTensorsNet(self, outer)
         return saved_tensors_hooks(net.pack, net.unpack)
-
-    def param_of(self, tensor: Tensor) -> ShardedParam | None:
-        """The parameter whose storage `tensor` shares, if there is one."""
-        try:
-            return self._by_storage.get(tensor.untyped_storage()._cdata)
-        except NotImplementedError:  # a sparse one, or a wrapper of others
-            return None
 
     def sharded(self, param: nn.Parameter | None) -> ShardedParam | None:
         """`param` as it is divided; None if it is always whole."""

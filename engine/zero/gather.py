@@ -24,9 +24,41 @@ KEPT_BUFFERS: Final = 2
 @dataclass(eq=False, slots=True)
 class _Batch:
     params: list[ShardedParam]
+    widths: list[int]
+    """Columns of each."""
     rows: Tensor
     ticket: Ticket
     comm: Comm
+    persistent: _Persistent | None
+
+
+class _Persistent:
+    """Parameters that stay whole and are gathered together after every step, with what takes long to find out."""
+
+    def __init__(self, params: list[ShardedParam], comm: Comm) -> None:
+        self.params = params
+        self.content = content_of(params)
+        self.packed = all(
+            param.home is None and param.shard.device == param.device and param.shard.numel() == param.cut.chunk
+            for param in params
+        )
+        """Whether the pieces fill their columns, so that they can be copied there together."""
+        self.even = [at for at, param in enumerate(params) if param.cut.even]
+        self.uneven = [at for at, param in enumerate(params) if not param.cut.even]
+        whole = [params[at].flat.view(comm.size, params[at].cut.chunk) for at in self.even]
+        ranks = [slice(comm.rank), slice(comm.rank + 1, comm.size)]
+        self.others = [(some, [param[some] for param in whole]) for some in ranks if whole and range(comm.size)[some]]
+        """The ranks before and after this one, and where their rows go in the even parameters."""
+
+    def write(self, rows: Tensor, widths: Sequence[int]) -> None:
+        """Write the other ranks' `rows` [ranks, columns] to the parameters, which have `widths` columns each."""
+        for some, targets in self.others:
+            columns = rows[some].split(widths, 1)
+            torch._foreach_copy_(targets, columns if not self.uneven else [columns[at] for at in self.even])
+        if self.uneven:
+            columns = rows.split(widths, 1)
+            for at in self.uneven:
+                self.params[at].fill(columns[at])
 
 
 def batches(params: Iterable[ShardedParam], limit: int) -> Iterator[list[ShardedParam]]:
@@ -56,6 +88,7 @@ class Gatherer:
         self._with_broadcasts = with_broadcasts
         self._inflight: dict[ShardedParam, _Batch] = {}
         self._free: list[Tensor] = []
+        self._published: dict[tuple[ShardedParam, ...], list[_Persistent]] = {}
         self.trail: Trail | None = None
         """What has been gathered, where that is to be checked."""
 
@@ -80,6 +113,17 @@ class Gatherer:
                 kinds.setdefault((param.dtype, param.secondary is not None), []).append(param)
         for (_, near), batch in kinds.items():
             self._start(batch, self._near if near and self._near is not None else self._comm, module)
+
+    def publish(self, params: Sequence[ShardedParam], limit: int, *, leave: int) -> None:
+        """Start gathering those of `params` that stay whole, which are usually the same: at most `limit` elements at a
+        time, and with at most `leave` gathers under way."""
+        key = tuple(params)
+        if key not in self._published:
+            persistent = (param for param in params if param.persistent)
+            self._published[key] = [_Persistent(batch, self._comm) for batch in batches(persistent, limit)]
+        for batch in self._published[key]:
+            self._start(batch.params, self._comm, None, batch)
+            self.finish_all_but(leave)
 
     def expect(self, params: Iterable[ShardedParam]) -> None:
         """Have those of `params` that are on a disk read ahead, as far as there is room for them."""
@@ -110,20 +154,19 @@ class Gatherer:
             self.start(batch)
             self.finish(batch)
 
-    def _start(self, params: list[ShardedParam], comm: Comm, module: str | None) -> None:
+    def _start(
+        self, params: list[ShardedParam], comm: Comm, module: str | None, persistent: _Persistent | None = None
+    ) -> None:
         near = comm is self._near
         widths = [near_cut(p, comm).chunk if near else p.cut.chunk for p in params]
         # One buffer: this rank's row is what it sends.
         rows = self._buffer(comm.size * sum(widths), params[0]).view(comm.size, -1)
-        columns = torch.split(rows[comm.rank], widths)
-        for param, column in zip(params, columns, strict=True):
-            if near:
-                assert param.secondary is not None
-                column[: param.secondary.numel()].copy_(param.secondary, non_blocking=True)
-            else:
-                param.read_piece(column[: param.stop - param.start])
+        if persistent is not None and persistent.packed:
+            torch.cat([param.shard for param in params], out=rows[comm.rank])
+        else:
+            self._read_pieces(params, rows[comm.rank].split(widths), near)
         ticket: Ticket
-        content = content_of(params)
+        content = content_of(params) if persistent is None else persistent.content
         if self.trail is not None:
             self.trail.add(content)
         if self._with_broadcasts:
@@ -131,8 +174,17 @@ class Gatherer:
                 ticket = comm.broadcast(rows[source], source, "parameter")
         else:
             ticket = comm.all_gather(rows, "parameter", module, content)
-        batch = _Batch(params, rows, ticket, comm)
+        batch = _Batch(params, widths, rows, ticket, comm, persistent)
         self._inflight.update(dict.fromkeys(params, batch))
+
+    def _read_pieces(self, params: Sequence[ShardedParam], columns: Sequence[Tensor], near: bool) -> None:
+        """Copy this rank's piece of each to its columns [n]."""
+        for param, column in zip(params, columns, strict=True):
+            if near:
+                assert param.secondary is not None
+                column[: param.secondary.numel()].copy_(param.secondary, non_blocking=True)
+            else:
+                param.read_piece(column[: param.stop - param.start])
 
     def _buffer(self, size: int, like: ShardedParam) -> Tensor:
         """A buffer [size], one that is free if it is large enough: on a CPU, fresh pages cost as much as the gather."""
@@ -149,18 +201,23 @@ class Gatherer:
         self._free = sorted([*self._free, whole], key=Tensor.numel, reverse=True)[:KEPT_BUFFERS]
 
     def _write(self, batch: _Batch) -> None:
-        near = batch.comm is self._near
-        offset = 0
         for param in batch.params:
             del self._inflight[param]
-            cut = near_cut(param, batch.comm) if near else param.cut
-            param.fill(batch.rows[:, offset : offset + cut.chunk], cut)
-            offset += cut.chunk
-            if self._near is not None and param.secondary is None and not param.persistent:
-                start, stop = near_cut(param, self._near).bounds(self._near.rank)
-                with torch.inference_mode(False):
-                    param.secondary = param.flat[start:stop].clone()
+        if batch.persistent is not None:
+            batch.persistent.write(batch.rows, batch.widths)
+        else:
+            near = batch.comm is self._near
+            for param, column in zip(batch.params, batch.rows.split(batch.widths, 1), strict=True):
+                param.fill(column, near_cut(param, batch.comm) if near else param.cut)
+                self._keep_near(param)
         self._keep(batch.rows)
+
+    def _keep_near(self, param: ShardedParam) -> None:
+        """Keep this rank's piece of the hierarchical partition, where there is one, for the next gather."""
+        if self._near is not None and param.secondary is None and not param.persistent:
+            start, stop = near_cut(param, self._near).bounds(self._near.rank)
+            with torch.inference_mode(False):
+                param.secondary = param.flat[start:stop].clone()
 
 
 def content_of(params: Sequence[ShardedParam]) -> Content:

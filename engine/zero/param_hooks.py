@@ -14,8 +14,8 @@ from .shard import ShardedParam
 class Watcher(Protocol):
     """Who wants to know of them."""
 
-    def param_of(self, tensor: Tensor) -> ShardedParam | None:
-        """The parameter whose storage `tensor` shares, if there is one."""
+    by_storage: dict[int, ShardedParam]
+    """Parameters by what tells their storage from all others."""
 
     def unpacked(self, param: ShardedParam) -> None:
         """Backward needs `param`."""
@@ -42,16 +42,21 @@ class SavedTensorsNet:
     watcher: Watcher
     outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
 
+    # Called for everything that is saved, few of which are parameters.
+
     def pack(self, tensor: Tensor) -> Any:
-        param = self.watcher.param_of(tensor)
+        try:
+            param = self.watcher.by_storage.get(tensor.untyped_storage()._cdata)
+        except NotImplementedError:  # a sparse one, or a wrapper of others
+            param = None
         kept = tensor if self.outer is None else self.outer[0](tensor)
         return kept if param is None else _Saved(param, kept)
 
     def unpack(self, packed: Any) -> Tensor:
-        kept = packed.kept if isinstance(packed, _Saved) else packed
-        tensor: Tensor = kept if self.outer is None else self.outer[1](kept)
-        if isinstance(packed, _Saved):
-            self.watcher.unpacked(packed.param)
+        if type(packed) is not _Saved:
+            return packed if self.outer is None else self.outer[1](packed)
+        tensor: Tensor = packed.kept if self.outer is None else self.outer[1](packed.kept)
+        self.watcher.unpacked(packed.param)
         return tensor
 
 

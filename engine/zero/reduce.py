@@ -7,10 +7,14 @@ gradients became ready in the first step, as rank 0 saw it (Li et al. 2020, arXi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+import weakref
+from collections.abc import Iterable, Sequence, Set
+from itertools import compress
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ..comm.comm import Comm
 from .bucket import Bucket
@@ -20,7 +24,11 @@ from .shard import ShardedParam
 
 
 class Reducer:
-    """Takes gradients as backward makes them; `collect` puts the reduced ones on the masters."""
+    """Takes gradients as backward makes them; `collect` puts the reduced ones on the masters.
+
+    Parameters note in a list that their gradient has come, which runs no Python; those after which something can be
+    done with what has come, the last of a run and of a bucket, have the list looked at.
+    """
 
     def __init__(self, params: Sequence[ShardedParam], comm: Comm, settings: ZeroSettings) -> None:
         self._params = list(params)
@@ -28,15 +36,28 @@ class Reducer:
         self._settings = settings
         self._free: list[Tensor] = []
         self._inflight: list[Bucket] = []
-        self._used: set[ShardedParam] = set()
         self._late: list[ShardedParam] = []
         self.local = comm.size == 1
         """Leave gradients as this rank has them: it is alone, or the optimizer communicates (stage 0 only)."""
         self._ever_used: set[ShardedParam] = set()
         self._next = 0
+        """The first bucket that has not been sent in this backward."""
         self._order: list[ShardedParam] | None = []
         """In which gradients become ready, until it is settled."""
         self.before, self._after = self._scales()
+        self._last = self._complete = True
+        self._ready: list[Tensor] = []
+        """Parameters whose gradients have come in this backward and have not been looked at."""
+        self._by_id = {id(param.param): param for param in self._params}
+        self._with_grads = [tensor for p in self._params for tensor in {p.param: 0, p.master: 0} if tensor is not None]
+        """Parameters and masters; in stage 0 they may be the same."""
+        self._buckets: list[Bucket] = []
+        self._places: dict[ShardedParam, tuple[Bucket, int]] = {}
+        self._kept: dict[ShardedParam, Tensor] = {}
+        self._noting: list[RemovableHandle] = []
+        self._looking: dict[ShardedParam, RemovableHandle] = {}
+        if comm.size > 1 or settings.accumulate_dtype is not None:
+            self._noting += [p.param.register_post_accumulate_grad_hook(self._ready.append) for p in self._params]
         self._plan(list(reversed(self._params)))
 
     @property
@@ -44,55 +65,83 @@ class Reducer:
         """What the collected gradients remain to be multiplied by, for the mean over the ranks."""
         return 1.0 if self.local else self._after
 
+    def close(self) -> None:
+        """Take every hook out of the model."""
+        for handle in (*self._noting, *self._looking.values()):
+            handle.remove()
+
     # --- during backward
 
-    def ready(self, param: ShardedParam, last: bool) -> None:
-        """`param.param.grad` is complete for this backward. `last` says that it is of the step's last micro-batch."""
-        if self.local:
-            self._keep(param)
+    def begin(self, *, last: bool, complete: bool = True) -> None:
+        """A backward begins: of the `last` micro-batch of the step; and of one whose gradients are then `complete`, so
+        that they can be reduced."""
+        self._last, self._complete = last, complete
+        self._ready.clear()
+
+    def look(self) -> None:
+        """Take the gradients that have come since the last call."""
+        params = [self._by_id[id(param)] for param in self._ready]
+        self._ready.clear()
+        if not self._complete:
             return
-        whole = self._settings.stage <= 1
-        if whole and not last:
-            self._keep(param)
-            return
-        bucket, slot = self._slots[param]
-        if param not in bucket.waiting:
-            # A second backward within the first (reentrant checkpointing) has brought another part of it.
-            self._late.append(param)
+        if self._stays_whole:
+            if self._settings.accumulate_dtype is not None:
+                for param in params:
+                    self._keep(param)
             return
         if self._order is not None:
-            self._order.append(param)
-        bucket.waiting.discard(param)
-        self._used.add(param)
+            self._order += params
+        complete: dict[Bucket, list[int]] = {}
+        for param in params:
+            bucket, place = self._places[param]
+            if param in bucket.waiting:
+                bucket.waiting.remove(param)
+                complete.setdefault(bucket, []).append(place)
+            else:
+                # A second backward within the first (reentrant checkpointing) has brought another part of it. That
+                # stays where it is, for the next micro-batch, or for `collect`.
+                self._late.append(param)
         if self._settings.contiguous_gradients:
-            self._copy_in(bucket, slot, param)
-        self._launch_complete()
+            for bucket, places in complete.items():
+                self._copy_in(bucket, places)
+        self._launch_complete(len(self._buckets) - 1)  # the last one tells whether anything was late
 
-    def finish(self, last: bool) -> None:
+    def finish(self) -> None:
         """Backward is over: reduce what has not been yet, and wait for all of it.
 
         Raises RuntimeError if parameters got no gradient and the configuration says that this is an error.
         """
-        if self.local and last:
+        self.look()
+        if self.local and self._last:
             self._refuse(p for p in self._params if p.param.grad is None and p not in self._kept)
-        if self.local or (self._settings.stage <= 1 and not last):
+        if self._stays_whole:
             return
         for bucket in self._buckets[self._next :]:
-            for param in [p for p in bucket.params if p in bucket.waiting]:
-                if param.param.grad is not None or param in self._kept:
-                    self.ready(param, last)  # it has one from an earlier micro-batch
-                else:
-                    bucket.waiting.discard(param)
-                    bucket.absent.append(param)
-        self._refuse(param for bucket in self._buckets for param in bucket.absent)
-        self._launch_complete()
+            if not bucket.waiting:
+                continue
+            waiting = [self._places[param][1] for param in bucket.params if param in bucket.waiting]
+            earlier = {at for at in waiting if self._has(bucket.params[at])}  # from another micro-batch
+            bucket.waiting.clear()
+            bucket.absent = [at for at in waiting if at not in earlier]
+            if self._order is not None:
+                self._order += [bucket.params[at] for at in sorted(earlier)]
+            if self._settings.contiguous_gradients:
+                self._copy_in(bucket, earlier)
+        self._refuse(bucket.params[at] for bucket in self._buckets for at in bucket.absent)
+        self._late = [param for param in self._late if self._has(param)]
+        self._launch_complete(len(self._buckets))
         self._drain(0)
-        if self._late:
-            late, self._late = self._late, []
-            self._reduce_again(late)
         self._next = 0
         for bucket in self._buckets:
             bucket.waiting = set(bucket.params)
+
+    @property
+    def _stays_whole(self) -> bool:
+        """Whether the gradients of this backward are not reduced: not ever, or not yet."""
+        return self.local or (self._settings.stage <= 1 and not self._last)
+
+    def _has(self, param: ShardedParam) -> bool:
+        return param.param.grad is not None or param in self._kept
 
     def _refuse(self, absent: Iterable[ShardedParam]) -> None:
         if not self._settings.ignore_unused_parameters and (found := list(absent)):
@@ -108,49 +157,61 @@ class Reducer:
         if self.local:
             grad = self._kept.get(param, param.param.grad)
             return None if grad is None else grad.view(-1)
-        if param not in self._slots or param not in self._used:
+        if param not in self._places:
             return None
-        bucket, slot = self._slots[param]
-        if not bucket.holds or bucket.reduced is None:
+        bucket, place = self._places[param]
+        if not bucket.holds or bucket.reduced is None or not bucket.reduced[bucket.width + place]:
             return None
-        offset = bucket.offsets[slot]
-        return bucket.reduced[offset : offset + param.stop - param.start]
+        return bucket.grads[place].view(-1)
 
     # --- at the step
 
     def collect(self) -> None:
-        """Put what has been reduced on the masters' `grad`: None for a parameter that no rank used."""
+        """Put what has been reduced on the masters' `grad`: None for a parameter that no rank used. On all ranks."""
         if self.local:
             for param in self._params:
                 self._collect_local(param)
             return
-        if any(bucket.apart and bucket.params[0].device.type == "cuda" for bucket in self._buckets):
-            torch.cuda.current_stream().synchronize()  # copies to host memory are over
-        for bucket in self._buckets:
-            if not bucket.holds or bucket.reduced is None:
+        self._await_host()
+        # Flags are read here, once: each reading waits for the device.
+        flags = [[] if b.reduced is None or not b.holds else b.reduced[b.width :].tolist() for b in self._buckets]
+        if any(flag[-1] for flag in flags if flag):
+            self._reduce_late()
+        for bucket, used in zip(self._buckets, flags, strict=True):
+            if not used:
                 continue
-            for param, offset in zip(bucket.params, bucket.offsets, strict=True):
+            bucket.collected = [grad if flag else None for grad, flag in zip(bucket.grads, used[:-1], strict=True)]
+            for param, grad in zip(bucket.params, bucket.collected, strict=True):
                 master = param.master
-                if master is None or param not in self._used:
-                    continue
-                grad = bucket.reduced[offset : offset + param.stop - param.start]
-                master.grad = grad.view(master.shape).to(master.dtype)
+                if grad is not None and master is not None:
+                    master.grad = grad if grad.dtype == master.dtype else grad.to(master.dtype)
+            self._ever_used.update(compress(bucket.params, used))
+
+    def gradients(self, masters: Set[int]) -> list[Tensor]:
+        """The gradients of those `masters`, by id, as they are now: of a bucket whose they all are, as one."""
+        found: list[Tensor] = []
+        for bucket in self._buckets:
+            owners = [param.master for param in bucket.params]
+            grads = [None if owner is None else owner.grad for owner in owners]
+            as_collected = len(bucket.collected) == len(grads) and all(map(operator.is_, grads, bucket.collected))
+            if as_collected and bucket.reduced is not None and masters >= set(map(id, owners)):
+                found.append(bucket.reduced[: bucket.width])
+            else:
+                found += [
+                    grad for owner, grad in zip(owners, grads, strict=True) if grad is not None and id(owner) in masters
+                ]
+        return found
 
     def clear(self) -> None:
         """Forget the gradients there are."""
         with plainly():
-            for param in self._params:
-                param.param.grad = None
-                if param.master is not None:
-                    param.master.grad = None
+            for tensor in self._with_grads:
+                tensor.grad = None
         self._kept.clear()
-        self._ever_used |= self._used
-        self._used.clear()
+        self._late.clear()
         for bucket in self._buckets:
             bucket.holds = False
-            if bucket.lent is not None:
-                self._give_back(bucket.lent)
-                bucket.reduced = bucket.lent = None
+            bucket.collected = []
         if self._order is not None:
             self._order = []
 
@@ -204,8 +265,17 @@ class Reducer:
         return (1.0 / size, 1.0) if self._settings.prescale_gradients or exact else (1.0 / factor, factor / size)
 
     def _plan(self, order: Iterable[ShardedParam]) -> None:
+        self._buckets = self._divide(order)
+        self._places = {p: (bucket, place) for bucket in self._buckets for place, p in enumerate(bucket.params)}
+        self._next = 0
+        self._kept.clear()
+        self._free.clear()
+        self._place_looks()
+
+    def _divide(self, order: Iterable[ShardedParam]) -> list[Bucket]:
+        """Buckets of parameters whose gradients come in this `order`."""
         open_buckets: dict[tuple[torch.dtype, torch.device, torch.device | None], Bucket] = {}
-        self._buckets: list[Bucket] = []
+        buckets: list[Bucket] = []
         for param in order:
             owner = None if param.master is None else param.master.device
             key = (self._settings.communication_dtype or param.dtype, param.device, owner)
@@ -213,15 +283,32 @@ class Reducer:
             bucket.params.append(param)
             bucket.numel += param.numel
             if bucket.numel >= self._settings.reduce_bucket_size:
-                self._buckets.append(open_buckets.pop(key))
-        self._buckets += open_buckets.values()
-        for bucket in self._buckets:
+                buckets.append(open_buckets.pop(key))
+        buckets += open_buckets.values()
+        for bucket in buckets:
             bucket.seal()
-        self._slots = {p: (bucket, slot) for bucket in self._buckets for slot, p in enumerate(bucket.params)}
-        self._next = 0
-        """The first bucket that has not been sent in this backward."""
-        self._kept: dict[ShardedParam, Tensor] = {}
-        self._free.clear()
+        return buckets
+
+    def _place_looks(self) -> None:
+        """Have the list of gradients that have come looked at after the last one of each run and bucket."""
+        wanted: set[ShardedParam] = set()
+        for bucket in self._buckets if self._noting else ():
+            for run in bucket.runs(range(len(bucket.params))):
+                wanted.add(bucket.params[run[-1]])
+        for param in self._looking.keys() - wanted:
+            self._looking.pop(param).remove()
+        # torch cannot collect a hook that leads back to its own parameter, so this one must not keep us alive.
+        alive, ready = weakref.ref(self), self._ready
+
+        def look(_: Tensor) -> None:
+            reducer = alive()
+            if reducer is None:
+                ready.clear()
+            else:
+                reducer.look()
+
+        for param in wanted - self._looking.keys():
+            self._looking[param] = param.param.register_post_accumulate_grad_hook(look)
 
     def _keep(self, param: ShardedParam) -> None:
         """Sum micro-batches in another precision than the gradients', where that is asked for."""
@@ -234,27 +321,28 @@ class Reducer:
             self._kept[param] = grad.to(dtype)
         param.param.grad = None
 
-    def _take(self, param: ShardedParam) -> Tensor:
-        """The gradient [numel], the sum of all micro-batches where they are summed here; the parameter's is freed."""
-        self._keep(param)
-        grad = self._kept.pop(param, None)
-        if grad is None:
-            grad = param.param.grad
-        param.param.grad = None
-        assert grad is not None
-        return grad.reshape(-1)
+    def _take(self, params: Sequence[ShardedParam]) -> list[Tensor]:
+        """Their gradients, sums of all micro-batches where they are summed here; the parameters' are freed."""
+        if self._settings.accumulate_dtype is not None:
+            for param in params:
+                self._keep(param)
+        grads = [self._kept.pop(param, param.param.grad) for param in params]
+        for param in params:
+            param.param.grad = None
+        return [grad for grad in grads if grad is not None]
 
-    def _copy_in(self, bucket: Bucket, slot: int, param: ShardedParam) -> None:
+    def _copy_in(self, bucket: Bucket, places: Iterable[int]) -> None:
         rows = self._rows(bucket)
-        offset = bucket.offsets[slot]
-        param.cut.into_rows(self._take(param), rows[:, offset : offset + param.cut.chunk], self.before)
-        rows[:, bucket.width + slot] = 1
+        for run in bucket.runs(places):
+            bucket.write(rows, run, self._take([bucket.params[at] for at in run]), self.before)
 
     def _rows(self, bucket: Bucket) -> Tensor:
+        if bucket.rows is None and bucket.own is not None and not bucket.holds:
+            bucket.rows = bucket.own
         if bucket.rows is None:
-            pieces, columns = bucket.params[0].cut.pieces, bucket.width + len(bucket.params)
-            bucket.buffer = self._buffer(pieces * columns, bucket)
-            bucket.rows = bucket.buffer[: pieces * columns].view(pieces, columns)
+            pieces = bucket.params[0].cut.pieces
+            bucket.buffer = self._buffer(pieces * bucket.columns, bucket)
+            bucket.rows = bucket.buffer[: pieces * bucket.columns].view(pieces, bucket.columns)
         return bucket.rows
 
     def _buffer(self, size: int, bucket: Bucket) -> Tensor:
@@ -270,22 +358,17 @@ class Reducer:
         if buffer is not None:
             self._free.append(buffer)
 
-    def _launch_complete(self) -> None:
-        """Start every bucket that is complete, in order: a complete one waits for those before it."""
-        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+    def _launch_complete(self, stop: int) -> None:
+        """Start every bucket before `stop` that is complete, in order: a complete one waits for those before it."""
+        while self._next < stop and not self._buckets[self._next].waiting:
             self._launch(self._buckets[self._next])
             self._next += 1
 
     def _launch(self, bucket: Bucket) -> None:
         if not self._settings.contiguous_gradients:
-            for slot, param in enumerate(bucket.params):
-                if param not in bucket.absent:
-                    self._copy_in(bucket, slot, param)
+            self._copy_in(bucket, bucket.present)
         rows = self._rows(bucket)
-        for param in bucket.absent:
-            slot = bucket.params.index(param)
-            rows[:, bucket.offsets[slot] : bucket.offsets[slot] + param.cut.chunk] = 0
-            rows[:, bucket.width + slot] = 0
+        bucket.flag(rows, bool(self._late))
         if self._scatters and bucket.apart:
             bucket.landing = torch.empty_like(self._reduced(bucket), device=rows.device)
             bucket.ticket = self._comm.reduce_scatter(rows, bucket.landing, "gradient", False)
@@ -310,9 +393,9 @@ class Reducer:
             dtype = own if self._settings.accumulate_dtype is None or whole else self._settings.accumulate_dtype
             param, master = bucket.params[0].param, bucket.params[0].master
             device = param.device if master is None else master.device
-            size = bucket.width + len(bucket.params)
             pin = param.is_cuda and device.type == "cpu"
-            bucket.reduced = torch.empty(size, dtype=dtype, device=device, pin_memory=pin)
+            bucket.reduce_into(torch.empty(bucket.columns, dtype=dtype, device=device, pin_memory=pin))
+        assert bucket.reduced is not None
         return bucket.reduced
 
     def _drain(self, leave: int) -> None:
@@ -323,11 +406,10 @@ class Reducer:
             assert bucket.rows is not None
             bucket.ticket.wait()
             arrived = self._arrived(bucket)
-            for param in bucket.absent:
-                if arrived[bucket.width + bucket.params.index(param)] != 0:
-                    self._used.add(param)
             if self._settings.stage == 0 and self._shares(bucket) and not bucket.holds:
-                bucket.reduced, bucket.lent = arrived, bucket.buffer
+                if bucket.own is None:
+                    bucket.own = bucket.rows
+                    bucket.reduce_into(arrived)
             else:
                 if arrived is not bucket.reduced:
                     self._add(bucket, arrived)
@@ -361,27 +443,27 @@ class Reducer:
         master = bucket.params[0].master
         return master is not None and master.dtype == bucket.dtype
 
-    def _reduce_again(self, late: list[ShardedParam]) -> None:
-        """Add the parts that came after their bucket had been sent."""
-        for param in dict.fromkeys(late):
-            part = self._take(param)
-            bucket, slot = self._slots[param]
-            again = Bucket([param], bucket.dtype)
-            again.seal()
-            again.waiting.clear()
-            rows = self._rows(again)
-            param.cut.into_rows(part, rows[:, : param.cut.chunk], self.before)
-            rows[:, param.cut.chunk] = 1
-            start = bucket.offsets[slot]
-            assert bucket.reduced is not None
-            mine = bucket.reduced[start : start + param.cut.chunk]
-            if self._scatters:
-                into = torch.empty_like(bucket.reduced[: param.cut.chunk + 1], device=rows.device)
-                self._comm.reduce_scatter(rows, into, "gradient", False).wait()
-                mine.add_(into[:-1].to(mine.device))
-            else:
-                self._comm.all_reduce(rows, "gradient").wait()
-                mine.add_(rows[0 if self._settings.stage == 0 else self._comm.rank, :-1].to(mine.device))
+    def _reduce_late(self) -> None:
+        """Add the parts that came after their bucket had been sent. On all ranks, if any has some."""
+        mine = set(self._late)
+        flags = torch.tensor([param in mine for param in self._params], device=self._params[0].device).int()
+        self._comm.all_reduce(flags, "gradient").wait()
+        late = list(compress(self._params, flags.tolist()))
+        for bucket in self._divide(late):
+            bucket.absent = [at for at, param in enumerate(bucket.params) if param not in mine]
+            if self._settings.contiguous_gradients:
+                self._copy_in(bucket, bucket.present)
+            self._launch(bucket)
+            self._drain(0)
+            self._await_host()
+            for param, part in zip(bucket.params, bucket.grads, strict=True):
+                whole, place = self._places[param]
+                whole.grads[place].add_(part)
+
+    def _await_host(self) -> None:
+        """Copies of reduced gradients to host memory are over when this returns."""
+        if any(bucket.apart and bucket.params[0].device.type == "cuda" for bucket in self._buckets):
+            torch.cuda.current_stream().synchronize()
 
     def _collect_local(self, param: ShardedParam) -> None:
         master, grad = param.master, param.param.grad

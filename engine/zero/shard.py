@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -27,25 +27,28 @@ class Cut:
     numel: int
     pieces: int
     turn: int = 0
+    chunk: int = field(init=False)
+    even: bool = field(init=False)
+    """Whether the rows one after the other are the flattened tensor."""
 
-    @property
-    def chunk(self) -> int:
-        return -(-self.numel // self.pieces)
+    def __post_init__(self) -> None:
+        chunk = -(-self.numel // self.pieces)
+        object.__setattr__(self, "chunk", chunk)
+        object.__setattr__(self, "even", self.turn == 0 and self.numel == self.pieces * chunk)
 
     def bounds(self, row: int) -> tuple[int, int]:
         """First element of the piece in `row`, and the one after its last."""
         piece = (row + self.turn) % self.pieces
         return min(piece * self.chunk, self.numel), min((piece + 1) * self.chunk, self.numel)
 
-    def into_rows(self, flat: Tensor, rows: Tensor, scale: float = 1.0) -> None:
-        """Write a flattened tensor [numel], times `scale`, to `rows` [pieces, chunk]. What pads them stays as it is."""
-        for source, target in self._pairs(flat, rows, None):
-            if scale == 1.0:
-                target.copy_(source)
-            elif source.dtype == target.dtype:
-                torch.mul(source, scale, out=target)
-            else:
-                target.copy_(source).mul_(scale)
+    def to_rows(self, whole: Tensor) -> Tensor:
+        """A tensor of `numel` elements as rows [pieces, chunk], a view of it if they are even; padded with zeros."""
+        if self.even:
+            return whole.reshape(self.pieces, self.chunk)
+        rows = whole.new_zeros(self.pieces, self.chunk)
+        for source, target in self._pairs(whole.reshape(-1), rows, None):
+            target.copy_(source)
+        return rows
 
     def from_rows(self, rows: Tensor, flat: Tensor, but: int | None = None) -> None:
         """Write `rows` [pieces, chunk], `but` one perhaps, to a flattened tensor [numel]."""
@@ -54,7 +57,7 @@ class Cut:
 
     def _pairs(self, flat: Tensor, rows: Tensor, but: int | None) -> list[tuple[Tensor, Tensor]]:
         """Parts of `flat` with the parts of `rows` that correspond to them."""
-        if but is None and self.turn == 0 and self.numel == self.pieces * self.chunk:
+        if but is None and self.even:
             return [(flat.view(self.pieces, self.chunk), rows)]
         pairs = []
         for row in range(self.pieces):
@@ -173,6 +176,8 @@ class ShardedParam:
             self.shard = self.shard.clone()
         self.home: Home | None = None
         self.master: nn.Parameter | None = None
+        self.master_is_shard = False
+        """Whether a step of the optimizer changes the shard."""
         self.reload_master: Callable[[ShardedParam], None] | None = None
         """Takes the master from the piece anew, where the master is not in this process' memory."""
 
@@ -204,6 +209,7 @@ class ShardedParam:
         place = device or self.device
         if self.can_share_master(place):
             self.master = self.param if self.cut.pieces == 1 and self.persistent else nn.Parameter(self.shard)
+            self.master_is_shard = True
         else:
             value = torch.empty(self.master_shape, dtype=self.master_dtype, device=place, pin_memory=pin)
             self.read_piece(value.view(-1))
@@ -224,11 +230,6 @@ class ShardedParam:
         else:
             self.shard.copy_(piece, non_blocking=self.shard.is_cuda)  # the host may read its own at once
         self.secondary = None
-
-    @property
-    def master_is_shard(self) -> bool:
-        """Whether a step of the optimizer already changed the shard."""
-        return self.master is not None and self.master.data_ptr() == self.shard.data_ptr()
 
     def publish(self) -> None:
         """After the optimizer's step: bring the master into the model's precision."""
@@ -251,18 +252,16 @@ class ShardedParam:
         """Before the master is stepped or saved: what the script has written to the parameter in place goes there, as
         `load_state_dict` does between steps. What is as it was published keeps the master's precision.
         """
-        if not self.edited:
+        if not self.edited or self.master is None:
             return
         self._version = self.param._version
-        if self.master is None or self.master_is_shard:
-            return
         mine, piece = self.master.data.view(-1), self.shard.to(self.master.device)
         mine.copy_(torch.where(mine.to(piece.dtype) == piece, mine, piece.to(mine.dtype)))
 
     @property
     def edited(self) -> bool:
         """Whether `take_edits` may find something."""
-        return self.persistent and self.param._version != self._version
+        return self.persistent and not self.master_is_shard and self.param._version != self._version
 
     def fill(self, rows: Tensor, cut: Cut | None = None) -> None:
         """Write the gathered `rows` [pieces, chunk], cut as `cut` has it, to the parameter's own storage."""

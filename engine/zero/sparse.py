@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,11 @@ class SparseReducer:
             whole = torch.zeros(param.shape, dtype=master.dtype, device=values.device)
             whole.index_add_(0, indices, values.to(master.dtype), alpha=scale)
             master.grad = whole.view(-1)[param.start : param.stop].view(master.shape)
+
+    def gradients(self, masters: Set[int]) -> list[Tensor]:
+        """The gradients of those `masters`, by id."""
+        found = [param.master for param in self._params if id(param.master) in masters]
+        return [master.grad for master in found if master is not None and master.grad is not None]
 
     def clear(self) -> None:
         """After the step: forget the gradients."""

@@ -8,7 +8,7 @@ piece; the stages differ in when gradients are reduced and in how long parameter
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from ..comm.comm import Comm
 from ..comm.deadlock import DeadlockWatch
 from ..hooks import Hooks
 from .fetch import Fetcher
-from .gather import Gatherer, Trail, batches
+from .gather import Gatherer, Trail
 from .reduce import Reducer
 from .registry import Holder, forget, hold, holder
 from .settings import ZeroSettings
@@ -61,10 +61,7 @@ class Zero:
         self._hooks = hooks
         self.comms = [comm for comm in (comms.gradients, comms.parameters, comms.near) if comm is not None]
         self._comm = comms.gradients
-        self.last_microbatch = True
-        """Whether the backward under way is of the step's last micro-batch."""
-        self.holds_back = False
-        """Whether gradients are still to come for the micro-batches under way, so that none are reduced yet."""
+        self._last_microbatch = True
         size, rank = self._comm.size, self._comm.rank
         self.params: list[ShardedParam] = []
         sharded_size = 0
@@ -105,34 +102,33 @@ class Zero:
         for sharded_param in self.params:
             hold(sharded_param.param, Holder(sharded_param, self.gatherer, comms.parameters))
         for sharded_param in self.trainable:
-            if sharded_param.param in rows:
-                continue
-            param, hook = sharded_param.param, self._gradient_hook(sharded_param)
-            self._handles.append(param.register_post_accumulate_grad_hook(hook))
+            if not sharded_param.persistent:
+                hook = self._release_hook(sharded_param.index)
+                self._handles.append(sharded_param.param.register_post_accumulate_grad_hook(hook))
         if any(not p.persistent for p in self.params):
             self.fetcher = Fetcher(model, self.by_param, self.gatherer, settings.fetch, hooks)
 
-    def _gradient_hook(self, param: ShardedParam) -> Callable[[torch.Tensor], None]:
+    def _release_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         # torch cannot collect a hook that leads back to its own parameter, so this one must not keep us alive.
-        alive, index = weakref.ref(self), param.index
+        alive = weakref.ref(self)
 
-        def ready(_: torch.Tensor) -> None:
+        def release(_: torch.Tensor) -> None:
             zero = alive()
-            if zero is not None:
-                zero._gradient_ready(zero.params[index])
+            if zero is not None and zero.fetcher is not None:
+                zero.fetcher.gradient_taken(zero.params[index])
 
-        return ready
+        return release
 
-    def _gradient_ready(self, param: ShardedParam) -> None:
-        if not self.holds_back:
-            self.reducer.ready(param, self.last_microbatch)
-        if self.fetcher is not None:
-            self.fetcher.gradient_taken(param)
+    def begin_backward(self, *, last: bool, complete: bool = True) -> None:
+        """Before each backward. `last`: it is of the step's last micro-batch. `complete`: no gradients of the
+        micro-batches under way are to come later, so that they can be reduced."""
+        self._last_microbatch = last
+        self.reducer.begin(last=last, complete=complete)
 
     def finish_backward(self) -> None:
-        """After each backward: gradients reduced as far as the stage has it, parameters released."""
-        self.reducer.finish(self.last_microbatch)
-        self.sparse.finish(self.last_microbatch)
+        """After each backward that is complete: gradients reduced as far as the stage has it, parameters released."""
+        self.reducer.finish()
+        self.sparse.finish(self._last_microbatch)
         if self.fetcher is not None:
             self.fetcher.finish_backward()
 
@@ -141,15 +137,17 @@ class Zero:
         if self.gatherer.trail is not None:
             self.gatherer.trail.check(everyone)
 
-    def collect(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Masters with the step's reduced gradient, of those that have one, which is their `grad` now too.
+    def collect(self) -> None:
+        """Put the step's reduced gradients on the masters' `grad`, to be multiplied by the reducer's `after`.
 
-        They remain to be multiplied by the reducer's `after`.
+        A master of a parameter that no rank used has none.
         """
         self.reducer.collect()
         self.sparse.collect(1.0 / self.reducer.after)
-        masters = [p.master for p in self.trainable if p.master is not None]
-        return [(master, master.grad) for master in masters if master.grad is not None]
+
+    def gradients(self, masters: Set[int]) -> list[torch.Tensor]:
+        """The gradients of those `masters`, by id: views of several where that can be, to be read or scaled at once."""
+        return self.reducer.gradients(masters) + self.sparse.gradients(masters)
 
     def clear(self) -> None:
         """After the step: forget the gradients."""
@@ -160,11 +158,11 @@ class Zero:
         """After the optimizer stepped `params` (all, by default): start bringing what stays whole to every rank."""
         todo = self.trainable if params is None else params
         for param in todo:
-            param.publish()
-        if self.settings.stage:
-            for batch in batches((p for p in todo if p.persistent), self.settings.allgather_bucket_size):
-                self.gatherer.start(batch)
-                self.gatherer.finish_all_but(2 if self.settings.overlap_comm else 0)
+            if not param.master_is_shard or param.secondary is not None:
+                param.publish()
+        if self.settings.stage and self.size > 1:
+            leave = 2 if self.settings.overlap_comm else 0
+            self.gatherer.publish(todo, self.settings.allgather_bucket_size, leave=leave)
 
     def finish_publish(self) -> None:
         """Wait for what `publish` started."""
@@ -177,6 +175,7 @@ class Zero:
         finally:
             for handle in self._handles:
                 handle.remove()
+            self.reducer.close()
             if self.fetcher is not None:
                 self.fetcher.remove()
             for param in self.params:

@@ -625,11 +625,12 @@ def train(rank: int, zero_section: dict[str, Any], dtype: torch.dtype, accumulat
     offload.states.attach(optimizer, tiles_of(zero))
     for step in batches(3, accumulate, size):
         for number, microbatch in enumerate(step):
-            zero.last_microbatch = number + 1 == len(step)
+            zero.begin_backward(last=number + 1 == len(step))
             model(microbatch[rank]).backward()
             zero.finish_backward()
-        grads = {id(grad): grad for _, grad in zero.collect()}
-        torch._foreach_mul_(list(grads.values()), zero.reducer.after)
+        zero.collect()
+        grads = [param.master.grad for param in zero.trainable if param.master is not None]
+        torch._foreach_mul_([grad for grad in grads if grad is not None], zero.reducer.after)
         hidden = {param: param.master.grad for param in zero.trainable if param.master is not None}
         for param in hidden:
             param.master.grad = None  # type: ignore[union-attr]

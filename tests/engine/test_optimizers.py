@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from dsprof.engine import optim
 from dsprof.engine.hooks import Hooks
-from dsprof.engine.optim.muon import orthogonalize, owners
+from dsprof.engine.optim.muon import iterations, orthogonalize, owners
 from dsprof.engine.optim.shard import Shards, whole
 
 SHAPES = [(6, 4), (3, 7), (5,), (), (2, 3, 2), (1,)]
@@ -178,7 +178,7 @@ def test_muon_is_torchs_for_matrices_and_adamw_for_the_rest() -> None:
 
 def test_muon_treats_filters_as_rows() -> None:
     filters = torch.randn(4, 3, 2)
-    (flat,) = orthogonalize([filters.flatten().bfloat16()], [whole(filters)])
+    (flat,) = orthogonalize([filters.flatten().bfloat16()], [whole(filters)], iterations())
     singular = torch.linalg.svdvals(flat.float().view(4, 6))
     assert singular.min() > 0.5
     assert singular.max() < 1.3

@@ -14,6 +14,7 @@ from models import Small, batches, build, reference
 from ranks import Ranks
 from spans import comms as sent
 from spans import names, recorded
+from torch.utils.checkpoint import checkpoint
 
 from dsprof.engine.comm.comm import open_comm
 from dsprof.engine.comm.lane import CpuLane
@@ -47,10 +48,11 @@ def settings(stage: int, overlap: bool, sizes: str) -> ZeroSettings:
 def train(model: Small, zero: Zero, optimizer: torch.optim.Optimizer, data: torch.Tensor, rank: int) -> None:
     for step in data:
         for number, microbatch in enumerate(step):
-            zero.last_microbatch = number + 1 == len(step)
+            zero.begin_backward(last=number + 1 == len(step))
             (model(microbatch[rank]) / len(step)).backward()
             zero.finish_backward()
-        torch._foreach_mul_([grad for _, grad in zero.collect()], zero.reducer.after)
+        zero.collect()
+        torch._foreach_mul_([master.grad for master in masters(zero) if master.grad is not None], zero.reducer.after)
         optimizer.step()
         zero.publish()
         zero.finish_publish()
@@ -111,6 +113,56 @@ def test_any_stage_trains_to_the_reference(ranks: Ranks, case: tuple[int, int, b
 @pytest.mark.parametrize("case", MATRIX, ids=str)
 def test_every_combination_trains_to_the_reference(ranks: Ranks, case: tuple[int, int, bool, str, bool]) -> None:
     check(ranks, *case)
+
+
+# --- gradients that come in parts
+
+
+class Recomputing(torch.nn.Module):
+    """Runs one layer `times` times, each of which a backward within the backward recomputes."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.again, self.last = (torch.nn.Linear(6, 6) for _ in range(3))
+        self.times = times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(self.times):
+            x = checkpoint(lambda x: torch.tanh(self.again(x)), x, use_reentrant=True)
+        return self.last(x).square().mean()
+
+
+def in_parts(rank: int, chosen: ZeroSettings, times: list[int], accumulate: int) -> float:
+    """The largest difference to one process that runs all ranks' models."""
+    hooks = Hooks()
+    model = Recomputing(times[rank]).double()
+    zero = Zero(model, chosen, open_comms(hooks), hooks)
+    data = torch.randn(STEPS, accumulate, len(times), 3, 6, generator=torch.Generator().manual_seed(2)).double()
+    train(model, zero, torch.optim.SGD(masters(zero), lr=0.3), data, rank)
+    expected = Recomputing(0).double()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.3)
+    for step in data:
+        for microbatch in step:
+            for other, count in enumerate(times):
+                expected.times = count
+                (expected(microbatch[other]) / (accumulate * len(times))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = whole(zero)
+    return max((found[name] - value).abs().max().item() for name, value in expected.named_parameters())
+
+
+@pytest.mark.parametrize("sizes", ["one bucket", "each alone"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parts_of_a_gradient_that_come_after_its_bucket_was_sent(ranks: Ranks, stage: int, sizes: str) -> None:
+    """On one rank of two, or not in the last micro-batch; the other's layer runs once, or not at all. (In stage 3 ranks
+    must run the same modules.)"""
+    same, different = [([2, 2], 1), ([3, 3], 2)], [([3, 1], 1), ([0, 2], 1), ([3, 1], 2)]
+    for times, accumulate in same if stage == 3 else same + different:
+        for difference in ranks.run(2, in_parts, settings(stage, True, sizes), times, accumulate):
+            assert difference < 1e-12
 
 
 # --- stage 3 frees what it does not use
