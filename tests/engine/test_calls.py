@@ -18,8 +18,10 @@ PARAMETERS = 2
 
 
 def layers(depth: int) -> nn.Sequential:
+    """Small ones, and two that are sharded in stage 3."""
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(depth)))
+    large = nn.Linear(8, 256), nn.Linear(256, 8)
+    return nn.Sequential(*large, *(nn.Linear(8, 8) for _ in range(depth)))
 
 
 def calls_of(step: Callable[[], None]) -> int:
@@ -55,7 +57,8 @@ def plain(depth: int, x: Tensor) -> int:
 
 def with_engine(depth: int, stage: int, x: Tensor) -> int:
     model = layers(depth)
-    with engine_for(model, configuration(stage, zero={"stage3_param_persistence_threshold": 1000})) as engine:
+    zero = {"stage3_param_persistence_threshold": 1000} if stage == 3 else {}
+    with engine_for(model, configuration(stage, zero=zero)) as engine:
 
         def step() -> None:
             engine.backward(engine(x).square().mean())
@@ -73,6 +76,7 @@ def calls_a_parameter(rank: int, stage: int) -> float:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_parameter_more_takes_few_calls_more(ranks: Ranks, stage: int) -> None:
+def test_a_parameter_takes_no_more_calls_than_without_the_engine(ranks: Ranks, stage: int) -> None:
+    """torch's own clipping and step call several functions for each."""
     for calls in ranks.run(2, calls_a_parameter, stage):
-        assert calls < 3
+        assert calls <= 0
