@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm.comm import Comm
 from .bucket import Bucket
+from .exchange import BucketExchange
 from .placeholder import plainly
 from .settings import ZeroSettings
 from .shard import ShardedParam
@@ -34,8 +35,7 @@ class Reducer:
         self._params = list(params)
         self._comm = comm
         self._settings = settings
-        self._free: list[Tensor] = []
-        self._inflight: list[Bucket] = []
+        self._exchange = BucketExchange(comm, settings)
         self._late: list[ShardedParam] = []
         self.local = comm.size == 1
         """Leave gradients as this rank has them: it is alone, or the optimizer communicates (stage 0 only)."""
@@ -130,7 +130,7 @@ class Reducer:
         self._refuse(bucket.params[at] for bucket in self._buckets for at in bucket.absent)
         self._late = [param for param in self._late if self._has(param)]
         self._launch_complete(len(self._buckets))
-        self._drain(0)
+        self._exchange.drain(0)
         self._next = 0
         for bucket in self._buckets:
             bucket.waiting = set(bucket.params)
@@ -172,7 +172,7 @@ class Reducer:
             for param in self._params:
                 self._collect_local(param)
             return
-        self._await_host()
+        _await_host(self._buckets)
         # Flags are read here, once: each reading waits for the device.
         flags = [[] if b.reduced is None or not b.holds else b.reduced[b.width :].tolist() for b in self._buckets]
         if any(flag[-1] for flag in flags if flag):
@@ -269,7 +269,7 @@ class Reducer:
         self._places = {p: (bucket, place) for bucket in self._buckets for place, p in enumerate(bucket.params)}
         self._next = 0
         self._kept.clear()
-        self._free.clear()
+        self._exchange.forget_buffers()
         self._place_looks()
 
     def _divide(self, order: Iterable[ShardedParam]) -> list[Bucket]:
@@ -332,31 +332,9 @@ class Reducer:
         return [grad for grad in grads if grad is not None]
 
     def _copy_in(self, bucket: Bucket, places: Iterable[int]) -> None:
-        rows = self._rows(bucket)
+        rows = self._exchange.rows(bucket)
         for run in bucket.runs(places):
             bucket.write(rows, run, self._take([bucket.params[at] for at in run]), self.before)
-
-    def _rows(self, bucket: Bucket) -> Tensor:
-        if bucket.rows is None and bucket.own is not None and not bucket.holds:
-            bucket.rows = bucket.own
-        if bucket.rows is None:
-            pieces = bucket.params[0].cut.pieces
-            bucket.buffer = self._buffer(pieces * bucket.columns, bucket)
-            bucket.rows = bucket.buffer[: pieces * bucket.columns].view(pieces, bucket.columns)
-        return bucket.rows
-
-    def _buffer(self, size: int, bucket: Bucket) -> Tensor:
-        """The smallest free buffer that holds `size` elements: on a CPU, fresh pages cost as much as the reduction."""
-        fitting = [b for b in self._free if b.numel() >= size and b.dtype == bucket.dtype]
-        if not fitting:
-            return torch.empty(size, dtype=bucket.dtype, device=bucket.params[0].device)
-        best = min(fitting, key=Tensor.numel)
-        self._free = [buffer for buffer in self._free if buffer is not best]
-        return best
-
-    def _give_back(self, buffer: Tensor | None) -> None:
-        if buffer is not None:
-            self._free.append(buffer)
 
     def _launch_complete(self, stop: int) -> None:
         """Start every bucket before `stop` that is complete, in order: a complete one waits for those before it."""
@@ -367,81 +345,8 @@ class Reducer:
     def _launch(self, bucket: Bucket) -> None:
         if not self._settings.contiguous_gradients:
             self._copy_in(bucket, bucket.present)
-        rows = self._rows(bucket)
-        bucket.flag(rows, bool(self._late))
-        if self._scatters and bucket.apart:
-            bucket.landing = torch.empty_like(self._reduced(bucket), device=rows.device)
-            bucket.ticket = self._comm.reduce_scatter(rows, bucket.landing, "gradient", False)
-        elif self._scatters:
-            bucket.ticket = self._comm.reduce_scatter(rows, self._reduced(bucket), "gradient", bucket.holds)
-        else:
-            bucket.ticket = self._comm.all_reduce(rows, "gradient")
-        self._inflight.append(bucket)
-        self._drain(2 if self._settings.overlap_comm else 0)
-
-    @property
-    def _scatters(self) -> bool:
-        return self._settings.stage >= 1 and self._settings.reduce_scatter
-
-    def _reduced(self, bucket: Bucket) -> Tensor:
-        """Where the bucket's reduced gradients are, from the first micro-batch of a step to the step's end: with their
-        masters, which may be in host memory.
-        """
-        if bucket.reduced is None:
-            whole = self._settings.stage == 0
-            own = bucket.params[0].master.dtype if bucket.params[0].master is not None else torch.float32
-            dtype = own if self._settings.accumulate_dtype is None or whole else self._settings.accumulate_dtype
-            param, master = bucket.params[0].param, bucket.params[0].master
-            device = param.device if master is None else master.device
-            pin = param.is_cuda and device.type == "cpu"
-            bucket.reduce_into(torch.empty(bucket.columns, dtype=dtype, device=device, pin_memory=pin))
-        assert bucket.reduced is not None
-        return bucket.reduced
-
-    def _drain(self, leave: int) -> None:
-        """Wait for the oldest buckets until `leave` are under way: each holds a buffer."""
-        while len(self._inflight) > leave:
-            bucket = self._inflight.pop(0)
-            assert bucket.ticket is not None
-            assert bucket.rows is not None
-            bucket.ticket.wait()
-            arrived = self._arrived(bucket)
-            if self._settings.stage == 0 and self._shares(bucket) and not bucket.holds:
-                if bucket.own is None:
-                    bucket.own = bucket.rows
-                    bucket.reduce_into(arrived)
-            else:
-                if arrived is not bucket.reduced:
-                    self._add(bucket, arrived)
-                self._give_back(bucket.buffer)
-            bucket.rows = bucket.buffer = None
-            bucket.landing = None
-            bucket.holds = True
-            bucket.absent.clear()
-            bucket.ticket = None
-
-    def _arrived(self, bucket: Bucket) -> Tensor:
-        """What this rank got, on the device; earlier micro-batches included if it is where these are."""
-        assert bucket.rows is not None
-        if self._scatters:
-            return self._reduced(bucket) if bucket.landing is None else bucket.landing
-        return bucket.rows[0 if self._settings.stage == 0 else self._comm.rank]
-
-    def _add(self, bucket: Bucket, arrived: Tensor) -> None:
-        """Write what arrived to where the reduced gradients are, or add it. The device does the adding."""
-        reduced = self._reduced(bucket)
-        if bucket.apart:
-            if bucket.holds:
-                arrived = reduced.to(arrived.device, non_blocking=True) + arrived
-            reduced.copy_(arrived.to(reduced.dtype), non_blocking=True)
-        elif bucket.holds:
-            reduced.add_(arrived)
-        else:
-            reduced.copy_(arrived)
-
-    def _shares(self, bucket: Bucket) -> bool:
-        master = bucket.params[0].master
-        return master is not None and master.dtype == bucket.dtype
+        bucket.flag(self._exchange.rows(bucket), bool(self._late))
+        self._exchange.launch(bucket)
 
     def _reduce_late(self) -> None:
         """Add the parts that came after their bucket had been sent. On all ranks, if any has some."""
@@ -454,16 +359,11 @@ class Reducer:
             if self._settings.contiguous_gradients:
                 self._copy_in(bucket, bucket.present)
             self._launch(bucket)
-            self._drain(0)
-            self._await_host()
+            self._exchange.drain(0)
+            _await_host(self._buckets)
             for param, part in zip(bucket.params, bucket.grads, strict=True):
                 whole, place = self._places[param]
                 whole.grads[place].add_(part)
-
-    def _await_host(self) -> None:
-        """Copies of reduced gradients to host memory are over when this returns."""
-        if any(bucket.apart and bucket.params[0].device.type == "cuda" for bucket in self._buckets):
-            torch.cuda.current_stream().synchronize()
 
     def _collect_local(self, param: ShardedParam) -> None:
         master, grad = param.master, param.param.grad
@@ -479,3 +379,9 @@ class Reducer:
             return
         param.param.grad = None
         master.grad = grad.to(master.device).to(master.dtype).view(master.shape)
+
+
+def _await_host(buckets: Iterable[Bucket]) -> None:
+    """Copies of reduced gradients to host memory are over when this returns."""
+    if any(bucket.apart and bucket.params[0].device.type == "cuda" for bucket in buckets):
+        torch.cuda.current_stream().synchronize()
