@@ -17,7 +17,7 @@ from .zero import Zero
 from .zero.shared_params import SharedParameters
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Training:
     """A model, what trains it, and how far that is."""
 

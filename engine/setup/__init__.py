@@ -4,5 +4,4 @@ initialize   the way from one to the other
 parallelize  leaves a rank its stages, and its shard of each layer
 sync         the same model on every rank
 replicas     parameters that several ranks of a replica hold
-arguments    flags of a script's command line
 """

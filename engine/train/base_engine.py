@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -36,7 +36,15 @@ class _OfTraining(Generic[T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, engine: BaseEngine, owner: type) -> T:
+    @overload
+    def __get__(self, engine: None, owner: type) -> _OfTraining[T]: ...
+
+    @overload
+    def __get__(self, engine: BaseEngine, owner: type) -> T: ...
+
+    def __get__(self, engine: BaseEngine | None, owner: type) -> T | _OfTraining[T]:
+        if engine is None:
+            return self
         value: T = getattr(engine.state, self._name)
         return value
 
@@ -100,6 +108,18 @@ class BaseEngine(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients there are."""
         self.zero.clear()
+
+    def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """Have the model compiled, with options of `torch.compile` as `compile_kwargs` or by name.
+
+        Raises RuntimeError where parameters come and go: in stage 3.
+        """
+        if self.zero.fetcher is not None:
+            raise RuntimeError(
+                "engine.compile: ZeRO stage 3 fetches parameters while modules run, which torch.compile cannot follow: "
+                "use stage 0, 1 or 2, or leave it out"
+            )
+        self.module.compile(backend=backend, **(compile_kwargs or {}), **more)
 
     # --- checkpoints
 

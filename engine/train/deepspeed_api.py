@@ -353,6 +353,9 @@ PIPELINE_ENGINE: Final = Names(
         "get_pipeline_parallel_rank": lambda training: training.parallel.mesh.pp_rank,
         "is_first_stage": lambda training: _pipeline(training).is_first(),
         "is_last_stage": lambda training: _pipeline(training).is_last(),
+        # a step has all its micro-batches
+        "is_gradient_accumulation_boundary": lambda training: True,
+        "set_gradient_accumulation_boundary": lambda training, is_boundary: None,
         # messages say their shapes themselves, and masks of bools arrive as well
         "reset_activation_shape": lambda training: None,
         "set_has_attention_mask": lambda training, value: None,

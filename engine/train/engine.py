@@ -31,6 +31,8 @@ class Engine(BaseEngine):
         self._in_no_sync = False
         self._boundary_override: bool | None = None
         self._backward_done = False
+        self._synchronized = False
+        """Whether a backward outside `no_sync` has come since the last step."""
 
     # --- training
 
@@ -65,6 +67,7 @@ class Engine(BaseEngine):
             (loss.float() * self.scaler.scale if self.scaler.scale != 1.0 else loss).backward(retain_graph=retain_graph)
             self.zero.finish_backward()
         self._backward_done = True
+        self._synchronized = self._synchronized or not self._in_no_sync
         self.metrics.note_loss(loss, self.config.gradient_accumulation_steps if scale_wrt_gas else 1)
         return loss
 
@@ -87,10 +90,17 @@ class Engine(BaseEngine):
                 f"engine.step: {thawed} was frozen when the engine was made, and has a gradient now, which nothing "
                 "would use: unfreeze it before initialize, or make the engine anew"
             )
+        boundary = self.is_gradient_accumulation_boundary()
+        if boundary and not self._synchronized and self.zero.size > 1:
+            raise RuntimeError(
+                "engine.step: every backward of this step was inside engine.no_sync(), so no gradients were reduced: "
+                "leave the block before the backward of the last micro-batch"
+            )
         self._backward_done = False
         self._stepped = False
         self.global_samples += self.config.train_micro_batch_size_per_gpu * self.zero.size
-        if self.is_gradient_accumulation_boundary():
+        if boundary:
+            self._synchronized = False
             with self.hooks.span("phase", "step"):
                 self._take_step(lr_kwargs or {})
         self.micro_steps += 1
@@ -152,18 +162,6 @@ class Engine(BaseEngine):
             yield
         finally:
             self._in_no_sync = False
-
-    def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Have the model compiled, with options of `torch.compile` as `compile_kwargs` or by name.
-
-        Raises RuntimeError where parameters come and go: in stage 3.
-        """
-        if self.zero.fetcher is not None:
-            raise RuntimeError(
-                "engine.compile: ZeRO stage 3 fetches parameters while modules run, which torch.compile cannot follow: "
-                "use stage 0, 1 or 2, or leave it out"
-            )
-        self.module.compile(backend=backend, **(compile_kwargs or {}), **more)
 
     # --- inside
 

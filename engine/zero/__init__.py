@@ -3,8 +3,7 @@
 zero           the stages, put together
 settings       what they are to do
 shard          how one parameter is sharded
-bucket         gradients that are reduced together
-exchange       their collectives, and the buffers of these
+bucket         gradients that are reduced together, and their collectives
 reduce         gradients, in buckets, from backward to the masters
 gather         parameters, in batches, back to full size, and whether the ranks went the same way
 fetch          stage 3: when a module's parameters come and go

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.comm import Comm
-from .bucket import Bucket
-from .exchange import BucketExchange
+from .bucket import Bucket, BucketExchange
 from .placeholder import plainly
 from .settings import ZeroSettings
 from .shard import ShardedParam
@@ -46,6 +45,9 @@ class Reducer:
         """In which gradients become ready, until it is settled."""
         self.before, self._after = self._scales()
         self._last = self._complete = True
+        self._open = False
+        """Whether a backward of this engine is under way. What comes otherwise, as from the loss of another engine's
+        model, stays where autograd has put it."""
         self._ready: list[Tensor] = []
         """Parameters whose gradients have come in this backward and have not been looked at."""
         self._by_id = {id(param.param): param for param in self._params}
@@ -75,14 +77,14 @@ class Reducer:
     def begin(self, *, last: bool, complete: bool = True) -> None:
         """A backward begins: of the `last` micro-batch of the step; and of one whose gradients are then `complete`, so
         that they can be reduced."""
-        self._last, self._complete = last, complete
+        self._last, self._complete, self._open = last, complete, True
         self._ready.clear()
 
     def look(self) -> None:
         """Take the gradients that have come since the last call."""
         params = [self._by_id[id(param)] for param in self._ready]
         self._ready.clear()
-        if not self._complete:
+        if not self._open or not self._complete:
             return
         if self._stays_whole:
             if self._settings.accumulate_dtype is not None:
@@ -115,6 +117,7 @@ class Reducer:
         if self.local and self._last:
             self._refuse(p for p in self._params if p.param.grad is None and p not in self._kept)
         if self._stays_whole:
+            self._open = False
             return
         for bucket in self._buckets[self._next :]:
             if not bucket.waiting:
@@ -134,6 +137,7 @@ class Reducer:
         self._next = 0
         for bucket in self._buckets:
             bucket.waiting = set(bucket.params)
+        self._open = False
 
     @property
     def _stays_whole(self) -> bool:
@@ -203,7 +207,9 @@ class Reducer:
         return found
 
     def clear(self) -> None:
-        """Forget the gradients there are."""
+        """Forget the gradients there are, those of a backward that an error has ended too: then on all ranks."""
+        if self._open:
+            self._abandon()
         with plainly():
             for tensor in self._with_grads:
                 tensor.grad = None
@@ -214,6 +220,16 @@ class Reducer:
             bucket.collected = []
         if self._order is not None:
             self._order = []
+
+    def _abandon(self) -> None:
+        """A backward has not come to its end: be as before it began."""
+        self._exchange.drain(0)
+        for bucket in self._buckets:
+            self._exchange.abandon(bucket)
+            bucket.waiting = set(bucket.params)
+            bucket.absent.clear()
+        self._next = 0
+        self._open = False
 
     def settle(self) -> None:
         """A step's gradients have all come: the order in which they did is that of all later buckets, as rank 0 saw it.
