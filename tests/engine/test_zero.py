@@ -229,6 +229,7 @@ def on_a_link(rank: int, chosen: ZeroSettings) -> tuple[float, list[str]]:
         with recorded() as spans:
             dist.barrier()
             begin = time.perf_counter()
+            zero.begin_backward(last=True)
             model(torch.ones(1, 100)).sum().backward()
             zero.finish_backward()
             taken.append(1e3 * (time.perf_counter() - begin))
