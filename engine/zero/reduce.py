@@ -134,6 +134,10 @@ class Reducer:
         self._late = [param for param in self._late if self._has(param)]
         self._launch_complete(len(self._buckets))
         self._exchange.drain(0)
+        self._end()
+
+    def _end(self) -> None:
+        """The next backward begins with the first bucket, and all of them wait."""
         self._next = 0
         for bucket in self._buckets:
             bucket.waiting = set(bucket.params)
@@ -226,10 +230,8 @@ class Reducer:
         self._exchange.drain(0)
         for bucket in self._buckets:
             self._exchange.abandon(bucket)
-            bucket.waiting = set(bucket.params)
             bucket.absent.clear()
-        self._next = 0
-        self._open = False
+        self._end()
 
     def settle(self) -> None:
         """A step's gradients have all come: the order in which they did is that of all later buckets, as rank 0 saw it.
