@@ -139,7 +139,7 @@ class Watchdog:
             "since_ns": self._moved_ns,
             "at_ns": now,
             "timeout_s": self._timeout_s,
-            "works": self._activity.works(self._timeout_s / 2),
+            "works": not state.device_wait and self._activity.works(self._timeout_s / 2),
             "phases": list(state.phases),
             "under_way": [operation.words for operation in state.open],
             "site": user_site(training),

@@ -22,9 +22,10 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> object:
 def test_the_lines_that_a_finding_must_name_are_there(benchmark: object) -> None:
     lines = (BENCHMARKS / "gpu_memory.py").read_text().splitlines()
     for mark in benchmark.LINES.values():  # type: ignore[attr-defined]
-        number = benchmark.line_of(mark)  # type: ignore[attr-defined]
-        assert lines[number - 1].endswith(f"# {mark}")
-        assert "torch." in lines[number - 1], "it allocates"
+        numbers = benchmark.lines_of(mark)  # type: ignore[attr-defined]
+        assert numbers, mark
+        for number in numbers:
+            assert "torch." in lines[number - 1], "it allocates"
 
 
 @pytest.mark.slow

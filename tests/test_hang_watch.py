@@ -16,7 +16,7 @@ from dsprof.collectors.python_recorder import PyRecorder
 from dsprof.launch.talk import Talk
 from dsprof.launch.watch import HangWatch
 from dsprof.run import RunFolder
-from dsprof.schema import CAPTURE_OFF, STANDSTILL, Kind
+from dsprof.schema import CAPTURE_OFF, HOST_SYNC, STANDSTILL, Kind
 
 TIMEOUT_S = 60.0
 WAITS, ABSENT = 0, 1
@@ -160,6 +160,20 @@ def test_a_rank_that_works_is_only_noted(
     assert told.count("not called a hang") == 1
     assert said in told
     assert job.hangs == []
+
+
+def test_a_rank_that_spins_until_its_device_is_done_does_not_work(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    watch = job.watch(abort=True)
+    job.stands(ABSENT, works=True)
+    recorder = job.recorders[ABSENT]
+    call = recorder.intern("torch.cuda.synchronize")
+    handle = recorder.span(Kind.MARK, recorder.intern(HOST_SYNC), 30, 0, 0, None, -1, 0, 0, -1, -1, 0, call)
+    assert not job.after(0, watch)
+    assert job.after(TIMEOUT_S + 2, watch)
+    said = capsys.readouterr().err
+    assert "rank 1 is at train.py:33, where it waits for its device (torch.cuda.synchronize)" in said
+    recorder.span_end(handle, 30, 40, -1)
+    assert watch.look() is False  # which is progress
 
 
 def test_what_looks_like_work_for_one_look_is_not_told(job: Job, capsys: pytest.CaptureFixture[str]) -> None:

@@ -261,7 +261,7 @@ class HangWatch:
             at_work = [f"rank {rank} {what}" for rank, what in working.items() if what]
             if at_work:
                 return Judgement(False, f"{words}, but {', '.join(at_work)}", stall)
-        where = [said for rank in culprits if (said := self._where(rank, told[rank]))]
+        where = [said for rank in culprits if (said := self._where(states[rank], told[rank]))]
         if where:
             words += f"; {'; '.join(where)}"
         details = {
@@ -303,11 +303,14 @@ class HangWatch:
         for phase, what in AT_WORK.items():
             if phase in state.phases:
                 return what
+        if state.device_wait:  # which spins, and moves nothing
+            return ""
         works = one.activity.works(self._timeout_s / 2) if self._here(state.rank) else (told or {}).get("works")
         return None if works is None else "works" if works else ""
 
-    def _where(self, rank: int, told: dict[str, Any] | None) -> str:
+    def _where(self, state: RankState, told: dict[str, Any] | None) -> str:
         """Where it stands."""
+        rank = state.rank
         one = self._ranks[rank]
         if one.gone:
             return f"the process of rank {rank} has ended"
@@ -320,7 +323,8 @@ class HangWatch:
             return f"rank {rank} does not answer: native code{inside} holds the interpreter's lock"
         phases = (told or {}).get("phases") or []
         phase = f" in {phases[-1]}" if phases else ""
-        return f"rank {rank} is at {short(site)}{phase}" if site else f"rank {rank} is{phase}" if phase else ""
+        device = f", where it waits for its device ({state.device_wait})" if state.device_wait else ""
+        return f"rank {rank} is at {short(site)}{phase}{device}" if site else f"rank {rank} is{phase}" if phase else ""
 
 
 def _kind(stall: Stall) -> str:

@@ -26,6 +26,7 @@ from dsprof.schema import (
     COUNTERS_NAME,
     DTYPES,
     FAMILY_FIELDS,
+    HOST_SYNC,
     NO_SEQ,
     RECORD_BYTES,
     STACKS_FILE,
@@ -52,7 +53,7 @@ MOST_RECENT: Final = 4096
 """Communications whose contents are compared between ranks."""
 SAMPLES: Final = bytes([Kind.GAUGE, Kind.MEM, Kind.PAUSE])
 """Kinds that are no progress: side threads sample a job that stands still, too."""
-FOLLOWED: Final = bytes([Kind.COMM, Kind.WAIT, Kind.PHASE])
+FOLLOWED: Final = bytes([Kind.COMM, Kind.WAIT, Kind.PHASE, Kind.MARK])
 
 _KIND, _STATE = offset(Family.SPAN, "kind"), offset(Family.SPAN, "state")
 _EMPTY, _BEGUN = int(State.EMPTY), bytes([State.BEGUN])
@@ -299,9 +300,13 @@ def make_state(rank: int, records: Sequence[Record], names: dict[int, str], memb
     unseen: dict[str, Communication] = {}
     """The last collective of each group, where nobody sees its end, as on a device."""
     waited: set[tuple[object, ...]] = set()
-    phases, waiting = [], False
+    phases, waiting, device_wait = [], False, ""
     for record in records:
         under_way = record.state == State.BEGUN
+        if record.kind is Kind.MARK:
+            if under_way and names.get(record.name) == HOST_SYNC:
+                device_wait = names.get(record.of("purpose"), "?")
+            continue
         if record.kind is Kind.PHASE:
             if under_way:
                 phases.append(names.get(record.name, "?"))
@@ -328,10 +333,11 @@ def make_state(rank: int, records: Sequence[Record], names: dict[int, str], memb
         if under_way:
             opened.append(operation)
             waiting |= not record.flags & Flag.ASYNC and operation.peer is None
-    # DDP's reducer waits inside C++, for the buckets that its backward issued.
+    # DDP's reducer waits inside C++, for the buckets that its backward issued; a device does what it was given in turn.
     waiting |= bool(opened) and "backward" in phases
+    waiting |= bool(device_wait) and bool(opened or unseen)
     marked = tuple(replace(one, waited=_identity(one) in waited) for one in (*opened, *unseen.values()))
-    return RankState(rank, marked, issued, messages, recent, whole, waiting, tuple(phases))
+    return RankState(rank, marked, issued, messages, recent, whole, waiting, tuple(phases), device_wait)
 
 
 def _identity(operation: Communication) -> tuple[object, ...]:

@@ -62,6 +62,7 @@ class RankState:
     whole:     `issued` and `messages` are of its whole life: what is not in them it never issued
     waiting:   it stands still inside a communication, as far as is known
     phases:    phases under way, the outermost first
+    device_wait: the call in which it stands still until its device has done what it was given; empty: none
     """
 
     rank: int
@@ -72,6 +73,7 @@ class RankState:
     whole: bool = True
     waiting: bool = False
     phases: tuple[str, ...] = ()
+    device_wait: str = ""
 
     @property
     def count(self) -> int:

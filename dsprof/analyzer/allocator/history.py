@@ -18,9 +18,10 @@ from dsprof.trace import Memory
 from .model import DEFAULT_POOL
 from .settings import LARGE_SEGMENT, MOST_SMALL, SMALL_SEGMENT, AllocatorSettings
 
-ALLOC, AWAIT, FREE, EMPTY, REFUSED, FAILED = range(6)
+ALLOC, AWAIT, FREE, EMPTY, REFUSED, FAILED, COLLECTED = range(7)
 """What happens: an allocation; a block is freed that another stream may still use; it is free; the program gives the
-cache back; the device refuses the memory that the next allocation wants; an allocation fails for good (an OOM)."""
+cache back; the device refuses the memory that the next allocation wants; an allocation fails for good (an OOM); the
+allocator gives back a segment that was not used for long (`garbage_collection_threshold`)."""
 
 
 class Unplayable(Exception):
@@ -267,23 +268,27 @@ def _played(
     events: list[Event] = []
     segments: list[tuple[int, int]] = []
     reserved = peak = begin.reserved
-    freed: list[tuple[int, int]] = []
-    """Segments given back since anything else happened: their stack, and what was reserved before."""
+    freed: list[tuple[int, int, int]] = []
+    """Segments given back since anything else happened: their stack, address, and what was reserved before."""
     oom_bytes, retries, ooms, number = None, 0, 0, len(keys)
     most = _peak(history, reserved)
 
     columns = (history[name].tolist() for name in ("action", "address", "bytes", "stream", "pool", "stack"))
     for action, address, size, stream, pool, stack in zip(*columns, strict=True):
         if action in ("segment_free", "segment_unmap"):
-            freed.append((stack, reserved))
+            freed.append((stack, address, reserved))
             reserved -= size
             continue
-        if freed and action in ("segment_alloc", "segment_map", "oom") and not any(s in emptying for s, _ in freed):
-            # Who has room for it needs not give anything back first; then the program did so by itself.
-            if action != "oom":
-                refused = freed[0][1] + size > most
-                retries += refused
-                events.append(Event(REFUSED if refused else EMPTY, -1))
+        if freed and action in ("segment_alloc", "segment_map", "oom") and not any(s in emptying for s, *_ in freed):
+            # Who has room for it needs not give anything back first; then the program did so by itself, or the
+            # allocator tidied up.
+            if action != "oom" and freed[0][2] + size > most:
+                retries += 1
+                events.append(Event(REFUSED, -1))
+            elif settings.gc_threshold > 0:
+                events += [Event(COLLECTED, -1, address=start) for _, start, _ in freed]
+            elif action != "oom":
+                events.append(Event(EMPTY, -1))
             freed = []
         elif freed and action != "free_completed":  # giving back waits for what other streams use
             events.append(Event(EMPTY, -1))

@@ -80,7 +80,7 @@ class Allocator:
         """A block of at least `requested` bytes; None where the device has no more: an OOM."""
         size = self.settings.round_size(requested)
         pool = self.pool(pool_id, size <= MOST_SMALL)
-        if self._collects:
+        if self.collects:
             pool.searches += 1
         block = self._best_fit(pool, stream, size) or self._grown(pool, stream, size)
         if block is None:
@@ -127,6 +127,13 @@ class Allocator:
             if block.range is not None:
                 self._unmap(block)
             elif block.is_whole:
+                self._give_back(block)
+
+    def give_back(self, address: int) -> None:
+        """The segment there, if it is free as a whole."""
+        for pool in self._pools.values():
+            block = pool.at.get(address)
+            if block is not None and block.mapped and block.is_whole:
                 self._give_back(block)
 
     def releasable(self) -> int:
@@ -241,7 +248,7 @@ class Allocator:
 
     def _grown(self, pool: Pool, stream: int, size: int) -> Block | None:
         """A block from new memory; where there is none, after cached segments were given back."""
-        if self._collects:
+        if self.collects:
             self._collect_garbage()
         block = self._new(pool, stream, size)
         if block is None and self._release_oversize(pool, stream, size):
@@ -312,7 +319,7 @@ class Allocator:
         return released >= wanted
 
     @property
-    def _collects(self) -> bool:
+    def collects(self) -> bool:
         return self.settings.gc_threshold > 0 and self.limits.allowed_bytes is not None
 
     def _collect_garbage(self) -> None:

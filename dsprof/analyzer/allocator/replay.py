@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .blocks import Block
-from .history import ALLOC, AWAIT, EMPTY, FAILED, FREE, REFUSED, Event, Recording
+from .history import ALLOC, AWAIT, COLLECTED, EMPTY, FAILED, FREE, REFUSED, Event, Recording
 from .model import FIRST_ADDRESS, NO_LIMITS, Allocator, Limits
 from .settings import AllocatorSettings
 
@@ -59,9 +59,10 @@ class Proof:
         )  # fmt: skip
 
 
-def prove(recording: Recording) -> Proof:
-    """Play a recording as it was. Only where a new segment lies is taken from it, since the device decides that."""
-    play = _Play(recording, recording.settings, NO_LIMITS, as_recorded=True)
+def prove(recording: Recording, limits: Limits = NO_LIMITS) -> Proof:
+    """Play a recording as it was. Only where a new segment lies is taken from it, since the device decides that; and,
+    unless `limits` say what the process may take, which segments `garbage_collection_threshold` gave back."""
+    play = _Play(recording, recording.settings, limits, as_recorded=True)
     play.run()
     made, told = play.allocator.made, recording.segments
     alike = sum(one == other for one, other in zip(made, told, strict=False)) if len(made) <= len(told) else 0
@@ -159,6 +160,8 @@ class _Play:
                 self._fail(event)
             elif act == REFUSED and self._as_recorded:
                 allocator.refuse_next = True
+            elif act == COLLECTED and self._as_recorded and not allocator.collects:
+                allocator.give_back(event.address)
 
     def _fail(self, event: Event) -> None:
         """What ran out of memory in the recording. What the program would have done with it is not known."""

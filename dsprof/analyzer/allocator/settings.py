@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -52,13 +53,16 @@ class AllocatorSettings:
         divisions = [int(divided.get(str(1 << power), 0)) for power in range(POWERS)]
         if any(one < 0 or one & (one - 1) for one in divisions):
             raise ValueError(f"roundup_power2_divisions are {divisions}, not all powers of two")
-        rounding = int(told.get("max_non_split_rounding_size", LARGE_SEGMENT))
+        rounding = told.get("max_non_split_rounding_size")
+        if rounding is None:  # torch 2.11 says it in what was written only
+            written = re.search(r"max_non_split_rounding_mb\s*:\s*(\d+)", str(told.get("PYTORCH_CUDA_ALLOC_CONF", "")))
+            rounding = int(written[1]) * MiB if written else LARGE_SEGMENT
         return cls(
             max_split_bytes=None if int(most) <= 0 or int(most) >= 1 << 62 else int(most),
             divisions=tuple(divisions),
             gc_threshold=float(told.get("garbage_collection_threshold", 0.0)),
             expandable=bool(told.get("expandable_segments", False)),
-            max_rounding_bytes=rounding if rounding > 0 else LARGE_SEGMENT,
+            max_rounding_bytes=int(rounding) if int(rounding) > 0 else LARGE_SEGMENT,
         )
 
     def round_size(self, requested: int) -> int:
