@@ -219,17 +219,15 @@ def examine(files: dict[str, Path], capped_bytes: int | None) -> dict[str, Any]:
 
 def summary(programs: dict[str, Any]) -> dict[str, Any]:
     runs = [one for of in programs.values() for one in of.values()]
-    errors = [
-        abs(guess["error_percent"])
-        for of in programs.values()
-        for setting, one in of.items()
-        for source, guess in one["predicted"].items()
-        if source != setting
-    ]
+    guesses = [(one["measured"], guess) for one in runs for guess in one["predicted"].values()]
+    errors = [abs(guess["error_percent"]) for _, guess in guesses]
     return {
-        "runs": len(runs), "exact": sum(one["exact"]["holds"] for one in runs), "predictions": len(errors),
-        "predicted_to_the_byte": sum(not error for error in errors),
-        "predicted_within_1_percent": sum(error <= 1 for error in errors),
+        "runs": len(runs), "exact": sum(one["exact"]["holds"] for one in runs), "predictions": len(guesses),
+        "peak_to_the_byte": sum(guess["peak_reserved"] == real["peak_reserved"] for real, guess in guesses),
+        "device_calls_right": sum(
+            guess["device_calls"] == real["device_allocs"] + real["device_frees"] for real, guess in guesses
+        ),
+        "retries_right": sum(guess["retries"] == real["retries"] for real, guess in guesses),
         "largest_error_percent": max(errors, default=None),
     }  # fmt: skip
 

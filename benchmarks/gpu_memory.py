@@ -277,7 +277,7 @@ def main() -> None:
     }  # fmt: skip
     slug = name.lower().replace("nvidia ", "").split()[0]
     output = args.output or ROOT / "benchmarks" / "results" / f"gpu-memory-{slug}.json"
-    output.write_text(json.dumps(whole, indent=1, default=str) + "\n")
+    output.write_text(json.dumps(whole, indent=1, default=str).replace(f"{ROOT}/", "") + "\n")
     print(f"{'passed' if whole['passed'] else 'FAILED'}: {output}")
     sys.exit(0 if whole["passed"] else 1)
 

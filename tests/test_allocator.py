@@ -25,6 +25,7 @@ from dsprof.analyzer.allocator import (
     record,
     replay,
 )
+from dsprof.analyzer.allocator.addresses import DeviceAddresses
 from dsprof.analyzer.allocator.blocks import Block
 from dsprof.importers import import_trace
 from dsprof.trace.snapshot import SnapshotTables
@@ -71,6 +72,40 @@ def test_settings_are_read_from_a_snapshot_and_written_as_torch_takes_them() -> 
     assert str(AllocatorSettings(divisions=(0, *(2,) * 15))).startswith("roundup_power2_divisions:[1:0,2:2,4:2,")
     with pytest.raises(ValueError, match="powers of two"):
         AllocatorSettings.of_snapshot({"roundup_power2_divisions": {"1": 3}})
+
+
+def test_rounding_of_unsplit_blocks_is_read_from_what_was_set_where_a_snapshot_does_not_say_it() -> None:
+    told = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,max_non_split_rounding_mb:40", "max_split_size": 64 * MiB}
+    assert AllocatorSettings.of_snapshot(told) == AllocatorSettings(64 * MiB, max_rounding_bytes=40 * MiB)
+    assert (
+        AllocatorSettings.of_snapshot({**told, "max_non_split_rounding_size": 30 * MiB}).max_rounding_bytes == 30 * MiB
+    )
+
+
+# --- where the device puts segments ---------------------------------------------------------------
+
+
+def test_segments_lie_where_an_h100_put_them() -> None:
+    """As recorded there: MiB, and address from the first in MiB."""
+    seen = [
+        (34, 0), (26, 34), (42, -64), (50, -128), (56, -192), (2, -192 + 56), (40, -256), (40, -320), (2, -320 + 40),
+        (60, -384), (50, -448), (60, -512), (2, -512 + 60),
+    ]  # fmt: skip
+    addresses = DeviceAddresses()
+    first = addresses.place(seen[0][0] * MiB)
+    assert [(addresses.place(size * MiB) - first) // MiB for size, _ in seen[1:]] == [at for _, at in seen[1:]]
+
+
+def test_addresses_that_are_given_up_are_taken_again_from_the_top() -> None:
+    addresses = DeviceAddresses()
+    starts = [addresses.place(size * MiB) for size in (60, 54, 64, 54)]
+    addresses.give_back(starts[0])
+    addresses.give_back(starts[1])
+    assert addresses.place(60 * MiB) == starts[0]
+    assert addresses.place(30 * MiB) == starts[1] + 32 * MiB
+    addresses.give_back(starts[3])
+    assert addresses.place(200 * MiB) == starts[3] + 64 * MiB - 224 * MiB, "the lowest stretch was given up"
+    addresses.give_back(7)  # nothing of ours
 
 
 # --- segments and blocks ------------------------------------------------------------------------

@@ -12,12 +12,13 @@ import pytest
 from allocations import Device, MiB, OutOfMemory
 
 from dsprof.analyzer import analyze
+from dsprof.analyzer.allocator import record
 from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.finding import Finding, Where
 from dsprof.analyzer.rules import memory as rules
 from dsprof.importers import import_trace
 
-UNPROVED = "(the allocator twin's number, not proved on a GPU)"
+BASIS = "(the allocator twin's number; such numbers held on an H100)"
 
 
 def analysis_of(device: Device, folder: Path) -> Analysis:
@@ -52,7 +53,7 @@ def test_one_block_that_is_kept_in_each_segment(tmp_path: Path) -> None:
     setting, code = finding.fixes
     assert setting.patch == ({"name": "PYTORCH_CUDA_ALLOC_CONF", "value": "expandable_segments:True"},)
     assert "1.2 GiB reserved at the peak instead of 2.1 GiB" in setting.title
-    assert setting.title.endswith(UNPROVED)
+    assert setting.title.endswith(BASIS)
     assert code.patch == ({"file": "/home/me/train.py", "line": 20, "argument": "", "value": ""},)
 
 
@@ -88,6 +89,31 @@ def test_a_sequence_that_grows_on_a_full_device(tmp_path: Path) -> None:
     assert "the cache given back for want of memory 0 times instead of 3" in finding.fixes[0].title
 
 
+@pytest.mark.parametrize(
+    ("capacity", "stranded", "severity"),
+    [(None, 51.0, "high"), (2300, 51.0, "high"), (2300, 7.0, "medium"), (4000, 51.0, "low"), (80_000, 51.0, "info")],
+)
+def test_what_is_lost_matters_as_the_device_is_short(
+    tmp_path: Path, capacity: int | None, stranded: float, severity: str
+) -> None:
+    device = Device()
+    allocations.pinned(device)  # reserves 2200 MiB
+    memory = import_trace(device.write(tmp_path / "snapshot.pickle")).memory[0]
+    recording = record(memory, 0, device.settings)
+    assert rules._severity(recording, stranded, True, capacity and capacity * MiB) == severity
+
+
+def test_ranks_that_need_the_same_change_share_a_finding(tmp_path: Path) -> None:
+    device = Device()
+    allocations.pinned(device)
+    finding = found("memory.fragmentation", analysis_of(device, tmp_path))
+    evidence = tuple(replace(item, value=2 * item.value) if item.unit == "bytes" else item for item in finding.evidence)
+    worse = replace(finding, evidence=evidence, where=Where(ranks=(3,)))
+    other = replace(finding, fixes=finding.fixes[:1], where=Where(ranks=(5,)))
+    joined = rules._joined([finding, worse, other])
+    assert joined == [replace(worse, where=Where(ranks=(0, 3))), other]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_blocks_of_very_different_sizes_and_lives(tmp_path: Path, seed: int) -> None:
     device = Device()
@@ -96,7 +122,7 @@ def test_blocks_of_very_different_sizes_and_lives(tmp_path: Path, seed: int) -> 
     assert finding.severity in ("medium", "high")
     assert "beside what train.py:70 keeps" in finding.title
     assert finding.fixes[0].kind == "env"
-    assert finding.fixes[0].title.endswith(UNPROVED)
+    assert finding.fixes[0].title.endswith(BASIS)
 
 
 def test_the_same_in_every_step_is_no_fragmentation(tmp_path: Path) -> None:

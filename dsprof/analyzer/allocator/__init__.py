@@ -2,6 +2,7 @@
 
 settings  PYTORCH_CUDA_ALLOC_CONF, and how sizes are rounded
 blocks    blocks and pools
+addresses where the device puts a segment
 model     the allocator
 history   what a recording's program did, and the state it began with
 replay    played as it was, to prove the twin, and under other settings

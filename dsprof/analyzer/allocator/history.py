@@ -21,7 +21,7 @@ from .settings import LARGE_SEGMENT, MOST_SMALL, SMALL_SEGMENT, AllocatorSetting
 ALLOC, AWAIT, FREE, EMPTY, REFUSED, FAILED, COLLECTED = range(7)
 """What happens: an allocation; a block is freed that another stream may still use; it is free; the program gives the
 cache back; the device refuses the memory that the next allocation wants; an allocation fails for good (an OOM); the
-allocator gives back a segment that was not used for long (`garbage_collection_threshold`)."""
+allocator gives back a segment by itself (where `garbage_collection_threshold` is set)."""
 
 
 class Unplayable(Exception):
@@ -280,15 +280,13 @@ def _played(
             reserved -= size
             continue
         if freed and action in ("segment_alloc", "segment_map", "oom") and not any(s in emptying for s, *_ in freed):
-            # Who has room for it needs not give anything back first; then the program did so by itself, or the
-            # allocator tidied up.
-            if action != "oom" and freed[0][2] + size > most:
-                retries += 1
-                events.append(Event(REFUSED, -1))
-            elif settings.gc_threshold > 0:
+            if settings.gc_threshold > 0 and not settings.expandable:
                 events += [Event(COLLECTED, -1, address=start) for _, start, _ in freed]
             elif action != "oom":
-                events.append(Event(EMPTY, -1))
+                # Who has room for it needs not give anything back first; then the program did so by itself.
+                refused = freed[0][2] + size > most
+                retries += refused
+                events.append(Event(REFUSED if refused else EMPTY, -1))
             freed = []
         elif freed and action != "free_completed":  # giving back waits for what other streams use
             events.append(Event(EMPTY, -1))

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from .addresses import DeviceAddresses
 from .blocks import Block, Pool, Range
 from .settings import LARGE_SEGMENT, LEAST_BLOCK, MOST_SMALL, SMALL_SEGMENT, AllocatorSettings, segment_size
 
 DEFAULT_POOL: Final = "0.0"
-FIRST_ADDRESS: Final = 1 << 40
-"""Of the segments, where a recording gives none."""
 RANGE_BYTES: Final = 1 << 42
 """Addresses of an expandable segment, where the device's size is not known."""
 
@@ -55,7 +54,7 @@ class Counts:
 
 
 class Allocator:
-    """One device's allocator. `place` gives the address of a new segment of so many bytes."""
+    """One device's allocator. `place` gives the address of a new segment of so many bytes; by default the device's."""
 
     def __init__(
         self,
@@ -63,7 +62,9 @@ class Allocator:
         limits: Limits = NO_LIMITS,
         place: Callable[[int], int] | None = None,
     ) -> None:
-        self.settings, self.limits, self.place = settings, limits, place
+        self.settings, self.limits = settings, limits
+        self._addresses = DeviceAddresses()
+        self.place = place or self._addresses.place
         self.counts = Counts()
         self.refuse_next = False
         """The device is to refuse the next request of memory once: it did so in the recording."""
@@ -72,7 +73,6 @@ class Allocator:
         self._pools: dict[tuple[str, bool], Pool] = {}
         self._pending: dict[int, Block] = {}
         self._served = 0
-        self._next_address = FIRST_ADDRESS
 
     # --- what a program does ----------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class Allocator:
             return self._expanded(pool, stream, size)
         if not self._fits(segment):
             return None
-        block = Block(self._address(segment), segment, stream, pool)
+        block = Block(self.place(segment), segment, stream, pool)
         self._reserve(block.start, segment)
         return block
 
@@ -288,17 +288,12 @@ class Allocator:
             counts.cached_at_peak = self.releasable()
             counts.stranded_at_peak = counts.reserved - more - counts.active - counts.cached_at_peak
 
-    def _address(self, size: int) -> int:
-        if self.place is not None:
-            return self.place(size)
-        address, self._next_address = self._next_address, self._next_address + -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
-        return address
-
     # --- giving it back ---------------------------------------------------------------------------
 
     def _give_back(self, block: Block) -> None:
         """The whole free segment `block`."""
         block.pool.remove(block)
+        self._addresses.give_back(block.start)
         self.counts.reserved -= block.size
         self.counts.device_frees += 1
 
@@ -367,7 +362,7 @@ class Allocator:
             if room >= size:
                 return block
         length = self._range_bytes(pool)
-        return self.add_range(pool, stream, self._address(length), length)
+        return self.add_range(pool, stream, self.place(length), length)
 
     def _range_bytes(self, pool: Pool) -> int:
         """An eighth more than the device has, so that pages can move to the end."""

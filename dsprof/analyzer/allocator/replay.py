@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from .blocks import Block
 from .history import ALLOC, AWAIT, COLLECTED, EMPTY, FAILED, FREE, REFUSED, Event, Recording
-from .model import FIRST_ADDRESS, NO_LIMITS, Allocator, Limits
+from .model import NO_LIMITS, Allocator, Limits
 from .settings import AllocatorSettings
+
+BEYOND: Final = 1 << 50
+"""Addresses of segments that the recording has not."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ class _Play:
                 allocator.release_cached()
             elif act == FAILED:
                 self._fail(event)
-            elif act == REFUSED and self._as_recorded:
+            elif act == REFUSED and self._as_recorded and allocator.limits.allowed_bytes is None:
                 allocator.refuse_next = True
             elif act == COLLECTED and self._as_recorded and not allocator.collects:
                 allocator.give_back(event.address)
@@ -211,7 +215,7 @@ class _Play:
 
     def _recorded_place(self, size: int) -> int:
         told, number = self._recording.segments, len(self.allocator.made)
-        return told[number][0] if number < len(told) else FIRST_ADDRESS + number * size
+        return told[number][0] if number < len(told) else BEYOND + number * size
 
 
 def _segment(block: Block) -> Iterator[Block]:

@@ -29,7 +29,7 @@ from ..allocator import (
 from ..allocator.history import FAILED
 from ..allocator.settings import POWERS, MiB
 from ..context import Context, once
-from ..finding import ALLOCATOR_TWIN, HIGH_PERCENT, Evidence, Finding, Fix, Gain, Severity, Where
+from ..finding import ALLOCATOR_TWIN, HIGH_PERCENT, SEVERITIES, Evidence, Finding, Fix, Gain, Severity, Where
 from ..memory import UNKNOWN, Holder, holders_of, sites_of
 from ..text import count, percent, size
 from .base import NotConcerned, PartlyJudged
@@ -49,7 +49,12 @@ MOST_PLAYED: Final = 2
 FRESH_ERROR: Final = 0.05
 """By how much, of the peak, a replay from a fresh allocator on may differ from what was recorded."""
 CONF: Final = "PYTORCH_CUDA_ALLOC_CONF"
-UNPROVED: Final = "the allocator twin's number, not proved on a GPU"
+BASIS: Final = "the allocator twin's number; such numbers held on an H100"
+"""Of a prediction (benchmarks/results/gpu-allocator-h100.json)."""
+SHORT: Final = 0.92
+"""Share of the device's memory from which on a peak of what is reserved is close to it."""
+ROOMY: Final = 0.5
+"""Below this share nothing is short, and what is lost costs nothing."""
 NO_TIME: Final = Gain(0.0, 0.0, 0.0, 0.0, method=ALLOCATOR_TWIN)
 SHOWN: Final = 3
 """Lines that hold memory."""
@@ -99,15 +104,49 @@ def fragmentation(context: Context) -> list[Finding]:
     findings = []
     for one in found:
         try:
-            findings += _fragmentation(one)
+            findings += _fragmentation(one, _capacity(context, one))
         except Unplayable as reason:
             reasons = [*reasons, f"device {one.recording.device} of rank {one.rank}: {reason}"]
+    findings = _joined(findings)
     if not reasons:
         return findings
     raise PartlyJudged(findings, ("memory.fragmentation",), "; ".join(reasons))
 
 
-def _fragmentation(one: Played) -> list[Finding]:
+def _capacity(context: Context, one: Played) -> int | None:
+    """What the device has; None: not known."""
+    place = f"cuda.{one.recording.device}"
+    return next((use.capacity for use in context.memory_uses if (use.rank, use.place) == (one.rank, place)), None)
+
+
+def _joined(findings: list[Finding]) -> list[Finding]:
+    """Of ranks that need the same change, the finding of the one that loses most."""
+    alike: dict[Any, list[Finding]] = {}
+    for finding in findings:
+        changes = tuple(str(change) for fix in finding.fixes for change in fix.patch)
+        alike.setdefault(changes, []).append(finding)
+    joined = []
+    for same in alike.values():
+        worst = min(same, key=lambda one: (SEVERITIES.index(one.severity), -_lost(one)))
+        joined.append(
+            replace(worst, where=Where(ranks=tuple(sorted({rank for one in same for rank in one.where.ranks or ()}))))
+        )
+    return joined
+
+
+def _lost(finding: Finding) -> float:
+    return sum(float(item.value) for item in finding.evidence if item.metric.startswith("free then"))
+
+
+def _severity(recording: Recording, stranded: float, lost: bool, capacity: int | None) -> Severity:
+    if recording.ooms or recording.retries or capacity is None or recording.peak_reserved >= SHORT * capacity:
+        if recording.ooms or stranded >= HIGH_PERCENT:
+            return "high"
+        return "medium" if lost or recording.retries else "low"
+    return "low" if lost and recording.peak_reserved >= ROOMY * capacity else "info"
+
+
+def _fragmentation(one: Played, capacity: int | None) -> list[Finding]:
     recording, proof = one.recording, one.proof
     if not proof.holds:
         raise Unplayable(
@@ -141,6 +180,8 @@ def _fragmentation(one: Played) -> list[Finding]:
         Evidence("free then, between blocks in use", now.stranded, "bytes", best.stranded if better else None),
         Evidence("free then, in whole segments", now.cached, "bytes"),
     ]
+    if capacity is not None:
+        evidence.append(Evidence("the device has", capacity, "bytes"))
     if recording.retries:
         evidence.append(Evidence("times the cache was given back for want of memory", recording.retries, "count", 0))
     evidence += [Evidence(f"kept by {item.site}", item.bytes, "bytes") for item in holders[:SHOWN]]
@@ -160,9 +201,7 @@ def _fragmentation(one: Played) -> list[Finding]:
             f"{size(now.cached)} of {size(now.peak_reserved)} reserved ({percent(cached)}) are cached segments of "
             f"sizes that no longer come, the last asked for at {_short(_site(one, asked.stack if asked else -1))}"
         )
-    severity: Severity = "high" if recording.ooms or stranded >= HIGH_PERCENT else "medium"
-    if not lost and not recording.retries:
-        severity = "low"
+    severity = _severity(recording, stranded, lost, capacity)
     fixes = (*((_setting_fix(one, now, best),) if better else ()), *_code_fix(holders, lost))
     return [Finding("memory.fragmentation", title, severity, Where(ranks=(one.rank,)), tuple(evidence), NO_TIME, fixes)]
 
@@ -240,7 +279,7 @@ def _setting_fix(one: Played, now: Outcome, best: Outcome) -> Fix:
     calls = (
         f"{best.device_calls:,} calls of cudaMalloc and cudaFree (or to map and unmap) instead of {now.device_calls:,}"
     )
-    return Fix("env", f"{CONF}={value}: {gained}, {calls} ({UNPROVED})", ({"name": CONF, "value": value},))
+    return Fix("env", f"{CONF}={value}: {gained}, {calls} ({BASIS})", ({"name": CONF, "value": value},))
 
 
 KNOWN: Final = (
