@@ -203,7 +203,7 @@ def examine(scenario: str, args: argparse.Namespace, folder: Path) -> dict[str, 
     if wanted is None:  # how much its blocks fragment is the card's to say
         checks["no growth and no risk"] = all(finding.code == "memory.fragmentation" for finding in above)
     else:
-        chosen = [finding for finding in above if finding.code == wanted]
+        chosen = [finding for finding in found if finding.code == wanted]  # an info on a card with much left
         checks[f"{wanted} found"] = bool(chosen)
         if scenario in LINES:
             said = json.dumps([finding.to_dict() for finding in chosen])
