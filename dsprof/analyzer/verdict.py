@@ -95,8 +95,8 @@ def _answer(analysis: Analysis, on_gpu: bool, slowdown: str, missing: str) -> Ve
     if analysis.device is not None:
         return Verdict("inconclusive", f"{_of_devices(analysis)}; nothing found that surely shortens the step")
     if on_gpu:
-        text = f"the job ran on a GPU, whose kernels this version does not time; a step takes {ms(step.mean)}"
-        return Verdict("inconclusive", text)
+        replays = "the job ran on a GPU, on which this version replays no steps (--deep A:B traces its kernels)"
+        return Verdict("inconclusive", f"{replays}; a step takes {ms(step.mean)}")
     if not math.isfinite(analysis.noise_ms) or analysis.steps_judged < FEWEST_JUDGED:
         return Verdict("inconclusive", f"too few steps to tell a gain from noise; a step takes {ms(step.mean)}")
     if run.status in INTERRUPTED:

@@ -73,7 +73,7 @@ def need_host(context: Context) -> None:
     if context.device is not None:
         raise NotJudged("the device's kernels were traced, but this version replays no steps on a device")
     if context.on_gpu:
-        raise NotJudged("the job ran on a device, whose time this version does not measure")
+        raise NotJudged("the job ran on a device, on which this version replays no steps")
 
 
 def replay_recut(context: Context, change: Callable[[Steps], Edited], untried: str) -> Float:

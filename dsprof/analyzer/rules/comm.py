@@ -52,7 +52,7 @@ def bucket_size(context: Context) -> list[Finding]:
     """
     need_steps(context)
     if context.on_gpu:
-        raise NotJudged("collectives ran on a device, whose time this version does not measure")
+        raise NotJudged("collectives ran on a device, on which this version replays no steps")
     if context.ranks_missing:
         raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
     stage = stage_of(context)
