@@ -1,4 +1,4 @@
-"""The run folder: where everything of one run lies, and run.json, which says what the run was.
+"""The run folder: where everything of one run lies.
 
 dsprof-out/<name>-<UTC>-<id>/
     run.json  capture/rank00003.<restart>.<host>.<pid>/  trace/rank00003.parquet  memory/rank00003.*.parquet
@@ -13,218 +13,22 @@ import json
 import os
 import re
 import shutil
-import signal
-import sys
-from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from .atomic import write_atomically
-from .names import CaptureName
-from .schema import CONTROL_FILE, HANGS_FILE
+from ..atomic import write_atomically
+from ..names import CaptureName
+from ..schema import CONTROL_FILE, HANGS_FILE
+from .info import HostPart, RunInfo, from_known
+from .ranks import RankExit
 
-RUN_SCHEMA: Final = 1
 DEFAULT_PARENT: Final = "dsprof-out"
-
-BY_HAND: Final = 128 + signal.SIGINT
-INTERRUPTED: Final = (BY_HAND, 128 + signal.SIGTERM)
-"""Status of a run that was stopped from the keyboard; of one that was stopped by somebody, a scheduler perhaps."""
-
-Known = TypeVar("Known")
-Process = TypeVar("Process", "RankExit", "RankInfo")
 
 
 class RunError(Exception):
     """A run folder cannot be used; the message says which, why, and what to do instead."""
-
-
-@dataclass
-class RankExit:
-    """How one rank's process ended, as its launcher saw it."""
-
-    rank: int
-    host: str
-    pid: int
-    code: int | None
-    """Exit status as the operating system gave it: 0..255; None when it ended by a signal."""
-    signal: int | None
-    ended_ns: int | None
-    """Monotonic clock of the host, for telling who died first."""
-    restart: int = 0
-    """Which elastic restart of the job the process belonged to."""
-    stopped: bool = False
-    """The launcher ended it: another rank had failed, or the job was interrupted."""
-    ended_epoch_ns: int | None = None
-    """The same moment by the host's wall clock, for telling who died first on which host."""
-
-    @property
-    def status(self) -> int:
-        """What a shell would report: the exit code, or 128 + the signal."""
-        if self.signal is not None:
-            return 128 + self.signal
-        return self.code or 0
-
-    @property
-    def how(self) -> str:
-        """What ended it: `exit status 7`, `SIGKILL`."""
-        if self.signal is None:
-            return "running or unknown" if self.code is None else f"exit status {self.code}"
-        try:
-            return signal.Signals(self.signal).name
-        except ValueError:  # a real-time signal, or one of another platform
-            return f"signal {self.signal}"
-
-
-def last_processes(processes: Iterable[Process]) -> list[Process]:
-    """The last process of each rank, by rank: how it ended, or what it captured.
-
-    Restarts are counted by each host's launcher: one host may be at its second while another is at its first. A rank
-    that moved to another host has its last process there, and one that a shrunken job no longer has is gone.
-    """
-    every = list(processes)
-    last: dict[str, int] = {}
-    for item in every:
-        last[item.host] = max(last.get(item.host, 0), item.restart)
-    final = [item for item in every if item.restart == last[item.host]]
-    by_rank = {item.rank: item for item in sorted(final, key=lambda item: item.restart)}
-    return [by_rank[rank] for rank in sorted(by_rank)]
-
-
-def failures(exits: list[RankExit]) -> list[RankExit]:
-    """Ranks whose last process failed by itself, the first to end first."""
-    failed = [item for item in last_processes(exits) if item.status and not item.stopped]
-    return sorted(failed, key=lambda item: item.ended_epoch_ns or item.ended_ns or sys.maxsize)
-
-
-@dataclass
-class HostPart:
-    """What a host's launcher says of its part in a run of several hosts: hosts/<host>.json."""
-
-    host: str
-    node: int | None = None
-    """Its number in the job's rendezvous; that of the host of rank 0 is 0. None: the hosts have not met yet."""
-    ended: str | None = None
-    """When its job ended and its captures were in the run folder; UTC."""
-    status: int | None = None
-    """What its `dsprof run` returned."""
-    concluded: bool = False
-    """It has drawn the run's verdict."""
-    cpu_peaks: list[dict[str, Any]] = field(default_factory=list)
-    """What it measured for `RunInfo.cpu_peaks`, of its own ranks."""
-
-
-@dataclass
-class RankInfo:
-    """One rank's capture, as merged."""
-
-    rank: int
-    restart: int
-    host: str
-    pid: int
-    capture: str
-    """Name of its folder under capture/."""
-    native: bool
-    last_step: int
-    """Last completed step; -1: none."""
-    records: int
-    dropped: int
-    """Records not written: the disk was full, or the capture reached its size limit."""
-    damaged: int
-    """Records that could not be read back: torn or corrupt."""
-    errors: int
-    """Errors inside the collectors: caught, counted, and of no consequence to the job."""
-    closed: bool
-    """The capture was closed in order (not by a kill)."""
-    started_ns: int | None = None
-    """When the process began, by the monotonic clock of its host; None where that is not known."""
-    opened_ns: int | None = None
-    """When capturing began."""
-    closed_ns: int | None = None
-    """When it ended; None where it was not closed in order."""
-    clock: str = ""
-    """Names the monotonic clock that its times are of; empty where that is not known, and its host stands for it."""
-
-    @property
-    def clock_name(self) -> str:
-        """Ranks of which it is the same read one clock."""
-        return self.clock or self.host
-
-
-@dataclass
-class RunInfo:
-    """The contents of run.json."""
-
-    id: str
-    name: str
-    command: list[str]
-    cwd: str = ""
-    started: str = ""
-    ended: str | None = None
-    status: int | None = None
-    """What `dsprof run` returned; None while running or without a launcher of ours."""
-    world_size: int | None = None
-    level: str = "light"
-    """Of the capture; empty of an imported trace, which has none of ours."""
-    engine: str = "script"
-    """What trained: `script`, what the script imports, or `dsprof`, our engine in the place of DeepSpeed."""
-    versions: dict[str, str] = field(default_factory=dict)
-    exits: list[RankExit] = field(default_factory=list)
-    ranks: list[RankInfo] = field(default_factory=list)
-    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Process group name -> {"ranks": [global ranks seen], "size": int, "desc": str, "backend": str, if known}."""
-    facts: list[dict[str, Any]] = field(default_factory=list)
-    """What the ranks said of themselves: {"fact": "ddp"|"dataloader"|..., "rank": int, "site": "file:line", ...}."""
-    warnings: list[str] = field(default_factory=list)
-    host: str = ""
-    """The launcher's host."""
-    started_ns: int | None = None
-    """Just before the job was started, by the monotonic clock of `host`; None without a launcher of ours."""
-    ended_ns: int | None = None
-    """Just after it had ended."""
-    cpu_peaks: list[dict[str, Any]] = field(default_factory=list)
-    """Measured on each host when a job on CPUs had ended, at level full: {"host": str, "ranks": [global ranks],
-    "threads": int, "flops": {dtype: operations a second}}."""
-    oom_kills: list[dict[str, Any]] = field(default_factory=list)
-    """Seen when the job had ended: {"ranks": [global ranks], "path": cgroup, "kills": processes of it that the kernel
-    killed for want of memory while the job ran}."""
-    nnodes: str = ""
-    """Of a run of several hosts how many, as torchrun's flag says it: `2`, `1:4`. Empty: of one."""
-    token: str = ""
-    """Tells such a run from others that are made in the same folder."""
-    hangs: list[dict[str, Any]] = field(default_factory=list)
-    """The times that the launcher called the job hung (hangs.json): {"code", "kind", "words", "culprits", "waiters",
-    "operation", "still_s", "went_on", "stood_s" of one that went on, "aborted", ...}; see `dsprof.launch.watch`."""
-    hints: list[str] = field(default_factory=list)
-    """Of a job that failed or was interrupted, and wanted to be started in another way: what to type instead."""
-    schema: int = RUN_SCHEMA
-
-    @property
-    def imported(self) -> str:
-        """The format of another tool's trace that this run was made of; empty: dsprof captured it."""
-        return next((str(fact.get("format", "")) for fact in self.facts if fact.get("fact") == "import"), "")
-
-    @property
-    def ended_for_hanging(self) -> bool:
-        """Whether dsprof ended the job since it hung, as `--on-hang abort` says."""
-        return any(hang.get("aborted") and not hang.get("went_on") for hang in self.hangs[-1:])
-
-    def group(self, name: str) -> dict[str, Any]:
-        """What `groups` says of a process group, or of one made anew under its name (`0#1`); empty: nothing."""
-        return self.groups.get(name) or self.groups.get(name.partition("#")[0]) or {}
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> RunInfo:
-        data = json.loads(text)
-        if not isinstance(data, dict) or "id" not in data:
-            raise ValueError("not a run.json: it has no `id`")
-        data["exits"] = [from_known(RankExit, item) for item in data.get("exits", [])]
-        data["ranks"] = [from_known(RankInfo, item) for item in data.get("ranks", [])]
-        return from_known(cls, {"name": data["id"], "command": [], **data})
 
 
 @dataclass(frozen=True)
@@ -403,15 +207,6 @@ class RunFolder:
             raise RunError(
                 f"{self.run_json}: cannot be read ({error}); move it away to analyze the capture without it"
             ) from error
-
-
-def from_known(kind: type[Known], item: dict[str, Any]) -> Known:
-    """A dataclass from JSON, without keys that it does not know: a newer dsprof may have written more.
-
-    Raises TypeError or AttributeError where it is not an object that holds what is needed.
-    """
-    known = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{key: value for key, value in item.items() if key in known})
 
 
 def open_run(path: str | os.PathLike[str]) -> RunFolder:
