@@ -51,7 +51,7 @@ from overhead_arms import ARMS
 from overhead_jobs import JOBS
 
 from dsprof.atomic import write_atomically
-from dsprof.schema import RECORD_BYTES
+from dsprof.ondisk import RECORD_BYTES
 
 HERE: Final = Path(__file__).parent
 CHEAP: Final = ("off", "off_again", "light", "full")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from dsprof.atomic import write_atomically
-from dsprof.schema import FORMAT_VERSION, describe_failure
+from dsprof.ondisk import FORMAT_VERSION, describe_failure
 
 from . import host
 from .errors import count_error

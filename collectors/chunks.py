@@ -15,23 +15,23 @@ import threading
 import time
 from typing import Final
 
-from dsprof import schema
+from dsprof import ondisk
 
 from .counters import Counters
 from .forks import renew_in_child
 from .interrupts import by_handler
 
-CHUNK_BYTES: Final = schema.CHUNK_HEADER_BYTES + schema.CHUNK_RECORDS * schema.RECORD_BYTES
+CHUNK_BYTES: Final = ondisk.CHUNK_HEADER_BYTES + ondisk.CHUNK_RECORDS * ondisk.RECORD_BYTES
 PATIENCE_S: Final = 2.0
 """How long a hook waits for a chunk that is not ready. If that is not enough, the records of all are dropped until it
 is."""
 
-_STATE: Final = schema.offset(schema.Family.SPAN, "state")
-_EMPTY: Final = int(schema.State.EMPTY)
-_RECORDS: Final = schema.CHUNK_RECORDS
+_STATE: Final = ondisk.offset(ondisk.Family.SPAN, "state")
+_EMPTY: Final = int(ondisk.State.EMPTY)
+_RECORDS: Final = ondisk.CHUNK_RECORDS
 _HALF: Final = _RECORDS // 2
 _STEPS: Final = struct.Struct("<Q")
-_STEPS_AT: Final = schema.CHUNK_HEADER.size + schema.CHUNK_PLACE.size - _STEPS.size
+_STEPS_AT: Final = ondisk.CHUNK_HEADER.size + ondisk.CHUNK_PLACE.size - _STEPS.size
 
 
 class Chunks:
@@ -47,7 +47,7 @@ class Chunks:
         self._folder = folder
         self._counters = counters
         limit = limit_bytes // CHUNK_BYTES
-        self._kept = schema.kept_chunks(limit)
+        self._kept = ondisk.kept_chunks(limit)
         self._ring = limit - self._kept
         """How many of the newest chunks there are at the limit."""
         self._chunks: dict[int, mmap.mmap] = {}
@@ -98,7 +98,7 @@ class Chunks:
             _STEPS.pack_into(chunk, _STEPS_AT, self._counters["steps"])
         elif at == _HALF:
             self._prepare(index + 1)
-        place = schema.CHUNK_HEADER_BYTES + at * schema.RECORD_BYTES
+        place = ondisk.CHUNK_HEADER_BYTES + at * ondisk.RECORD_BYTES
         thread = threading.get_native_id()
         try:
             layout.pack_into(chunk, place, start_ns, end_ns, thread, name, kind, _EMPTY, flags, family, *fields)
@@ -113,14 +113,14 @@ class Chunks:
         if handle == 0 or self.closed:
             return
         index, slot = divmod(handle - 1, _RECORDS)
-        at = schema.CHUNK_HEADER_BYTES + slot * schema.RECORD_BYTES + offset
+        at = ondisk.CHUNK_HEADER_BYTES + slot * ondisk.RECORD_BYTES + offset
         try:
             packed = fields.pack(*values)
             chunk = self._chunks.get(index)
             if chunk is not None:
                 chunk[at : at + len(packed)] = packed  # `pack_into` writes zeros first: a kill would leave them
                 return
-            file = os.open(schema.chunk_name(index), os.O_WRONLY, dir_fd=self._folder)
+            file = os.open(ondisk.chunk_name(index), os.O_WRONLY, dir_fd=self._folder)
             try:
                 os.pwrite(file, packed, at)
             finally:
@@ -220,7 +220,7 @@ def _make_chunk(folder: int, index: int, kept: int, given_up: int) -> mmap.mmap:
 
     Space is reserved first: on a full disk a sparse mapping would end the job with SIGBUS. Raises OSError.
     """
-    name = schema.chunk_name(index)
+    name = ondisk.chunk_name(index)
     file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=folder)
     try:
         os.posix_fallocate(file, 0, CHUNK_BYTES)
@@ -230,9 +230,9 @@ def _make_chunk(folder: int, index: int, kept: int, given_up: int) -> mmap.mmap:
         raise
     finally:
         os.close(file)
-    schema.CHUNK_PLACE.pack_into(chunk, schema.CHUNK_HEADER.size, kept, given_up, 0)
-    header = schema.CHUNK_HEADER.pack(
-        schema.CHUNK_MAGIC, schema.FORMAT_VERSION, schema.RECORD_BYTES, schema.CHUNK_RECORDS, index, os.getpid()
+    ondisk.CHUNK_PLACE.pack_into(chunk, ondisk.CHUNK_HEADER.size, kept, given_up, 0)
+    header = ondisk.CHUNK_HEADER.pack(
+        ondisk.CHUNK_MAGIC, ondisk.FORMAT_VERSION, ondisk.RECORD_BYTES, ondisk.CHUNK_RECORDS, index, os.getpid()
     )
     chunk[: len(header)] = header
     return chunk
@@ -241,7 +241,7 @@ def _make_chunk(folder: int, index: int, kept: int, given_up: int) -> mmap.mmap:
 def _remove(folder: int, index: int) -> bool:
     """Whether the chunk file was there."""
     try:
-        os.unlink(schema.chunk_name(index), dir_fd=folder)
+        os.unlink(ondisk.chunk_name(index), dir_fd=folder)
     except OSError:
         return False
     return True

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from dsprof.live.activity import name_thread
-from dsprof.schema import COLLECTIVE_NAMES, DTYPES, Flag
+from dsprof.ondisk import Flag
+from dsprof.schema import COLLECTIVE_NAMES, DTYPES
 
 from . import dynamo
 from .backward import BackwardDone

@@ -10,14 +10,14 @@ import struct
 import threading
 from typing import Final
 
-from dsprof import schema
+from dsprof import ondisk
 
 from .forks import renew_in_child
 
-_AT: Final = {name: schema.COUNTERS_HEADER.size + 8 * i for i, name in enumerate(schema.COUNTERS)}
+_AT: Final = {name: ondisk.COUNTERS_HEADER.size + 8 * i for i, name in enumerate(ondisk.COUNTERS)}
 _COUNT: Final = struct.Struct("<Q")
 _UNLISTED: Final = struct.Struct("<I")
-_UNLISTED_AT: Final = schema.COUNTERS_HEADER.size - _UNLISTED.size
+_UNLISTED_AT: Final = ondisk.COUNTERS_HEADER.size - _UNLISTED.size
 
 
 class Counters:
@@ -25,7 +25,7 @@ class Counters:
 
     def __init__(self, folder: int) -> None:
         """In the directory `folder` (a descriptor)."""
-        self._page: mmap.mmap | bytearray = bytearray(schema.COUNTERS_BYTES)
+        self._page: mmap.mmap | bytearray = bytearray(ondisk.COUNTERS_BYTES)
         with contextlib.suppress(OSError, ValueError):
             self._page = _make_page(folder)
         self._lock = threading.RLock()  # a signal's handler may come in between
@@ -51,8 +51,8 @@ class Counters:
 
     def failures(self) -> list[tuple[str, int, str]]:
         """Hook, how often, what the first error said."""
-        entries = [schema.ERROR_ENTRY.unpack_from(self._page, at) for at in list(self._entries.values())]
-        return [(schema.counter_text(hook), int(count), schema.counter_text(said)) for count, hook, said in entries]
+        entries = [ondisk.ERROR_ENTRY.unpack_from(self._page, at) for at in list(self._entries.values())]
+        return [(ondisk.counter_text(hook), int(count), ondisk.counter_text(said)) for count, hook, said in entries]
 
     def count_error(self, hook: str, said: str) -> None:
         """One more error of this hook; what the first one said is kept."""
@@ -60,10 +60,10 @@ class Counters:
             at = self._entries.get(hook)
             if at is not None:
                 self._put(at, _COUNT, _COUNT.unpack_from(self._page, at)[0] + 1)
-            elif len(self._entries) < schema.MOST_ERRORS:
-                at = schema.ERROR_TABLE + len(self._entries) * schema.ERROR_ENTRY.size
+            elif len(self._entries) < ondisk.MOST_ERRORS:
+                at = ondisk.ERROR_TABLE + len(self._entries) * ondisk.ERROR_ENTRY.size
                 texts = (text.encode(errors="backslashreplace") for text in (hook, said))
-                schema.ERROR_ENTRY.pack_into(self._page, at, 0, *texts)
+                ondisk.ERROR_ENTRY.pack_into(self._page, at, 0, *texts)
                 self._put(at, _COUNT, 1)  # last: a reader never sees half an entry
                 self._entries[hook] = at
             else:
@@ -79,14 +79,14 @@ class Counters:
 
 
 def _make_page(folder: int) -> mmap.mmap:
-    file = os.open(schema.COUNTERS_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=folder)
+    file = os.open(ondisk.COUNTERS_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=folder)
     try:
-        os.posix_fallocate(file, 0, schema.COUNTERS_BYTES)
-        page = mmap.mmap(file, schema.COUNTERS_BYTES)
+        os.posix_fallocate(file, 0, ondisk.COUNTERS_BYTES)
+        page = mmap.mmap(file, ondisk.COUNTERS_BYTES)
     except (OSError, ValueError):
-        os.unlink(schema.COUNTERS_NAME, dir_fd=folder)
+        os.unlink(ondisk.COUNTERS_NAME, dir_fd=folder)
         raise
     finally:
         os.close(file)
-    schema.COUNTERS_HEADER.pack_into(page, 0, schema.COUNTERS_MAGIC, 1, 0)
+    ondisk.COUNTERS_HEADER.pack_into(page, 0, ondisk.COUNTERS_MAGIC, 1, 0)
     return page

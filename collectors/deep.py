@@ -44,6 +44,7 @@ class DeepWindow:
         self._over = False
         self._steps = 0
         self._began_ns = 0
+        self._of_device = False
         self._pid = os.getpid()
         self.beginning = False
         """Our own profiler begins now, and no other."""
@@ -99,7 +100,7 @@ class DeepWindow:
             # Also of one that failed: its steps were slowed down all the same.
             self._write_fact(
                 {"fact": "deep", "start_ns": self._began_ns, "end_ns": time.perf_counter_ns(),
-                 "first": self._first, "last": self._steps - 1}
+                 "first": self._first, "last": self._steps - 1, "device": self._of_device}
             )  # fmt: skip
 
     def _begin(self) -> None:
@@ -112,6 +113,7 @@ class DeepWindow:
         self.beginning = True
         try:
             self._end = self._profile()
+            self._of_device = _uses_device()
         except Exception as error:
             self._over = True
             count_error("deep", error)
@@ -144,13 +146,18 @@ def _at_work() -> bool:
     return bool(flagged or torch._C._autograd._profiler_enabled())
 
 
+def _uses_device() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_initialized())
+
+
 def begin_profile() -> Callable[[Path | None], None]:
     """torch.profiler over the CPU, and the device if the job uses one."""
-    import torch
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_initialized():
+    if _uses_device():
         activities.append(ProfilerActivity.CUDA)
     profiler = profile(activities=activities)
     profiler.start()

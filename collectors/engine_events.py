@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from dsprof.engine.hooks import Span, subscribe
-from dsprof.schema import DTYPES, LARGEST_PLACE, Flag, Kind
+from dsprof.ondisk import LARGEST_PLACE, Flag
+from dsprof.schema import DTYPES, Kind
 
 from . import checkpoints, optimizers
 from .record import CALLS, CALLS_AND_WAITS, NOTHING

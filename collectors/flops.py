@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from dsprof.schema import DTYPES, FLOPS_FACT, FLOPS_FOR, unescape_name
+from dsprof.ondisk import unescape_name
+from dsprof.schema import DTYPES, FLOPS_FACT, FLOPS_FOR
 
 from . import optimizers
 from .collector import OpenCapture

@@ -1,8 +1,9 @@
 """What a rank's tensors are for: parameters, gradients, states of optimizers, buffers.
 
 Told from the objects that are alive, without a look at any value: modules make themselves known when they register a
-parameter or a buffer, optimizers when they are made. What counts is the storage behind a tensor, once: of a sharded
-parameter (FSDP, DTensor, ZeRO) the part that lies here, of views into one flat buffer that buffer.
+parameter or a buffer, optimizers when they are made, and dsprof's engine tells of the pieces and buffers that are its
+own. What counts is the storage behind a tensor, once: of a sharded parameter (FSDP, DTensor, ZeRO) the part that lies
+here, of views into one flat buffer that buffer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
+from dsprof.engine import hooks
 from dsprof.schema import HOST
 
 from .errors import count_error
@@ -55,6 +57,8 @@ class LiveTensors:
         from torch.nn import Parameter
 
         found = _Storages()
+        for part, tensors in _of_engines().items():
+            found.add(part, tensors)
         of_models, updated = self._of_models(), self._updated()
         found.add("parameters", of_models)
         found.add("parameters", [param for param in updated if isinstance(param, Parameter)])
@@ -71,6 +75,7 @@ class LiveTensors:
     def gradients(self) -> Parts:
         """Of gradients alone."""
         found = _Storages()
+        found.add("gradients", _of_engines().get("gradients", ()))
         found.add("gradients", _gradients_of(self._of_models(), self._updated()))
         return dict(found.bytes)
 
@@ -80,6 +85,14 @@ class LiveTensors:
     def _updated(self) -> list[Any]:
         """What optimizers update."""
         return [param for of in self.optimizers for group in of.param_groups for param in group["params"]]
+
+
+def _of_engines() -> dict[str, list[object]]:
+    """What dsprof's engines have, parameters first."""
+    found: dict[str, list[object]] = {"parameters": []}
+    for part, tensor in hooks.memory_held():
+        found.setdefault(part, []).append(tensor)
+    return found
 
 
 def _gradients_of(*params: list[Any]) -> list[Any]:

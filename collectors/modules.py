@@ -15,7 +15,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
-from dsprof.schema import Flag, Kind
+from dsprof.ondisk import Flag
+from dsprof.schema import Kind
 
 from .batches import Batches
 from .interrupts import by_handler

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from dsprof.schema import Kind
+from dsprof.schema import OF_A_NORM, SMALL_GRADIENTS, Kind
 
 from . import dynamo, facts
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 WRAPPER_FILE: Final = "torch/optim/optimizer.py"
 MOST_DESCRIBED: Final = 100
 """Optimizers that a fact tells of: with one for each parameter there are hundreds of the same."""
+MOST_GRADIENTS: Final = 1000
+"""Whose sizes it tells."""
 
 
 class _UnderWay(threading.local):
@@ -109,7 +111,15 @@ class _Steps:
 
 def _describe(optimizer: Any, number: int) -> facts.Fact:
     tensors = sum(len(group["params"]) for group in optimizer.param_groups)
-    return {"fact": "optimizer", "number": number, "class": type(optimizer).__name__, "parameters": tensors}
+    fact: facts.Fact = {
+        "fact": "optimizer", "number": number, "class": type(optimizer).__name__, "parameters": tensors,
+    }  # fmt: skip
+    if tensors <= MOST_GRADIENTS:
+        grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+        made = [grad for grad in grads if grad is not None]
+        if made and all(grad.numel() * grad.element_size() <= OF_A_NORM for grad in made):
+            fact[SMALL_GRADIENTS] = [grad.numel() for grad in made]
+    return fact
 
 
 def _in_backward() -> bool:

@@ -11,7 +11,8 @@ import time
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from dsprof.schema import LARGEST_PLACE, Kind
+from dsprof.ondisk import LARGEST_PLACE
+from dsprof.schema import Kind
 
 from . import dynamo, facts
 from .imports import when_imported

@@ -10,8 +10,8 @@ import threading
 import time
 from typing import Final
 
-from dsprof import schema
-from dsprof.schema import Family
+from dsprof import ondisk, schema
+from dsprof.ondisk import Family
 
 from .chunks import Chunks
 from .counters import Counters
@@ -23,26 +23,26 @@ from .targets import Target, Targets
 
 MAX_HOST_NS: Final = 2**32 - 1
 
-_BEGUN, _DONE = int(schema.State.BEGUN), int(schema.State.DONE)
+_BEGUN, _DONE = int(ondisk.State.BEGUN), int(ondisk.State.DONE)
 _COMM, _WAIT = int(schema.Kind.COMM), int(schema.Kind.WAIT)
 _SPAN, _COLLECTIVE, _P2P, _KERNEL, _SAMPLE = map(int, Family)
-_LAYOUT: Final = {int(family): schema.layout(family) for family in Family}
-_FAMILY: Final = {int(kind): int(schema.USUAL_FAMILY.get(kind, Family.SPAN)) for kind in schema.Kind}
+_LAYOUT: Final = {int(family): ondisk.layout(family) for family in Family}
+_FAMILY: Final = {int(kind): int(ondisk.USUAL_FAMILY.get(kind, Family.SPAN)) for kind in schema.Kind}
 """Of each kind; a wait may have another."""
 
 _INT64, _DOUBLE, _UINT32, _UINT16, _UINT8 = (struct.Struct("<" + code) for code in "qdIHB")
 _START_NS, _END_NS, _NAME, _STATE, _FAMILY_AT, _BYTES = map(
-    functools.partial(schema.offset, Family.SPAN), ("start_ns", "end_ns", "name", "state", "family", "bytes")
+    functools.partial(ondisk.offset, Family.SPAN), ("start_ns", "end_ns", "name", "state", "family", "bytes")
 )
-_OWN: Final = schema.offset(Family.SPAN, "lane")
+_OWN: Final = ondisk.offset(Family.SPAN, "lane")
 """Where the fields begin that differ by family."""
 _OWN_FIELDS: Final = {
-    int(family): struct.Struct("<" + "".join(code for _, code in schema.FAMILY_FIELDS[family])) for family in Family
+    int(family): struct.Struct("<" + "".join(code for _, code in ondisk.FAMILY_FIELDS[family])) for family in Family
 }
-_VALUE: Final = schema.offset(Family.SPAN, "value")
-assert all(schema.offset(family, "bytes") == _BYTES for family in Family)
-_SEQ, _HOST_NS = (schema.offset(Family.COLLECTIVE, field) for field in ("seq", "host_ns"))
-assert schema.offset(Family.P2P, "seq") == _SEQ
+_VALUE: Final = ondisk.offset(Family.SPAN, "value")
+assert all(ondisk.offset(family, "bytes") == _BYTES for family in Family)
+_SEQ, _HOST_NS = (ondisk.offset(Family.COLLECTIVE, field) for field in ("seq", "host_ns"))
+assert ondisk.offset(Family.P2P, "seq") == _SEQ
 
 NAN: Final = float("nan")
 """A value that is none."""
@@ -111,12 +111,12 @@ class PyRecorder(SharedParts):
         if self._chunks.closed:
             return 0
         with self._lock:
-            if len(self._ids) >= schema.MAX_NAMES - 1:
-                name = schema.TOO_MANY_NAMES
+            if len(self._ids) >= ondisk.MAX_NAMES - 1:
+                name = ondisk.TOO_MANY_NAMES
             if name in self._ids:
                 return self._ids[name]
             number = next(self._numbers)
-            line = f"{number}\t{schema.escape_name(name)}\n".encode(errors="backslashreplace")
+            line = f"{number}\t{ondisk.escape_name(name)}\n".encode(errors="backslashreplace")
             try:
                 if not self._chunks.full and os.write(self._names, line) != len(line):
                     self._chunks.full = True
@@ -242,7 +242,7 @@ class PyRecorder(SharedParts):
         self, kind: int, name: int, start_ns: int, end_ns: int, issue_ns: int, bytes: int, group: int, seq: int,
         peer: int, dtype: int, flags: int, stage: int, microbatch: int, module: int, purpose: int, /,
     ) -> int:  # fmt: skip
-        target = Target(name, group, seq & schema.NO_SEQ, peer, -1, peer != -1)
+        target = Target(name, group, seq & ondisk.NO_SEQ, peer, -1, peer != -1)
         if kind == _COMM:
             self.targets.here.told = target
         context = CallContext(stage, microbatch, module, purpose)

@@ -1,4 +1,4 @@
-"""What the engine tells whoever listens: one span for each thing it does.
+"""What the engine tells whoever listens: one span for each thing it does; and who asks, what its memory is for.
 
 The engine knows nothing of its listeners. The collectors subscribe when a run is profiled, the engine's own debugging
 sections (wall_clock_breakdown, comms_logger, ...) when they are switched on. With nobody listening a span costs one
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
@@ -21,6 +22,8 @@ Purpose = Literal[
     "other",
 ]  # fmt: skip
 
+
+MemoryPart = Literal["parameters", "gradients", "optimizer_states"]
 
 Place = tuple[int, int, int]
 """Step, micro-batch and pipeline stage."""
@@ -75,7 +78,16 @@ class Listener(Protocol):
         """`span`, the same object, has ended. A mark or a gauge comes here alone."""
 
 
+class HoldsMemory(Protocol):
+    """A part of an engine that has tensors which no parameter of the script's leads to."""
+
+    def memory(self) -> Iterable[tuple[MemoryPart, object]]:
+        """What each of them is for, and the tensor. Of two in one storage the first counts."""
+
+
 _listeners: tuple[Listener, ...] = ()
+
+_holders: weakref.WeakSet[HoldsMemory] = weakref.WeakSet()
 
 DEADLOCK: Final = "deadlock: "
 """Begins the name of the mark that tells of a deadlock that was proved; then comes what is raised."""
@@ -94,6 +106,17 @@ def subscribe(listener: Listener) -> Callable[[], None]:
         _listeners = tuple(other for other in _listeners if other is not listener)
 
     return unsubscribe
+
+
+def holds_memory(holder: HoldsMemory) -> None:
+    """Have `memory_held` tell of what `holder` has, as long as it lives."""
+    _holders.add(holder)
+
+
+def memory_held() -> Iterator[tuple[MemoryPart, object]]:
+    """What the engines of this process have, each tensor with what it is for."""
+    for holder in list(_holders):
+        yield from holder.memory()
 
 
 class Hooks:

@@ -10,7 +10,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from dsprof.analyzer.allocator import Allocator, AllocatorSettings, Limits
+from dsprof.analyzer.allocator import Allocator, AllocatorSettings, Limits, ReservedMemory
 from dsprof.analyzer.allocator.blocks import Block
 
 MiB = 1 << 20
@@ -21,27 +21,22 @@ class OutOfMemory(Exception):
     """The device has no more."""
 
 
-class Watched(Allocator):
-    """Keeps what it got from the device and gave back: (action, address, bytes, stream)."""
+class WatchedMemory(ReservedMemory):
+    """Keeps what was got from the device and given back: (action, address, bytes, stream)."""
 
     def __init__(self, settings: AllocatorSettings, limits: Limits) -> None:
-        super().__init__(settings, limits)
+        super().__init__(limits)
+        self._taken = "segment_map" if settings.expandable else "segment_alloc"
         self.log: list[tuple[str, int, int, int | None]] = []
 
-    def _reserve(self, start: int, more: int) -> None:
-        self.log.append(("segment_map" if self.settings.expandable else "segment_alloc", start, more, None))
-        super()._reserve(start, more)
+    def take(self, start: int, size: int) -> None:
+        self.log.append((self._taken, start, size, None))
+        super().take(start, size)
 
-    def _give_back(self, block: Block) -> None:
-        self.log.append(("segment_free", block.start, block.size, block.stream))
-        super()._give_back(block)
-
-    def _unmap(self, block: Block) -> None:
-        assert block.range is not None
-        first, end = block.range.page_after(block.start), block.range.page_before(block.end)
-        if first < end:
-            self.log.append(("segment_unmap", first, end - first, block.stream))
-        super()._unmap(block)
+    def give_back(self, block: Block) -> None:
+        action = "segment_free" if block.range is None else "segment_unmap"
+        self.log.append((action, block.start, block.size, block.stream))
+        super().give_back(block)
 
 
 class Device:
@@ -49,7 +44,8 @@ class Device:
 
     def __init__(self, settings: AllocatorSettings | None = None, device_bytes: int | None = None) -> None:
         self.settings = settings or AllocatorSettings()
-        self.allocator = Watched(self.settings, Limits(device_bytes))
+        self._memory = WatchedMemory(self.settings, Limits(device_bytes))
+        self.allocator = Allocator(self.settings, self._memory)
         self.stream = 0
         self.line = 1
         self.events: list[dict[str, Any]] = []
@@ -61,7 +57,7 @@ class Device:
         block = allocator.malloc(requested, self.stream)
         self._noted()
         if block is None:
-            limit = allocator.limits.device_bytes or 0
+            limit = self._memory.limits.device_bytes or 0
             self._note("oom", None, requested, device_free=limit - allocator.counts.reserved)
             raise OutOfMemory
         self._note("alloc", block.start, requested)
@@ -93,9 +89,9 @@ class Device:
 
     def _noted(self, function: str = "linear") -> None:
         """What the allocator gave back to the device and got from it."""
-        for action, start, size, stream in self.allocator.log:
+        for action, start, size, stream in self._memory.log:
             self._note(action, start, size, function, **({} if stream is None else {"stream": stream}))
-        self.allocator.log.clear()
+        self._memory.log.clear()
 
     def _note(self, action: str, address: int | None, size: int, function: str = "linear", **more: int) -> None:
         event = {"action": action, "size": size, "stream": self.stream, "time_us": 1_000_000 + len(self.events)}

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsprof import schema
+from dsprof import ondisk, schema
 from dsprof.collectors import native
 from dsprof.collectors.native import build
 from dsprof.collectors.python_recorder import PyRecorder
 from dsprof.collectors.record import LIMIT_BYTES, Recorder
-from dsprof.schema import NO_SEQ, Family, Flag, Kind, State
+from dsprof.ondisk import NO_SEQ, Family, Flag, State
+from dsprof.schema import Kind
 from dsprof.trace.records import decode
 
 RECORDERS = ("native", "python")
@@ -64,7 +65,7 @@ def read_names(folder: Path) -> dict[int, str]:
     names = {0: ""}
     for line in (folder / "names.txt").read_text().splitlines():
         number, _, name = line.partition("\t")
-        names[int(number)] = schema.unescape_name(name)
+        names[int(number)] = ondisk.unescape_name(name)
     return names
 
 
@@ -73,18 +74,18 @@ def read_rows(folder: Path) -> list[Row]:
     names = read_names(folder)
     rows = []
     for index, path in enumerate(sorted(folder.glob("chunk-*.bin"))):
-        assert path.name == schema.chunk_name(index)
+        assert path.name == ondisk.chunk_name(index)
         data = path.read_bytes()
-        header = schema.CHUNK_HEADER.unpack_from(data)
+        header = ondisk.CHUNK_HEADER.unpack_from(data)
         assert header[:5] == (
-            schema.CHUNK_MAGIC,
-            schema.FORMAT_VERSION,
-            schema.RECORD_BYTES,
-            schema.CHUNK_RECORDS,
+            ondisk.CHUNK_MAGIC,
+            ondisk.FORMAT_VERSION,
+            ondisk.RECORD_BYTES,
+            ondisk.CHUNK_RECORDS,
             index,
         )
-        raw = np.frombuffer(data, np.uint8, schema.CHUNK_RECORDS * schema.RECORD_BYTES, schema.CHUNK_HEADER_BYTES)
-        rows += [_row(record, names) for record in decode(raw.reshape(-1, schema.RECORD_BYTES), schema.FORMAT_VERSION)]
+        raw = np.frombuffer(data, np.uint8, ondisk.CHUNK_RECORDS * ondisk.RECORD_BYTES, ondisk.CHUNK_HEADER_BYTES)
+        rows += [_row(record, names) for record in decode(raw.reshape(-1, ondisk.RECORD_BYTES), ondisk.FORMAT_VERSION)]
     return rows
 
 

@@ -28,7 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dsprof.collectors import collectives, modules
 from dsprof.collectors.record import CALLS, NOTHING, Recorder
-from dsprof.schema import Flag, Kind
+from dsprof.ondisk import Flag
+from dsprof.schema import Kind
 
 warnings.simplefilter("ignore")
 

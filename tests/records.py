@@ -8,7 +8,8 @@ from typing import Any
 import pandas as pd
 from synthetic import MS
 
-from dsprof.schema import USUAL_FAMILY, Family, Flag, Kind, State
+from dsprof.ondisk import USUAL_FAMILY, Family, Flag, State
+from dsprof.schema import Kind
 from dsprof.trace.capture import Capture
 from dsprof.trace.derive import trace_rows
 from dsprof.trace.records import IDS, empty

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from dsprof.ondisk import USUAL_FAMILY, Family, Flag, State
 from dsprof.run import RankExit, RankInfo, RunInfo
-from dsprof.schema import USUAL_FAMILY, Family, Flag, Kind, State
+from dsprof.schema import Kind
 from dsprof.trace import Trace
 from dsprof.trace.capture import Capture
 from dsprof.trace.derive import trace_rows
@@ -202,20 +203,20 @@ def write_capture(capture: Capture, parent: Path) -> Path:
     """The capture as the files a rank would have left; its folder."""
     import json
 
-    from dsprof import schema
+    from dsprof import ondisk
 
     folder = parent / capture.path.name
     folder.mkdir(parents=True)
-    lines = (f"{number}\t{schema.escape_name(name)}\n" for number, name in capture.names.items())
+    lines = (f"{number}\t{ondisk.escape_name(name)}\n" for number, name in capture.names.items())
     (folder / "names.txt").write_text("".join(lines))
     (folder / "meta.json").write_text(json.dumps(capture.meta))
-    for index in range(0, max(len(capture.records), 1), schema.CHUNK_RECORDS):
-        part = encode(capture.records[index : index + schema.CHUNK_RECORDS])
-        number = index // schema.CHUNK_RECORDS
-        header = schema.CHUNK_HEADER.pack(
-            schema.CHUNK_MAGIC, schema.FORMAT_VERSION, schema.RECORD_BYTES, schema.CHUNK_RECORDS, number, os.getpid()
+    for index in range(0, max(len(capture.records), 1), ondisk.CHUNK_RECORDS):
+        part = encode(capture.records[index : index + ondisk.CHUNK_RECORDS])
+        number = index // ondisk.CHUNK_RECORDS
+        header = ondisk.CHUNK_HEADER.pack(
+            ondisk.CHUNK_MAGIC, ondisk.FORMAT_VERSION, ondisk.RECORD_BYTES, ondisk.CHUNK_RECORDS, number, os.getpid()
         )
-        body = header.ljust(schema.CHUNK_HEADER_BYTES, b"\0") + part
-        whole = schema.CHUNK_HEADER_BYTES + schema.CHUNK_RECORDS * schema.RECORD_BYTES
-        (folder / schema.chunk_name(number)).write_bytes(body.ljust(whole, b"\0"))
+        body = header.ljust(ondisk.CHUNK_HEADER_BYTES, b"\0") + part
+        whole = ondisk.CHUNK_HEADER_BYTES + ondisk.CHUNK_RECORDS * ondisk.RECORD_BYTES
+        (folder / ondisk.chunk_name(number)).write_bytes(body.ljust(whole, b"\0"))
     return folder

@@ -19,6 +19,7 @@ from dsprof.analyzer.allocator import (
     AllocatorSettings,
     Limits,
     Recording,
+    ReservedMemory,
     Unplayable,
     pinned_at,
     prove,
@@ -120,7 +121,7 @@ def given_by(allocator: Allocator, *sizes: int) -> list[Block]:
 def test_small_blocks_share_2_mib_middle_ones_20_mib_and_large_ones_have_their_own() -> None:
     allocator = Allocator()
     given_by(allocator, 100 * KiB, MiB, 2 * MiB, 10 * MiB - 1, 10 * MiB, 33 * MiB - 1)
-    assert [size // MiB for _, size in allocator.made] == [2, 20, 10, 34]
+    assert [size // MiB for _, size in allocator.memory.made] == [2, 20, 10, 34]
 
 
 def test_what_is_left_of_a_large_block_is_split_off_above_1_mib_only() -> None:
@@ -182,7 +183,7 @@ def test_blocks_above_max_split_size_are_neither_split_nor_given_to_smaller_ones
 
 def test_on_a_full_device_oversize_blocks_go_first_then_all() -> None:
     settings_ = AllocatorSettings(max_split_bytes=32 * MiB)
-    allocator = Allocator(settings_, Limits(100 * MiB))
+    allocator = Allocator(settings_, ReservedMemory(Limits(100 * MiB)))
     first, second, third = given_by(allocator, 40 * MiB, 34 * MiB, 20 * MiB)
     for block in (first, second, third):
         allocator.free(block)
@@ -195,7 +196,7 @@ def test_on_a_full_device_oversize_blocks_go_first_then_all() -> None:
 
 
 def test_a_full_device_gets_back_what_waits_for_other_streams() -> None:
-    allocator = Allocator(limits=Limits(40 * MiB))
+    allocator = Allocator(memory=ReservedMemory(Limits(40 * MiB)))
     one, other = given_by(allocator, 20 * MiB, 20 * MiB)
     allocator.await_free(one)
     assert allocator.malloc(20 * MiB) is not None
@@ -203,7 +204,7 @@ def test_a_full_device_gets_back_what_waits_for_other_streams() -> None:
 
 
 def test_garbage_is_collected_above_the_threshold_the_oldest_first() -> None:
-    allocator = Allocator(AllocatorSettings(gc_threshold=0.5), Limits(allowed_bytes=200 * MiB))
+    allocator = Allocator(AllocatorSettings(gc_threshold=0.5), ReservedMemory(Limits(allowed_bytes=200 * MiB)))
     old, young, used = given_by(allocator, 40 * MiB, 30 * MiB, 50 * MiB)
     allocator.free(old)
     allocator.free(allocator.malloc(2 * MiB, stream=3))  # type: ignore[arg-type]
@@ -229,7 +230,7 @@ def test_expandable_segments_grow_at_their_end_and_give_back_whole_pages() -> No
 
 
 def test_an_expandable_segment_is_mapped_as_far_as_the_device_has_room() -> None:
-    allocator = Allocator(AllocatorSettings(expandable=True), Limits(100 * MiB))
+    allocator = Allocator(AllocatorSettings(expandable=True), ReservedMemory(Limits(100 * MiB)))
     first, second = given_by(allocator, 40 * MiB, 40 * MiB)
     allocator.free(first)
     (both,) = given_by(allocator, 20 * MiB)
@@ -275,7 +276,7 @@ def held(allocator: Allocator, used: list[Block]) -> list[list[Block]]:
 def test_whatever_the_settings_memory_is_kept_account_of(
     chosen: AllocatorSettings, program: list[tuple[str, int, int, int]], limit: int | None
 ) -> None:
-    allocator = Allocator(chosen, Limits(limit, limit))
+    allocator = Allocator(chosen, ReservedMemory(Limits(limit, limit)))
     used: list[Block] = []
     waiting: list[tuple[Block, int]] = []
     for act, size, stream, which in program:

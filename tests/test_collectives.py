@@ -16,7 +16,8 @@ from captures import RECORDERS, Row, build_helper, has_compiler, read_rows
 from collective_job import SECTIONS
 
 from dsprof.collectors.collective_kernels import Reaper
-from dsprof.schema import BACKWARD_DONE, NO_SEQ, Flag, Kind, State
+from dsprof.ondisk import NO_SEQ, Flag, State
+from dsprof.schema import BACKWARD_DONE, Kind
 
 TESTS = Path(__file__).parent
 MS = 1_000_000

@@ -222,6 +222,17 @@ def test_a_collective_is_there_once_with_its_kernels_times(tmp_path: Path, args:
     assert not rows["name"].astype(str).str.contains("nccl").any()
 
 
+def test_a_window_in_which_nothing_of_the_device_was_seen_is_told(tmp_path: Path) -> None:
+    """What Kineto says of its errors is silenced with the lines that it writes when it begins and ends."""
+    on_host = [kt.op("aten::linear", 1010, 20)]
+    for asked, events, told in ((True, on_host, 1), (False, on_host, 0), (True, kt.training(), 0)):
+        capture = capture_of(tmp_path, events)
+        capture.facts[0]["device"] = asked
+        problems = add_deep(capture, own_rows())[1]
+        assert len(problems) == told
+        assert all("saw nothing of it; KINETO_LOG_LEVEL=0" in problem for problem in problems)
+
+
 def test_a_communication_that_is_none_of_ours_stays_a_kernel(tmp_path: Path) -> None:
     other = {**kt.COLLECTIVE, "Process Group Name": "9"}
     rows, _ = add_deep(capture_of(tmp_path, kt.training(args=other)), own_rows())

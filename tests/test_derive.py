@@ -12,7 +12,8 @@ from pandas.testing import assert_frame_equal
 from records import Record, capture_of, derive, derived, of, phase
 from synthetic import MS, write_capture
 
-from dsprof.schema import Flag, Kind
+from dsprof.ondisk import Flag
+from dsprof.schema import Kind
 from dsprof.trace.capture import read_capture
 from dsprof.trace.derive import derive as derive_table
 from dsprof.trace.derive import step_pattern, trace_rows

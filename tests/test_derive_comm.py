@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from records import Record, capture_of, derive, of, phase
 from synthetic import MS
 
-from dsprof.schema import BACKWARD_DONE, COLUMNS, DTYPES, FAMILIES, Family, Flag, Kind, State
+from dsprof.ondisk import FAMILIES, Family, Flag, State
+from dsprof.schema import BACKWARD_DONE, COLUMNS, DTYPES, Kind
 from dsprof.trace.derive import step_pattern, trace_rows
 from dsprof.trace.derive.lanes import depths
 from dsprof.trace.records import empty
@@ -208,6 +209,38 @@ def test_reductions_between_backward_and_optimizer_are_told_by_their_size(
     rows = derive(*BY_HAND, *sent, *waits)
     assert of(rows[rows["kind"] == "comm"], "purpose") == [(one,) for one in purposes]
     assert ((rows["kind"] == "phase") & (rows["name"] == "clip")).any() == clips
+
+
+@pytest.mark.parametrize(
+    ("sizes", "purposes"),
+    [
+        ((256, 32, 1024), ["gradient"] * 3),
+        ((32, 256, 1024, 4), ["gradient"] * 3 + ["other"]),
+        ((256, 32), ["other"] * 2),
+        ((256, 32, 32), ["other"] * 3),
+        ((1312,), ["other"]),
+        ((12,), ["norm"]),
+    ],
+    ids=["gradients", "gradients and the loss", "too few", "other sizes", "flattened", "norms of each"],
+)
+def test_gradients_as_small_as_norms_are_told_by_all_of_their_sizes(
+    sizes: tuple[int, ...], purposes: list[str]
+) -> None:
+    optimizer = {"fact": "optimizer", "number": 1, "class": "SGD", "parameters": 4, "gradients": [64, 8, 256, 1]}
+    sent = [
+        comm("all_reduce", 22 + i, 23 + i, i, bytes=size, dtype=DTYPES.index("float32"))
+        for i, size in enumerate(sizes)
+    ]  # fmt: skip
+    rows = derive(*BY_HAND, *sent, facts=[optimizer])
+    assert of(rows[rows["kind"] == "comm"], "purpose") == [(one,) for one in purposes]
+
+
+def test_gradients_of_some_numbers_each_are_no_clipping() -> None:
+    optimizer = {"fact": "optimizer", "number": 1, "class": "SGD", "parameters": 2, "gradients": [16, 8]}
+    sent = [comm("all_reduce", 22 + i, 23 + i, i, bytes=64 >> i, dtype=DTYPES.index("float32")) for i in range(2)]
+    rows = derive(*BY_HAND, *sent, facts=[optimizer])
+    assert of(rows[rows["kind"] == "comm"], "purpose") == [("gradient",)] * 2
+    assert not (rows["name"] == "clip").any()
 
 
 def test_gradients_are_reduced_by_hand_behind_a_backward_that_computes_again() -> None:

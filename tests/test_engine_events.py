@@ -22,7 +22,8 @@ from synthetic import MS, write_capture
 from dsprof.collectors import engine_events, optimizers
 from dsprof.collectors.record import Recorder
 from dsprof.engine.hooks import Hooks
-from dsprof.schema import Flag, Kind, State
+from dsprof.ondisk import Flag, State
+from dsprof.schema import Kind
 from dsprof.trace.capture import Capture, read_capture
 from dsprof.trace.derive import trace_rows
 

@@ -20,7 +20,8 @@ from dsprof.collectors.collector import OpenCapture
 from dsprof.collectors.facts import Fact
 from dsprof.collectors.python_recorder import PyRecorder
 from dsprof.collectors.sites import Sites
-from dsprof.schema import HOST_SYNC, Kind, State
+from dsprof.ondisk import State
+from dsprof.schema import HOST_SYNC, Kind
 
 BEGIN = """
 import sys, time

@@ -17,9 +17,10 @@ import pytest
 import torch  # noqa: F401  (the native helper is for the torch of this process)
 from captures import RECORDERS, build_helper, open_recorder
 
-from dsprof import schema
+from dsprof import ondisk
 from dsprof.collectors.chunks import CHUNK_BYTES
-from dsprof.schema import CHUNK_HEADER_BYTES, CHUNK_RECORDS, RECORD_BYTES, Kind, State
+from dsprof.ondisk import CHUNK_HEADER_BYTES, CHUNK_RECORDS, RECORD_BYTES, State
+from dsprof.schema import Kind
 from dsprof.trace.capture import Capture, read_capture
 from dsprof.trace.derive import trace_rows
 
@@ -220,6 +221,6 @@ def test_a_file_with_any_byte_overwritten_raises_nothing(name: str, whole: Path,
         capture = read_capture(folder)
         assert len(capture.records) <= 6
     changed = bytearray(content)
-    changed[schema.CHUNK_HEADER.size : schema.CHUNK_HEADER.size + schema.CHUNK_PLACE.size] = b"\xff" * 24
+    changed[ondisk.CHUNK_HEADER.size : ondisk.CHUNK_HEADER.size + ondisk.CHUNK_PLACE.size] = b"\xff" * 24
     (folder / name).write_bytes(changed)
     read_capture(folder)

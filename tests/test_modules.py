@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dsprof.collectors import modules
-from dsprof.schema import NO_SEQ, Flag, Kind, State
+from dsprof.ondisk import NO_SEQ, Flag, State
+from dsprof.schema import Kind
 
 Forwards = Callable[[], list[Row]]
 

@@ -11,8 +11,9 @@ import pandas as pd
 import pytest
 from records import of
 
-from dsprof import schema
-from dsprof.schema import Flag, Kind, State
+from dsprof import ondisk
+from dsprof.ondisk import Flag, State
+from dsprof.schema import Kind
 from dsprof.trace.capture import read_capture
 from dsprof.trace.derive import trace_rows
 from dsprof.trace.records import WAS_P2P
@@ -56,9 +57,9 @@ def capture_folder(path: Path, *records: bytes, version: int = 3) -> Path:
     path.mkdir(parents=True)
     (path / "names.txt").write_text("".join(f"{number}\t{name}\n" for name, number in ID.items()))
     (path / "meta.json").write_text(json.dumps({"closed": True, "world_size": 2}))
-    header = schema.CHUNK_HEADER.pack(schema.CHUNK_MAGIC, version, 64, schema.CHUNK_RECORDS, 0, 1)
-    body = header.ljust(schema.CHUNK_HEADER_BYTES, b"\0") + b"".join(records)
-    whole = schema.CHUNK_HEADER_BYTES + schema.CHUNK_RECORDS * 64
+    header = ondisk.CHUNK_HEADER.pack(ondisk.CHUNK_MAGIC, version, 64, ondisk.CHUNK_RECORDS, 0, 1)
+    body = header.ljust(ondisk.CHUNK_HEADER_BYTES, b"\0") + b"".join(records)
+    whole = ondisk.CHUNK_HEADER_BYTES + ondisk.CHUNK_RECORDS * 64
     (path / "chunk-00000.bin").write_bytes(body.ljust(whole, b"\0"))
     return path
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from armed import both, captured, inside, train
 
-from dsprof.schema import Flag
+from dsprof.ondisk import Flag
 
 
 @both

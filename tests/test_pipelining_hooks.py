@@ -8,7 +8,8 @@ import pytest
 from armed import ALONE, both, captured, inside, train
 from captures import Row
 
-from dsprof.schema import Flag, Kind
+from dsprof.ondisk import Flag
+from dsprof.schema import Kind
 
 TRAIN = """
 import torch, torch.distributed as dist

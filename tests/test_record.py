@@ -16,12 +16,13 @@ import pytest
 import torch  # noqa: F401  (the native helper is for the torch of this process)
 from captures import RECORDERS, build_helper, open_recorder, read_names, read_rows
 
-from dsprof import schema
+from dsprof import ondisk
 from dsprof.collectors import record
 from dsprof.collectors.chunks import CHUNK_BYTES
 from dsprof.collectors.python_recorder import PyRecorder
 from dsprof.collectors.record import Recorder
-from dsprof.schema import CHUNK_RECORDS, Kind, State
+from dsprof.ondisk import CHUNK_RECORDS, State
+from dsprof.schema import Kind
 
 Open = Callable[..., Recorder]
 
@@ -102,7 +103,7 @@ def test_wait_for_nothing_known_has_no_target(opened: Open, tmp_path: Path) -> N
     recorder.stands_for_issued(None)
     for row in read_rows(tmp_path / "capture"):
         assert (row.kind, row.name, row.state) == (Kind.WAIT, "wait", State.DONE)
-        assert (row.group, row.seq, row.peer, row.tag, row.flags) == ("", schema.NO_SEQ, -1, -1, 0)
+        assert (row.group, row.seq, row.peer, row.tag, row.flags) == ("", ondisk.NO_SEQ, -1, -1, 0)
     assert recorder.errors == 0
 
 
@@ -145,11 +146,11 @@ def test_a_name_that_is_no_unicode_is_recorded(opened: Open, tmp_path: Path) -> 
 
 def test_names_beyond_the_limit_share_one(opened: Open, tmp_path: Path) -> None:
     recorder = opened()
-    for number in range(schema.MAX_NAMES - 1):
+    for number in range(ondisk.MAX_NAMES - 1):
         recorder.intern(f"name {number}")
-    assert recorder.intern("one more") == recorder.intern("and another") == schema.MAX_NAMES == 65_535
+    assert recorder.intern("one more") == recorder.intern("and another") == ondisk.MAX_NAMES == 65_535
     assert recorder.intern("name 7") == 8
-    assert read_names(tmp_path / "capture")[schema.MAX_NAMES] == "(too many names)"
+    assert read_names(tmp_path / "capture")[ondisk.MAX_NAMES] == "(too many names)"
 
 
 def test_records_roll_over_into_new_chunks(opened: Open, tmp_path: Path) -> None:
@@ -388,13 +389,13 @@ def run_script(script: str, *arguments: str, code: int = 0) -> str:
 def test_a_record_lies_in_the_file_as_the_schema_says(opened: Open, tmp_path: Path) -> None:
     recorder = opened()
     name, group, module, purpose, lane = map(recorder.intern, ("all_reduce", "g", "m", "p", "l"))
-    kind, flags = int(Kind.COMM), int(schema.Flag.ASYNC)
+    kind, flags = int(Kind.COMM), int(ondisk.Flag.ASYNC)
     recorder.comm(kind, name, 100, 250, 50, 4096, group, 7, -1, 3, flags, 2, 5, module, purpose)
     recorder.comm(kind, name, 100, 0, 50, 4096, group, -1, 6, 3, 0, 2, 5, module, purpose)
     recorder.span(int(Kind.PIPE), name, 100, 250, 0, 1.5, 8, flags, lane, 2, 5, module, purpose)
     recorder.span(int(Kind.COPY), name, 100, 250, 50, 3.0, 8, 0, lane, 2, 5, module, purpose, 1 << 40)
     recorder.put(Kind.GAUGE, name, 100, 100, 0.25)
-    content = (tmp_path / "capture" / "chunk-00000.bin").read_bytes()[schema.CHUNK_HEADER_BYTES :][: 5 * 64]
+    content = (tmp_path / "capture" / "chunk-00000.bin").read_bytes()[ondisk.CHUNK_HEADER_BYTES :][: 5 * 64]
     common, here = struct.Struct("<qqIHBBBB"), threading.get_native_id()
     found = [(common.unpack_from(content, at), content[at + 26 : at + 64]) for at in range(0, 5 * 64, 64)]
     assert [head for head, _ in found] == [

@@ -16,13 +16,14 @@ from jobs import profile
 from records import Record, capture_of, derive, derived, of, phase
 from synthetic import MS, Job, write_capture
 
-from dsprof import schema
+from dsprof import ondisk
 from dsprof.analyzer import analyze
 from dsprof.analyzer.steps import captured_part, completed_steps, steps_taken
 from dsprof.collectors.chunks import CHUNK_BYTES
 from dsprof.collectors.record import Recorder
+from dsprof.ondisk import CHUNK_RECORDS, State
 from dsprof.run import RunFolder
-from dsprof.schema import CAPTURE_GAP, CHUNK_RECORDS, Kind, State
+from dsprof.schema import CAPTURE_GAP, Kind
 from dsprof.trace import load, merge
 from dsprof.trace.capture import Capture, Gap, read_capture
 from dsprof.trace.counters import read_counters
@@ -216,11 +217,11 @@ def test_the_files_of_a_capture_with_a_gap_are_merged_and_it_is_said(tmp_path: P
         (number * CHUNK_RECORDS + 3) // each for number in numbers
     ]  # three gauges follow when a step was counted
     for number in numbers:
-        path = folder / schema.chunk_name(number)
+        path = folder / ondisk.chunk_name(number)
         content = bytearray(path.read_bytes())
-        schema.CHUNK_PLACE.pack_into(content, schema.CHUNK_HEADER.size, 1, 1 if number == 3 else 0, counted[number])
+        ondisk.CHUNK_PLACE.pack_into(content, ondisk.CHUNK_HEADER.size, 1, 1 if number == 3 else 0, counted[number])
         path.write_bytes(content)
-    (folder / schema.chunk_name(1)).unlink()
+    (folder / ondisk.chunk_name(1)).unlink()
     trace = load(RunFolder(tmp_path))
     last, after = CHUNK_RECORDS // each, counted[2]
     assert [warning for warning in trace.run.warnings if "missing" in warning] == [

@@ -9,7 +9,8 @@ from captures import RECORDERS, build_helper, open_recorder
 
 from dsprof.live.frames import in_words, parse_stacks, user_site
 from dsprof.live.tail import Tail, _decode, captures
-from dsprof.schema import CAPTURE_OFF, CHUNK_RECORDS, Kind
+from dsprof.ondisk import CHUNK_RECORDS
+from dsprof.schema import CAPTURE_OFF, Kind
 
 both = pytest.mark.parametrize("kind", RECORDERS)
 MEMBERS = {"0": [4, 5]}

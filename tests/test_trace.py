@@ -13,7 +13,7 @@ import pytest
 from records import capture_of
 from synthetic import MS, Job, write_capture
 
-from dsprof import schema
+from dsprof import ondisk, schema
 from dsprof.analyzer import analyze
 from dsprof.run import RankExit, RunError, RunFolder, open_run
 from dsprof.trace import load, merge
@@ -46,18 +46,18 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
 
 def test_a_capture_of_several_chunks(tmp_path: Path) -> None:
     (original,) = Job(ranks=1, steps=3000).captures().values()
-    assert len(original.records) > schema.CHUNK_RECORDS
+    assert len(original.records) > ondisk.CHUNK_RECORDS
     assert len(read_capture(write_capture(original, tmp_path)).records) == len(original.records)
 
 
 def test_a_lost_chunk_is_told(tmp_path: Path) -> None:
     (original,) = Job(ranks=1, steps=6000).captures().values()
-    original.records = original.records[: 5 * schema.CHUNK_RECORDS // 2]
+    original.records = original.records[: 5 * ondisk.CHUNK_RECORDS // 2]
     folder = write_capture(original, tmp_path / "capture")
     assert len(list(folder.glob("chunk-*.bin"))) == 3
     (folder / "chunk-00001.bin").unlink()
     read = read_capture(folder)
-    assert len(read.records) == len(original.records) - schema.CHUNK_RECORDS
+    assert len(read.records) == len(original.records) - ondisk.CHUNK_RECORDS
     assert read.problems == ["chunk-00001.bin: missing; records are lost"]
     assert "rank 0: chunk-00001.bin: missing; records are lost" in merge(RunFolder(tmp_path)).warnings
 
@@ -67,7 +67,7 @@ def test_a_chunk_that_is_a_copy_of_another_does_not_count_twice(tmp_path: Path) 
     folder = write_capture(original, tmp_path)
     (folder / "chunk-00001.bin").write_bytes((folder / "chunk-00000.bin").read_bytes())
     read = read_capture(folder)
-    assert len(read.records) == schema.CHUNK_RECORDS
+    assert len(read.records) == ondisk.CHUNK_RECORDS
     assert read.problems == ["chunk-00001.bin: its header says that it is chunk-00000.bin"]
 
 
@@ -111,8 +111,8 @@ def test_what_was_stored_through_a_mapping_is_merged(tmp_path: Path) -> None:
     chunk = next(folder.capture.glob("*/chunk-00000.bin"))
     status = chunk.stat()
     content = bytearray(chunk.read_bytes())
-    last = schema.CHUNK_HEADER_BYTES + schema.RECORD_BYTES * (schema.CHUNK_RECORDS - 1)
-    content[last:] = content[schema.CHUNK_HEADER_BYTES : schema.CHUNK_HEADER_BYTES + schema.RECORD_BYTES]
+    last = ondisk.CHUNK_HEADER_BYTES + ondisk.RECORD_BYTES * (ondisk.CHUNK_RECORDS - 1)
+    content[last:] = content[ondisk.CHUNK_HEADER_BYTES : ondisk.CHUNK_HEADER_BYTES + ondisk.RECORD_BYTES]
     chunk.write_bytes(content)
     os.utime(chunk, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert len(load(folder).rows) != before
@@ -178,7 +178,7 @@ def test_one_damaged_rank_costs_only_itself(damage: str, tmp_path: Path) -> None
     elif damage == "empty":
         chunk.write_bytes(b"")
     elif damage == "truncated":
-        chunk.write_bytes(content[: schema.CHUNK_HEADER_BYTES + 100 * schema.RECORD_BYTES + 7])
+        chunk.write_bytes(content[: ondisk.CHUNK_HEADER_BYTES + 100 * ondisk.RECORD_BYTES + 7])
     elif damage == "overwritten":
         chunk.write_bytes(random.Random(0).randbytes(len(content)))
     elif damage == "no names":
@@ -187,7 +187,7 @@ def test_one_damaged_rank_costs_only_itself(damage: str, tmp_path: Path) -> None
         (victim / "meta.json").write_text('{"rank": 2,')
     else:
         body = bytearray(content)
-        body[schema.CHUNK_HEADER_BYTES :: 97] = random.Random(0).randbytes(len(body[schema.CHUNK_HEADER_BYTES :: 97]))
+        body[ondisk.CHUNK_HEADER_BYTES :: 97] = random.Random(0).randbytes(len(body[ondisk.CHUNK_HEADER_BYTES :: 97]))
         chunk.write_bytes(body)
     trace = load(folder)
     assert set(trace.rows["rank"]) >= {0, 1}
@@ -209,7 +209,7 @@ def test_a_torn_record_is_left_out_and_counted(tmp_path: Path) -> None:
 def test_what_never_ended_is_kept_as_evidence(tmp_path: Path) -> None:
     (capture,) = Job(ranks=1, steps=3).captures().values()
     capture.records["end_ns"][-3] = 0
-    capture.records["state"][-3] = schema.State.BEGUN
+    capture.records["state"][-3] = ondisk.State.BEGUN
     rows = trace_rows(capture, 0, 0)
     unended = rows[~rows["ended"].astype(bool)]
     assert len(unended) == 1

@@ -15,9 +15,10 @@ from dsprof.analyzer import analyze
 from dsprof.analyzer.aligned import align
 from dsprof.analyzer.analysis import Analysis
 from dsprof.collectors.python_recorder import PyRecorder
+from dsprof.ondisk import CHUNK_HEADER_BYTES, CHUNK_RECORDS, RECORD_BYTES
 from dsprof.reports.wording import capture_facts
 from dsprof.run import RunFolder
-from dsprof.schema import CHUNK_HEADER_BYTES, CHUNK_RECORDS, RECORD_BYTES, Kind
+from dsprof.schema import Kind
 from dsprof.trace import load
 from dsprof.trace.capture import read_capture
 from dsprof.trace.records import encode

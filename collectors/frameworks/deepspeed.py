@@ -15,7 +15,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
-from dsprof.schema import LARGEST_PLACE, Kind
+from dsprof.ondisk import LARGEST_PLACE
+from dsprof.schema import Kind
 
 from .. import dynamo, facts, optimizers, phases
 from ..errors import count_error

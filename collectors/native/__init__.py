@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from dsprof import schema
+from dsprof import ondisk
 
 from ..interrupts import by_handler
 from ..record import LIMIT_BYTES, SharedParts
@@ -136,7 +136,7 @@ def load(explain: Callable[[str], None] = lambda reason: None) -> Native | None:
         module = _import(path)
         target = build.running_target()
         built = (module.TORCH_VERSION, module.TORCH_GIT, module.FORMAT_VERSION, module.RECORD_BYTES)
-        wanted = (target.torch_version, target.torch_git, schema.FORMAT_VERSION, schema.RECORD_BYTES)
+        wanted = (target.torch_version, target.torch_git, ondisk.FORMAT_VERSION, ondisk.RECORD_BYTES)
         if built != wanted:
             explain(f"{path} was built for {built}, not {wanted}")
             return None

@@ -1,4 +1,4 @@
-// The chunk files of one capture (schema.py: CHUNK_HEADER). The twin in Python is collectors/chunks.py.
+// The chunk files of one capture (ondisk.py: CHUNK_HEADER). The twin in Python is collectors/chunks.py.
 //
 // The next chunk is prepared while the one before it is half full, on a thread of its own that lives for no longer than
 // that. At the size limit each new chunk takes the place of the oldest but those at the beginning, which are kept.
@@ -90,7 +90,7 @@ class Chunks {
     const uint64_t number;
     Record* const records;
   };
-  struct Place {  // schema.CHUNK_PLACE
+  struct Place {  // ondisk.CHUNK_PLACE
     uint64_t kept, given_up, steps;
   };
 
@@ -166,7 +166,7 @@ class Chunks {
     const uint64_t oldest = std::max(number + 1 > ring_ ? number + 1 - ring_ : 0, kept_);
     char* base = map_file(number);
     if (!base) return nullptr;
-    // schema.CHUNK_HEADER and CHUNK_PLACE; the magic comes last, so that a header is whole or absent
+    // ondisk.CHUNK_HEADER and CHUNK_PLACE; the magic comes last, so that a header is whole or absent
     const uint32_t header[] = {kFormatVersion, kRecordBytes, kChunkRecords, static_cast<uint32_t>(number)};
     const uint64_t pid = static_cast<uint64_t>(getpid());
     memcpy(base + 8, header, sizeof header);

@@ -1,4 +1,4 @@
-// What was dropped, and which hooks failed: in a mapped file, so that it outlives a SIGKILL (schema.py: COUNTERS).
+// What was dropped, and which hooks failed: in a mapped file, so that it outlives a SIGKILL (ondisk.py: COUNTERS).
 // The twin in Python is collectors/counters.py.
 
 #pragma once

@@ -1,6 +1,6 @@
 // The native helper: a CPython module, built by build.py for one torch and one Python.
 //
-//     layout.hpp       the record, made by layout.py from dsprof/schema.py
+//     layout.hpp       the record, made by layout.py from dsprof/ondisk.py
 //     recorder.hpp     writing records:  chunks.hpp  names.hpp  counters.hpp
 //     forks.hpp        what a forked child finds anew; observers.hpp: what it has of its parent's
 //     collectives.hpp  the hooks on c10d, and on gloo's own scopes

@@ -1,4 +1,4 @@
-"""The record's layout for the native helper: a C++ header made from `dsprof/schema.py`, which alone defines it."""
+"""The record's layout for the native helper: a C++ header made from `dsprof/ondisk.py`, which alone defines it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import struct
 from enum import IntEnum
 from typing import Final
 
-from dsprof import schema
+from dsprof import ondisk, schema
 
 TYPES: Final = {
     "q": "int64_t",
@@ -23,23 +23,23 @@ TYPES: Final = {
 
 def header() -> str:
     """The text of layout.hpp: enumerations, a struct for each family of records, and the union of them."""
-    families = [_struct(_camel(family.name), _fields(family)) for family in schema.Family]
-    members = [f"  {_camel(family.name)} {family.name.lower()};" for family in schema.Family]
+    families = [_struct(_camel(family.name), _fields(family)) for family in ondisk.Family]
+    members = [f"  {_camel(family.name)} {family.name.lower()};" for family in ondisk.Family]
     return "\n".join(
         [
-            "// Made by collectors/native/layout.py from dsprof/schema.py.",
+            "// Made by collectors/native/layout.py from dsprof/ondisk.py.",
             "#pragma once",
             "#include <atomic>",
             "#include <cstddef>",
             "#include <cstdint>",
             "namespace dsprof {",
             *_constants(),
-            f"enum Counter : size_t {{ {', '.join(f'k{_camel(name)}' for name in schema.COUNTERS)} }};",
+            f"enum Counter : size_t {{ {', '.join(f'k{_camel(name)}' for name in ondisk.COUNTERS)} }};",
             _enumeration("Kind", schema.Kind, "k{}"),
-            _enumeration("State", schema.State, "k{}"),
-            _enumeration("Flag", schema.Flag, "k{}"),
-            _enumeration("Family", schema.Family, "k{}Family"),
-            _struct("Head", _declared(schema.COMMON_FIELDS)),
+            _enumeration("State", ondisk.State, "k{}"),
+            _enumeration("Flag", ondisk.Flag, "k{}"),
+            _enumeration("Family", ondisk.Family, "k{}Family"),
+            _struct("Head", _declared(ondisk.COMMON_FIELDS)),
             *families,
             "union Record {  // all of them begin like the head",
             "  Head head;",
@@ -55,27 +55,27 @@ def header() -> str:
 
 def _constants() -> list[str]:
     numbers = {
-        "uint32_t kFormatVersion": schema.FORMAT_VERSION,
-        "uint32_t kRecordBytes": schema.RECORD_BYTES,
-        "uint64_t kChunkRecords": schema.CHUNK_RECORDS,
-        "uint64_t kChunkHeaderBytes": schema.CHUNK_HEADER_BYTES,
-        "uint64_t kChunkPlaceAt": schema.CHUNK_HEADER.size,
-        "uint64_t kKeptShare": schema.KEPT_SHARE,
-        "size_t kCountersBytes": schema.COUNTERS_BYTES,
-        "size_t kCountersHeaderBytes": schema.COUNTERS_HEADER.size,
-        "size_t kErrorTable": schema.ERROR_TABLE,
-        "size_t kErrorHookBytes": schema.ERROR_HOOK_BYTES,
-        "size_t kErrorSaidBytes": schema.ERROR_SAID_BYTES,
-        "size_t kMostErrors": schema.MOST_ERRORS,
-        "uint32_t kNoSeq": f"{schema.NO_SEQ}u",
-        "size_t kMaxNames": schema.MAX_NAMES,
+        "uint32_t kFormatVersion": ondisk.FORMAT_VERSION,
+        "uint32_t kRecordBytes": ondisk.RECORD_BYTES,
+        "uint64_t kChunkRecords": ondisk.CHUNK_RECORDS,
+        "uint64_t kChunkHeaderBytes": ondisk.CHUNK_HEADER_BYTES,
+        "uint64_t kChunkPlaceAt": ondisk.CHUNK_HEADER.size,
+        "uint64_t kKeptShare": ondisk.KEPT_SHARE,
+        "size_t kCountersBytes": ondisk.COUNTERS_BYTES,
+        "size_t kCountersHeaderBytes": ondisk.COUNTERS_HEADER.size,
+        "size_t kErrorTable": ondisk.ERROR_TABLE,
+        "size_t kErrorHookBytes": ondisk.ERROR_HOOK_BYTES,
+        "size_t kErrorSaidBytes": ondisk.ERROR_SAID_BYTES,
+        "size_t kMostErrors": ondisk.MOST_ERRORS,
+        "uint32_t kNoSeq": f"{ondisk.NO_SEQ}u",
+        "size_t kMaxNames": ondisk.MAX_NAMES,
         "int kDtypes": len(schema.DTYPES),
     }
     texts = {
-        "kChunkMagic": schema.CHUNK_MAGIC.decode(),
-        "kCountersMagic": schema.COUNTERS_MAGIC.decode(),
-        "kCountersName": schema.COUNTERS_NAME,
-        "kTooManyNames": schema.TOO_MANY_NAMES,
+        "kChunkMagic": ondisk.CHUNK_MAGIC.decode(),
+        "kCountersMagic": ondisk.COUNTERS_MAGIC.decode(),
+        "kCountersName": ondisk.COUNTERS_NAME,
+        "kTooManyNames": ondisk.TOO_MANY_NAMES,
         "kBackwardDone": schema.BACKWARD_DONE,
         "kDeviceClock": schema.DEVICE_CLOCK,
         "kHostSync": schema.HOST_SYNC,
@@ -88,16 +88,16 @@ def _constants() -> list[str]:
     ]
 
 
-def _enumeration(name: str, values: type[IntEnum] | type[schema.Flag], pattern: str) -> str:
+def _enumeration(name: str, values: type[IntEnum] | type[ondisk.Flag], pattern: str) -> str:
     listed = ", ".join(f"{pattern.format(_camel(item.name or ''))} = {int(item)}" for item in values)
     return f"enum {name} : uint8_t {{ {listed} }};"
 
 
-def _fields(family: schema.Family) -> list[str]:
-    return _declared((*schema.COMMON_FIELDS, *schema.FAMILY_FIELDS[family]))
+def _fields(family: ondisk.Family) -> list[str]:
+    return _declared((*ondisk.COMMON_FIELDS, *ondisk.FAMILY_FIELDS[family]))
 
 
-def _declared(fields: tuple[schema.Field, ...]) -> list[str]:
+def _declared(fields: tuple[ondisk.Field, ...]) -> list[str]:
     """A member a field."""
     members = []
     for number, (name, code) in enumerate(fields):
@@ -116,9 +116,9 @@ def _struct(name: str, members: list[str]) -> str:
 
 def _checks() -> list[str]:
     return [
-        f"static_assert(offsetof({_camel(family.name)}, {name}) == {schema.offset(family, name)});"
-        for family in schema.Family
-        for name, _ in (*schema.COMMON_FIELDS, *schema.FAMILY_FIELDS[family])
+        f"static_assert(offsetof({_camel(family.name)}, {name}) == {ondisk.offset(family, name)});"
+        for family in ondisk.Family
+        for name, _ in (*ondisk.COMMON_FIELDS, *ondisk.FAMILY_FIELDS[family])
         if name
     ]
 

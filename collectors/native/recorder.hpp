@@ -1,4 +1,4 @@
-// The native recorder: writes the records of dsprof/schema.py (`layout.hpp`, made from it) into shared file mappings.
+// The native recorder: writes the records of dsprof/ondisk.py (`layout.hpp`, made from it) into shared file mappings.
 // Its twin in Python, and what both promise, is collectors/record.py.
 
 #pragma once

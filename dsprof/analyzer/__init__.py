@@ -17,7 +17,7 @@ From rows to time:
     parts        what the parts of a budget are: own work, waiting
     irregular    ordinary steps, and those that are not
     load         how busy the cores are
-    device       what devices' streams did, where their kernels were traced: HTA's numbers, lateness, bandwidths
+    device/      what devices' streams did, where their kernels were traced: HTA's numbers, lateness, bandwidths; NVML
     waits, overhead, layers, modules   what reports and fixes want to know besides
 
 From time to gains:

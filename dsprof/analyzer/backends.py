@@ -12,12 +12,10 @@ import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RunInfo
+from dsprof.schema import SYNCHRONIZING
 
 Bool = npt.NDArray[np.bool_]
 Words = npt.NDArray[np.object_]
-
-SYNCHRONIZING: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
-"""Collectives that no backend lets a rank leave before the last one has arrived."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Backend:
 
     workers: int | None
     messages_queue: bool
-    synchronizing: frozenset[str] = SYNCHRONIZING
+    synchronizing: frozenset[str] = frozenset(SYNCHRONIZING)
     root_sends: frozenset[str] = frozenset({"broadcast", "scatter"})
     root_receives: frozenset[str] = frozenset({"reduce", "gather"})
 

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RankInfo, RunInfo
+from dsprof.schema import SYNCHRONIZING
 
-from .backends import SYNCHRONIZING
 from .match import numbers
 
 Int = npt.NDArray[np.int64]

@@ -30,6 +30,7 @@ import pyarrow as pa
 
 from dsprof.names import new_run_id
 from dsprof.run import RankInfo, RunError, RunInfo
+from dsprof.schema import SYNCHRONIZING
 from dsprof.trace import Trace
 from dsprof.trace.kineto import CommNames, TraceError, TraceRows, looks_like_trace, read_events, trace_rows_of
 from dsprof.trace.load import EVERY_COLUMN
@@ -141,9 +142,7 @@ def _convert(path: Path, target: Path, comm_kernels: tuple[str, ...]) -> _File:
         return _File(path, refused=f"cannot be read ({error.strerror})")
     except MemoryError:
         return _File(path, refused="there was not enough memory to read it")
-    notes = list(found.notes)
-    if events.cut:
-        notes.append(events.cut)
+    notes = [events.cut] if events.cut else []
     if events.odd:
         how_many = "1 event was" if events.odd == 1 else f"{events.odd:,} events were"
         notes.append(f"{how_many} left out: no JSON, or without a name or a possible time, such as {events.first_odd}")
@@ -196,9 +195,6 @@ def _ends(found: TraceRows) -> dict[str, Int]:
     end = comm["start_ns"] + comm["dur_ns"].astype("int64")
     keys = comm["group"].astype(str) + "/" + comm["name"].astype(str)
     return {str(key): of.to_numpy(np.int64) for key, of in end.groupby(keys)}
-
-
-SYNCHRONIZING: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
 
 # --- ranks --------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from dsprof.ondisk import LARGEST_PLACE
 from dsprof.run import RunError
-from dsprof.schema import LARGEST_PLACE
 
 INTEGERS: Final = ("dp_rank", "stage", "step", "seq_id", "mb_id")
 TIMES: Final = ("start_ts", "duration")

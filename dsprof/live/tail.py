@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsprof.names import CaptureName
-from dsprof.schema import (
-    CAPTURE_OFF,
-    CAPTURE_ON,
+from dsprof.ondisk import (
     CHUNK_HEADER_BYTES,
     CHUNK_RECORDS,
     COMMON_FIELDS,
@@ -24,21 +22,18 @@ from dsprof.schema import (
     COUNTERS_HEADER,
     COUNTERS_MAGIC,
     COUNTERS_NAME,
-    DTYPES,
     FAMILY_FIELDS,
-    HOST_SYNC,
     NO_SEQ,
     RECORD_BYTES,
-    STACKS_FILE,
     Family,
     Flag,
-    Kind,
     State,
     chunk_name,
     layout,
     offset,
     unescape_name,
 )
+from dsprof.schema import CAPTURE_OFF, CAPTURE_ON, DTYPES, HOST_SYNC, STACKS_FILE, Kind
 
 from .frames import parse_stacks
 from .waiting import Communication, MessageKey, RankState

@@ -13,21 +13,19 @@ import numpy as np
 
 from dsprof.live.frames import parse_stacks, user_site
 from dsprof.names import CaptureName
-from dsprof.schema import (
+from dsprof.ondisk import (
     CHUNK_HEADER,
     CHUNK_HEADER_BYTES,
     CHUNK_MAGIC,
     CHUNK_PLACE,
-    COPYING_FILE,
     FORMAT_VERSION,
-    LOCKED,
     MAX_NAMES,
     READABLE_FORMATS,
     RECORD_BYTES,
-    STACKS_FILE,
     chunk_name,
     unescape_name,
 )
+from dsprof.schema import COPYING_FILE, LOCKED, STACKS_FILE
 
 from .counters import CaptureCounters, read_counters
 from .records import Array, decode, empty, plausible

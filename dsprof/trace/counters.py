@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dsprof.schema import (
+from dsprof.ondisk import (
     COUNTERS,
     COUNTERS_BYTES,
     COUNTERS_HEADER,

@@ -17,11 +17,15 @@ from pandas.api.types import union_categoricals
 from dsprof.schema import COLUMNS, DEEP_FILE
 
 from .capture import Capture
-from .kineto import TraceError, read_events, trace_rows_of
+from .kineto import Events, TraceError, read_events, trace_rows_of
 
 Int = npt.NDArray[np.int64]
 
 ADDED: Final = ("kernel", "copy", "launch", "mem")
+SAW_NO_DEVICE: Final = (
+    "the profiler was to see the device and saw nothing of it; KINETO_LOG_LEVEL=0 dsprof run --deep ... has its "
+    "library say why, on stderr"
+)
 SLACK_NS: Final = 50_000
 """By so much the two clocks may be apart within the window."""
 
@@ -45,7 +49,7 @@ def add_deep(capture: Capture, rows: pd.DataFrame) -> tuple[pd.DataFrame, list[s
         found = trace_rows_of(events).rows
     except (TraceError, OSError) as error:
         return rows, [f"{DEEP_FILE}: left out ({error})"]
-    problems = [f"{DEEP_FILE}: {events.cut}"] if events.cut else []
+    problems = [f"{DEEP_FILE}: {one}" for one in _wrong_with(events, any(fact.get("device") for fact in windows))]
     found = found.assign(start_ns=found["start_ns"] + offset, issue_ns=found["issue_ns"] + offset)
     found = _named_alike(found, rows)
     rows, kernels = _joined(rows, found)
@@ -56,6 +60,14 @@ def add_deep(capture: Capture, rows: pd.DataFrame) -> tuple[pd.DataFrame, list[s
     )  # fmt: skip
     whole = pd.DataFrame({name: _one_behind_the_other(rows[name], added[name], kind) for name, kind in COLUMNS.items()})
     return whole.sort_values("start_ns", kind="stable", ignore_index=True), problems
+
+
+def _wrong_with(events: Events, of_device: bool) -> list[str]:
+    """`of_device`: the profiler was to see the device too. What Kineto says of an error is not on the job's stderr."""
+    found = [events.cut] if events.cut else []
+    if of_device and not len(events.device):
+        found.append(SAW_NO_DEVICE)
+    return found
 
 
 def _one_behind_the_other(first: pd.Series[Any], second: pd.Series[Any], kind: str) -> Any:

@@ -17,8 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dsprof.names import CaptureName
+from dsprof.ondisk import COUNTERS_NAME
 from dsprof.run import RankInfo, RunError, RunFolder, RunInfo, from_known
-from dsprof.schema import COUNTERS_NAME, FLOPS_FACT, OOM_SNAPSHOT_NAME, SNAPSHOT_NAME
+from dsprof.schema import FLOPS_FACT, OOM_SNAPSHOT_NAME, SNAPSHOT_NAME
 
 from .capture import CHUNK_NAME, Capture, read_capture
 from .deep import add_deep

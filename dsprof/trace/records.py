@@ -12,9 +12,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dsprof.schema import (
+from dsprof.ondisk import (
     COMMON_FIELDS,
-    DTYPES,
     FAMILIES,
     FAMILY_FIELDS,
     FORMAT_VERSION,
@@ -23,10 +22,10 @@ from dsprof.schema import (
     Family,
     Field,
     Flag,
-    Kind,
     State,
     offset,
 )
+from dsprof.schema import DTYPES, Kind
 
 Array = npt.NDArray[np.void]
 Bool = npt.NDArray[np.bool_]

@@ -97,6 +97,11 @@ class Pool:
             buffer.memory = aligned(nbytes, self._pin)
         return buffer
 
+    @property
+    def at_rest(self) -> list[Tensor]:
+        """The memory of those that nobody has taken."""
+        return [buffer.memory for buffer in (*self._free, *(leaving for leaving, _ in self._leaving))]
+
     def enlarge(self, buffer: Buffer, nbytes: int) -> None:
         """Make a buffer in use larger; what is in it stays. Views of the old memory are no longer part of it."""
         if buffer.memory.nbytes < nbytes:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..comm.lane import LaneTicket
+from ..hooks import MemoryPart, holds_memory
 from ..zero.shard import ShardedParam
 from .buffers import Buffer, Pool, hollow, round_up
 from .disk import About, Disk
@@ -63,6 +64,12 @@ class PieceFile:
         """Parts that are being read, or have been, for pieces that nobody has asked for yet; oldest first."""
         self.in_memory = 0
         """Elements that stay in host memory."""
+        holds_memory(self)
+
+    def memory(self) -> Iterator[tuple[MemoryPart, Tensor]]:
+        """What pieces pass through, for `hooks.memory_held`."""
+        for tensor in self._pool.at_rest:
+            yield "parameters", tensor
 
     @property
     def in_file(self) -> bool:

@@ -70,6 +70,10 @@ class Bucket:
         return [place for place in range(len(self.params)) if place not in absent]
 
     @property
+    def memory(self) -> list[Tensor]:
+        return [tensor for tensor in (self.buffer, self.own, self.reduced, self.landing) if tensor is not None]
+
+    @property
     def apart(self) -> bool:
         """Whether the masters, and with them the reduced gradients, are on another device than the parameters."""
         owner = self.params[0]
@@ -183,6 +187,11 @@ class BucketExchange:
         """What was copied into a bucket that has not been launched is not wanted."""
         self._give_back(bucket.buffer)
         bucket.rows = bucket.buffer = None
+
+    @property
+    def free_buffers(self) -> list[Tensor]:
+        """Those that are kept for the next buckets."""
+        return list(self._free)
 
     def forget_buffers(self) -> None:
         """Free the buffers that are kept for the next buckets, which have other sizes."""

@@ -101,6 +101,11 @@ class Gatherer:
         return param in self._inflight
 
     @property
+    def free_buffers(self) -> list[Tensor]:
+        """Those that are kept for the next gathers."""
+        return list(self._free)
+
+    @property
     def pending(self) -> list[ShardedParam]:
         """Parameters whose gather has been started and not finished."""
         return list(self._inflight)

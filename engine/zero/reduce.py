@@ -172,6 +172,10 @@ class Reducer:
             return None
         return bucket.grads[place].view(-1)
 
+    def memory(self) -> list[Tensor]:
+        """All that gradients are in, but for the parameters' and the masters' own."""
+        return [*self._kept.values(), *(t for b in self._buckets for t in b.memory), *self._exchange.free_buffers]
+
     # --- at the step
 
     def collect(self) -> None:

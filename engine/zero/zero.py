@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm.comm import Comm
 from ..comm.deadlock import DeadlockWatch
-from ..hooks import Hooks
+from ..hooks import Hooks, MemoryPart, holds_memory
 from .fetch import Fetcher
 from .gather import Gatherer, Trail
 from .reduce import Reducer
@@ -107,6 +107,20 @@ class Zero:
                 self._handles.append(sharded_param.param.register_post_accumulate_grad_hook(hook))
         if any(not p.persistent for p in self.params):
             self.fetcher = Fetcher(model, self.by_param, self.gatherer, settings.fetch, hooks)
+        holds_memory(self)
+
+    def memory(self) -> Iterator[tuple[MemoryPart, torch.Tensor]]:
+        """What parameters in pieces, their masters and the buffers take, for `hooks.memory_held`."""
+        for param in self.params:
+            yield "parameters", param.shard
+            if param.secondary is not None:
+                yield "parameters", param.secondary
+            if param.master is not None and not param.master_is_shard:
+                yield "optimizer_states", param.master
+        for tensor in self.gatherer.free_buffers:
+            yield "parameters", tensor
+        for tensor in self.reducer.memory():
+            yield "gradients", tensor
 
     def _release_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         # torch cannot collect a hook that leads back to its own parameter, so this one must not keep us alive.

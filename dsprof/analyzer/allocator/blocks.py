@@ -95,6 +95,16 @@ class Block:
                 self.next.prev = self
         self.size += other.size
 
+    def merge(self) -> None:
+        """With free neighbours that are mapped, or unmapped, like it; they leave their pool."""
+        for other in (self.prev, self.next):
+            if other is not None and not other.used and other.mapped == self.mapped:
+                if other.mapped:
+                    self.pool.remove(other)
+                else:
+                    self.pool.remove_unmapped(other)
+                self.absorb(other)
+
 
 class Pool:
     """Free blocks of one pool: small ones (up to 1 MiB) and large ones are kept apart, and so are private pools."""

@@ -9,7 +9,8 @@ from typing import Final
 
 from .blocks import Block
 from .history import ALLOC, AWAIT, COLLECTED, EMPTY, FAILED, FREE, REFUSED, Event, Recording
-from .model import NO_LIMITS, Allocator, Limits
+from .model import Allocator
+from .reserved import NO_LIMITS, Counts, Limits, ReservedMemory
 from .settings import AllocatorSettings
 
 BEYOND: Final = 1 << 50
@@ -68,11 +69,11 @@ def prove(recording: Recording, limits: Limits = NO_LIMITS) -> Proof:
     unless `limits` say what the process may take, which segments `garbage_collection_threshold` gave back."""
     play = _Play(recording, recording.settings, limits, as_recorded=True)
     play.run()
-    made, told = play.allocator.made, recording.segments
+    made, told = play.made, recording.segments
     alike = sum(one == other for one, other in zip(made, told, strict=False)) if len(made) <= len(told) else 0
     return Proof(
         len(told), alike, sum(event.act == ALLOC for event in recording.events), play.alike, recording.end.reserved,
-        play.allocator.counts.reserved,
+        play.counts.reserved,
     )  # fmt: skip
 
 
@@ -81,7 +82,7 @@ def replay(recording: Recording, settings: AllocatorSettings, limits: Limits = N
     allocated first, in the order of its addresses."""
     play = _Play(recording, settings, limits, as_recorded=False)
     play.run()
-    counts = play.allocator.counts
+    counts = play.counts
     return Outcome(
         settings, counts.peak_reserved, counts.peak_active, counts.active_at_peak, counts.stranded_at_peak,
         counts.cached_at_peak, counts.reserved,
@@ -126,18 +127,27 @@ class _Play:
         """Allocation -> its block, and which use of that block it is."""
         self.alike = 0
         self.peak_at = -1
-        self.allocator = Allocator(settings, limits)
+        self._memory = ReservedMemory(limits, self._recorded_place if as_recorded else None)
+        self.allocator = Allocator(settings, self._memory)
         if as_recorded:
             self._restore()
-            self.allocator.place = self._recorded_place
         else:
             self._allocate_afresh()
-        self.allocator.made.clear()
-        self.allocator.counts.device_allocs = 0
+        self.made.clear()
+        self.counts.device_allocs = 0
+
+    @property
+    def counts(self) -> Counts:
+        return self._memory.counts
+
+    @property
+    def made(self) -> list[tuple[int, int]]:
+        """What it got from the device since it began."""
+        return self._memory.made
 
     def run(self, until: int | None = None) -> None:
         """Events up to `until`, or all."""
-        allocator, blocks, counts = self.allocator, self.blocks, self.allocator.counts
+        allocator, blocks, counts = self.allocator, self.blocks, self.counts
         peak = counts.peak_reserved
         for number, event in enumerate(self._recording.events[:until]):
             act = event.act
@@ -162,8 +172,8 @@ class _Play:
                 allocator.release_cached()
             elif act == FAILED:
                 self._fail(event)
-            elif act == REFUSED and self._as_recorded and allocator.limits.allowed_bytes is None:
-                allocator.refuse_next = True
+            elif act == REFUSED and self._as_recorded and self._memory.limits.allowed_bytes is None:
+                self._memory.refuse_next = True
             elif act == COLLECTED and self._as_recorded and not allocator.collects:
                 allocator.give_back(event.address)
 
@@ -198,11 +208,11 @@ class _Play:
             if held.expandable:
                 stretches[held.pool, held.small, held.stream].append((start, held.size))
             else:
-                pool = allocator.pool(held.pool, held.small)
+                pool = self._memory.pool(held.pool, held.small)
                 found += allocator.add_segment(pool, held.stream, start, held.size, used[start])
         for (name, small, stream), mapped in stretches.items():
             inside = [item for start, _ in mapped for item in used[start]]
-            found += allocator.add_mapped(allocator.pool(name, small), stream, mapped, inside)
+            found += allocator.add_mapped(self._memory.pool(name, small), stream, mapped, inside)
         for block in found:
             piece = begin.pieces[block.start]
             self._keep(piece.key, piece.stack, piece.pending, block)
@@ -214,7 +224,7 @@ class _Play:
             self.allocator.await_free(block)
 
     def _recorded_place(self, size: int) -> int:
-        told, number = self._recording.segments, len(self.allocator.made)
+        told, number = self._recording.segments, len(self.made)
         return told[number][0] if number < len(told) else BEYOND + number * size
 
 

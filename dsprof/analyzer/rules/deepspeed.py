@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
+
+from dsprof.schema import FLOAT_BYTES
 
 from ..context import Context
 from ..finding import Fix, Gain
-
-ITEM_BYTES: Final = {"float16": 2, "bfloat16": 2, "float64": 8}
-"""Of a gradient or a parameter; 4 of any other kind. The keys count elements."""
 
 
 def stage_of(context: Context) -> int | None:
@@ -32,8 +31,8 @@ def elements(context: Context, size: float) -> int:
 
 
 def item_bytes(context: Context) -> int:
-    """Of what is reduced."""
-    return ITEM_BYTES.get(str(_told(context, "gradient_dtype")), 4)
+    """Of what is reduced. The keys count elements."""
+    return FLOAT_BYTES.get(str(_told(context, "gradient_dtype")), 4)
 
 
 def zero_fix(settings: Mapping[str, int], note: str, gain: Gain) -> Fix:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from dsprof.live.frames import short
 from dsprof.trace import Memory
 
 from ..allocator import (
@@ -90,9 +91,9 @@ def played(context: Context) -> tuple[list[Played], list[str]]:
 
 def _chosen(context: Context) -> list[tuple[int, Memory]]:
     """MOST_PLAYED ranks, as playing takes seconds: those that ran out of memory, then those that hold most."""
-    short = {fact.get("rank") for fact in context.facts.get("out_of_memory", [])}
+    out_of_it = {fact.get("rank") for fact in context.facts.get("out_of_memory", [])}
     every = list(context.trace.memory.items())
-    every.sort(key=lambda item: (item[0] not in short, -int(item[1].segments["bytes"].sum())))
+    every.sort(key=lambda item: (item[0] not in out_of_it, -int(item[1].segments["bytes"].sum())))
     return sorted(every[:MOST_PLAYED], key=lambda item: item[0])
 
 
@@ -194,12 +195,12 @@ def _fragmentation(one: Played, capacity: int | None) -> list[Finding]:
     if lost:
         title = (
             f"{size(now.stranded)} of {size(now.peak_reserved)} reserved ({percent(stranded)}) lie free between "
-            f"blocks in use, most of it beside what {_short(cause)} keeps"
+            f"blocks in use, most of it beside what {short(cause)} keeps"
         )
     else:
         title = (
             f"{size(now.cached)} of {size(now.peak_reserved)} reserved ({percent(cached)}) are cached segments of "
-            f"sizes that no longer come, the last asked for at {_short(_site(one, asked.stack if asked else -1))}"
+            f"sizes that no longer come, the last asked for at {short(_site(one, asked.stack if asked else -1))}"
         )
     severity = _severity(recording, stranded, lost, capacity)
     fixes = (*((_setting_fix(one, now, best),) if better else ()), *_code_fix(holders, lost))
@@ -223,7 +224,7 @@ def out_of_memory(one: Played) -> Finding:
         ),
     ]
     largest = holders[0] if holders else None
-    title = f"out of memory at {_short(_site(one, event.stack))}: {size(event.size)} more, with {size(used)} in use"
+    title = f"out of memory at {short(_site(one, event.stack))}: {size(event.size)} more, with {size(used)} in use"
     fixes = []
     if one.proof.holds and len(recording.events) <= MOST_EVENTS:
         tried = [replay(recording, settings, one.limits) for settings in _candidates(recording.settings)]
@@ -232,7 +233,7 @@ def out_of_memory(one: Played) -> Finding:
             fixes.append(_setting_fix(one, replay(recording, recording.settings, one.limits), best))
     if largest is not None and largest.site.rpartition(":")[2].isdigit():
         fixes.append(
-            Fix("code", f"{_short(largest.site)} holds {size(largest.bytes)}, {percent(100 * largest.bytes / used)} of "
+            Fix("code", f"{short(largest.site)} holds {size(largest.bytes)}, {percent(100 * largest.bytes / used)} of "
                         "all: a smaller micro-batch, activation checkpointing or sharding makes it less")
         )  # fmt: skip
     return Finding("memory.oom-risk", title, "high", Where(ranks=(one.rank,)), tuple(evidence), NO_TIME, tuple(fixes))
@@ -321,7 +322,3 @@ def _proved(proof: Proof) -> str:
 
 def _site(one: Played, stack: int) -> str:
     return one.places.get(stack, (UNKNOWN, ""))[0]
-
-
-def _short(site: str) -> str:
-    return site.rpartition("/")[2]

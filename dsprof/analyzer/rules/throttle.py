@@ -11,7 +11,7 @@ import numpy as np
 from dsprof import gauges
 
 from ..context import Context, once
-from ..device_gauges import WatchedDevice, devices_of
+from ..device.gauges import WatchedDevice, devices_of
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..text import number, percent
 from .base import NotConcerned, NotJudged, listed

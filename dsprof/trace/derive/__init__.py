@@ -16,17 +16,17 @@ Every row made here says `source = derived`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import pandas as pd
 
-from dsprof.schema import COLUMNS
+from dsprof.schema import COLUMNS, SMALL_GRADIENTS
 
 from ..capture import Capture
 from .counted import counted_rows
 from .lanes import depths, lanes, training_thread
 from .phases import main_phases, phases_between
-from .purpose import purposes
+from .purpose import purposes, reduced_by_hand
 from .records import measured_rows
 from .rows import completed
 from .steps import missing_steps, step_of, step_pattern, step_rows
@@ -43,21 +43,23 @@ def trace_rows(capture: Capture, rank: int, restart: int) -> pd.DataFrame:
     """The trace table of one rank (columns of `schema.COLUMNS`), ordered by start."""
     kinds = {fact["fact"] for fact in capture.facts}
     tensor_parallel = {str(fact.get("group")) for fact in capture.facts if fact["fact"] == "tensor_parallel"}
+    small = [fact[SMALL_GRADIENTS] for fact in capture.facts if fact["fact"] == "optimizer" and SMALL_GRADIENTS in fact]
     rows = measured_rows(capture)
     counted = counted_rows(capture.facts)
     if len(counted):
         rows = pd.concat([rows, counted], ignore_index=True)
-    return derive(rows, kinds, rank, restart, tensor_parallel=tensor_parallel)
+    return derive(rows, kinds, rank, restart, tensor_parallel=tensor_parallel, small_gradients=small)
 
 
 def derive(
     rows: pd.DataFrame, facts: Collection[str], rank: int = 0, restart: int = 0, *,
-    tensor_parallel: Collection[str] = (),
+    tensor_parallel: Collection[str] = (), small_gradients: Sequence[Sequence[int]] = (),
 ) -> pd.DataFrame:  # fmt: skip
     """The same from rows (columns of `rows.GIVEN`) of one process, whichever tool recorded them.
 
     facts: kinds of facts that are known of it, such as `ddp`, `fsdp` and `device`. tensor_parallel: groups that are
-    for tensor parallelism. Raises KeyError for rows without a column that is required.
+    for tensor parallelism. small_gradients: see `purpose.reduced_by_hand`. Raises KeyError for rows without a column
+    that is required.
     """
     rows = align_clock(completed(rows))
     name_inner_waits(rows)
@@ -67,12 +69,13 @@ def derive(
     rows["lane"] = lanes(rows, main)
     phases = main_phases(rows, main)
     steps = step_rows(rows, phases, main)
-    between = phases_between(rows, phases, main, on_gpu="device" in facts)
+    by_hand = reduced_by_hand(rows, small_gradients)
+    between = phases_between(rows, phases, main, on_gpu="device" in facts, gradients=by_hand)
     more = [part for part in (steps, between, backward_waits(rows), streams) if len(part)]
     rows = pd.concat([rows, *more], ignore_index=True)
     rows["step"] = step_of(rows, steps)
     rows["rank"], rows["restart"] = rank, restart
-    rows["purpose"] = purposes(rows, facts, tensor_parallel)
+    rows["purpose"] = purposes(rows, facts, tensor_parallel, by_hand)
     rows["outer"] = rows["kind"].map(OUTER_FIRST).fillna(len(OUTER_FIRST))
     rows = rows.sort_values(
         ["start_ns", "dur_ns", "outer"], ascending=[True, False, True], kind="stable", ignore_index=True

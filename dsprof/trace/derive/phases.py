@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -80,8 +81,11 @@ def _parents(start: Int, end: Int) -> Int:
     return parent
 
 
-def phases_between(rows: pd.DataFrame, phases: Phases, main: int, on_gpu: bool) -> pd.DataFrame:
-    """What lies between two phases at the same level of nesting, named by its neighbours.
+def phases_between(
+    rows: pd.DataFrame, phases: Phases, main: int, on_gpu: bool, gradients: Collection[int] = ()
+) -> pd.DataFrame:
+    """What lies between two phases at the same level of nesting, named by its neighbours. gradients: index of the rows
+    that carry those.
 
     forward -> backward: the loss. backward -> optimizer: clipping, unscaling. forward -> forward, if it is short: the
     loop between two modules. And where no DataLoader was seen in the whole run, optimizer or backward -> forward:
@@ -113,6 +117,7 @@ def phases_between(rows: pd.DataFrame, phases: Phases, main: int, on_gpu: bool) 
     # The norm of gradients that are partitioned is reduced while they are clipped.
     no_other_wait = ~_any_between(waits.loc[~waits["name"].isin(NORM_WAITS), "start_ns"], start, end)
     of_norm = (issued["name"] == "all_reduce") & (issued["bytes"].fillna(0) <= OF_ONE_NORM)
+    of_norm &= ~issued.index.isin(list(gradients))
     only_norm = no_other_wait & ~_any_between(issued.loc[~of_norm, "issue_ns"], start, end)
     in_one_action = ~_any_between(pd.Series(edges), start, end)
 

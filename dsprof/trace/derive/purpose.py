@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+
+from dsprof.schema import FLOAT_BYTES, OF_A_NORM
 
 from .rows import ends
 
@@ -18,24 +20,25 @@ LEAST_DURING: Final = 0.9
 capture."""
 INTEGERS: Final = ("int16", "int32", "int64", "bool")
 """In backward DDP also reduces which parameters were used; gradients are not counted, though they may be quantized."""
-OF_A_NORM: Final = 4096
-"""Bytes that the norms of gradients, or whether they overflowed, take at most: some numbers a parameter."""
 ONE_NUMBER: Final = 8
 """Bytes of one at most."""
 OF_ONE_NORM: Final = 128
 """The same of what a script reduces itself between backward and optimizer: some numbers altogether. What is larger than
-OF_A_NORM there is gradients; in between it may be a norm of each parameter, or the gradients of a tiny model."""
+OF_A_NORM there is gradients; in between it may be a norm of each parameter, or the gradients of a tiny model, whose
+sizes tell."""
 
 
-def purposes(rows: pd.DataFrame, facts: Collection[str], tensor_parallel: Collection[str] = ()) -> pd.Series[str]:
+def purposes(
+    rows: pd.DataFrame, facts: Collection[str], tensor_parallel: Collection[str] = (), by_hand: Collection[int] = ()
+) -> pd.Series[str]:
     """Purpose of each row: as who recorded it says; else, of a communication, by where it was issued; else null.
 
-    facts: kinds of facts that the rank stated. tensor_parallel: groups that are said to be for that.
+    facts: kinds of facts that the rank stated. tensor_parallel: groups that are said to be for that. by_hand: index of
+    rows that are known to carry gradients.
 
-    Reductions issued inside backward carry gradients, small ones around the optimizer norms. So do those that a script
-    issues itself between the two, if one of them is too large for a norm. What another thread issues meanwhile is none
-    of that. With FSDP and DeepSpeed, what is gathered is parameters; with DDP, what is
-    broadcast in forward is buffers.
+    Reductions issued inside backward carry gradients, small ones around the optimizer norms. What another thread issues
+    meanwhile is none of that. With FSDP and DeepSpeed, what is gathered is parameters; with DDP, what is broadcast in
+    forward is buffers.
     """
     comm = rows["kind"] == "comm"
     purpose = pd.Series(None, index=rows.index, dtype=object)
@@ -47,10 +50,10 @@ def purposes(rows: pd.DataFrame, facts: Collection[str], tensor_parallel: Collec
         purpose[forward & gathers & (rows["name"] == "broadcast")] = "buffer"
     if not {"fsdp", "deepspeed"}.isdisjoint(facts):
         purpose[(forward | backward) & gathers & (rows["name"] == "all_gather")] = "parameter"
-    by_hand = _reduced_by_hand(rows, reduces)
     purpose[updating & gathers] = "parameter"
-    purpose[(backward & reduces & ~rows["dtype"].isin(INTEGERS)) | by_hand] = "gradient"
+    purpose[backward & reduces & ~rows["dtype"].isin(INTEGERS)] = "gradient"
     purpose[updating & reduces & (rows["bytes"] <= OF_A_NORM).fillna(False).to_numpy(bool)] = "norm"
+    purpose.loc[list(by_hand)] = "gradient"
     if tensor_parallel:
         purpose[(forward | backward) & comm & rows["group"].isin(tensor_parallel)] = "tensor-parallel"
     if "pipeline" in facts:
@@ -82,10 +85,16 @@ def _issued_in_backward(rows: pd.DataFrame) -> npt.NDArray[np.bool_]:
     return inside
 
 
-def _reduced_by_hand(rows: pd.DataFrame, reduces: pd.Series[bool]) -> npt.NDArray[np.bool_]:
-    """Which reductions a script makes of its gradients itself: between a backward and the optimizer's step, on the
-    thread that is in both, neither inside another phase. One number is something else, such as the loss or a norm."""
-    found = np.zeros(len(rows), bool)
+def reduced_by_hand(rows: pd.DataFrame, small_gradients: Sequence[Sequence[int]] = ()) -> list[int]:
+    """Which rows are reductions that a script makes of its gradients itself: between a backward and the optimizer's
+    step, on the thread that is in both, neither inside another phase. If one of them is too large for a norm, all are;
+    so they are if, one by one, they are of the sizes of an optimizer's gradients. One number is something else, such as
+    the loss or a norm.
+
+    small_gradients: of each optimizer whose gradients are all smaller than norms may be, how many elements they have.
+    """
+    found: list[int] = []
+    reduces = (rows["kind"] == "comm") & rows["name"].isin(REDUCTIONS)
     phases = rows[(rows["kind"] == "phase") & rows["name"].ne("clip") & rows["dur_ns"].notna()]
     reduced = rows[reduces & (rows["bytes"] > ONE_NUMBER).fillna(False).astype(bool) & ~rows["dtype"].isin(INTEGERS)]
     for thread, mine in reduced.groupby("thread"):
@@ -101,9 +110,22 @@ def _reduced_by_hand(rows: pd.DataFrame, reduces: pd.Series[bool]) -> npt.NDArra
         before = np.maximum(after - 1, 0)
         inside &= (name[before] == "backward") & (end[before] <= when)
         inside &= name[np.minimum(after, len(start) - 1)] == "optimizer"
-        large = np.unique(after[inside & (mine["bytes"] > OF_A_NORM).to_numpy(bool)])
-        found[mine.index[inside & np.isin(after, large)]] = True
+        chosen = np.unique(after[inside & (mine["bytes"] > OF_A_NORM).to_numpy(bool)]).tolist()
+        for place in np.unique(after[inside]).tolist() if small_gradients else ():
+            if any(_are_of(mine[inside & (after == place)], sizes) for sizes in small_gradients):
+                chosen.append(place)
+        found += mine.index[inside & np.isin(after, chosen)].tolist()
     return found
+
+
+def _are_of(reduced: pd.DataFrame, sizes: Sequence[int]) -> bool:
+    """Whether these reductions are of gradients of `sizes`, one each. Of a single one that may be chance."""
+    item = reduced["dtype"].map(FLOAT_BYTES).to_numpy(np.float64)
+    if len(np.unique(item)) != 1 or np.isnan(item[0]):
+        return False
+    expected = sorted(size for size in sizes if size * item[0] > ONE_NUMBER)
+    elements = reduced["bytes"].to_numpy(np.float64) / item[0]
+    return len(expected) > 1 and sorted(elements.tolist()) == expected
 
 
 def _issued_during(rows: pd.DataFrame, phases: pd.DataFrame) -> npt.NDArray[np.bool_]:

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dsprof.schema import CAPTURE_GAP, DTYPES, SHARDING, Flag, Kind, State
+from dsprof.ondisk import Flag, State
+from dsprof.schema import CAPTURE_GAP, DTYPES, SHARDING, Kind
 
 from ..capture import Capture
 

@@ -2,17 +2,20 @@
 
 stream   a file's events, piece by piece, whatever its size: neither the file nor its events are ever held as a whole
 events   what of them is kept, as arrays
+reader   from text to those
 names    which kernels communicate, and what collectives are called
 phases   what the training thread did, from its operators and annotations
-rows     the trace's rows
+collectives   what a communication says of its collective
+rows     the trace's rows; `blocks`: how a table is made of them
 
 `dsprof.importers.kineto` makes a run of them, `dsprof.trace.deep` rows of a rank that was captured besides.
 """
 
 from __future__ import annotations
 
-from .events import Events, read_events
+from .events import Events
 from .names import CommNames
+from .reader import read_events
 from .rows import TraceRows, trace_rows_of
 from .stream import TraceError, looks_like_trace
 

@@ -9,19 +9,17 @@ inside no other one are `kernel` rows of their thread, and c10d's annotations ar
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 import pandas as pd
 
-from dsprof.schema import COLUMNS
-
-from .events import COPY, KERNEL, UNKNOWN, Annotation, Events
-from .names import ANNOTATIONS, MESSAGES, bytes_of, collective_name, dtype_of
+from .blocks import Coded, RowBlocks
+from .collectives import CollectiveReader
+from .events import COPY, KERNEL, UNKNOWN, Events
+from .names import ANNOTATIONS
 from .phases import NO_PHASE, ProfiledSteps, backward_names, find_phases, find_steps, main_thread, outermost, told_by
 
 Int = npt.NDArray[np.int64]
@@ -31,14 +29,10 @@ SYNCHRONIZES: Final = re.compile(r"(cuda|hip)(Device|Stream|Event)Synchronize|cu
 """Calls in which a thread stands still until the device has done something."""
 HOST_COPY: Final = re.compile(r"(Copy|Memcpy) ?(HtoD|DtoH|HostToDevice|DeviceToHost|PtoP)")
 """A copy between a device and something else; all other ones are work of the device's own."""
-CATEGORIES: Final = tuple(name for name, kind in COLUMNS.items() if kind == "category")
 DEVICES: Final = {0: "cpu", 1: "cuda", 6: "hip"}
 """c10::DeviceType, in the events of memory."""
 RESUME_NS: Final = 2_000_000
 """So long after its collective has ended a thread that waited for it goes on, at the latest."""
-MOST_GROUP: Final = 128
-ELIDED: Final = "..."
-"""In a list of ranks that Kineto found too long."""
 
 
 @dataclass
@@ -55,7 +49,6 @@ class TraceRows:
     steps: ProfiledSteps
     has_device: bool
     numbered: tuple[int, int]
-    notes: list[str] = field(default_factory=list)
 
 
 def trace_rows_of(events: Events) -> TraceRows:
@@ -74,15 +67,15 @@ def trace_rows_of(events: Events) -> TraceRows:
         build.operators()
         build.host_collectives()
     build.memory()
-    return TraceRows(build.rows(), build.groups, steps, has_device, (build.numbered, build.communications), build.notes)
+    numbered = build.numbered, build.communications
+    return TraceRows(build.blocks.table(), build.collectives.groups, steps, has_device, numbered)
 
 
 class _RowBuilder:
     def __init__(self, events: Events, main: int, steps: ProfiledSteps) -> None:
         self._events, self._main, self._steps = events, main, steps
-        self._blocks: list[tuple[int, dict[str, Any]]] = []
-        self.groups: dict[str, dict[str, Any]] = _groups_told(events.about)
-        self.notes: list[str] = []
+        self.blocks = RowBlocks()
+        self.collectives = CollectiveReader(events)
         self.numbered = self.communications = 0
         self._device_end = np.empty(0, np.int64)
         self._device_corr = np.empty(0, np.int64)
@@ -102,28 +95,27 @@ class _RowBuilder:
         found = int(np.bincount(ops["thread"][chosen]).argmax())
         return found if found != self._main else UNKNOWN
 
-    def _add(self, count: int, **columns: Any) -> None:
-        if count:
-            self._blocks.append((count, columns))
-
     def _of_thread(self, thread: Int) -> dict[str, Any]:
-        return {"lane": [self._lanes[one] for one in thread.tolist()], "thread": self._ids[thread]}
+        return {"lane": Coded(thread, self._lanes), "thread": self._ids[thread]}
+
+    def _named(self, name: Int) -> Coded:
+        return Coded(name, self._events.names)
 
     # --- the training thread
 
     def steps(self) -> None:
         steps = self._steps
-        self._add(
+        self.blocks.add(
             len(steps.number), kind="step", name="step", lane=MAIN, step=steps.number, start_ns=steps.start_ns,
             dur_ns=steps.end_ns - steps.start_ns, source="imported" if steps.marked else "derived",
         )  # fmt: skip
 
     def phases(self) -> None:
         found = find_phases(self._events, self._main, self._steps)
-        self._add(
-            len(found.name), kind="phase", name=found.name, lane=MAIN, step=self._steps.of(found.start_ns),
+        self.blocks.add(
+            len(found.name), kind="phase", name=Coded.of(found.name), lane=MAIN, step=self._steps.of(found.start_ns),
             start_ns=found.start_ns, dur_ns=found.end_ns - found.start_ns,
-            source=["derived" if derived else "imported" for derived in found.derived],
+            source=Coded(np.array(found.derived, np.int64), ("imported", "derived")),
         )  # fmt: skip
 
     def annotations(self) -> None:
@@ -133,9 +125,9 @@ class _RowBuilder:
             if not (note.name.startswith(ANNOTATIONS) or NO_PHASE.match(note.name) or told_by(note))
         ]  # fmt: skip
         start = np.array([note.start_ns for note in chosen], np.int64)
-        self._add(
-            len(chosen), kind="mark", name=[note.name for note in chosen], start_ns=start, step=self._steps.of(start),
-            dur_ns=np.array([note.dur_ns for note in chosen], np.int64),
+        self.blocks.add(
+            len(chosen), kind="mark", name=Coded.of([note.name for note in chosen]), start_ns=start,
+            step=self._steps.of(start), dur_ns=np.array([note.dur_ns for note in chosen], np.int64),
             **self._of_thread(np.array([note.thread for note in chosen], np.int64)),
         )  # fmt: skip
 
@@ -144,33 +136,36 @@ class _RowBuilder:
     def device(self) -> None:
         events, table = self._events, self._events.device
         start, corr, what, codes = table["start_ns"], table["corr"], table["what"], table["name"]
-        launch, _ = self._launched(corr)
+        launch, call = self._launched(corr)
         step = self._steps.of(np.where(launch == UNKNOWN, start, launch))
         self._device_end, self._device_corr = start + table["dur_ns"], corr
-        several = len(np.unique(table["device"])) > 1
-        places = np.stack([table["device"], table["stream"]], axis=1)
-        different, which = np.unique(places, axis=0, return_inverse=True)
-        words = [f"cuda.{device}.{stream}" if several else f"cuda.{stream}" for device, stream in different.tolist()]
-        lane = np.array(words, object)[which.reshape(-1)]
-        names = np.array(events.names, object)[codes]
+        lane, names = self._streams(), self._named(codes)
         comm = np.array(events.communicates, bool)[codes] & (what == KERNEL)
         from_host = np.array([HOST_COPY.search(name) is not None for name in events.names], bool)[codes]
         copied = (what == COPY) & from_host
         for kind, chosen in (("copy", copied), ("kernel", ~copied & ~comm)):
-            self._add(
+            self.blocks.add(
                 int(chosen.sum()), kind=kind, name=names[chosen], lane=lane[chosen], start_ns=start[chosen],
                 dur_ns=table["dur_ns"][chosen], corr=corr[chosen], step=step[chosen], issue_ns=launch[chosen],
                 bytes=table["bytes"][chosen],
             )  # fmt: skip
-        self._communications(np.flatnonzero(comm), names, lane, step)
+        self._communications(np.flatnonzero(comm), call, lane, step)
 
-    def _communications(self, chosen: Int, names: npt.NDArray[Any], lane: npt.NDArray[Any], step: Int) -> None:
-        table, args = self._events.device, self._events.comm_args
-        _, calls = self._launched(table["corr"][chosen])
-        around = self._notes_around(calls)
+    def _streams(self) -> Coded:
+        """The lane of each thing that the device did."""
+        table = self._events.device
+        devices, device = np.unique(table["device"], return_inverse=True)
+        streams, stream = np.unique(table["stream"], return_inverse=True)
+        places, place = np.unique(device * len(streams) + stream, return_inverse=True)
+        found = zip(devices[places // len(streams)].tolist(), streams[places % len(streams)].tolist(), strict=True)
+        return Coded(place, [f"cuda.{one}.{other}" if len(devices) > 1 else f"cuda.{other}" for one, other in found])
+
+    def _communications(self, chosen: Int, call: Int, lane: Coded, step: Int) -> None:
+        table, args, names = self._events.device, self._events.comm_args, self._events.names
+        around = self.collectives.notes_around(call[chosen])
         found = [
-            self._collective(args.get(at, {}), str(names[at]), note)
-            for at, note in zip(chosen.tolist(), around, strict=True)
+            self.collectives.read(args.get(at, {}), names[name], note)
+            for at, name, note in zip(chosen.tolist(), table["name"][chosen].tolist(), around, strict=True)
         ]
         self._add_collectives(
             found, start_ns=table["start_ns"][chosen], dur_ns=table["dur_ns"][chosen], lane=lane[chosen],
@@ -178,55 +173,14 @@ class _RowBuilder:
         )  # fmt: skip
 
     def _add_collectives(self, found: list[dict[str, Any]], **columns: Any) -> None:
-        self._add(
+        self.blocks.add(
             len(found), kind="comm", issue_ns=columns["start_ns"],
-            **{key: [one.get(key) for one in found] for key in ("name", "group", "dtype")},
+            **{key: Coded.of([one.get(key) for one in found]) for key in ("name", "group", "dtype")},
             **{key: np.array([one.get(key, UNKNOWN) for one in found], np.int64) for key in ("seq", "bytes")},
             **columns,
         )  # fmt: skip
         self.communications += len(found)
         self.numbered += sum("seq" in one for one in found)
-
-    def _collective(self, args: Mapping[str, Any], kernel: str, note: Annotation | None) -> dict[str, Any]:
-        """name, group, seq, bytes, dtype of a communication, as far as its arguments and c10d's annotation tell."""
-        told = args or (note.args if note is not None else {})
-        word = told.get("Collective name")
-        name = collective_name(word) if isinstance(word, str) else None
-        name = name or (collective_name(note.name) if note is not None else None) or collective_name(kernel)
-        found: dict[str, Any] = {"name": name or "collective"}
-        size = bytes_of(told)
-        if size is None and note is not None:
-            size = bytes_of(note.args)
-        if size is not None:
-            found["bytes"] = size
-        kind = told.get("dtype")
-        if isinstance(kind, str) and dtype_of(kind):
-            found["dtype"] = dtype_of(kind)
-        if name in MESSAGES or name is None:  # of a message its other side is not told
-            return found
-        group = told.get("Process Group Name")
-        if isinstance(group, (str, int)) and not isinstance(group, bool) and str(group):
-            found["group"] = str(group)[:MOST_GROUP]
-            self._know_group(found["group"], told)
-            seq = told.get("Seq")
-            if type(seq) is int and 0 <= seq < 1 << 31:
-                found["seq"] = seq
-        else:
-            found["group"] = f"{name} (group not told)"
-            self.groups.setdefault(found["group"], {"ranks": [], "size": 0, "desc": "", "backend": "kernels"})
-        return found
-
-    def _know_group(self, group: str, told: Mapping[str, Any]) -> None:
-        about = self.groups.setdefault(group, {"ranks": [], "size": 0, "desc": "", "backend": "kernels"})
-        about["backend"] = "kernels" if len(self._events.device) else about.get("backend", "")
-        if not about["ranks"]:
-            about["ranks"] = _ranks(told.get("Process Group Ranks"))
-        size = told.get("Group size")
-        if type(size) is int and 0 < size < 1 << 24:
-            about["size"] = size
-        desc = told.get("Process Group Description")
-        if isinstance(desc, str) and not about["desc"]:
-            about["desc"] = desc[:MOST_GROUP]
 
     def _launched(self, corr: Int) -> tuple[Int, Int]:
         """When each correlation was launched, and the row of that call; UNKNOWN where it is not told."""
@@ -239,36 +193,14 @@ class _RowBuilder:
         row = np.where((known[at] == corr) & (corr >= 0), order[at], UNKNOWN)
         return np.where(row == UNKNOWN, UNKNOWN, calls["start_ns"][row]), row
 
-    def _notes_around(self, calls: Int) -> list[Annotation | None]:
-        """c10d's annotation that each call was made within, if it has one."""
-        by_thread: dict[int, list[Annotation]] = {}
-        for note in self._events.annotations:
-            if note.name.startswith(ANNOTATIONS):
-                by_thread.setdefault(note.thread, []).append(note)
-        begins = {}
-        for thread, notes in by_thread.items():
-            notes.sort(key=lambda note: note.start_ns)
-            begins[thread] = np.array([note.start_ns for note in notes], np.int64)
-        table, found = self._events.calls, list[Annotation | None]()
-        for call in calls.tolist():
-            thread = int(table["thread"][call]) if call != UNKNOWN else UNKNOWN
-            around: Annotation | None = None
-            if thread in by_thread:
-                when = int(table["start_ns"][call])
-                at = int(np.searchsorted(begins[thread], when, "right")) - 1
-                last = by_thread[thread][at] if at >= 0 else None
-                around = last if last is not None and when < last.start_ns + last.dur_ns else None
-            found.append(around)
-        return found
-
     def launches(self) -> None:
         """Calls that put something on the device."""
         table = self._events.calls
         chosen = np.flatnonzero(np.isin(table["corr"], self._device_corr[self._device_corr >= 0]))
-        names = np.array(self._events.names, object)[table["name"][chosen]]
-        self._add(
-            len(chosen), kind="launch", name=names, start_ns=table["start_ns"][chosen], dur_ns=table["dur_ns"][chosen],
-            corr=table["corr"][chosen], step=self._steps.of(table["start_ns"][chosen]),
+        self.blocks.add(
+            len(chosen), kind="launch", name=self._named(table["name"][chosen]),
+            start_ns=table["start_ns"][chosen], dur_ns=table["dur_ns"][chosen], corr=table["corr"][chosen],
+            step=self._steps.of(table["start_ns"][chosen]),
             **self._of_thread(table["thread"][chosen]),
         )  # fmt: skip
 
@@ -283,9 +215,9 @@ class _RowBuilder:
         last = order[np.maximum(at, 0)] if len(order) else np.zeros(len(at), np.int64)
         within = (at >= 0) & (self._device_end[last] > start)
         chosen, last = chosen[within], last[within]
-        self._add(
+        self.blocks.add(
             len(chosen), kind="wait", lane=MAIN, start_ns=start[within], dur_ns=(end - start)[within],
-            name=np.array(self._events.names, object)[table["name"][chosen]], corr=self._device_corr[last],
+            name=self._named(table["name"][chosen]), corr=self._device_corr[last],
             step=self._steps.of(start[within]), thread=self._ids[table["thread"][chosen]],
         )  # fmt: skip
 
@@ -296,8 +228,8 @@ class _RowBuilder:
         for thread in np.unique(table["thread"]).tolist() if len(table) else ():
             mine = np.flatnonzero(table["thread"] == thread)
             mine = mine[outermost(table["start_ns"][mine], (table["start_ns"] + table["dur_ns"])[mine])]
-            self._add(
-                len(mine), kind="kernel", name=np.array(self._events.names, object)[table["name"][mine]],
+            self.blocks.add(
+                len(mine), kind="kernel", name=self._named(table["name"][mine]),
                 start_ns=table["start_ns"][mine], dur_ns=table["dur_ns"][mine],
                 step=self._steps.of(table["start_ns"][mine]), **self._of_thread(table["thread"][mine]),
             )  # fmt: skip
@@ -307,16 +239,16 @@ class _RowBuilder:
         until one ended, a wait for it."""
         notes = [note for note in self._events.annotations if note.name.startswith(ANNOTATIONS)]
         notes = sorted({(note.name, note.start_ns): note for note in notes}.values(), key=lambda note: note.start_ns)
-        found = [self._collective({}, "", note) for note in notes]
+        found = [self.collectives.read({}, "", note) for note in notes]
         start = np.array([note.start_ns for note in notes], np.int64)
         end = start + np.array([note.dur_ns for note in notes], np.int64)
         backend = self._events.about.get("distributedInfo")
         name = backend.get("backend") if isinstance(backend, dict) else None
-        for about in self.groups.values():
+        for about in self.collectives.groups.values():
             about["backend"] = name if isinstance(name, str) and name else "gloo"
         self._add_collectives(
             found, start_ns=start, dur_ns=end - start, step=self._steps.of(start),
-            lane=[f"comm.{one['group']}" if "group" in one else "comm.messages" for one in found],
+            lane=Coded.of([f"comm.{one['group']}" if "group" in one else "comm.messages" for one in found]),
         )  # fmt: skip
         self._host_waits(found, start, end)
 
@@ -340,9 +272,9 @@ class _RowBuilder:
         low = np.maximum(low[chosen], earlier)
         longer = low < end[chosen]
         chosen, low = chosen[longer], low[longer]
-        self._add(
+        self.blocks.add(
             len(chosen), kind="wait", lane=MAIN, start_ns=low, dur_ns=end[chosen] - low, step=self._steps.of(low),
-            name=[found[at]["name"] for at in chosen.tolist()],
+            name=Coded.of([found[at]["name"] for at in chosen.tolist()]),
         )  # fmt: skip
 
     # --- memory
@@ -360,85 +292,7 @@ class _RowBuilder:
                 when = table["start_ns"][mine][changed]
                 if name == "reserved" and not size[changed].any():
                     continue  # a CPU reserves nothing
-                self._add(
+                self.blocks.add(
                     len(when), kind="mem", name=name, lane=lane, start_ns=when, dur_ns=np.zeros(len(when), np.int64),
                     bytes=size[changed], step=self._steps.of(when),
                 )  # fmt: skip
-
-    # --- all together
-
-    def rows(self) -> pd.DataFrame:
-        total = sum(count for count, _ in self._blocks)
-        columns: dict[str, Any] = {}
-        start = self._column("start_ns", total, 0)
-        length = self._column("dur_ns", total, 0)
-        order = np.lexsort((-length, start))
-        for name, kind in COLUMNS.items():
-            if kind == "category":
-                columns[name] = self._words(name, total, order)
-            elif kind in ("int64", "int32", "int16"):
-                default = -1 if name == "step" else 0
-                columns[name] = self._column(name, total, default)[order].astype(kind)
-            elif kind.startswith("Int"):
-                values = self._column(name, total, UNKNOWN)[order]
-                columns[name] = pd.arrays.IntegerArray(values.astype(kind.lower()), values == UNKNOWN)
-            elif kind == "boolean":
-                known = name == "ended"
-                columns[name] = pd.arrays.BooleanArray(np.full(total, known), np.full(total, not known))
-            else:
-                columns[name] = np.full(total, np.nan)
-        return pd.DataFrame(columns, copy=False)
-
-    def _column(self, name: str, total: int, missing: int) -> Int:
-        result = np.full(total, missing, np.int64)
-        at = 0
-        for count, columns in self._blocks:
-            if name in columns:
-                result[at : at + count] = columns[name]
-            at += count
-        return result
-
-    def _words(self, name: str, total: int, order: Int) -> pd.Categorical:
-        codes, known = np.full(total, UNKNOWN, np.int32), dict[str, int]()
-        at = 0
-        for count, columns in self._blocks:
-            value = columns.get(name, "imported" if name == "source" else None)
-            if isinstance(value, str):
-                codes[at : at + count] = known.setdefault(value, len(known))
-            elif value is not None:
-                codes[at : at + count] = [
-                    UNKNOWN if one is None else known.setdefault(one, len(known)) for one in value
-                ]
-            at += count
-        names = sorted(known)
-        place = np.full(len(known) + 1, UNKNOWN, np.int32)
-        for number, word in enumerate(names):
-            place[known[word]] = number
-        return pd.Categorical.from_codes(place[codes[order]], pd.Index(names, dtype=object))
-
-
-def _groups_told(about: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The process groups that `distributedInfo` names."""
-    told = about.get("distributedInfo")
-    config = told.get("pg_config") if isinstance(told, dict) else None
-    found = {}
-    for one in config if isinstance(config, list) else ():
-        if isinstance(one, dict) and isinstance(one.get("pg_name"), (str, int)):
-            ranks, size = _ranks(one.get("ranks")), one.get("pg_size")
-            found[str(one["pg_name"])[:MOST_GROUP]] = {
-                "ranks": ranks, "size": size if type(size) is int and 0 < size < 1 << 24 else len(ranks),
-                "desc": str(one.get("pg_desc", ""))[:MOST_GROUP], "backend": "kernels",
-            }  # fmt: skip
-    return found
-
-
-def _ranks(told: Any) -> list[int]:
-    """A list of ranks, or its text; nothing where it is cut short or none."""
-    if isinstance(told, str) and ELIDED not in told:
-        try:
-            told = orjson.loads(told)
-        except orjson.JSONDecodeError:
-            return []
-    if isinstance(told, list) and all(type(rank) is int and 0 <= rank < 1 << 24 for rank in told):
-        return sorted(set(told))
-    return []

@@ -1,0 +1,17 @@
+"""A run, as it lies on disk.
+
+ranks   the processes of its ranks: how each ended, and what it captured
+info    run.json: what the run was
+folder  where everything of it lies
+"""
+
+from __future__ import annotations
+
+from .folder import DEFAULT_PARENT, Hint, RunError, RunFolder, open_run
+from .info import HostPart, RunInfo, from_known
+from .ranks import BY_HAND, INTERRUPTED, RankExit, RankInfo, failures, last_processes
+
+__all__ = [
+    "BY_HAND", "DEFAULT_PARENT", "INTERRUPTED", "Hint", "HostPart", "RankExit", "RankInfo", "RunError", "RunFolder",
+    "RunInfo", "failures", "from_known", "last_processes", "open_run",
+]  # fmt: skip

@@ -1,0 +1,114 @@
+"""run.json: what a run was, and how it ended."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Final, TypeVar
+
+from .ranks import RankExit, RankInfo
+
+RUN_SCHEMA: Final = 1
+
+Known = TypeVar("Known")
+
+
+@dataclass
+class HostPart:
+    """What a host's launcher says of its part in a run of several hosts: hosts/<host>.json."""
+
+    host: str
+    node: int | None = None
+    """Its number in the job's rendezvous; that of the host of rank 0 is 0. None: the hosts have not met yet."""
+    ended: str | None = None
+    """When its job ended and its captures were in the run folder; UTC."""
+    status: int | None = None
+    """What its `dsprof run` returned."""
+    concluded: bool = False
+    """It has drawn the run's verdict."""
+    cpu_peaks: list[dict[str, Any]] = field(default_factory=list)
+    """What it measured for `RunInfo.cpu_peaks`, of its own ranks."""
+
+
+@dataclass
+class RunInfo:
+    """The contents of run.json."""
+
+    id: str
+    name: str
+    command: list[str]
+    cwd: str = ""
+    started: str = ""
+    ended: str | None = None
+    status: int | None = None
+    """What `dsprof run` returned; None while running or without a launcher of ours."""
+    world_size: int | None = None
+    level: str = "light"
+    """Of the capture; empty of an imported trace, which has none of ours."""
+    engine: str = "script"
+    """What trained: `script`, what the script imports, or `dsprof`, our engine in the place of DeepSpeed."""
+    versions: dict[str, str] = field(default_factory=dict)
+    exits: list[RankExit] = field(default_factory=list)
+    ranks: list[RankInfo] = field(default_factory=list)
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Process group name -> {"ranks": [global ranks seen], "size": int, "desc": str, "backend": str, if known}."""
+    facts: list[dict[str, Any]] = field(default_factory=list)
+    """What the ranks said of themselves: {"fact": "ddp"|"dataloader"|..., "rank": int, "site": "file:line", ...}."""
+    warnings: list[str] = field(default_factory=list)
+    host: str = ""
+    """The launcher's host."""
+    started_ns: int | None = None
+    """Just before the job was started, by the monotonic clock of `host`; None without a launcher of ours."""
+    ended_ns: int | None = None
+    """Just after it had ended."""
+    cpu_peaks: list[dict[str, Any]] = field(default_factory=list)
+    """Measured on each host when a job on CPUs had ended, at level full: {"host": str, "ranks": [global ranks],
+    "threads": int, "flops": {dtype: operations a second}}."""
+    oom_kills: list[dict[str, Any]] = field(default_factory=list)
+    """Seen when the job had ended: {"ranks": [global ranks], "path": cgroup, "kills": processes of it that the kernel
+    killed for want of memory while the job ran}."""
+    nnodes: str = ""
+    """Of a run of several hosts how many, as torchrun's flag says it: `2`, `1:4`. Empty: of one."""
+    token: str = ""
+    """Tells such a run from others that are made in the same folder."""
+    hangs: list[dict[str, Any]] = field(default_factory=list)
+    """The times that the launcher called the job hung (hangs.json): {"code", "kind", "words", "culprits", "waiters",
+    "operation", "still_s", "went_on", "stood_s" of one that went on, "aborted", ...}; see `dsprof.launch.watch`."""
+    hints: list[str] = field(default_factory=list)
+    """Of a job that failed or was interrupted, and wanted to be started in another way: what to type instead."""
+    schema: int = RUN_SCHEMA
+
+    @property
+    def imported(self) -> str:
+        """The format of another tool's trace that this run was made of; empty: dsprof captured it."""
+        return next((str(fact.get("format", "")) for fact in self.facts if fact.get("fact") == "import"), "")
+
+    @property
+    def ended_for_hanging(self) -> bool:
+        """Whether dsprof ended the job since it hung, as `--on-hang abort` says."""
+        return any(hang.get("aborted") and not hang.get("went_on") for hang in self.hangs[-1:])
+
+    def group(self, name: str) -> dict[str, Any]:
+        """What `groups` says of a process group, or of one made anew under its name (`0#1`); empty: nothing."""
+        return self.groups.get(name) or self.groups.get(name.partition("#")[0]) or {}
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> RunInfo:
+        data = json.loads(text)
+        if not isinstance(data, dict) or "id" not in data:
+            raise ValueError("not a run.json: it has no `id`")
+        data["exits"] = [from_known(RankExit, item) for item in data.get("exits", [])]
+        data["ranks"] = [from_known(RankInfo, item) for item in data.get("ranks", [])]
+        return from_known(cls, {"name": data["id"], "command": [], **data})
+
+
+def from_known(kind: type[Known], item: dict[str, Any]) -> Known:
+    """A dataclass from JSON, without keys that it does not know: a newer dsprof may have written more.
+
+    Raises TypeError or AttributeError where it is not an object that holds what is needed.
+    """
+    known = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{key: value for key, value in item.items() if key in known})
