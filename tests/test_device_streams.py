@@ -7,11 +7,13 @@ from pathlib import Path
 
 import kineto_traces as kt
 import numpy as np
+import pandas as pd
 import pytest
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.device import Devices, DeviceTime, StreamIdle
+from dsprof.analyzer.device.rank import _steps
 from dsprof.importers import import_trace
 from dsprof.reports import html, plots, terminal
 
@@ -66,6 +68,20 @@ def test_what_the_device_waits_for_its_host_in_a_step(analysis: Analysis) -> Non
     """Of 350 us in which it does nothing 250 had the next kernel not launched, 150 of these in a phase."""
     (step,) = of(analysis, 0).steps.to_dict("records")
     assert (step["step"], step["idle_ms"], step["host_ms"], step["data_ms"]) == (3, 0.35, pytest.approx(0.15), 0)
+
+
+def test_a_host_that_stands_in_a_collective_is_not_slow_to_launch() -> None:
+    """Between two kernels, at 10 and at 100, it waits for its peers from 20 to 80, in backward."""
+    rows = pd.DataFrame(
+        {
+            "kind": ["step", "phase", "wait"], "name": ["step", "backward", "all_reduce"], "lane": ["main"] * 3,
+            "step": [0] * 3, "start_ns": [0, 0, 20_000_000], "dur_ns": [110_000_000, 110_000_000, 60_000_000],
+        }
+    )  # fmt: skip
+    start, end = np.array([0, 100_000_000]), np.array([10_000_000, 110_000_000])
+    for waits, host_ms in ((0, 88.0), (1, 28.0)):
+        (step,) = _steps(rows[: 2 + waits], start, end, np.array([0, 98_000_000])).to_dict("records")
+        assert (step["idle_ms"], step["host_ms"]) == (90.0, host_ms)
 
 
 def test_who_was_late_and_what_of_it_was_exposed(analysis: Analysis) -> None:

@@ -214,7 +214,10 @@ def _steps(rows: pd.DataFrame, start: Int, end: Int, launch: Int) -> pd.DataFram
     for_host = Intervals.union(low[late], np.minimum(began, high)[late])
     main = rows[["name", "kind", "start_ns", "dur_ns"]][(rows["lane"] == MAIN) & rows["dur_ns"].notna()]
     phases = innermost(main[main["kind"] == "phase"])
-    issuing = phases["compute"] | phases["optimizer"]
+    waits = main[main["kind"] == "wait"]  # for peers: then it is not the launches that are slow
+    begun = waits["start_ns"].to_numpy(np.int64)
+    waiting = Intervals.union(begun, begun + waits["dur_ns"].to_numpy(np.int64))
+    issuing = (phases["compute"] | phases["optimizer"]) - waiting
 
     def within(spans: Intervals) -> Float:
         return (spans.before(finish) - spans.before(begin)) / 1e6
