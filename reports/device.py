@@ -56,7 +56,7 @@ def _late(analysis: Analysis) -> str:
     shown = late[late["peer_ms"] > 0].head(3)
     if len(shown):
         last = [
-            f"rank {rank} {count(int(times), 'time')} ({ms(float(cost))} exposed)"
+            f"rank {rank} ({count(int(times), 'time')}, {ms(float(cost))} exposed)"
             for rank, times, cost in zip(shown["rank"], shown["times"], shown["peer_ms"], strict=True)
         ]
         text += f"; last to come: {', '.join(last)}"

@@ -468,7 +468,7 @@ def test_the_eight_ranks_of_dlrm_equal_hta_and_get_what_it_lacks() -> None:
     assert analysis.verdict.status == "bottleneck"
     ranked = [finding.code for finding in analysis.findings if finding.is_problem]
     assert ranked[0] == "compute.launch-bound"
-    assert "in the 1 step traced" in analysis.verdict.headline
+    assert "in the one step traced" in analysis.verdict.headline
     # Rank 7's step began 0.63 ms after any other's: that is not counted, and what is left is one number everywhere.
     straggler = next(finding for finding in analysis.findings if finding.code == "rank.straggler")
     assert analysis.delays is not None

@@ -515,7 +515,7 @@ def test_nothing_that_is_wrong_with_the_profiler_reaches_the_job(
     assert (armed.returncode, armed.stdout, armed.stderr) == (0, unarmed.said, "")
 
 
-@pytest.mark.parametrize("statement", ["import dsprof", "import dsprof.schema, dsprof.run", "import dsprof.engine"])
+@pytest.mark.parametrize("statement", ["import dsprof", "import dsprof.ondisk, dsprof.run", "import dsprof.engine"])
 def test_light_imports(tmp_path: Path, statement: str) -> None:
     added = loaded(python(f"{statement}\n{MODULES}", tmp_path)) - loaded(python(MODULES, tmp_path))
     assert not {name.partition(".")[0] for name in added} & {*HEAVY, "torch", "numpy"}

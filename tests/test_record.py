@@ -277,7 +277,8 @@ import resource, sys
 from pathlib import Path
 import torch
 from captures import open_recorder
-from dsprof.schema import CHUNK_RECORDS, Kind
+from dsprof.ondisk import CHUNK_RECORDS
+from dsprof.schema import Kind
 recorder = open_recorder(sys.argv[1], Path(sys.argv[2]))
 name = recorder.intern("tick")
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)

@@ -66,7 +66,7 @@ class Capture:
     problems: list[str] = field(default_factory=list)
     """What could not be read, in words."""
     format_version: int = FORMAT_VERSION
-    """Of the records (`schema.READABLE_FORMATS`); the oldest, should the chunks differ."""
+    """Of the records (`ondisk.READABLE_FORMATS`); the oldest, should the chunks differ."""
     gaps: list[Gap] = field(default_factory=list)
     """In order."""
     counters: CaptureCounters | None = None

@@ -1,4 +1,4 @@
-"""What a rank counted while it recorded (`schema.COUNTERS`): dropped records, and which of its hooks failed."""
+"""What a rank counted while it recorded (`ondisk.COUNTERS`): dropped records, and which of its hooks failed."""
 
 from __future__ import annotations
 

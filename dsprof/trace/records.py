@@ -36,7 +36,7 @@ FIELDS: Final = {
     "value": "f8", "bytes": "i8", "corr": "i8", "dtype": "u1", "host_ns": "i8", "issue_ns": "i8", "seq": "i8",
     "group": "i4", "root": "i4", "peer": "i4", "tag": "i4", "grad": "i1",
 }  # fmt: skip
-"""Of a decoded record. Beside those of `schema.COMMON_FIELDS` and `schema.FAMILY_FIELDS` there is `grad`: 1 where a
+"""Of a decoded record. Beside those of `ondisk.COMMON_FIELDS` and `ondisk.FAMILY_FIELDS` there is `grad`: 1 where a
 forward had gradients on, 0 where not, -1 where it is not known, or no forward."""
 DECODED: Final = np.dtype(list(FIELDS.items()))
 ABSENT: Final = {

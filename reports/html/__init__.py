@@ -186,7 +186,8 @@ def _step_to_show(analysis: Analysis) -> tuple[int | None, str]:
         numbers = (analysis.trace.read(rank, ("step",))["step"] for rank in analysis.trace.ranks)
         last = max((int(of_rank.max()) for of_rank in numbers if len(of_rank)), default=-1)
         return (last, "the last one begun") if last >= 0 else (None, "")
-    return tables.typical_step(analysis.steps), "the ordinary one nearest to the mean"
+    alone = analysis.steps["step"].nunique() == 1
+    return tables.typical_step(analysis.steps), "the only one" if alone else "the ordinary one nearest to the mean"
 
 
 def _blamed(analysis: Analysis) -> int | None:

@@ -187,4 +187,5 @@ def _cost(context: Context, devices: Devices, steps: npt.NDArray[np.int64], spen
 
 
 def _in_steps(steps: int) -> str:
-    return f", in the {count(steps, 'step')} traced" if steps < FEWEST_JUDGED else ""
+    which = "one step" if steps == 1 else count(steps, "step")
+    return f", in the {which} traced" if steps < FEWEST_JUDGED else ""

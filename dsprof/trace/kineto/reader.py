@@ -20,7 +20,7 @@ import orjson
 
 from .events import COPY, FILL, KERNEL, UNKNOWN, Annotation, Events
 from .names import ANNOTATIONS, CommNames
-from .stream import BETWEEN, TraceError, TraceText
+from .stream import FIRST, LAST, SPLIT, TraceError, TraceText
 
 Int = npt.NDArray[np.int64]
 Event = dict[str, Any]
@@ -81,6 +81,7 @@ LAYOUTS: Final = (
 """How Kineto writes an event: of old, and as torch 2.13 has it."""
 TELLING: Final = 35
 """So many bytes of an event tell its category, by the first eight letters of that."""
+ARGUMENTS: Final = b',\n    "args"'
 ARROWS: Final = (b'    "ph": "s"', b'    "ph": "f"')
 ARROW: Final = len(ARROWS[0])
 
@@ -109,13 +110,13 @@ class _EventReader:
         self._rest: list[bytes] = []
         self._broken = 0
 
-    def take(self, piece: bytes) -> None:
+    def take(self, piece: memoryview) -> None:
         """Add the events in a piece of text. Raises TraceError."""
-        piece = piece.strip()
-        if piece.startswith(b'{\n    "') and piece.endswith(b"\n  }"):
-            self._sort_texts(piece[2:-4].split(BETWEEN))
+        first = FIRST.match(piece)
+        if first is not None and piece[-len(LAST) :] == LAST:
+            self._sort_texts(SPLIT.split(piece[first.end() : -len(LAST)]))
         else:
-            self._sort_events(_parsed(piece))
+            self._sort_events(_parsed(bytes(piece)))
 
     def _sort_texts(self, texts: list[bytes]) -> None:
         self.events.count += len(texts)
@@ -130,7 +131,7 @@ class _EventReader:
             if not chosen:
                 continue
             if category in OPERATORS:  # without their arguments
-                chosen = [text.partition(b'\n    "args"')[0].rstrip(b", \n") for text in chosen]
+                chosen = [text.partition(ARGUMENTS)[0] for text in chosen]
             self._take(category, self._each_parsed(chosen))
             self._lists[category].clear()
         if rest:
