@@ -359,8 +359,8 @@ def payload(args: tuple[Any, ...]) -> tuple[int, int, bool]:
 
 def _tensors(value: Any) -> Iterator[Any]:
     """A tensor, or those in a list of lists of them."""
-    # In no function that calls itself and stands inside another one: that is a cycle, and would keep what is found until
-    # garbage is collected.
+    # Not inside another function: one that calls itself there is a cycle, and keeps what it found until garbage is
+    # collected.
     import torch
 
     if isinstance(value, torch.Tensor):
