@@ -6,17 +6,14 @@ and ends come from the caller's own wait, or from a thread that waits for one af
 
 from __future__ import annotations
 
-import datetime
+import functools
 import itertools
-import queue
-import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
-from dsprof.live.activity import name_thread
 from dsprof.ondisk import Flag
 from dsprof.schema import COLLECTIVE_NAMES, DTYPES
 
@@ -25,6 +22,7 @@ from .backward import BackwardDone
 from .groups import Group
 from .interrupts import by_handler
 from .python_recorder import PyRecorder
+from .reaper import Reaper
 from .record import CALLS, NOTHING
 from .targets import Target
 
@@ -32,9 +30,9 @@ SEND, RECV_ANY, UNKNOWN = 12, 14, 100
 """c10d::OpType (Work.hpp): the first and the last of the p2p operations, and that of a composite work."""
 
 MAX_PENDING: Final = 128
-"""Operations remembered until they are over: a job that never waits for its sends must not have its tensors kept."""
+"""Operations remembered until they are over."""
 
-REAPER_PATIENCE: Final = datetime.timedelta(seconds=0.2)
+WAIT_TENSOR: Final = "_c10d_functional::wait_tensor"
 
 
 class PythonHooks:
@@ -47,8 +45,8 @@ class PythonHooks:
         self._targets = recorder.targets
         self._backward = BackwardDone(recorder)
         self._p2p: dict[tuple[int, int, int, bool], itertools.count[int]] = {}
-        self._pending: OrderedDict[int, tuple[Any, _Issued]] = OrderedDict()
-        """id of a work -> the work, kept so that the id stays its own, and what was issued."""
+        self._pending: OrderedDict[int, _UnderWay] = OrderedDict()
+        """By the id of the work."""
         self._reaper = Reaper(self.waited, self._failed)
         self._libraries: list[Any] = []
         """torch takes the kernels out when these are collected."""
@@ -64,8 +62,9 @@ class PythonHooks:
             op = getattr(torch.ops.c10d, name, None)
             if op is not None:
                 libraries[0].impl(name, self._kernel(_Call(name, op.default), after), "BackendSelect", with_keyset=True)
-        wait = torch.ops._c10d_functional.wait_tensor.default
-        libraries[1].impl("wait_tensor", self._wait_kernel(wait, after), "BackendSelect", with_keyset=True)
+        for op in _functional_operators():
+            kernel = self._wait_kernel if op.name() == WAIT_TENSOR else self._functional_kernel
+            libraries[1].impl(op, kernel(op, after), "BackendSelect", with_keyset=True)
 
         def uninstall() -> None:
             for each in libraries:
@@ -84,18 +83,21 @@ class PythonHooks:
         try:
             if self._targets.here.work is work:
                 self._targets.here.work = None
-            found = self._pending.pop(id(work), None)
-            if found is not None:
-                self._recorder.comm_end(found[1].handle, time.perf_counter_ns())
+            self._over(id(work))
         except Exception as error:
             self._recorder.count_error("the end of a collective", error)
+
+    def _over(self, key: int) -> None:
+        found = self._pending.pop(key, None)
+        if found is not None:
+            self._recorder.comm_end(found.issued.handle, time.perf_counter_ns())
 
     def waited_for(self, target: Target) -> None:
         """Somebody's wait for what it made has returned: it is over."""
         try:
-            for work, issued in list(self._pending.values()):
-                if issued.target is target:
-                    self.waited(work)
+            for key, found in list(self._pending.items()):
+                if found.issued.target is target:
+                    self._over(key)
         except Exception as error:
             self._recorder.count_error("the end of a collective", error)
 
@@ -109,9 +111,27 @@ class PythonHooks:
         for work in inside:
             self.waited(work)
 
+    def raised(self, work: Any) -> None:
+        """Somebody's wait for this work has not returned."""
+        found = self._pending.get(id(work))
+        if found is not None:
+            self._pending[id(work)] = found._replace(raised=True)
+
     def _failed(self, work: Any) -> None:
         """Its record stays open, which is evidence; its tensors need not stay."""
         self._pending.pop(id(work), None)
+
+    def _gone(self, key: int, reference: object) -> None:
+        """Nobody has this work any more, so nobody will wait for it. Called wherever the last one lets go of it."""
+        try:
+            found = self._pending.get(key)
+            if found is None or found.work is not reference:
+                return
+            del self._pending[key]
+            if not found.raised:
+                self._recorder.comm_end(found.issued.handle, 0)
+        except Exception as error:
+            self._recorder.count_error("the end of a collective", error)
 
     def _kernel(self, call: _Call, after: Any) -> Callable[..., Any]:
         from torch._C import DispatchKey
@@ -170,10 +190,12 @@ class PythonHooks:
         target = self._targets.here.issued
         if not handle or target is None:
             self._targets.here.issued = None
-            self._targets.forget_tensors(args[0])  # nobody is to take it for what was there before
+            if self._targets.here.functional:
+                self._targets.forget_tensors(args[0])  # nobody is to take it for what was there before
             return None
-        self._targets.remember_tensors(args[0], target)
-        return _Issued(handle, group, cpu, target)
+        if self._targets.here.functional:
+            self._targets.remember_tensors(args[0], target)
+        return _Issued(handle, group, cpu, bool(flags), target)
 
     def _remember(self, result: Any, target: Target) -> Any:
         """The work among what an operator returned, remembered for whoever waits for it; None where there is none."""
@@ -204,15 +226,32 @@ class PythonHooks:
         if work is None:  # it returns none: it was done in the call
             self._recorder.comm_end(issued.handle, time.perf_counter_ns())
             return
-        self._pending[id(work)] = work, issued
+        key, op_type = id(work), work._get_op_type()
         if self._targets.here.blocking:
             self._targets.here.inside.append(work)
-        if len(self._pending) > MAX_PENDING:
-            self._recorder.comm_end(self._pending.popitem(last=False)[1][1].handle, 0)
-        op_type = work._get_op_type()
-        # Sends, receives and gloo's composite works (no type) do their last part in the caller's own wait.
-        if issued.group.gloo and op_type != UNKNOWN and not SEND <= op_type <= RECV_ANY:
+        # Sends, receives and gloo's composite works (no type) do their last part in the caller's own wait. So does
+        # whoever does not ask for a work, and at once. What nobody waits for must not have its tensors kept.
+        if issued.asynchronous and issued.group.gloo and op_type != UNKNOWN and not SEND <= op_type <= RECV_ANY:
+            self._pending[key] = _UnderWay(work, issued)
             self._reaper.add(work)
+        else:
+            self._pending[key] = _UnderWay(weakref.ref(work, functools.partial(self._gone, key)), issued)
+        if len(self._pending) > MAX_PENDING:
+            self._recorder.comm_end(self._pending.popitem(last=False)[1].issued.handle, 0)
+
+    def _functional_kernel(self, op: Any, after: Any) -> Callable[..., Any]:
+        """In front of an operator that issues a collective, or several, and returns tensors in place of works."""
+        here, redispatch = self._targets.here, op.redispatch
+
+        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            here.functional += 1
+            try:
+                return redispatch(keys & after, *args, **kwargs)
+            finally:
+                here.functional -= 1
+
+        dynamo.skip(kernel)
+        return kernel
 
     def _wait_kernel(self, op: Any, after: Any) -> Callable[..., Any]:
         from torch._C import DispatchKey
@@ -246,7 +285,16 @@ class _Issued(NamedTuple):
     handle: int
     group: Group
     cpu: bool
+    asynchronous: bool
     target: Target
+
+
+class _UnderWay(NamedTuple):
+    work: Any
+    """What is given to the reaper, else a weak reference. Either keeps the work's id its own."""
+    issued: _Issued
+    raised: bool = False
+    """A wait for it has: unless another one returns, its record stays open, which is evidence."""
 
 
 class _Call:
@@ -271,57 +319,14 @@ class _Call:
         return int(args[at] if at < len(args) else self._defaults[at])  # torch leaves trailing defaults out
 
 
-class Reaper:
-    """A thread that waits for works in the order of issue, so that ends are known where the job itself does not wait
-    in Python. gloo runs two works of a group at once: the end of one that overtakes another is seen late."""
+def _functional_operators() -> list[Any]:
+    """Those of `_c10d_functional`, every overload."""
+    import torch
 
-    def __init__(self, over: Callable[[Any], None], failed: Callable[[Any], None]) -> None:
-        self._over = over
-        self._failed = failed
-        self._works: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._stopping = False
-
-    def add(self, work: Any) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="dsprof-reaper", daemon=True)
-            self._thread.start()
-        # Weakly: when its turn comes, which may be late on busy cores, its tensors may be nobody's any more.
-        self._works.put(weakref.ref(work))
-
-    def stop(self) -> None:
-        """End the thread, with what it waits for unfinished if need be."""
-        self._stopping = True
-        if self._thread is not None:
-            self._works.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def _run(self) -> None:
-        from torch.distributed import Work
-
-        name_thread("dsprof-reaper")
-        wait = getattr(Work.wait, "__wrapped__", Work.wait)  # torch's own, under our wrapper
-        while True:
-            waiting = self._works.get()
-            if waiting is None:
-                return
-            work = waiting()
-            if work is None:  # somebody's wait for it has returned
-                continue
-            # Never for long: a thread inside torch when the interpreter ends would take the process down with it.
-            while not self._stopping or work.is_completed():
-                ended = work.is_completed()
-                try:
-                    wait(work, REAPER_PATIENCE)
-                except Exception:  # not yet; or it failed, which its owner's wait will tell him
-                    if ended:
-                        self._failed(work)
-                        break
-                else:
-                    self._over(work)
-                    break
-            del work
+    names = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
+    found = {name.partition(".")[0] for space, _, name in names if space == "_c10d_functional"}
+    packets = [getattr(torch.ops._c10d_functional, name) for name in sorted(found)]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
 
 
 def _on_gloo(pg: Any) -> bool:
@@ -339,20 +344,31 @@ def payload(args: tuple[Any, ...]) -> tuple[int, int, bool]:
     """Bytes (nccl-tests' S: the largest of the tensor arguments), index in DTYPES, and whether on the CPU."""
     import torch
 
-    first: Any = None
-
-    def total(value: Any) -> int:
-        nonlocal first
-        if isinstance(value, torch.Tensor):
+    nbytes, first = 0, None
+    for value in args:
+        total = 0
+        for tensor in _tensors(value):
             if first is None:
-                first = value
-            return value.nbytes if value.layout is torch.strided else 0
-        return sum(map(total, value)) if isinstance(value, (list, tuple)) else 0
-
-    nbytes = max(map(total, args))
+                first = tensor
+            if tensor.layout is torch.strided:
+                total += tensor.nbytes
+        nbytes = max(nbytes, total)
     if first is None:
         return nbytes, 0, True
     return nbytes, _DTYPE_INDEX.get(str(first.dtype), 0), first.device.type == "cpu"
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """A tensor, or those in a list of lists of them."""
+    # Not inside another function: one that calls itself there is a cycle, and keeps what it found until garbage is
+    # collected.
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
 
 
 _DTYPE_INDEX: Final = {f"torch.{name}": index for index, name in enumerate(DTYPES) if name}

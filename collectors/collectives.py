@@ -52,6 +52,9 @@ class NativeHooks:
     def waited(self, work: Any) -> None:
         """gloo itself says when a send or a receive has been waited for."""
 
+    def raised(self, work: Any) -> None:
+        """Nor does what has failed end for it."""
+
     def waited_for(self, target: Any) -> None:
         """And when a collective is over."""
 

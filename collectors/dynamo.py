@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
+
+FAKE_TENSORS: Final = ("FakeTensor", "FunctionalTensor")
+"""Classes that a compiler traces with."""
 
 
 def compiling() -> bool:
@@ -19,6 +22,12 @@ def check() -> Callable[[], bool]:
 
     is_compiling: Callable[[], bool] = torch.compiler.is_compiling
     return is_compiling
+
+
+def fake(tensor: object) -> bool:
+    """Whether a compiler traces with it: what is done with it is not done now. Not every torch says of all its tracing
+    that it compiles."""
+    return type(tensor).__name__ in FAKE_TENSORS
 
 
 def skip(*functions: Callable[..., Any]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Final
 from dsprof.ondisk import Flag
 from dsprof.schema import Kind
 
+from . import dynamo
 from .batches import Batches
 from .interrupts import by_handler
 from .native import NativeRecorder
@@ -26,8 +27,6 @@ from .record import Recorder
 from .uninstall import Uninstall, replace_attribute
 from .wrap import stands_for
 
-FAKE_TENSORS: Final = ("FakeTensor", "FunctionalTensor")
-"""What a compiler traces with: such a call is no forward."""
 WRAPPERS: Final = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 """Parts of a qualified name that a wrapper adds (DDP, FSDP, torch.compile, activation checkpointing)."""
 
@@ -185,7 +184,8 @@ def _wrapper(original: Callable[..., Any], recorder: PyRecorder, every: bool) ->
 
 
 def count_inputs(inputs: tuple[Any, ...]) -> tuple[int, int] | None:
-    """Elements and bytes of all tensors in `inputs`, one level of list, tuple or dict down; None where one is fake."""
+    """Elements and bytes of all tensors in `inputs`, one level of list, tuple or dict down; None where one is fake:
+    such a call is no forward."""
     import torch
 
     elements = nbytes = 0
@@ -194,7 +194,7 @@ def count_inputs(inputs: tuple[Any, ...]) -> tuple[int, int] | None:
         for tensor in inner:
             if not isinstance(tensor, torch.Tensor):
                 continue
-            if type(tensor).__name__ in FAKE_TENSORS:
+            if dynamo.fake(tensor):
                 return None
             try:
                 size = tensor.nbytes

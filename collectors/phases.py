@@ -146,7 +146,7 @@ def _hook_backward() -> Uninstall:
 
     @stands_for(run)
     def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
-        if dynamo.compiling():
+        if dynamo.compiling() or (args and any(map(dynamo.fake, args[0]))):
             return run(*args, **kwargs)
         entered = enter()
         try:

@@ -103,6 +103,7 @@ class PyRecorder(SharedParts):
 
     def count_step(self) -> None:
         self._counters.add("steps")
+        self.targets.here.work = None  # whoever issued it has got it by now
 
     def intern(self, name: str, /) -> int:
         known = self._ids.get(name)

@@ -1,7 +1,7 @@
 """What a wait waits for, as `PyRecorder` knows it. The native helper's part is `native/waits.hpp`.
 
-A collective is remembered when it is issued: by its work, and by the memory of its tensors, as functional collectives
-hand out tensors in place of works. A wait asks by the one or the other.
+A collective is remembered when it is issued: by its work, or, as functional collectives hand out tensors in place of
+works, by the memory of its tensors. A wait asks by the one or the other.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ class Here(threading.local):
     """The collective it issued last."""
     told: Target | None = None
     """The engine's communication that is under way on it, whose calls of c10d are passed over."""
+    functional: int = 0
+    """Operators of `_c10d_functional` that it is in, whose results are waited for by their tensors."""
     blocking: int = 0
     """How many calls it is in that wait in C++ for the collectives they issue."""
     wait: int = 0
     """Handle of the outermost one's record, from its first collective on."""
     work: Any = None
-    """Of the collective it issued last: kept so that whoever issued it is given this very object, and remembers it."""
+    """Of the collective it issued last: kept so that whoever issued it is given this object, and remembers it, until
+    it has been waited for, or another is issued, or the step is over."""
 
     def __init__(self) -> None:
         self.inside: list[Any] = []

@@ -56,6 +56,9 @@ class Hooks(Protocol):
     def waited(self, work: Any) -> None:
         """A wait for it has returned."""
 
+    def raised(self, work: Any) -> None:
+        """A wait for it has raised an exception."""
+
     def waited_for(self, target: Any) -> None:
         """A wait for what `Recorder.target` gave of a work has returned."""
 
@@ -72,7 +75,8 @@ def _works(recorder: Recorder, hooks: Hooks) -> Uninstall:
     from torch.distributed import Work
 
     names = {op_type: recorder.intern(name) for op_type, name in OP_TYPES.items()}
-    other, begin, end, waited = recorder.intern("wait"), recorder.begin_wait, recorder.end, hooks.waited
+    other, begin, end = recorder.intern("wait"), recorder.begin_wait, recorder.end
+    waited, raised = hooks.waited, hooks.raised
 
     def watched(original: Function) -> Function:
         def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +87,11 @@ def _works(recorder: Recorder, hooks: Hooks) -> Uninstall:
                 handle = 0
             try:
                 result = original(self, *args, **kwargs)
-                waited(self)  # a wait that raises ends nothing but itself
+            except BaseException:
+                raised(self)
+                raise
+            else:
+                waited(self)
                 return result
             finally:
                 end(handle)

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dsprof.collectors import collectives, modules
 from dsprof.collectors.record import CALLS, NOTHING, Recorder
+from dsprof.collectors.targets import WeakStorage
 from dsprof.ondisk import Flag
 from dsprof.schema import Kind
 
@@ -242,6 +243,37 @@ def reused(rank: int) -> None:
             work.wait()
 
 
+def let_go(rank: int) -> None:
+    """Tensors that the job drops, with the work, which it may not have waited for. Those that are kept all the same are
+    written down."""
+    storages: dict[str, WeakStorage] = {}
+
+    def call(name: str, size: int, function: Callable[[torch.Tensor], Any]) -> Any:
+        tensor = torch.ones(size)
+        storages[name] = WeakStorage(tensor.untyped_storage())
+        return function(tensor)
+
+    call("reduced", 10, dist.all_reduce)
+    call("gathered", 10, lambda tensor: dist.all_gather_into_tensor(tensor, torch.ones(5)))
+    call("gathered from", 10, lambda tensor: dist.all_gather_into_tensor(torch.ones(20), tensor))
+    call("scattered", 10, lambda tensor: dist.reduce_scatter_tensor(tensor, torch.ones(20)))
+    call("scattered from", 10, lambda tensor: dist.reduce_scatter_tensor(torch.ones(5), tensor))
+    call("waited for", 10, lambda tensor: dist.all_reduce(tensor, async_op=True)).wait()
+    call("not waited for", 10, lambda tensor: dist.all_reduce(tensor, async_op=True))
+    call("functional", 10, lambda tensor: functional.all_reduce(tensor, "sum", world())).tolist()
+    message = (dist.isend, dist.irecv)[rank]
+    work = call("message", 10, lambda tensor: message(tensor, 1 - rank))
+    if rank == 1:
+        work.wait()
+    dist.barrier()  # so that it has arrived
+    del work
+    dist.barrier()
+    until = time.monotonic() + 30
+    while (kept := [name for name, storage in storages.items() if not storage.gone]) and time.monotonic() < until:
+        time.sleep(0.01)
+    (FOLDER / f"rank{rank}-kept.json").write_text(json.dumps(kept))
+
+
 def roots(rank: int) -> None:
     """Named by their rank in the group, which is the other way round."""
     group = dist.new_group([0, 1])
@@ -376,6 +408,7 @@ SECTIONS: dict[str, Callable[[int], None]] = {
     "no_gradients": no_gradients,
     "waits": waits,
     "reused": reused,
+    "let_go": let_go,
     "roots": roots,
     "functional_waits": functional_waits,
     "told": told,

@@ -15,7 +15,7 @@ import torch
 from captures import RECORDERS, Row, build_helper, has_compiler, read_rows
 from collective_job import SECTIONS
 
-from dsprof.collectors.collective_kernels import Reaper
+from dsprof.collectors.reaper import Reaper
 from dsprof.ondisk import NO_SEQ, Flag, State
 from dsprof.schema import BACKWARD_DONE, Kind
 
@@ -32,6 +32,7 @@ class Job(NamedTuple):
     kind: str
     ranks: list[list[Row]]
     counters: list[dict[str, int]]
+    kept: list[list[str]]
 
     def rows(self, rank: int, section: str, kind: Kind = Kind.COMM) -> list[Row]:
         """The rows of one section, in the order of issue."""
@@ -56,6 +57,7 @@ def run_job(kind: str, folder: Path) -> Job:
         kind,
         [read_rows(folder / f"rank{rank}") for rank in range(2)],
         [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)],
+        [json.loads((folder / f"rank{rank}-kept.json").read_text()) for rank in range(2)],
     )
 
 
@@ -205,6 +207,10 @@ def test_waits_of_every_sort(job: Job) -> None:
     ]  # fmt: skip
     first, second, *others = comm
     assert [key(row) for row in job.rows(0, "waits", Kind.WAIT)] == [second, first, second, *others]
+
+
+def test_no_tensor_is_kept_that_the_job_lets_go_of(job: Job) -> None:
+    assert job.kept == [[], []]
 
 
 def test_functional_waits_find_their_tensors(job: Job) -> None:

@@ -6,7 +6,7 @@ import threading
 import weakref
 from typing import Any
 
-from dsprof.collectors.collective_kernels import Reaper
+from dsprof.collectors.reaper import Reaper
 
 
 class Work:
