@@ -42,7 +42,6 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
     "total_additional_losses": _LOSSES,
     "total_loss": "train_batch returns the mean loss, and engine.agg_train_loss keeps it",
     "tput_log": _PRINT,
-    "tput_timer": _TIMES,
 }
 """Name -> what to write in its place."""
 

@@ -107,11 +107,11 @@ class Runner:
         Gradients are of `scale` times the losses' mean. Raises what a layer raised, and PipelineError on the ranks
         that wait for one which failed; nothing is under way afterwards, and another plan can be run.
         """
-        step = _Step(self, plan, open_batches, backward, loss_fn, cast, scale / plan.microbatches)
+        step = _Step(self, plan, backward, loss_fn, cast, scale / plan.microbatches)
         self._links.begin()
         stage, microbatch = self._hooks.stage, self._hooks.microbatch
         try:
-            step.run()
+            step.run(open_batches())
         except BaseException as error:
             self._verdict.tell(error, self.name)
             step.tell_neighbours(error)
@@ -141,15 +141,14 @@ class _Step:
     """One run of a plan."""
 
     def __init__(
-        self, runner: Runner, plan: Plan, open_batches: Callable[[], StepData], backward: Reduction | None,
-        loss_fn: Callable[[Any, Any], Any] | None, cast: Callable[[Any], Any], scale: float,
+        self, runner: Runner, plan: Plan, backward: Reduction | None, loss_fn: Callable[[Any, Any], Any] | None,
+        cast: Callable[[Any], Any], scale: float,
     ) -> None:  # fmt: skip
         self._runner = runner
         self._module = runner._module
         self._hooks = runner._hooks
         self._plan = plan
         self._actions = plan.actions[runner._rank]
-        self._open_batches = open_batches
         self._backward = backward
         self._loss_fn = loss_fn
         self._cast = cast
@@ -165,14 +164,13 @@ class _Step:
         self._receives = {way: self._expected(way) for way in WAYS}
         self.results: list[Any] = []
 
-    def run(self) -> None:
-        self._batches = self._open_batches()
+    def run(self, batches: StepData) -> None:
         final = len(self._actions) - 1
         for at, action in enumerate(self._actions):
             self._hooks.stage, self._hooks.microbatch = action.stage, action.microbatch
             self._start_receives()
             if action.op == "F":
-                self._forward(action)
+                self._forward(action, batches)
             elif action.op == "B":
                 self._inputs_backward(action, at == final)
             else:
@@ -183,17 +181,17 @@ class _Step:
 
     # --- actions
 
-    def _forward(self, action: Action) -> None:
+    def _forward(self, action: Action, batches: StepData) -> None:
         stage, microbatch = action.stage, action.microbatch
         inputs: list[_Input]
         if stage == 0:
-            value, inputs = self._cast(self._batches.inputs(microbatch)), []
+            value, inputs = self._cast(batches.inputs(microbatch)), []
         else:
             value, inputs = arrived(self._take("F", stage, microbatch), grad=self._backward is not None)
         with self._hooks.span("pipe", "F"):
             output = self._module(value, stage)
             if stage == self._last_stage:
-                output = self._loss(output, microbatch)
+                output = self._loss(output, microbatch, batches)
                 message = None
             else:
                 message = message_of(output, self._module.end_of(stage))
@@ -208,11 +206,11 @@ class _Step:
             edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in tensors]
             self._flights[stage, microbatch] = _Flight(inputs, edges)
 
-    def _loss(self, output: Any, microbatch: int) -> Any:
+    def _loss(self, output: Any, microbatch: int, batches: StepData) -> Any:
         """The loss, or the output itself if there is no function for it; a detached copy is a result."""
         loss_fn = self._loss_fn
         if loss_fn is not None:
-            output = loss_fn(output, self._batches.labels(microbatch))
+            output = loss_fn(output, batches.labels(microbatch))
         if self._backward is not None and not (isinstance(output, Tensor) and output.numel() == 1):
             what = "loss_fn returned" if loss_fn is not None else "there is no loss_fn, and the last layer returned"
             told = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Final, Generic, TypeVar, overload
+from typing import Any, ClassVar, Final, Generic, NoReturn, TypeVar, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -191,7 +191,7 @@ class BaseEngine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in ("module", "state"):
+            if name in ("module", "state", "__deepcopy__"):  # a model that can be copied is no engine that can
                 raise
         try:
             return getattr(self.module, name)
@@ -199,6 +199,14 @@ class BaseEngine(nn.Module):
             unsupported, model = self.names.unsupported, type(self.module).__name__
             instead = f": {unsupported[name]}" if name in unsupported else f", and neither has its {model}"
             raise AttributeError(f"the engine has no {name!r}{instead}") from None
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """For `copy.copy`, `copy.deepcopy`, `pickle` and `torch.save`: two engines would train one model."""
+        raise TypeError(
+            "an engine cannot be copied, pickled or written by torch.save: it has threads, process groups and this "
+            "rank's shards of its model; write engine.save_checkpoint(folder) to go on later, "
+            "engine.save_16bit_model(folder) for the model alone, or copy engine.module"
+        )
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self.names})  # type: ignore[no-untyped-call]

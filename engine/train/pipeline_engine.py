@@ -32,12 +32,12 @@ class PipelineEngine(BaseEngine):
 
     names: ClassVar[Names] = PIPELINE_ENGINE
     module: PipelineModule
-    forward = PIPELINE_ENGINE.methods["step"]  # nn.Module has one, so the table would not be asked
 
     def __init__(
         self, training: Training, offload: Offload, undo: Callable[[], None] = lambda: None, *, links: Links
     ) -> None:
         super().__init__(training, offload, undo, self._seconds_per_step)
+        self.forward = self.names.find("forward", training)  # nn.Module has one, so the table would not be asked
         module, mesh = self.module, training.parallel.mesh
         module.hooks = training.hooks
         module.grid = PipelineGrid(training.parallel)
@@ -81,7 +81,7 @@ class PipelineEngine(BaseEngine):
             )
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch is called under torch.no_grad(); write engine.eval_batch(data_iter) there")
-        self.module.train()
+        self.train()
         self._began = time.perf_counter()
         if data_iter is not None:
             self._own_data = data_iter
@@ -127,7 +127,7 @@ class PipelineEngine(BaseEngine):
         if count < 1:
             raise ValueError(f"eval_batch: num_micro_batches={count}; write 1 or more")
         training = self.module.training
-        self.module.eval()
+        self.eval()
         plan = self._planned(count, forward_only=True)
         outputs: list[Any] = []
         loss_fn = self.module.loss_fn
@@ -151,7 +151,7 @@ class PipelineEngine(BaseEngine):
                 data = partial(self._data, loss_fn is not None and compute_loss, data_iter, "eval_batch")
                 results = self._run(plan, data, None, loss if compute_loss else None)
         finally:
-            self.module.train(training)
+            self.train(training)
         last = self.module.is_last()
         if not compute_loss:
             found: Any = results if last else None

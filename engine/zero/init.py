@@ -50,6 +50,15 @@ class _InitCall:
     touched: dict[nn.Parameter, None] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """Those that parameters are sharded over, and this one's device."""
+
+    comm: Comm
+    gatherer: Gatherer
+    device: torch.device
+
+
 class Init:
     """Within this block every module that is made has its parameters cut over the ranks, and freed, as soon as its
     `__init__` is over (stage 3).
@@ -107,12 +116,11 @@ class Init:
                 raise ValueError(f"zero.Init: dtype={dtype}, and the configuration asks for {asked}; leave dtype out")
             self._dtype = dtype or asked
         self._enabled = enabled
-        self._comm: Comm | None = None
+        self._ranks: _Ranks | None = None
         self._restore: list[Callable[[], None]] = []
         self._calls: list[_InitCall] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         if module is not None and enabled:
-            self._open()
             for inner in module.modules():
                 for name, param in inner._parameters.items():
                     if param is not None and holder(param) is None:
@@ -123,7 +131,7 @@ class Init:
             return self
         if "__init_subclass__" in vars(nn.Module):
             raise ValueError("zero.Init: this block is inside another one, which cuts the same modules; leave it out")
-        self._open()
+        self._opened()  # here, where every rank comes
         self._calls = [_InitCall(None)]
         for kind in _subclasses(nn.Module):
             if "__init__" in vars(kind):
@@ -167,13 +175,13 @@ class Init:
         if self._calls and param is not None and holder(param) is None:
             self._calls[-1].touched[param] = None
 
-    def _open(self) -> None:
-        if self._comm is not None:
-            return
-        init_distributed()
-        self._device = local_device()
-        self._comm = open_comm([range(dist.get_world_size())], lambda: Inline(Hooks()))
-        self._gatherer = Gatherer(self._comm)
+    def _opened(self) -> _Ranks:
+        if self._ranks is None:
+            init_distributed()
+            device = local_device()
+            comm = open_comm([range(dist.get_world_size())], lambda: Inline(Hooks()))
+            self._ranks = _Ranks(comm, Gatherer(comm), device)
+        return self._ranks
 
     # --- when to cut
 
@@ -261,14 +269,13 @@ class Init:
         """Cut rank 0's value of `param`, which is whole, and free it."""
         if is_lazy(param) or param.is_meta:
             return
-        assert self._comm is not None
-        known = holder(param)
+        ranks, known = self._opened(), holder(param)
         # In storage of its own: what it was made from, or what was made from it, may be in use.
         dtype = self._dtype if self._dtype is not None and param.is_floating_point() else param.dtype
-        param.data = torch.empty(param.shape, dtype=dtype, device=self._device).copy_(param.data)
-        self._comm.broadcast(param.data, 0, "parameter").wait()
+        param.data = torch.empty(param.shape, dtype=dtype, device=ranks.device).copy_(param.data)
+        ranks.comm.broadcast(param.data, 0, "parameter").wait()
         name = name or (known.sharded.name if known is not None else "parameter")
-        EarlyParam(name, param, self._gatherer, self._comm).release()
+        EarlyParam(name, param, ranks.gatherer, ranks.comm).release()
 
 
 class _Gathering(dict[str, "nn.Parameter | None"]):

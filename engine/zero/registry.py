@@ -48,6 +48,7 @@ class EarlyParam(ShardedParam):
     """A parameter cut before there is an engine. It does not keep its parameter alive, but lives as long as that."""
 
     def __init__(self, name: str, param: nn.Parameter, gatherer: Gatherer, comm: Comm) -> None:
+        self._param = weakref.ref(param)
         super().__init__(name, param, Cut(param.numel(), comm.size), comm.rank, persistent=False, index=0)
         HOLDERS[param] = lambda: Holder(self, gatherer, comm)
 

@@ -6,7 +6,6 @@ import errno
 import functools
 import itertools
 import os
-import resource
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
+from engines import save_on_small_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_models import (
@@ -580,19 +580,8 @@ def test_a_state_that_cannot_be_resharded_is_refused(ranks: Ranks, tmp_path: Pat
 
 
 def limited(rank: int, folder: Path) -> str:
-    """The rank of the last stage cannot write a file of more than a few thousand bytes."""
-    engine = start(Layout(2, 1, 1))
-    engine.save_checkpoint(folder, "good")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        engine.save_checkpoint(folder, "bad")
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    return "saved"
+    """It is the rank of the last stage that cannot write."""
+    return save_on_small_disk(start(Layout(2, 1, 1)), rank == 1, folder)
 
 
 def test_a_stage_that_cannot_write_fails_all_and_loses_nothing(ranks: Ranks, tmp_path: Path) -> None:
