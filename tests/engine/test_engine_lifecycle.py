@@ -167,7 +167,7 @@ def test_a_loss_without_a_graph_is_refused() -> None:
         detached = engine(torch.ones(1, 2)).sum()
     with pytest.raises(RuntimeError, match="the loss depends on no parameter that is trained"):
         engine.backward(detached)
-    with pytest.raises(TypeError, match="engine.backward wants the loss, and got a tuple"):
+    with pytest.raises(TypeError, match=r"engine\.backward wants the loss, and got a tuple"):
         engine.backward((loss,))
     engine.backward(loss)
 
