@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.consensus import CheckpointError, Team, gather_objects
+from ..comm.consensus import Team, gather_objects
 from ..training import Training
 from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
+from .errors import CheckpointError
 from .folder import find, latest_tag, replace_whole
 from .reshard import Wanted, as_saved, join, read, tensor_cut
 from .serialize import unpack
@@ -44,7 +45,7 @@ def save_16bit_model(
             stacklevel=3,
         )
         return False
-    team = Team()
+    team = Team(CheckpointError)
     with training.hooks.span("phase", "checkpoint", purpose="checkpoint"):
         state = consolidated(training, with_frozen=not exclude_frozen_parameters)
 

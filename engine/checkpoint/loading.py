@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.consensus import CheckpointError, Team, gather_objects
+from ..comm.consensus import Team, gather_objects
 from ..optim.onebit import OneBitAdam
 from ..training import Training
 from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
+from .errors import CheckpointError
 from .folder import find, latest_tag
 from .optimizer import OptimizerLoading, OptimizerState, group_names
 from .reshard import Wanted, as_saved, read, tensor_cut
@@ -46,7 +47,7 @@ def load(
     Raises CheckpointError on all ranks. If that is because a file cannot be read, the weights may be neither the old
     ones nor the new; nothing is touched before it is known that the checkpoint fits and is complete.
     """
-    team = Team()
+    team = Team(CheckpointError)
     with training.hooks.span("phase", "checkpoint", purpose="checkpoint"):
         chosen = None if tag is None else str(tag)
         name = team.from_first(f"no checkpoint was loaded from {folder}", lambda: _choose(Path(folder), chosen))

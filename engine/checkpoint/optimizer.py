@@ -10,11 +10,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ..comm.consensus import CheckpointError
 from ..tensor.sharding import TensorCut
 from ..zero import Zero
 from ..zero.shard import Cut, ShardedParam
 from .dcp import Contents, Piece
+from .errors import CheckpointError
 from .reshard import Wanted, alike, part_name, tensor_cut
 
 PER_RANK: Final = ("worker_error", "server_error")

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..comm.consensus import CheckpointError, Team, gather_objects
+from ..comm.consensus import Team, gather_objects
 from ..training import Training
 from .dcp import Piece, shares, write
+from .errors import CheckpointError
 from .folder import Place, check_tag, write_synced
 from .optimizer import optimizer_state
 from .reshard import part_name, tensor_cut
@@ -36,7 +37,7 @@ def save(
     Returns True. Raises CheckpointError on all ranks; if so, or if the job is killed at any moment, what was there
     before is still there, a checkpoint of the same tag included.
     """
-    team = Team()
+    team = Team(CheckpointError)
     with training.hooks.span("phase", "checkpoint", purpose="checkpoint"):
         name = _agree_on_tag(training, f"global_step{training.global_steps}" if tag is None else str(tag), team)
         if training.micro_steps % training.config.gradient_accumulation_steps:

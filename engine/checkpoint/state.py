@@ -28,12 +28,12 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..comm.consensus import CheckpointError
 from ..data import ShardedLoader
 from ..training import Training
 from ..zero import Zero
 from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
+from .errors import CheckpointError
 from .reshard import tensor_cut, whole_shape
 from .serialize import unpack
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..train.base_engine import BaseEngine
-from ..zero.registry import holder
+from ..zero.holder import holder
 from ..zero.shard import ShardedParam
 from .start import engine_of
 

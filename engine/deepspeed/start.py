@@ -21,7 +21,7 @@ from ..config.loading import read
 from ..setup.initialize import initialize as initialize_engine
 from ..setup.parallelize import stages_of
 from ..train.base_engine import BaseEngine
-from ..zero.registry import holder
+from ..zero.holder import holder
 from ..zero.shard import ShardedParam
 from .z3_leaf import check_leaves, get_z3_leaf_modules
 

@@ -14,7 +14,7 @@ from torch import nn
 from ..config.loading import read
 from ..zero import GatheredParameters as GatheredParameters
 from ..zero import Init as _Init
-from ..zero.registry import holder
+from ..zero.holder import holder
 from ..zero.shard import ShardedParam
 from .start import engine_of
 

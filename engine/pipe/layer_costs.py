@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..zero.registry import holder
+from ..zero.holder import holder
 from .module import PipelineModule
 from .p2p import Message, PipelineError, message_of
 from .runtime import arrived

@@ -39,7 +39,7 @@ class PipelineError(RuntimeError):
     """A stage failed; the message names it and says why."""
 
 
-class ToldError(PipelineError):
+class PeerError(PipelineError):
     """Another rank failed, and told this one."""
 
 
@@ -136,13 +136,13 @@ class Link:
 
         def work() -> None:
             if self._ended is not None:
-                raise ToldError(self._ended)
+                raise PeerError(self._ended)
             head = torch.empty(HEADER, dtype=torch.int64)
             _wait([dist.irecv(head, group=self._host_group, group_src=self._from)])
             numbers = head.tolist()
             if numbers[0] == FAILED:
                 self._ended = self._read(numbers[1])
-                raise ToldError(self._ended)
+                raise PeerError(self._ended)
             message, microbatch = _empty(numbers, self._device)
             if numbers[1] >= len(PLAIN):
                 message.form = self._read(numbers[1] - len(PLAIN))

@@ -19,7 +19,7 @@ from ..comm.lane import Ticket
 from ..hooks import Hooks
 from ..schedule import Action, Plan
 from ..zero import Zero
-from .failure import Verdict, said
+from .failure import FailureConsensus, said
 from .module import PipelineModule
 from .p2p import Arrival, Link, Links, Message, PipelineError, Way, message_of
 from .split_backward import Work, deferring
@@ -80,11 +80,17 @@ class Runner:
     """One rank's side of a pipeline."""
 
     def __init__(
-        self, module: PipelineModule, rank: int, links: Links, hooks: Hooks, device: torch.device, verdict: Verdict
+        self,
+        module: PipelineModule,
+        rank: int,
+        links: Links,
+        hooks: Hooks,
+        device: torch.device,
+        failures: FailureConsensus,
     ) -> None:
-        """`verdict` is told of a failure, and says how long to wait for who may wait for this rank elsewhere."""
+        """A failure of this rank is reported to `failures`, which says how long others may have to be waited for."""
         self._module = module
-        self._verdict = verdict
+        self._failures = failures
         self._rank = rank
         self._links = links
         self._hooks = hooks
@@ -113,10 +119,10 @@ class Runner:
         try:
             step.run(open_batches())
         except BaseException as error:
-            self._verdict.tell(error, self.name)
+            self._failures.report(error, self.name)
             step.tell_neighbours(error)
             if isinstance(error, Exception):
-                step.drain(self._verdict.deadline())
+                step.drain(self._failures.deadline())
             raise
         finally:
             self._hooks.stage, self._hooks.microbatch = stage, microbatch

@@ -23,6 +23,7 @@ from ..config import Config, load
 from ..data import ShardedLoader
 from ..hooks import Hooks
 from ..offload import open_offload
+from ..offload.build import idle_pipelines
 from ..optim import lr
 from ..optim.loss_scaler import loss_scaler, model_dtype
 from ..pipe.module import PipelineModule
@@ -32,10 +33,9 @@ from ..train.engine import Engine
 from ..train.pipeline_engine import PipelineEngine
 from ..training import Training
 from ..zero import Comms, Zero, ZeroSettings
-from ..zero.registry import EarlyParam, holder
+from ..zero.holder import EarlyParam, holder
 from ..zero.shard import ShardedParam
 from ..zero.validate import refuse_overlaps
-from ..zero.zero import idle_pipelines
 from .parallelize import arrange, cut_layers, stages_of
 from .replicas import share
 from .sync import begin_alike, check_alike

@@ -16,7 +16,7 @@ from ..config import Config, ConfigError
 from ..pipe.layers import check_alike
 from ..pipe.module import PipelineModule
 from ..tensor.rng import same_random_numbers
-from ..zero.registry import holder
+from ..zero.holder import holder
 
 
 def stages_of(model: nn.Module) -> int | None:

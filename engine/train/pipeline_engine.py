@@ -15,7 +15,7 @@ from ..forward import last_first
 from ..offload import Offload
 from ..optim.loss_scaler import cast_floating
 from ..pipe import split_backward
-from ..pipe.failure import Verdict
+from ..pipe.failure import FailureConsensus
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import Links, PipelineError
 from ..pipe.runtime import Reduction, Runner
@@ -48,8 +48,8 @@ class PipelineEngine(BaseEngine):
         if self.plan.splits:
             self._undo = last_first([undo, split_backward.install(module)])
         groups = [*(comm.group for comm in self.metrics.comms()), *links.groups]
-        self._verdict = Verdict(training.parallel.everyone, groups, apart=mesh.dp * mesh.tp > 1)
-        self._runner = Runner(module, mesh.pp_rank, links, training.hooks, training.device, self._verdict)
+        self._failures = FailureConsensus(training.parallel.everyone, groups, apart=mesh.dp * mesh.tp > 1)
+        self._runner = Runner(module, mesh.pp_rank, links, training.hooks, training.device, self._failures)
         double = torch.tensor(float(any(param.dtype is torch.float64 for param in module.parameters())))
         double = double.to(training.device)
         training.parallel.everyone.all_reduce(double, "pipeline").wait()  # a rank without parameters is to know
@@ -225,7 +225,7 @@ class PipelineEngine(BaseEngine):
     ) -> list[Any]:
         """Run a plan. If it fails on one rank of the job it fails on all."""
         self._refuse_destroyed()
-        self._verdict.begin()
+        self._failures.begin()
         activation_checkpoint.attach(self.hooks, self.config.activation_checkpointing)
         half = self.config.fp16.enabled and self.config.fp16.auto_cast
         cast: Callable[[Any], Any] = (lambda inputs: cast_floating(inputs, torch.float16)) if half else _same
@@ -236,9 +236,9 @@ class PipelineEngine(BaseEngine):
         except Exception as error:
             failed = error
         except BaseException:
-            self._verdict.give_up()  # this rank will not come back
+            self._failures.give_up()  # this rank will not come back
             raise
-        raised, halfway = self._verdict.of(failed, begun=backward is not None and backward.begun)
+        raised, halfway = self._failures.agree(failed, begun=backward is not None and backward.begun)
         if raised is not None:
             self._halfway = self._halfway or halfway
             raise raised

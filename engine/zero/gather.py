@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Final
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.comm import Comm, Content
-from ..comm.consensus import gather_objects
 from ..comm.lane import Ticket
+from .order_check import OrderCheck
 from .shard import Cut, ShardedParam
 
 KEPT_BUFFERS: Final = 2
@@ -89,8 +87,8 @@ class Gatherer:
         self._inflight: dict[ShardedParam, _Batch] = {}
         self._free: list[Tensor] = []
         self._published: dict[tuple[ShardedParam, ...], list[_Persistent]] = {}
-        self.trail: Trail | None = None
-        """What has been gathered, where that is to be checked."""
+        self.order_check: OrderCheck | None = None
+        """Where what was gathered is to be checked."""
 
     @property
     def tells_apart(self) -> bool:
@@ -167,8 +165,8 @@ class Gatherer:
             self._read_pieces(params, rows[comm.rank].split(widths), near)
         ticket: Ticket
         content = content_of(params) if persistent is None else persistent.content
-        if self.trail is not None:
-            self.trail.add(content)
+        if self.order_check is not None:
+            self.order_check.add(content)
         if self._with_broadcasts:
             for source in range(comm.size):
                 ticket = comm.broadcast(rows[source], source, "parameter")
@@ -232,47 +230,3 @@ def near_cut(param: ShardedParam, near: Comm) -> Cut:
 
 
 # --- what was gathered, where gathers of different content can mix
-
-NOTHING: Final = Content(0, ("nothing",))
-
-
-class Trail:
-    """The gathers of this rank with the others of `comm` since the last step, to be held against theirs: NCCL has no
-    tags, nor have broadcasts. What mixed is found before the optimizer steps by it."""
-
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        self._contents: list[Content] = []
-
-    def add(self, content: Content) -> None:
-        """It is being gathered."""
-        self._contents.append(content)
-
-    def check(self, everyone: Comm) -> None:
-        """Begin anew. Raises RuntimeError on all ranks of the job if ranks that share parameters gathered different
-        ones. On all ranks; costs one collective of 16 bytes a rank."""
-        contents, self._contents = self._contents, []
-        rows = torch.zeros(everyone.size, 2, dtype=torch.int64, device=everyone.device)
-        tags = ",".join([str(content.tag) for content in contents])
-        mine = [self._first_rank, crc32(tags.encode())]
-        rows[everyone.rank] = torch.tensor(mine, device=everyone.device)
-        everyone.all_gather(rows, "parameter").wait()
-        found = [tuple(row) for row in rows.tolist()]
-        if len(set(found)) == len({first for first, _ in found}):
-            return
-        everybody = gather_objects((mine[0], contents), everyone)
-        for rank, (first, theirs) in enumerate(everybody):
-            for here, there in zip_longest(everybody[first][1], theirs, fillvalue=NOTHING):
-                if here.tag != there.tag:
-                    raise RuntimeError(
-                        "ZeRO stage 3: the ranks ran different modules in this step, and what they gathered for each "
-                        f"other is mixed up, first where rank {first} wanted {', '.join(here.names[:4])}, and rank "
-                        f"{rank} {', '.join(there.names[:4])}. All must run the same modules in the same order: where "
-                        "the data decide, run the branch on all ranks (times 0 where it is not wanted), or write a "
-                        "lower stage. The weights are those before this step"
-                    )
-        raise AssertionError("equal trails have equal digests")
-
-    @property
-    def _first_rank(self) -> int:
-        return 0 if self._comm.group is None else dist.get_global_rank(self._comm.group, 0)

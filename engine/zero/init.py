@@ -24,7 +24,7 @@ from ..config import load
 from ..hooks import Hooks
 from ..optim.loss_scaler import model_dtype
 from .gather import Gatherer
-from .registry import EarlyParam, Holder, holder
+from .holder import EarlyParam, Holder, holder
 
 __all__ = ["GatheredParameters", "Holder", "Init", "holder"]
 

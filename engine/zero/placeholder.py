@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, Final, NoReturn, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
+
+from .registry import holder_of
 
 TELLS: Final = frozenset({
     "size", "dim", "ndimension", "numel", "element_size", "stride", "storage_offset", "get_device", "dim_order",
@@ -28,41 +29,6 @@ CONVERSIONS: Final = frozenset({"to", "cpu", "cuda", "float", "double", "half", 
 
 plainly: Final = torch._C.DisableTorchFunctionSubclass
 """A context in which attributes of many parameters are asked for faster, be they absent or not."""
-
-
-class UseListener(Protocol):
-    """What fetches absent parameters when they are used."""
-
-    def used(self, sharded: Any, /) -> Any:
-        """Have `sharded` whole, if something runs that it can be fetched for."""
-
-
-class Sharded(Protocol):
-    """What is known of an absent parameter: of `shard.ShardedParam`, that which is used here."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def fetches(self) -> UseListener | None: ...
-
-
-class HoldsSharded(Protocol):
-    """What keeps a parameter in pieces: of `registry.Holder`, that which is used here."""
-
-    @property
-    def sharded(self) -> Sharded: ...
-
-
-HOLDERS: Final[MutableMapping[Tensor, Callable[[], HoldsSharded | None]]] = WeakIdKeyDictionary()
-"""Parameter -> finds its holder. Beside the parameters, so they can be copied and saved like any other; the values must
-not lead back to their parameters: these would never be freed."""
-
-
-def holder_of(param: Tensor) -> HoldsSharded | None:
-    """What keeps `param` in pieces; None for one that is not under ZeRO, or no longer."""
-    find = HOLDERS.get(param)
-    return None if find is None else find()
 
 
 class Absent(nn.Parameter):

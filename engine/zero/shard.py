@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .placeholder import Absent
+from .registry import UseListener
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +81,8 @@ class Home(Protocol):
         """Have the piece at hand soon, because it is going to be read; False if there is no room for more of that."""
 
 
-class Fetches(Protocol):
+class Fetches(UseListener, Protocol):
     """Who brings parameters when they are needed."""
-
-    def used(self, param: ShardedParam) -> None:
-        """`param` is used: have it whole, if a module runs, or a backward, that it can be brought for."""
 
     def spread_net(self) -> AbstractContextManager[object] | None:
         """Within this, what autograd saves of parameters is brought when backward needs it; None if it is already."""

@@ -8,7 +8,7 @@ piece; the stages differ in when gradients are reduced and in how long parameter
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,15 +20,16 @@ from ..comm.comm import Comm
 from ..comm.deadlock import DeadlockWatch
 from ..hooks import Hooks
 from .fetch import Fetcher
-from .gather import Gatherer, Trail
+from .gather import Gatherer
+from .holder import Holder, forget, hold, holder
+from .order_check import OrderCheck
 from .reduce import Reducer
-from .registry import Holder, forget, hold, holder
 from .settings import ZeroSettings
 from .shard import Cut, ShardedParam
 from .sparse import SparseReducer, sparse_params
 
 if TYPE_CHECKING:
-    from ..config import Config
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class Zero:
         self.reducer = Reducer([p for p in self.trainable if p.param not in rows], comms.gradients, settings)
         self.gatherer = Gatherer(comms.parameters, comms.near, with_broadcasts=not settings.allgather_partitions)
         if settings.stage == 3 and size > 1 and not self.gatherer.tells_apart:
-            self.gatherer.trail = Trail(comms.parameters)
+            self.gatherer.order_check = OrderCheck(comms.parameters)
         self.deadlocks = _watch(comms) if settings.stage == 3 and size > 1 else None
         self.fetcher: Fetcher | None = None
         self._handles: list[RemovableHandle] = []
@@ -132,10 +133,10 @@ class Zero:
         if self.fetcher is not None:
             self.fetcher.finish_backward()
 
-    def check_trail(self, everyone: Comm) -> None:
+    def check_order(self, everyone: Comm) -> None:
         """Before the step: raise RuntimeError on all ranks of the job if ranks were seen to run different modules."""
-        if self.gatherer.trail is not None:
-            self.gatherer.trail.check(everyone)
+        if self.gatherer.order_check is not None:
+            self.gatherer.order_check.check(everyone)
 
     def collect(self) -> None:
         """Put the step's reduced gradients on the masters' `grad`, to be multiplied by the reducer's `after`.
@@ -208,24 +209,3 @@ def tiles_of(params: Sequence[ShardedParam], size: int) -> list[list[ShardedPara
         tiles[-1].append(param)
         filled += param.cut.chunk
     return tiles
-
-
-def idle_pipelines(config: Config, tiles: Sequence[Sequence[ShardedParam]]) -> Iterator[str]:
-    """A warning for each key that is to have the disk work beside the step, where a single tile leaves nothing to."""
-    zero = config.zero_optimization
-    section = zero.offload_optimizer
-    if section is None or section.device != "nvme" or zero.stage < 1 or len(tiles) != 1:
-        return
-    elements = sum(param.cut.chunk for param in tiles[0])
-    # As many tiles as there are buffers, so that one is read and one written while one is stepped.
-    size = max(1, -(-elements // max(3, section.buffer_count)))
-    if len(tiles_of(tiles[0], size)) > 1:
-        instead = f'write "sub_group_size": {size} or less'
-    else:
-        instead = "there is one parameter, and a tile has one at least"
-    for key in ("pipeline_read", "pipeline_write"):
-        if getattr(section, key):
-            yield (
-                f"zero_optimization.offload_optimizer.{key}: has no effect; what a rank steps, {elements} elements, is "
-                f"one tile of at most {zero.sub_group_size} (sub_group_size): {instead}"
-            )

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, weight_norm
 
 from dsprof import engine as ds
+from dsprof.engine.zero.holder import forget, holder
 from dsprof.engine.zero.init import GatheredParameters, Init
-from dsprof.engine.zero.registry import forget, holder
 
 WIDTH = 6
 
