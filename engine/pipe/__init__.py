@@ -3,7 +3,8 @@
 layers          layers as a script gives them, to be built where they are needed
 module          which layers are here, and their calls
 layer_info      what others may know of them
-deepspeed_api   what scripts ask by DeepSpeed's names
+placement       where they are
+deepspeed_names names of DeepSpeed's PipelineModule that are not there
 topology        where ranks are, by DeepSpeed's names
 treespec        what lies in what a stage returns
 p2p             activations and gradients between stages

@@ -6,11 +6,15 @@ import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .p2p import PipelineError
+
+TIED: Final = "tied_modules"
+"""Where layers of a TiedLayerSpec are, by their key."""
 
 
 def name_of(function: Any) -> str:
@@ -105,6 +109,29 @@ class PipelineLayer:
     def key(self) -> str | None:
         """By which it is tied to others."""
         return self.source.key if isinstance(self.source, TiedLayerSpec) else None
+
+    @property
+    def path(self) -> str:
+        """The name in the pipeline that its module has."""
+        return self.name if self.key is None else f"{TIED}.{self.key}"
+
+    def build(self) -> nn.Module:
+        """Of a LayerSpec. Raises PipelineError, which names the layer, for whatever its class raises."""
+        try:
+            return self.source.build()  # type: ignore[no-any-return]
+        except Exception as error:
+            where = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
+            raise PipelineError(
+                f"layer {self.name} ({self.kind}) could not be built{where}: {type(error).__name__}: {error}"
+            ) from error
+
+    def function(self, built: Callable[..., Any]) -> Callable[[Any], Any]:
+        """What is called on the output of the layer before."""
+        if self.call is not None:
+            return self.call
+        if isinstance(self.source, TiedLayerSpec) and self.source.forward_fn is not None:
+            return functools.partial(self.source.forward_fn, built)  # type: ignore[arg-type]
+        return built
 
 
 def named(layers: Sequence[Any] | nn.Sequential) -> list[PipelineLayer]:

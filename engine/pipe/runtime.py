@@ -95,7 +95,7 @@ class Runner:
         self._links = links
         self._hooks = hooks
         self._early = EARLY if device.type == "cpu" else 0  # a device's lane would have the host wait for the head
-        self._last_stage = len(module.bounds) - 2
+        self._last_stage = module.placement.last_stage
 
     def run(
         self,
@@ -132,12 +132,12 @@ class Runner:
     @property
     def name(self) -> str:
         """This rank's stages, in words."""
-        return f"stage {'/'.join(map(str, self._module.stages))}"
+        return f"stage {'/'.join(map(str, self._module.placement.stages))}"
 
     def _link(self, way: Way, sender: int) -> Link | None:
         """By which stage `sender` sends that way; None if the next stage is on this rank too."""
         receiver = sender + 1 if way == "F" else sender - 1
-        ranks = self._module.num_stages or 1
+        ranks = self._module.placement.num_pipeline_stages()
         if sender % ranks == receiver % ranks:
             return None
         return self._links.by_way[way, min(sender, receiver) % ranks == ranks - 1]

@@ -104,7 +104,7 @@ def _row_of(
         mine = blocks_here(model, trials, found.roles)
     except PlanError as error:
         cause = error
-    row = widest(mine, everyone, model.bounds[-1])
+    row = widest(mine, everyone, model.placement.bounds[-1])
     return row, cause or (PlanError(NO_BLOCKS) if row is None else None)
 
 

@@ -51,7 +51,8 @@ def blocks_here(model: PipelineModule, trials: Sequence[Trial], roles: Mapping[s
     for trial in trials:
         if trial.module is model:
             _again(trial, observed)
-    missing = [at for stage in model.stages for at in range(*model.bounds[stage : stage + 2]) if at not in seen]
+    bounds, stages = model.placement.bounds, model.placement.stages
+    missing = [at for stage in stages for at in range(*bounds[stage : stage + 2]) if at not in seen]
     if missing:
         raise PlanError(
             f"sequence_parallel: the pipeline's layer {paths[missing[0]]} could not be tried with the others of its "

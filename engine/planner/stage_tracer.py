@@ -74,9 +74,9 @@ def try_stages(model: PipelineModule, tokens: int, example: Any, everyone: Comm 
     """
     tried = Tried()
     handed: _Handed | str | None = None
-    for stage in range(len(model.bounds) - 1):
+    for stage in range(model.placement.last_stage + 1):
         mine: _Handed | str | None = None
-        if stage in model.stages:
+        if stage in model.placement.stages:
             choices: list[Inputs] = []
             if isinstance(handed, _Handed):
                 choices = [handed.inputs()]

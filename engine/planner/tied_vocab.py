@@ -123,8 +123,7 @@ def _tied_here(model: PipelineModule) -> list[_Tied]:
 
 def _head(model: PipelineModule) -> str | None:
     """The linear layer here whose output is nothing but what a VocabularyCrossEntropy gets, if there is one."""
-    last = len(model.bounds) - 2
-    if last not in model.stages or not isinstance(model.loss_fn, VocabularyCrossEntropy):
+    if not model.placement.is_last() or not isinstance(model.loss_fn, VocabularyCrossEntropy):
         return None
     path = last_path(model)
     layer = layer_of(model.get_submodule(path)) if path is not None else None
@@ -271,7 +270,7 @@ def _cut_functions(model: PipelineModule, tied: _Tied, comm: Comm) -> None:
     cut = cut_of(tied.param)
     assert cut is not None
     for use in tied.functions:
-        stays_cut = use.at == model.bounds[-1] - 1 and isinstance(model.loss_fn, VocabularyCrossEntropy)
+        stays_cut = use.at == model.placement.bounds[-1] - 1 and isinstance(model.loss_fn, VocabularyCrossEntropy)
         call_instead(model, use.at, _by_rows(use, cut.shape[0], comm, joined=not stays_cut))
         if stays_cut:
             _of_parts(model, comm, cut.shape[0])

@@ -144,7 +144,7 @@ def initialize(
     )
     engine: Engine | PipelineEngine
     if isinstance(model, PipelineModule):
-        links = open_links(mesh, device, hooks, wraps=model.virtual_stages > 1)
+        links = open_links(mesh, device, hooks, wraps=model.placement.virtual_stages > 1)
         engine = PipelineEngine(training, offload, undo, links=links)
     else:
         engine = Engine(training, offload, undo)

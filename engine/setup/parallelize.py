@@ -21,7 +21,7 @@ from ..zero.holder import holder
 
 def stages_of(model: nn.Module) -> int | None:
     """Pipeline ranks that the model itself asks for; None if it leaves that to the configuration, 0 for no pipeline."""
-    return model.num_stages if isinstance(model, PipelineModule) else 0
+    return model.placement.num_stages if isinstance(model, PipelineModule) else 0
 
 
 def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
@@ -42,15 +42,15 @@ def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
     model.activation_checkpoint_interval = given.get(
         "activation_checkpoint_interval", model.activation_checkpoint_interval
     )
-    differs = virtual not in (None, model.virtual_stages) or method not in (None, model.partition_method)
-    if differs or not model.bounds or pipeline.layer_costs is not None:
+    differs = virtual not in (None, model.placement.virtual_stages) or method not in (None, model.partition_method)
+    if differs or not model.placement.bounds or pipeline.layer_costs is not None:
         model.arrange_everywhere(mesh.pp, mesh.pp_rank, virtual, method, pipeline.layer_costs)
-    if model.virtual_stages > 1 and pipeline.schedule != "interleaved":
+    if model.placement.virtual_stages > 1 and pipeline.schedule != "interleaved":
         raise ConfigError([
             f'pipeline.schedule: "{pipeline.schedule}" knows one stage a rank, and the PipelineModule has '
-            f'{model.virtual_stages}; write "interleaved", or build it with virtual_stages=1'
+            f'{model.placement.virtual_stages}; write "interleaved", or build it with virtual_stages=1'
         ])  # fmt: skip
-    topology = model.topology()
+    topology = model.placement.topology()
     if "model" in topology.get_axis_names():
         asked = topology.get_dim("model")
         if asked != mesh.tp:

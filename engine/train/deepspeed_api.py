@@ -20,13 +20,14 @@ from torch.utils.data import Dataset, Sampler
 from .. import checkpoint
 from ..config import Config
 from ..data import WORKERS, ShardedLoader
-from ..pipe.deepspeed_api import UNSUPPORTED as UNSUPPORTED_IN_PIPELINES
+from ..pipe.deepspeed_names import UNSUPPORTED as UNSUPPORTED_OF_MODULE
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import PipelineError
+from ..pipe.placement import Placement
 from ..training import Training
 from ..zero import GatheredParameters
 from .settings import SETTINGS, communication_dtype, documented
-from .unsupported import UNSUPPORTED
+from .unsupported import IN_PIPELINES, UNSUPPORTED
 
 
 @dataclass(frozen=True)
@@ -233,9 +234,9 @@ ENGINE: Final = Names(_ATTRIBUTES, _METHODS, UNSUPPORTED)
 # --- pipelines
 
 
-def _pipeline(training: Training) -> PipelineModule:
+def _placement(training: Training) -> Placement:
     assert isinstance(training.module, PipelineModule)
-    return training.module
+    return training.module.placement
 
 
 def _refused(what: str) -> Callable[..., NoReturn]:
@@ -255,8 +256,8 @@ STEPS_ARE_WHOLE: Final = "a pipeline trains by engine.train_batch(data_iter) and
 PIPELINE_ENGINE: Final = Names(
     attributes={
         **_ATTRIBUTES,
-        "grid": lambda training: _pipeline(training).mpu(),
-        "mpu": lambda training: _pipeline(training).mpu(),
+        "grid": lambda training: _placement(training).mpu(),
+        "mpu": lambda training: _placement(training).mpu(),
         "stage_id": lambda training: training.parallel.mesh.pp_rank,
         "prev_stage": lambda training: training.parallel.mesh.pp_rank - 1,
         "next_stage": lambda training: training.parallel.mesh.pp_rank + 1,
@@ -273,10 +274,10 @@ PIPELINE_ENGINE: Final = Names(
             "This rank's place in the pipeline.", lambda training: training.parallel.mesh.pp_rank
         ),
         "is_first_stage": documented(
-            "Whether this rank has the first layers.", lambda training: _pipeline(training).is_first()
+            "Whether this rank has the first layers.", lambda training: _placement(training).is_first()
         ),
         "is_last_stage": documented(
-            "Whether this rank has the last layers.", lambda training: _pipeline(training).is_last()
+            "Whether this rank has the last layers.", lambda training: _placement(training).is_last()
         ),
         "is_gradient_accumulation_boundary": documented(
             "True: a step has all its micro-batches.", lambda training: True
@@ -292,5 +293,5 @@ PIPELINE_ENGINE: Final = Names(
             'and 1; leave it out, and write "gradient_accumulation_steps" in the configuration'
         ),
     },
-    unsupported={**UNSUPPORTED, **UNSUPPORTED_IN_PIPELINES},
+    unsupported={**UNSUPPORTED, **IN_PIPELINES, **UNSUPPORTED_OF_MODULE},
 )

@@ -40,7 +40,7 @@ class PipelineEngine(BaseEngine):
         self.forward = self.names.find("forward", training)  # nn.Module has one, so the table would not be asked
         module, mesh = self.module, training.parallel.mesh
         module.hooks = training.hooks
-        module.grid = PipelineGrid(training.parallel)
+        module.placement.grid = PipelineGrid(training.parallel)
         self._links = links
         self._plans: dict[tuple[int, bool], Plan] = {}
         self.plan = self._planned(training.config.gradient_accumulation_steps)
@@ -152,7 +152,7 @@ class PipelineEngine(BaseEngine):
                 results = self._run(plan, data, None, loss if compute_loss else None)
         finally:
             self.train(training)
-        last = self.module.is_last()
+        last = self.module.placement.is_last()
         if not compute_loss:
             found: Any = results if last else None
             return (found, found) if return_logits else found
@@ -198,7 +198,7 @@ class PipelineEngine(BaseEngine):
         found = self._plans.get((microbatches, forward_only))
         if found is None:
             pipeline, ranks = self.config.pipeline, self.parallel.mesh.pp
-            found = make_plan(pipeline.schedule, ranks, microbatches, self.module.virtual_stages)
+            found = make_plan(pipeline.schedule, ranks, microbatches, self.module.placement.virtual_stages)
             check(found)
             if forward_only:
                 forwards = tuple(tuple(a for a in actions if a.op == "F") for actions in found.actions)
@@ -208,7 +208,7 @@ class PipelineEngine(BaseEngine):
 
     def _data(self, labels: bool, data_iter: Iterator[Any] | None = None, caller: str = "train_batch") -> StepData:
         """What is read on this rank: inputs on the first stage, and `labels` on the last if they are needed."""
-        wanted = (self.module.is_first(), self.module.is_last() and labels)
+        wanted = (self.module.placement.is_first(), self.module.placement.is_last() and labels)
         if not any(wanted):
             return StepData(iter(()), self.state.device, wanted, self._batch_fn, caller)
         if data_iter is None and caller == "eval_batch":
