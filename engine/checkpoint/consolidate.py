@@ -18,7 +18,7 @@ from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
 from .errors import CheckpointError
 from .folder import find, latest_tag, replace_whole
-from .reshard import Wanted, as_saved, join, read, tensor_cut
+from .reshard import Wanted, as_saved, join, read, tensor_shard
 from .serialize import unpack
 from .state import about_training, buffers, merged, names
 
@@ -70,7 +70,7 @@ class _SentTensor:
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    cut: dict[str, Any] | None = None
+    shard: dict[str, Any] | None = None
     """If it is a part of the parameter `name`, which."""
 
 
@@ -120,20 +120,20 @@ def consolidated(training: Training, *, with_frozen: bool) -> dict[str, Tensor]:
             parts.setdefault(each.name, []).append(_receive(training, each, source))
         for each in other.buffers:
             kept_buffers.setdefault(each.name, _receive(training, each, source))
-    cuts = {each.name: each.cut for other in replica for each in other.params}
-    wholes = {name: _join(cuts[name], parts.pop(name)) for name in list(parts)}
+    shards = {each.name: each.shard for other in replica for each in other.params}
+    wholes = {name: _join(shards[name], parts.pop(name)) for name in list(parts)}
     everywhere = merged(other.names for other in replica)
     return {key: wholes[name] for key, name in everywhere.items() if name in wholes} | kept_buffers
 
 
 def _sent(param: ShardedParam) -> _SentTensor:
-    cut = tensor_cut(param)
-    return _SentTensor(param.name, param.shape, param.param.dtype, None if cut is None else cut.to_dict())
+    shard = tensor_shard(param)
+    return _SentTensor(param.name, param.shape, param.param.dtype, None if shard is None else shard.to_dict())
 
 
-def _join(cut: dict[str, Any] | None, parts: list[Tensor]) -> Tensor:
+def _join(shard: dict[str, Any] | None, parts: list[Tensor]) -> Tensor:
     """The whole of a parameter from what its ranks have sent, in order."""
-    return parts[0] if cut is None else join(as_saved(cut), parts)
+    return parts[0] if shard is None else join(as_saved(shard), parts)
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def weights_of(
     contents.check_files()
     training = about_training(contents)
     shapes: dict[str, torch.Size] = training["weights"]
-    cuts = training["cuts"]
+    shards = training["cuts"]
     if without_frozen:
         if "optimizer" not in contents:
             raise CheckpointError(
@@ -186,7 +186,7 @@ def weights_of(
     found: dict[str, Tensor] = {}
     wanted: list[Wanted] = []
     for name, shape in shapes.items():
-        saved = as_saved(cuts[name]) if name in cuts else None
+        saved = as_saved(shards[name]) if name in shards else None
         first = f"weight/{name}" if saved is None else f"weight/{name}@0/{saved.pieces}"
         tensor = torch.empty(shape, dtype=_in_fp32(contents.dtype(first)))
         found[name] = tensor

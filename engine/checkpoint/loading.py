@@ -20,7 +20,7 @@ from .dcp import Contents, Piece
 from .errors import CheckpointError
 from .folder import find, latest_tag
 from .optimizer import OptimizerLoading, OptimizerState, group_names
-from .reshard import Wanted, as_saved, read, tensor_cut
+from .reshard import Wanted, as_saved, read, tensor_shard
 from .saving import COUNTERS
 from .serialize import set_random_states, unpack
 from .state import Holdings, about_training, buffers, device_of, holdings, loader_of, merged, own_buffer, weight
@@ -107,7 +107,7 @@ class _Loading:
         self._training = about_training(self._contents)
         mesh = training.parallel.mesh
         self._same_ranks = tuple(self._training["mesh"]) == (mesh.pp, mesh.dp, mesh.tp)
-        self._cuts = {name: as_saved(cut) for name, cut in self._training["cuts"].items()}
+        self._shards = {name: as_saved(shard) for name, shard in self._training["cuts"].items()}
         self.client_state: dict[str, Any] = self._value("client_state")
         self._optimizer: OptimizerLoading | None = None
         self._lr_state: dict[str, Any] | None = None
@@ -130,7 +130,7 @@ class _Loading:
             if saved is not None:
                 self._optimizer = OptimizerLoading(
                     training.optimizer, OptimizerState(**saved, tensors=[]), training.zero, self._contents,
-                    rank=self._team.rank, same_ranks=self._same_ranks, cuts=self._cuts,
+                    rank=self._team.rank, same_ranks=self._same_ranks, shards=self._shards,
                     groups=[other.groups for other in self._replica],
                 )  # fmt: skip
         if lr and training.lr_scheduler is not None:
@@ -227,7 +227,7 @@ class _Loading:
         return [self._wanted(param, weight(param, masters=masters)) for param in params]
 
     def _wanted(self, param: ShardedParam, piece: Piece) -> Wanted:
-        return Wanted(piece, tensor_cut(param), self._cuts.get(param.name))
+        return Wanted(piece, tensor_shard(param), self._shards.get(param.name))
 
     def _parameters(self, strict: bool) -> list[ShardedParam]:
         everywhere = [other.holdings for other in self._replica]

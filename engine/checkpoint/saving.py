@@ -16,7 +16,7 @@ from .dcp import Piece, shares, write
 from .errors import CheckpointError
 from .folder import Place, check_tag, write_synced
 from .optimizer import optimizer_state
-from .reshard import part_name, tensor_cut
+from .reshard import part_name, tensor_shard
 from .serialize import pack, plain, random_states
 from .state import FORMAT, Holdings, buffers, device_of, digests, holdings, loader_of, merged, own_buffer, weight
 
@@ -107,7 +107,7 @@ def _take(training: Training, without_frozen: bool, rank: int) -> tuple[list[Pie
     counted = [param for param in kept if counts(param.param)]
     pieces = [weight(param, masters=training.optimizer is not None) for param in counted]
     mine = [
-        replace(piece, name=part_name(piece.name, tensor_cut(param)))
+        replace(piece, name=part_name(piece.name, tensor_shard(param)))
         for param, piece in zip(counted, pieces, strict=True)
     ]
     about = None
@@ -160,7 +160,7 @@ def _values(
         "counters": {name: getattr(training, name) for name in COUNTERS},
         "data": _data(training),
         "weights": merged(each.weights for each in held),
-        "cuts": merged(each.cuts for each in held),
+        "cuts": merged(each.shards for each in held),
         "buffers": merged(each.buffers for each in held),
         "aliases": merged(each.aliases for each in held),
         "without_frozen": without_frozen,

@@ -178,7 +178,7 @@ class Config(Section):
     """Curves as CSV."""
 
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
-    """Layers cut over ranks."""
+    """Layers sharded over ranks."""
 
     pipeline: PipelineConfig = PipelineConfig()
     """Layers divided into stages."""

@@ -195,24 +195,24 @@ FLOPS_PROFILER: Final[dict[str, Foreign]] = {
     "recompute_fwd_factor": _no_effect("what is computed again is counted as it happens"),
 }
 
-_BY_ANALYSIS = "layers are cut by what depends on what in the model"
+_BY_ANALYSIS = "layers are sharded by what depends on what in the model"
 
 TENSOR_PARALLEL: Final[dict[str, Foreign]] = {
     "dtype": _refused('write "bf16": {"enabled": true}, or "fp16"'),
     "injection_policy_tuple": _refused(f'{_BY_ANALYSIS}; to say it yourself write "plan"'),
     "keep_module_on_host": _refused("the parts of layers are made where the model is"),
-    "kernel_inject": _refused("the model's own modules are cut, not replaced"),
+    "kernel_inject": _refused("the model's own modules are sharded, not replaced"),
     "partition_config": _refused(
         f'{_BY_ANALYSIS}; to say it yourself write "plan": {{"layers.*.self_attn.o_proj": "row"}}'
     ),
     "preset_model": _no_effect(_BY_ANALYSIS),
-    "replace_with_kernel_inject": _refused("the model's own modules are cut, not replaced"),
+    "replace_with_kernel_inject": _refused("the model's own modules are sharded, not replaced"),
     "tensor_parallel": _refused('write "autotp_size" without a section within the section'),
     "tp": _refused('write "autotp_size": 2 instead of "tp": {"tp_size": 2}'),
-    "tp_grain_size": _no_effect("attention is cut by head, and other layers into equal parts"),
+    "tp_grain_size": _no_effect("attention is sharded by head, and other layers into equal parts"),
     "tp_overlap_comm": _no_effect("a layer waits for the sum it works on, and for no other"),
     "vocab_parallel_ce_backend": _no_effect("it is computed in torch's own operations"),
-    "vocab_parallel_lm_head": _no_effect('the planner finds out whether the head is cut; write "plan" to say it'),
+    "vocab_parallel_lm_head": _no_effect('the planner finds out whether the head is sharded; write "plan" to say it'),
 }
 
 PIPELINE: Final[dict[str, Foreign]] = {

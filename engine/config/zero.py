@@ -78,8 +78,8 @@ class AioConfig(Section):
 
 class ZeroConfig(Section):
     """ZeRO: states, gradients and parameters sharded over the data-parallel ranks. Sizes are numbers of elements, not
-    bytes. Every parameter is cut into equal pieces, one a rank; the sizes below say only how pieces are batched into
-    communications, so they can change at any time and checkpoints do not depend on them."""
+    bytes. Every parameter is divided into equal pieces, one a rank; the sizes below say only how pieces are batched
+    into communications, so they can change at any time and checkpoints do not depend on them."""
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole)] = 0
     """What is sharded: 0 nothing, 1 the optimizer's states, 2 gradients too, 3 parameters too."""

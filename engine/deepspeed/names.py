@@ -224,7 +224,7 @@ _CUSTOM_OPTIMIZER: Final = 'write "optimizer": {"type": ..., "params": {...}} in
 _CONFIG_SCHEDULE: Final = 'write "scheduler": {"type": ..., "params": {...}} in the configuration'
 _EXPERTS: Final = "experts are trained like all parameters, not spread over ranks: write the layer with torch.nn"
 _SEQUENCES: Final = "write tensor_parallel in the configuration; Ulysses is not there"
-_TENSOR_PARALLEL: Final = "tensor_parallel in the configuration cuts the model's own layers: leave it out"
+_TENSOR_PARALLEL: Final = "tensor_parallel in the configuration shards the model's own layers: leave it out"
 
 ABSENT_MODULES: Final[Mapping[str, str]] = {
     "deepspeed.autotuning": "try values one by one under dsprof run, which says what each of them changed",
@@ -278,7 +278,7 @@ ABSENT_MODULES: Final[Mapping[str, str]] = {
     "deepspeed.runtime.zero.offload_config": "write zero_optimization.offload_optimizer or offload_param",
     "deepspeed.runtime.zero.stage3": _MEMORY,
     "deepspeed.runtime.zero.stage_1_and_2": _MEMORY,
-    "deepspeed.runtime.zero.tiling": "stage 3 fetches by module: cut a large layer into several",
+    "deepspeed.runtime.zero.tiling": "stage 3 fetches by module: split a large layer into several",
     "deepspeed.runtime.zero.utils": "the engine's optimizer is the one that deepspeed.initialize returns",
     "deepspeed.sequence": _SEQUENCES,
     "deepspeed.utils.timer": "dsprof run times every phase of a step; dsprof.span(name) adds one of the script's own",
@@ -304,8 +304,8 @@ ABSENT_NAMES: Final[Mapping[str, str]] = {
     ),
     "SynchronizedWallClockTimer": "dsprof run times every phase of a step, and waits for no device to do so",
     "ThroughputTimer": "dsprof run times every step",
-    "TiledLinear": "stage 3 fetches by module: cut a large layer into several",
-    "TiledLinearReturnBias": "stage 3 fetches by module: cut a large layer into several",
+    "TiledLinear": "stage 3 fetches by module: split a large layer into several",
+    "TiledLinearReturnBias": "stage 3 fetches by module: split a large layer into several",
     "ZenFlowCPUAdam": "write zero_optimization.offload_optimizer",
     "ZenFlowSelectiveAdamW": "write zero_optimization.offload_optimizer",
     "_create_expert_and_data_parallel": _EXPERTS,

@@ -43,8 +43,8 @@ def adopt(
     """Put masters where the optimizer's parameter groups have parameters of the model, in place.
 
     `replace` maps the latter to the former; frozen parameters are dropped. The groups keep their options, and state
-    that the optimizer already has is cut as its master is. `shards` tells which masters are pieces; `allow_untested` is
-    `zero_allow_untested_optimizer`.
+    that the optimizer already has is sharded as its master is. `shards` tells which masters are pieces;
+    `allow_untested` is `zero_allow_untested_optimizer`.
 
     Raises ValueError for an optimizer that cannot work on masters, or on pieces, or of which that is not known, and for
     a parameter that the model does not have.
@@ -64,7 +64,9 @@ def adopt(
                 )
             master = replace[param]
             if param in optimizer.state:
-                states[master] = _cut(optimizer.state[param], param, master, pieces.get(master) or whole(master))
+                states[master] = _shard_state(
+                    optimizer.state[param], param, master, pieces.get(master) or whole(master)
+                )
     # Nothing is changed before all of it is known to be right.
     for group, kept in zip(optimizer.param_groups, chosen, strict=True):
         group["params"] = [replace[group["params"][at]] for at in kept]
@@ -127,7 +129,7 @@ def _check(optimizer: Optimizer, in_pieces: bool, allow_untested: bool) -> None:
         )
 
 
-def _cut(state: dict[str, Any], param: Tensor, master: Tensor, shard: Shard) -> dict[str, Any]:
+def _shard_state(state: dict[str, Any], param: Tensor, master: Tensor, shard: Shard) -> dict[str, Any]:
     """The master's part of a parameter's state: its piece of tensors as large as the parameter, the rest as it is."""
     result = {}
     for key, value in state.items():

@@ -1,6 +1,6 @@
 """1-bit Adam: after a warm-up the variance is frozen, and ranks exchange the signs of their momenta.
 
-The exchange has two legs. Each rank cuts its momenta into one chunk a rank and sends rank r the signs of chunk r and
+The exchange has two legs. Each rank divides its momenta into one chunk a rank and sends rank r the signs of chunk r and
 their scales; rank r, their server, averages what it gets and sends signs and scales of that to all. Both keep what the
 signs lost, the error, and add it the next time, so that over the steps nothing is lost. A value costs one bit each way.
 

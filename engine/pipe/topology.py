@@ -119,7 +119,7 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """The same with every stage's layers cut over `num_mp` ranks (the axis `model`), which are innermost."""
+    """The same with every stage's layers sharded over `num_mp` ranks (the axis `model`), which are innermost."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
@@ -191,7 +191,7 @@ class PipelineGrid:
 
 
 def _pipeline_group(parallel: Parallel) -> ProcessGroup | None:
-    """Raises RuntimeError if layers are cut, too: the engine has no group of them for others then."""
+    """Raises RuntimeError if layers are sharded, too: the engine has no group of them for others then."""
     if parallel.mesh.tp > 1:
         raise RuntimeError(
             "get_pipe_parallel_group: the pipeline's own groups are in use; make one of engine.grid.pp_group, on all "

@@ -32,7 +32,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Bands:
-    """How the outputs of a layer are to be cut: see `sharding.TensorCut`."""
+    """How the outputs of a layer are to be sharded: see `sharding.TensorShard`."""
 
     sizes: tuple[int, ...]
     copies: int = 1
@@ -40,7 +40,7 @@ class Bands:
 
 @dataclass(frozen=True)
 class Share:
-    """How a parameter or buffer that is applied between two layers is cut with what it is applied to."""
+    """How a parameter or buffer that is applied between two layers is sharded with what it is applied to."""
 
     dim: int
     bands: Bands
@@ -99,10 +99,10 @@ def _nonzero(gradient: Tensor) -> Tensor:
 def pieces(
     flow: Flow, call: Call, sources: Sequence[Source], count: int
 ) -> tuple[dict[str, Bands], dict[Source, Share]] | None:
-    """How the layers that `call` reads are to be cut so that each of `count` ranks has what its share of the input
+    """How the layers that `call` reads are to be sharded so that each of `count` ranks has what its share of the input
     needs, and how the parameters and buffers on the way are; None if that cannot be.
 
-    The input is cut into `count` stretches of features.
+    The input is divided into `count` stretches of features.
     """
     features = call.read.shape[-1]
     if features % count:

@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """Parts that the model is cut into."""
+        """Parts that the model is divided into."""
         return self.ranks * self.virtual_stages
 
     def owner(self, stage: int) -> int:

@@ -61,9 +61,9 @@ def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
     model.forget_others()
 
 
-def cut_layers(model: nn.Module, config: Config, parallel: Parallel, device: torch.device, example: Any) -> None:
-    """Leave this rank its part of every layer, if layers are to be cut. `example` is what the model's forward takes; it
-    is None where that can be made up."""
+def shard_layers(model: nn.Module, config: Config, parallel: Parallel, device: torch.device, example: Any) -> None:
+    """Leave this rank its part of every layer, if layers are to be sharded. `example` is what the model's forward
+    takes; it is None where that can be made up."""
     section = config.tensor_parallel
     if section.size == 1:
         return
@@ -71,7 +71,7 @@ def cut_layers(model: nn.Module, config: Config, parallel: Parallel, device: tor
     if early:
         raise ValueError(
             f"initialize: zero.Init has divided {early[0]} among all ranks, and with tensor parallelism it is to be "
-            "cut first; build the model without zero.Init"
+            "sharded first; build the model without zero.Init"
         )
     from ..planner.apply import parallelize  # a planner is much code, which most trainings have no use for
     from ..planner.tied_vocab import parallelize_pipeline

@@ -1,4 +1,4 @@
-"""torch's own nn.MultiheadAttention, cut by head. It calls no layers, but computes with its weights itself."""
+"""torch's own nn.MultiheadAttention, sharded by head. It calls no layers, but computes with its weights itself."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .rng import RankStream
 
 @dataclass(eq=False)
 class Heads(State):
-    """What a cut attention needs beside its parameters."""
+    """What a sharded attention needs beside its parameters."""
 
     comm: Comm
     name: str
     sequence_dim: int | None = None
-    """Along which its inputs come, and its output goes, cut."""
+    """Along which its inputs come, and its output goes, sharded."""
 
     stream: RankStream | None = None
 

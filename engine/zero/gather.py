@@ -13,7 +13,7 @@ from torch import Tensor
 from ..comm.comm import Comm, Content
 from ..comm.lane import Ticket
 from .order_check import OrderCheck
-from .shard import Cut, ShardedParam
+from .shard import Partition, ShardedParam
 
 KEPT_BUFFERS: Final = 2
 """Of those that have been read: one is being filled while the other is."""
@@ -37,13 +37,13 @@ class _Persistent:
         self.params = params
         self.content = content_of(params)
         self.packed = all(
-            param.home is None and param.shard.device == param.device and param.shard.numel() == param.cut.chunk
+            param.home is None and param.shard.device == param.device and param.shard.numel() == param.partition.chunk
             for param in params
         )
         """Whether the pieces fill their columns, so that they can be copied there together."""
-        self.even = [at for at, param in enumerate(params) if param.cut.even]
-        self.uneven = [at for at, param in enumerate(params) if not param.cut.even]
-        whole = [params[at].flat.view(comm.size, params[at].cut.chunk) for at in self.even]
+        self.even = [at for at, param in enumerate(params) if param.partition.even]
+        self.uneven = [at for at, param in enumerate(params) if not param.partition.even]
+        whole = [params[at].flat.view(comm.size, params[at].partition.chunk) for at in self.even]
         ranks = [slice(comm.rank), slice(comm.rank + 1, comm.size)]
         self.others = [(some, [param[some] for param in whole]) for some in ranks if whole and range(comm.size)[some]]
         """The ranks before and after this one, and where their rows go in the even parameters."""
@@ -60,7 +60,7 @@ class _Persistent:
 
 
 def batches(params: Iterable[ShardedParam], limit: int) -> Iterator[list[ShardedParam]]:
-    """Cut `params` into batches of one dtype, of at most `limit` elements (one parameter at least), in order."""
+    """Divide `params` into batches of one dtype, of at most `limit` elements (one parameter at least), in order."""
     batch: list[ShardedParam] = []
     size = 0
     for param in params:
@@ -156,7 +156,7 @@ class Gatherer:
         self, params: list[ShardedParam], comm: Comm, module: str | None, persistent: _Persistent | None = None
     ) -> None:
         near = comm is self._near
-        widths = [near_cut(p, comm).chunk if near else p.cut.chunk for p in params]
+        widths = [near_partition(p, comm).chunk if near else p.partition.chunk for p in params]
         # One buffer: this rank's row is what it sends.
         rows = self._buffer(comm.size * sum(widths), params[0]).view(comm.size, -1)
         if persistent is not None and persistent.packed:
@@ -206,14 +206,14 @@ class Gatherer:
         else:
             near = batch.comm is self._near
             for param, column in zip(batch.params, batch.rows.split(batch.widths, 1), strict=True):
-                param.fill(column, near_cut(param, batch.comm) if near else param.cut)
+                param.fill(column, near_partition(param, batch.comm) if near else param.partition)
                 self._keep_near(param)
         self._keep(batch.rows)
 
     def _keep_near(self, param: ShardedParam) -> None:
         """Keep this rank's piece of the hierarchical partition, where there is one, for the next gather."""
         if self._near is not None and param.secondary is None and not param.persistent:
-            start, stop = near_cut(param, self._near).bounds(self._near.rank)
+            start, stop = near_partition(param, self._near).bounds(self._near.rank)
             with torch.inference_mode(False):
                 param.secondary = param.flat[start:stop].clone()
 
@@ -224,9 +224,9 @@ def content_of(params: Sequence[ShardedParam]) -> Content:
     return Content(crc32(numbers.encode()) & 0x7FFFFFFF, tuple([param.name for param in params]))
 
 
-def near_cut(param: ShardedParam, near: Comm) -> Cut:
-    """How a parameter is cut in the hierarchical partition."""
-    return Cut(param.numel, near.size)
+def near_partition(param: ShardedParam, near: Comm) -> Partition:
+    """How a parameter is sharded in the hierarchical partition."""
+    return Partition(param.numel, near.size)
 
 
 # --- what was gathered, where gathers of different content can mix

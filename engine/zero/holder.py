@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..comm.comm import Comm
 from .gather import Gatherer
 from .registry import HOLDERS, holder_of
-from .shard import Cut, ShardedParam
+from .shard import Partition, ShardedParam
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,12 @@ def forget(param: nn.Parameter) -> None:
 
 
 class EarlyParam(ShardedParam):
-    """A parameter cut before there is an engine. It does not keep its parameter alive, but lives as long as that."""
+    """A parameter sharded before there is an engine. It does not keep its parameter alive, but lives as long as
+    that."""
 
     def __init__(self, name: str, param: nn.Parameter, gatherer: Gatherer, comm: Comm) -> None:
         self._param = weakref.ref(param)
-        super().__init__(name, param, Cut(param.numel(), comm.size), comm.rank, persistent=False, index=0)
+        super().__init__(name, param, Partition(param.numel(), comm.size), comm.rank, persistent=False, index=0)
         HOLDERS[param] = lambda: Holder(self, gatherer, comm)
 
     @property

@@ -1,5 +1,5 @@
-"""`zero.Init`: parameters cut as they are made, so no rank ever holds the whole model. `zero.GatheredParameters`: whole
-for a while, to look at or to change."""
+"""`zero.Init`: parameters sharded as they are made, so no rank ever holds the whole model. `zero.GatheredParameters`:
+whole for a while, to look at or to change."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ INSTEAD: Final = {
 
 @dataclass(eq=False, slots=True)
 class _InitCall:
-    """An `__init__` or `apply` under way in the block, and the parameters it gathered or replaced in cut modules."""
+    """An `__init__` or `apply` under way in the block, and the parameters it gathered or replaced in sharded
+    modules."""
 
     module: nn.Module | None
     touched: dict[nn.Parameter, None] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class _Ranks:
 
 
 class Init:
-    """Within this block every module that is made has its parameters cut over the ranks, and freed, as soon as its
+    """Within this block every module that is made has its parameters sharded over the ranks, and freed, as soon as its
     `__init__` is over (stage 3).
 
         with dsprof.engine.zero.Init(config_dict_or_path="ds.json"):
@@ -69,7 +70,7 @@ class Init:
     Rank 0's values are everybody's. Reading a parameter of such a module (`self.apply(init_weights)`, tied weights)
     brings it back, until the `__init__` or `apply` that read it is over; every rank has to read the same ones.
 
-    `module`: cut one that exists already. `config_dict_or_path`, or `config`: another stage than 3 turns this off, as
+    `module`: shard one that exists already. `config_dict_or_path`, or `config`: another stage than 3 turns this off, as
     `enabled=False` does. `dtype`: of the parameters; the configuration's by default. `mem_efficient_linear` changes
     nothing: no linear layer keeps a copy of its weight here. DeepSpeed's other arguments raise ValueError.
     """
@@ -124,13 +125,13 @@ class Init:
             for inner in module.modules():
                 for name, param in inner._parameters.items():
                     if param is not None and holder(param) is None:
-                        self._cut(param, name)
+                        self._shard(param, name)
 
     def __enter__(self) -> Init:
         if not self._enabled:
             return self
         if "__init_subclass__" in vars(nn.Module):
-            raise ValueError("zero.Init: this block is inside another one, which cuts the same modules; leave it out")
+            raise ValueError("zero.Init: this block is inside another one, which shards the same modules; leave it out")
         self._opened()  # here, where every rank comes
         self._calls = [_InitCall(None)]
         for kind in _subclasses(nn.Module):
@@ -151,7 +152,7 @@ class Init:
         try:
             if kind is None:  # after an error the other ranks may be elsewhere
                 for param in touched:
-                    self._cut(param)
+                    self._shard(param)
         finally:
             for module in self._modules:
                 if isinstance(module._parameters, _Gathering):
@@ -171,7 +172,7 @@ class Init:
                 self._calls[-1].touched[param] = None
 
     def replace(self, param: nn.Parameter | None) -> None:
-        """`param` was put into a module that is cut already: cut it when the call under way is over."""
+        """`param` was put into a module that is sharded already: shard it when the call under way is over."""
         if self._calls and param is not None and holder(param) is None:
             self._calls[-1].touched[param] = None
 
@@ -183,7 +184,7 @@ class Init:
             self._ranks = _Ranks(comm, Gatherer(comm), device)
         return self._ranks
 
-    # --- when to cut
+    # --- when to shard
 
     def _watch(self, kind: type[nn.Module]) -> None:
         original = kind.__init__
@@ -247,12 +248,12 @@ class Init:
             raise
         self._calls.pop()
         for param in call.touched:
-            self._cut(param)
+            self._shard(param)
         if module is not None:
             self._finish(module)
 
     def _finish(self, module: nn.Module) -> None:
-        """`module` has all its parameters: cut them, and have them gathered when they are read."""
+        """`module` has all its parameters: shard them, and have them gathered when they are read."""
         params = vars(module).get("_parameters")
         if not isinstance(params, dict):
             return
@@ -261,12 +262,12 @@ class Init:
             return
         for name, param in params.items():
             if param is not None and holder(param) is None:
-                self._cut(param, name)
+                self._shard(param, name)
         module._parameters = _Gathering(params, self)
 
     @torch.no_grad()
-    def _cut(self, param: nn.Parameter, name: str | None = None) -> None:
-        """Cut rank 0's value of `param`, which is whole, and free it."""
+    def _shard(self, param: nn.Parameter, name: str | None = None) -> None:
+        """Shard rank 0's value of `param`, which is whole, and free it."""
         if is_lazy(param) or param.is_meta:
             return
         ranks, known = self._opened(), holder(param)
@@ -279,7 +280,7 @@ class Init:
 
 
 class _Gathering(dict[str, "nn.Parameter | None"]):
-    """The parameters of a cut module, within the block: they are gathered when they are read."""
+    """The parameters of a sharded module, within the block: they are gathered when they are read."""
 
     def __init__(self, params: Mapping[str, nn.Parameter | None], init: Init) -> None:
         super().__init__(params)

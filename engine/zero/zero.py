@@ -1,6 +1,6 @@
 """ZeRO 0 to 3 over one model (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-Stage 0 replicates everything, 1 cuts the optimizer's state, 2 the gradients too, 3 the parameters too. One design for
+Stage 0 replicates everything, 1 shards the optimizer's state, 2 the gradients too, 3 the parameters too. One design for
 all: every trainable parameter has a master that the optimizer steps, the whole of it in stage 0, otherwise this rank's
 piece; the stages differ in when gradients are reduced and in how long parameters stay whole.
 """
@@ -25,7 +25,7 @@ from .holder import Holder, forget, hold, holder
 from .order_check import OrderCheck
 from .reduce import Reducer
 from .settings import ZeroSettings
-from .shard import Cut, ShardedParam
+from .shard import Partition, ShardedParam
 from .sparse import SparseReducer, sparse_params
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Comms:
 
 
 class Zero:
-    """The parameters of `model`, cut for the ranks of `comms.gradients`."""
+    """The parameters of `model`, sharded for the ranks of `comms.gradients`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Zero:
         self.params: list[ShardedParam] = []
         sharded_size = 0
         for index, (name, param) in enumerate(model.named_parameters()):
-            early = holder(param)  # cut by zero.Init already
+            early = holder(param)  # sharded by zero.Init already
             if early is not None and not early.sharded.resident:
                 early.gatherer.bring([early.sharded], param.numel())
             name = name if names is None else names[param]
@@ -79,10 +79,10 @@ class Zero:
                 sharded = True
             if sharded and early is None:
                 param.data = param.data.clone()  # storage of its own, which can be emptied
-            cut = Cut(
+            partition = Partition(
                 param.numel(), size if settings.stage else 1, index % size if settings.round_robin_gradients else 0
             )
-            self.params.append(ShardedParam(name, param, cut, rank, persistent=not sharded, index=index))
+            self.params.append(ShardedParam(name, param, partition, rank, persistent=not sharded, index=index))
             if sharded:
                 self.params[-1].release()  # one at a time: the model need not fit whole
             if sharded and take_piece is not None:
@@ -186,7 +186,7 @@ class Zero:
 
     @property
     def size(self) -> int:
-        """Ranks that the parameters are cut for."""
+        """Ranks that the parameters are sharded for."""
         return self._comm.size
 
 
@@ -199,13 +199,14 @@ def _watch(comms: Comms) -> DeadlockWatch | None:
 
 
 def tiles_of(params: Sequence[ShardedParam], size: int) -> list[list[ShardedParam]]:
-    """Cut `params` into tiles of at most `size` elements of masters, one parameter at least; the same on every rank."""
+    """Divide `params` into tiles of at most `size` elements of masters, one parameter at least; the same on every
+    rank."""
     tiles: list[list[ShardedParam]] = [[]]
     filled = 0
     for param in params:
-        if tiles[-1] and filled + param.cut.chunk > size:
+        if tiles[-1] and filled + param.partition.chunk > size:
             tiles.append([])
             filled = 0
         tiles[-1].append(param)
-        filled += param.cut.chunk
+        filled += param.partition.chunk
     return tiles

@@ -485,7 +485,7 @@ def _gather(**arguments: Any) -> None:
 def test_contradicting_settings_are_errors(ranks: Ranks) -> None:
     assert ranks.run(2, told) == [[
         "zero.Init: dtype=torch.float16, and the configuration asks for torch.bfloat16; leave dtype out",
-        "zero.Init: this block is inside another one, which cuts the same modules; leave it out",
+        "zero.Init: this block is inside another one, which shards the same modules; leave it out",
         "GatheredParameters: modifier_rank=2, of 2 ranks",
     ]] * 2  # fmt: skip
 
