@@ -1,4 +1,4 @@
-"""What a training loop hands to a model, and what it gets."""
+"""What a training loop passes to a model, and what it gets."""
 
 from __future__ import annotations
 

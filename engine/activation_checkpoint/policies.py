@@ -69,7 +69,7 @@ class Full:
     """Recompute with the random numbers of the forward, as dropout needs."""
 
     def apply(self, model: nn.Module, hooks: Hooks) -> Undo:
-        """Wrap the blocks of `model`. Raises ValueError if there is no telling which modules they are."""
+        """Wrap the blocks of `model`. Raises ValueError if it is not clear which modules they are."""
         found = find_blocks(model) if self.blocks is None else named_blocks(model, self.blocks)
         return last_first([
             wrap_forward(
@@ -162,7 +162,7 @@ _is_expensive: Final = functools.cache(has_formula)
 class Region:
     """A part of the computation that keeps its arguments and is run again in backward.
 
-    Told of as a `phase` span `recompute` on lane `autograd`; with `on_host` as `copy` spans `to_host`, and `to_device`
+    Reported as a `phase` span `recompute` on lane `autograd`; with `on_host` as `copy` spans `to_host`, and `to_device`
     where the activation comes from a GPU.
     """
 

@@ -164,7 +164,7 @@ def weights_of(
 
     Floating-point parameters are in fp32, as the optimizer had them, and whole, whatever divided them; tied ones are
     one tensor under all their names. Buffers are as they were. `without_frozen` leaves frozen parameters out, as far
-    as the optimizer's groups tell. Raises CheckpointError.
+    as the optimizer's groups say. Raises CheckpointError.
     """
     place = Path(folder)
     chosen = latest_tag(place) if tag is None else str(tag)
@@ -178,7 +178,7 @@ def weights_of(
     if without_frozen:
         if "optimizer" not in contents:
             raise CheckpointError(
-                f"{place / chosen} was saved without an optimizer, and so does not tell what is frozen"
+                f"{place / chosen} was saved without an optimizer, and so does not say what is frozen"
             )
         stages = unpack(contents.value("optimizer"), "optimizer")["groups"]
         trained = {name for groups in stages for group in groups for name in group["params"]}

@@ -95,7 +95,7 @@ def _of_rank(training: Training) -> _OfRank:
 
 
 class _Loading:
-    """One load on one rank, of whose `replica` all ranks tell what they have. Of its methods, `publish` alone
+    """One load on one rank, of whose `replica` all ranks say what they have. Of its methods, `publish` alone
     communicates.
     """
 

@@ -85,7 +85,7 @@ def group_names(optimizer: torch.optim.Optimizer, zero: Zero) -> list[list[str]]
 
 
 def _numbers(optimizer: torch.optim.Optimizer, zero: Zero) -> set[str]:
-    """Keys whose value is one number a parameter. Of a 0-d parameter alone that could not be told."""
+    """Keys whose value is one number a parameter. A 0-d parameter alone would not show that."""
     return {"step"} | {
         key
         for param in zero.trainable

@@ -33,7 +33,7 @@ def save(
 ) -> bool:
     """Save the training to `folder`/`tag`, by default global_step<N>, and `tag` in `folder`/latest. On all ranks.
 
-    `client_state` is handed back by `load`: numbers, texts, tensors, and collections of them; rank 0's counts.
+    `client_state` is returned by `load`: numbers, texts, tensors, and collections of them; rank 0's counts.
     Returns True. Raises CheckpointError on all ranks; if so, or if the job is killed at any moment, what was there
     before is still there, a checkpoint of the same tag included.
     """
@@ -91,7 +91,7 @@ def _agree_on_tag(training: Training, tag: str, team: Team) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """What a rank tells the others of its replica, so that the checkpoint can say what is in it."""
+    """What a rank sends the others of its replica, so that the checkpoint can say what is in it."""
 
     holdings: Holdings
     order: list[str] | None
@@ -101,7 +101,7 @@ class _Described:
 
 
 def _take(training: Training, without_frozen: bool, rank: int) -> tuple[list[Piece], _Described]:
-    """The pieces that this rank writes, but for buffers, and what there is to be told of what it has."""
+    """The pieces that this rank writes, but for buffers, and a description of what it has."""
     zero, mesh, counts = training.zero, training.parallel.mesh, training.shared.counts
     kept = [param for param in zero.params if param.trainable or not without_frozen]
     counted = [param for param in kept if counts(param.param)]

@@ -1,4 +1,4 @@
-"""What ranks tell each other before one waits for another, and what they do together: what fails on one fails on all,
+"""What ranks exchange before one waits for another, and what they do together: what fails on one fails on all,
 and none waits for one that has given up."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run tells about itself: `comms_logger`, `flops_profiler`, `tensorboard` and `csv_monitor`."""
+"""What a run reports about itself: `comms_logger`, `flops_profiler`, `tensorboard` and `csv_monitor`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEEPSPEED_KINDS: Final = {
     "all_gather_into_tensor": "all_gather", "all_to_all_single": "all_to_all", "irecv": "recv", "isend": "send",
     "reduce_scatter_tensor": "reduce_scatter",
 }  # fmt: skip
-"""DeepSpeed's name -> ours, of those that it tells apart by the function that was called."""
+"""DeepSpeed's name -> ours, of those that it distinguishes by the function that was called."""
 
 
 def _kinds(value: object) -> object:
@@ -33,7 +33,8 @@ CommunicationKinds = Annotated[tuple[str, ...], BeforeValidator(_kinds)]
 
 
 class CommsLoggerConfig(Section):
-    """Every communication with its size, time and bandwidth, told by the engine's hooks: nothing is synchronized."""
+    """Every communication with its size, time and bandwidth, reported by the engine's hooks: nothing is
+    synchronized."""
 
     enabled: bool = False
     """Collect them, and print the table with `log_summary`."""

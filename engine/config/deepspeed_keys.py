@@ -122,7 +122,7 @@ OFFLOAD_OPTIMIZER: Final[dict[str, Foreign]] = {
 
 AIO: Final[dict[str, Foreign]] = {
     "overlap_events": _no_effect("requests always overlap, up to queue_depth"),
-    "single_submit": _no_effect("requests are handed to threads, not to libaio"),
+    "single_submit": _no_effect("requests go to threads, not to libaio"),
     "use_gds": _refused("files are read through host memory"),
 }
 
@@ -188,7 +188,7 @@ CHECKPOINT: Final[dict[str, Foreign]] = {
 }
 
 COMMS_LOGGER: Final[dict[str, Foreign]] = {
-    "debug": _no_effect("module and purpose of a communication are always told"),
+    "debug": _no_effect("module and purpose of a communication are always reported"),
 }
 
 FLOPS_PROFILER: Final[dict[str, Foreign]] = {

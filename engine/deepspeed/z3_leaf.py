@@ -97,7 +97,7 @@ def _mark_names(
         found |= fitting
         missing += [] if fitting else [text]
     if missing and raise_if_not_found:
-        raise ValueError(f"the model has no module {missing}; named_modules() tells their names")
+        raise ValueError(f"the model has no module {missing}; named_modules() has their names")
     for module in found.values():
         set_z3_leaf_module(module, flag)
     return list(found.values()), missing

@@ -43,7 +43,7 @@ def adopt(
     """Put masters where the optimizer's parameter groups have parameters of the model, in place.
 
     `replace` maps the latter to the former; frozen parameters are dropped. The groups keep their options, and state
-    that the optimizer already has is sharded as its master is. `shards` tells which masters are pieces;
+    that the optimizer already has is sharded as its master is. `shards` says which masters are pieces;
     `allow_untested` is `zero_allow_untested_optimizer`.
 
     Raises ValueError for an optimizer that cannot work on masters, or on pieces, or of which that is not known, and for

@@ -335,7 +335,7 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Schedul
             )
         if issubclass(found, lr_scheduler.ReduceLROnPlateau):
             raise ValueError(
-                "scheduler.type is 'ReduceLROnPlateau', which must be told a metric at each step: "
+                "scheduler.type is 'ReduceLROnPlateau', which must be given a metric at each step: "
                 "leave the section out and step it in the training script"
             )
         make = found

@@ -192,7 +192,7 @@ def encode(rows: Tensor, alive: Tensor, widths: Sequence[int]) -> Tensor:
 
 
 def decode(messages: Tensor, widths: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """What `encode` made messages [n, bytes] of, but for what signs and scales cannot tell: [n, width]."""
+    """What `encode` made messages [n, bytes] of, but for what signs and scales do not hold: [n, width]."""
     scale_bytes = _SCALE_BYTES * len(widths)
     signs, scales = torch.split(messages, [messages.shape[1] - scale_bytes, scale_bytes], 1)
     rows = unpack_signs(signs, dtype)

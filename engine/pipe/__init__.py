@@ -11,7 +11,7 @@ p2p             activations and gradients between stages
 split_backward  weight gradients put off, for zero-bubble schedules
 step_data       the micro-batches that a step reads
 runtime         a plan, executed
-failure         whether it failed anywhere, and who is told
+failure         whether it failed anywhere, on all ranks
 layer_costs     what each layer takes
 """
 

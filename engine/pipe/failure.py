@@ -1,6 +1,6 @@
 """What became of a run of a plan, on all ranks of the job: they go on together or fail together.
 
-Ranks of a pipeline tell each other when one fails. Replicas and tensor-parallel ranks wait for each other in
+Ranks of a pipeline notify each other when one fails. Replicas and tensor-parallel ranks wait for each other in
 collectives instead, and a rank that failed does not come there. So it says why in the job's store, leaves the others
 some time to end their run, and then breaks the connections: who waits fails, too, and finds the cause in the store.
 """

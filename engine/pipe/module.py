@@ -21,12 +21,12 @@ from .layers import (
     TIED,
     LayerSpec,
     PipelineLayer,
-    check_alike,
+    check_agreement,
     described,
     named,
     of_model,
     shared_parameters,
-    told_of,
+    where_raised,
 )
 from .p2p import PipelineError
 from .placement import NAMES, Placement
@@ -178,7 +178,7 @@ class PipelineModule(nn.Module):
             },
             self._costs if costs is None else costs,
         ))  # fmt: skip
-        check_alike([asked for asked, _ in said])
+        check_agreement([asked for asked, _ in said])
         failed: Exception | None = None
         try:
             self.arrange(num_stages, rank, virtual_stages, method, said[0][1])
@@ -190,7 +190,7 @@ class PipelineModule(nn.Module):
         for number, (text, _) in enumerate(outcomes):
             if text is not None:
                 raise PipelineError(f"PipelineModule: rank {number} has no layers: {text}")
-        check_alike([{"bounds": bounds} for _, bounds in outcomes])
+        check_agreement([{"bounds": bounds} for _, bounds in outcomes])
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Layers between two activation checkpoints from now on; 0 keeps all activations."""
@@ -277,7 +277,7 @@ class PipelineModule(nn.Module):
                     with self.hooks.span("module", layer.name):
                         inputs = call(inputs) if passage is None else passage(at, call, inputs)
                 except Exception as error:
-                    error.add_note(told_of(layer, inputs, by_name=self._by_name))
+                    error.add_note(where_raised(layer, inputs, by_name=self._by_name))
                     raise
             return inputs
 

@@ -1,7 +1,7 @@
 """What stages send each other: messages of tensors, each way on lanes of its own.
 
 A message says itself what is in it, so shapes may differ from one micro-batch to the next, and a rank that fails can
-tell its neighbours, who would wait for it otherwise.
+notify its neighbours, who would wait for it otherwise.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class PipelineError(RuntimeError):
 
 
 class PeerError(PipelineError):
-    """Another rank failed, and told this one."""
+    """Another rank failed, and said so."""
 
 
 @dataclass(slots=True)
 class Message:
-    """What a stage hands to another: its output, or the gradients of what it got."""
+    """What a stage passes to another: its output, or the gradients of what it got."""
 
     tensors: list[Tensor]
     wanted: list[bool]
@@ -158,7 +158,7 @@ class Link:
         return Arrival(self._in.submit(work, self._label("recv", self._from, None, at)), box)
 
     def fail(self, reason: str, at: Place) -> Ticket:
-        """In the place of the next message: tell who waits for it that no more will come in this step."""
+        """In the place of the next message: say that no more will come in this step."""
         text = _text(reason)
 
         def work() -> None:
@@ -178,7 +178,7 @@ class Link:
         _wait([work for work, _ in posted])
 
     def poll(self) -> None:
-        """Tell of what has ended on a device since."""
+        """Report what has ended on a device since."""
         self._out.poll()
         self._in.poll()
 
@@ -241,7 +241,7 @@ class Links:
             link.settle()
 
     def poll(self) -> None:
-        """Tell of what has ended on a device since."""
+        """Report what has ended on a device since."""
         for link in self.by_way.values():
             link.poll()
 

@@ -33,7 +33,7 @@ WAYS: Final[tuple[Way, ...]] = ("F", "B")
 
 
 class Reduction:
-    """Tells ZeRO of the pipeline's backwards: stages 0 and 1 reduce in the last, the others in each."""
+    """Announces the pipeline's backwards to ZeRO: stages 0 and 1 reduce in the last, the others in each."""
 
     def __init__(self, zero: Zero) -> None:
         self._zero = zero
@@ -120,7 +120,7 @@ class Runner:
             step.run(open_batches())
         except BaseException as error:
             self._failures.report(error, self.name)
-            step.tell_neighbours(error)
+            step.notify_neighbours(error)
             if isinstance(error, Exception):
                 step.drain(self._failures.deadline())
             raise
@@ -219,8 +219,8 @@ class _Step:
             output = loss_fn(output, batches.labels(microbatch))
         if self._backward is not None and not (isinstance(output, Tensor) and output.numel() == 1):
             what = "loss_fn returned" if loss_fn is not None else "there is no loss_fn, and the last layer returned"
-            told = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-            raise PipelineError(f"train_batch: {what} {told}; it must be a scalar, the mean over the micro-batch")
+            kind = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            raise PipelineError(f"train_batch: {what} {kind}; it must be a scalar, the mean over the micro-batch")
         if self._backward is not None and not output.requires_grad:
             raise PipelineError(
                 "train_batch: the loss depends on no parameter that is trained: it was detached or made a number on "
@@ -310,7 +310,7 @@ class _Step:
             while started < self._runner._early and self._receive_next(way):
                 started += 1
 
-    def tell_neighbours(self, error: BaseException) -> None:
+    def notify_neighbours(self, error: BaseException) -> None:
         """Have the ranks that wait for this one fail too, and not wait for ever."""
         reason = str(error) if isinstance(error, PipelineError) else said(error, self._runner.name)
         for way in WAYS:

@@ -1,7 +1,7 @@
-"""What has to be told to a model's own code when its layers are sharded: found by trying.
+"""What a model's own code has to be given when its layers are sharded: found by trying.
 
 Most code asks the tensors. Some has counts of its own (`self.num_heads`), and some takes its sizes from its input.
-Which of these concern what is sharded cannot be told from names; but whether a choice is right can be rehearsed. The
+Which of these concern what is sharded cannot be seen from names; but whether a choice is right can be rehearsed. The
 least change with which the sharded model computes what the whole one does is taken, alike for all blocks of a kind.
 """
 
@@ -80,7 +80,7 @@ def fit(model: nn.Module, trials: Sequence[Trial], found: Roles, stack: Stack | 
                 rows = [role for role in roles.values() if role.region == region and role.style == "row"]
                 by_heads = rows[0].heads < rows[0].layer.inputs
                 raise PlanError(
-                    f"tensor parallelism: cannot tell how to shard {place or rows[0].module}: over {size} ranks it "
+                    f"tensor parallelism: cannot find out how to shard {place or rows[0].module}: over {size} ranks it "
                     f"does not compute what it did ({kind.first_error}). Have it take its sizes from the outputs of "
                     f"its layers{' (`q.view(b, t, -1, head_dim)`)' if by_heads else ''}, "
                     f"{'or leave' if stack is None else f'{_SWITCH}, or leave'} it whole with a plan: "
@@ -194,7 +194,7 @@ def _combinations(
 
 
 def _groups(members: Sequence[Role], size: int) -> dict[int, list[int]]:
-    """The same of what divides the heads: in a fused projection of grouped queries nothing tells how many groups."""
+    """The same of what divides the heads: in a fused projection of grouped queries nothing says how many groups."""
     heads = {role.heads for role in members if role.style == "row" and role.heads < role.layer.inputs}
     return {
         groups: [groups // size] for number in heads for groups in range(size, number) if number % groups == 0
@@ -257,7 +257,7 @@ def _candidates(
 def _overrides(
     place: str, members: Sequence[Role], stack: Stack | None, size: int
 ) -> list[tuple[str, ShapeOverride] | None]:
-    """What inputs might tell, in the module that calls the column layers, and in the one where the region lies."""
+    """What inputs might report, in the module that calls the column layers, and in the one where the region lies."""
     columns = [role for role in members if role.style == "column"]
     width = columns[0].layer.inputs
     dim, factor = (stack.dim, size) if stack is not None else (1, 1)

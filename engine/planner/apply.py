@@ -64,12 +64,12 @@ def parallelize(
     """
     made: TensorPlan | None = None
     cause: PlanError | None = None
-    row: Stretch | None = None
+    stretch: Stretch | None = None
     tried: Tried | None = None
     if isinstance(model, PipelineModule) and comm.size > 1 and not isinstance(plan, TensorPlan):
         tried = try_stages(model, comm.size if sequence_parallel else 1, example, everyone)
     if sequence_parallel and comm.size > 1 and isinstance(model, PipelineModule) and not isinstance(plan, TensorPlan):
-        row, cause = _row_of(model, comm.size, plan, example, everyone or comm, tried)
+        stretch, cause = _stretch_of(model, comm.size, plan, example, everyone or comm, tried)
     try:
         if isinstance(plan, TensorPlan):
             made = plan
@@ -77,7 +77,7 @@ def parallelize(
         elif cause is None:
             made = plan_for(
                 model, comm.size, plan=plan, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim,
-                example=example, row=row, tried=tried,
+                example=example, stretch=stretch, tried=tried,
             )  # fmt: skip
     except PlanError as error:
         cause = error
@@ -92,11 +92,11 @@ def parallelize(
     return made
 
 
-def _row_of(
+def _stretch_of(
     model: PipelineModule, size: int, plan: Mapping[str, str] | str | None, example: Any, everyone: Comm,
     tried: Tried | None,
 ) -> tuple[Stretch | None, PlanError | None]:  # fmt: skip
-    """Where the blocks are in the pipeline, or why that is not to be told here. On all ranks of `everyone`."""
+    """Where the blocks are in the pipeline, or why that cannot be found here. On all ranks of `everyone`."""
     mine: list[int] = []
     cause: PlanError | None = None
     try:
@@ -104,8 +104,8 @@ def _row_of(
         mine = blocks_here(model, trials, found.roles)
     except PlanError as error:
         cause = error
-    row = widest(mine, everyone, model.placement.bounds[-1])
-    return row, cause or (PlanError(NO_BLOCKS) if row is None else None)
+    stretch = widest(mine, everyone, model.placement.bounds[-1])
+    return stretch, cause or (PlanError(NO_BLOCKS) if stretch is None else None)
 
 
 def _check_given(model: nn.Module, plan: TensorPlan, size: int) -> None:

@@ -31,7 +31,7 @@ class Stack:
 
     blocks: tuple[str, ...]
     dim: int
-    row: Stretch | None = None
+    stretch: Stretch | None = None
     """Where they are, in a pipeline."""
 
     @property
@@ -90,25 +90,25 @@ class Edges:
         """The last block of a stage has returned."""
 
 
-def passage(row: Stretch, start: int, stop: int, edges: Edges) -> Passage:
+def passage(stretch: Stretch, start: int, stop: int, edges: Edges) -> Passage:
     """One pass through layers `start` to before `stop` of the row."""
-    first_here, last_here = max(start, row.first), min(stop - 1, row.last)
+    first_here, last_here = max(start, stretch.first), min(stop - 1, stretch.last)
 
     def call_layer(at: int, call: Callable[[Any], Any], value: Any) -> Any:
-        if at == start and row.arrives_sharded(start):
+        if at == start and stretch.arrives_sharded(start):
             value = edges.arrive(value)
-        if at == row.last + 1:
+        if at == stretch.last + 1:
             value = edges.join(value)
-        if at == row.first == 0:
+        if at == stretch.first == 0:
             value = edges.split(value)
         if at == first_here <= last_here:
             edges.begin(value)
         value = call(value)
         if first_here <= last_here == at:
             edges.end()
-        if at + 1 == row.first:
+        if at + 1 == stretch.first:
             value = edges.split(value)
-        if at == row.last == row.count - 1:
+        if at == stretch.last == stretch.count - 1:
             value = edges.join(value)
         return value
 

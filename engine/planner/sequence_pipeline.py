@@ -72,23 +72,23 @@ def widest(mine: Sequence[int], comm: Comm, count: int) -> Stretch | None:
     return Stretch(first, last, count) if first <= last else None
 
 
-def row_here(model: nn.Module, trials: Sequence[Trial], roles: Mapping[str, Role]) -> Stretch | None:
+def stretch_here(model: nn.Module, trials: Sequence[Trial], roles: Mapping[str, Role]) -> Stretch | None:
     """Where the blocks are in a pipeline all of which is on this rank; None for another model."""
     if not isinstance(model, PipelineModule):
         return None
-    row = widest(blocks_here(model, trials, roles), Comm(None, None), len(pipeline.paths(model)))
-    if row is None:
+    stretch = widest(blocks_here(model, trials, roles), Comm(None, None), len(pipeline.paths(model)))
+    if stretch is None:
         raise PlanError(NO_BLOCKS)
-    return row
+    return stretch
 
 
-def stack_of(model: nn.Module, row: Stretch, dim: int) -> Stack:
+def stack_of(model: nn.Module, stretch: Stretch, dim: int) -> Stack:
     """The blocks that activations pass one after the other. Raises PlanError for what is a block and something else."""
     assert isinstance(model, PipelineModule)
     paths = pipeline.paths(model)
-    stack = Stack(tuple(paths[row.first : row.last + 1]), dim, row)
+    stack = Stack(tuple(paths[stretch.first : stretch.last + 1]), dim, stretch)
     for name, places in pipeline.places_of_tied(model).items():
-        inside = [row.first <= at <= row.last for at in places]
+        inside = [stretch.first <= at <= stretch.last for at in places]
         if any(inside) and not all(inside):
             raise PlanError(
                 f"sequence_parallel: {name} is used by layers {places[inside.index(True)]}, where the sequence is "
@@ -99,8 +99,8 @@ def stack_of(model: nn.Module, row: Stretch, dim: int) -> Stack:
 
 def note_join(trial: Trial, stack: Stack) -> None:
     """Keep what the last block of `stack` gave, if this stage joins it."""
-    assert stack.row is not None
-    row = stack.row
+    assert stack.stretch is not None
+    stretch = stack.stretch
 
     class Noted(Edges):
         def join(self, value: Any) -> Any:
@@ -110,7 +110,7 @@ def note_join(trial: Trial, stack: Stack) -> None:
 
             return of_first(keep, value)
 
-    _again(trial, lambda start, stop: passage(row, start, stop, Noted()))
+    _again(trial, lambda start, stop: passage(stretch, start, stop, Noted()))
 
 
 def _again(trial: Trial, made: Callable[[int, int], Passage]) -> None:
@@ -135,8 +135,8 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 def shard_pipeline_sequence(model: nn.Module, stack: Stack, comm: Comm) -> None:
     """Have the activations of the pipeline `model` sharded where `stack` says."""
-    row = stack.row
-    assert row is not None
+    stretch = stack.stretch
+    assert stretch is not None
     assert isinstance(model, PipelineModule)
 
     passes: list[_SequenceSplit] = []
@@ -145,7 +145,7 @@ def shard_pipeline_sequence(model: nn.Module, stack: Stack, comm: Comm) -> None:
         if passes:
             passes.pop().give_up()
         passes.append(_SequenceSplit(model, stack, comm))
-        return passage(row, start, stop, passes[-1])
+        return passage(stretch, start, stop, passes[-1])
 
     model.passage = made
 
@@ -188,13 +188,13 @@ class _SequenceSplit(Edges):
             self._stream.leave()
 
 
-def find_stack(model: nn.Module, roles: Mapping[str, Role], dim: int, row: Stretch | None = None) -> Stack:
+def find_stack(model: nn.Module, roles: Mapping[str, Role], dim: int, stretch: Stretch | None = None) -> Stack:
     """The blocks that activations pass one after the other: those with sharded regions in one ModuleList, Sequential,
-    or other module whose children are numbered; in a pipeline, the layers of `row`.
+    or other module whose children are numbered; in a pipeline, the layers of `stretch`.
 
     Raises PlanError if there are none, or if a layer in one of them needs the whole sequence.
     """
-    stack = _numbered(model, roles, dim) if row is None else stack_of(model, row, dim)
+    stack = _numbered(model, roles, dim) if stretch is None else stack_of(model, stretch, dim)
     for layer, role in roles.items():
         if stack.holds(layer) and role.region is None and role.style not in ("whole", "heads"):
             raise PlanError(
@@ -250,7 +250,7 @@ def shard_sequence(model: nn.Module, stack: Stack, comm: Comm) -> None:
 
     In between dropout draws for this rank's part alone.
     """
-    if stack.row is not None:
+    if stack.stretch is not None:
         shard_pipeline_sequence(model, stack, comm)
         return
     stream = RankStream(comm.rank)

@@ -139,7 +139,7 @@ def _styles(model: PipelineModule, plan: Mapping[str, str] | None) -> dict[str, 
     try:
         return wanted_styles(model, {"*": "auto"} if plan is None else plan)
     except PlanError:
-        return {}  # which is told when the plan is carried out
+        return {}  # which is raised when the plan is carried out
 
 
 def _offer(tied: _Tied, size: int, styles: Mapping[str, Wanted]) -> _Offer:

@@ -100,8 +100,8 @@ def rehearse(
             ExitStack() as edges,
         ):
             rank_run = _RankRun(trial, roles, stack, size, rank, reads, exact=not training)
-            if stack is not None and stack.row is not None:
-                edges.enter_context(rank_run.row(trial.module, stack.row))
+            if stack is not None and stack.stretch is not None:
+                edges.enter_context(rank_run.pipeline(trial.module, stack.stretch))
             elif stack is not None and stack.first in modules:
                 edges.enter_context(rank_run.sequence(modules[stack.first], modules[stack.last]))
             try:
@@ -233,7 +233,7 @@ class _RankRun:
             for handle in handles:
                 handle.remove()
 
-    def row(self, model: nn.Module, row: Stretch) -> AbstractContextManager[None]:
+    def pipeline(self, model: nn.Module, stretch: Stretch) -> AbstractContextManager[None]:
         """The same in a pipeline, whichever part of the blocks the tried stage has."""
         assert self._stack is not None
         run, stack = self, self._stack
@@ -257,7 +257,7 @@ class _RankRun:
                 run._along = None
                 return value
 
-        return passed_by(model, lambda start, stop: passage(row, start, stop, Rehearsed()))
+        return passed_by(model, lambda start, stop: passage(stretch, start, stop, Rehearsed()))
 
     def _compare(self, found: Tensor, expected: Tensor, what: str) -> None:
         if found.shape != expected.shape:

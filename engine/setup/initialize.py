@@ -38,7 +38,7 @@ from ..zero.shard import ShardedParam
 from ..zero.validate import refuse_overlaps
 from .parallelize import arrange, shard_layers, stages_of
 from .replicas import share
-from .sync import begin_alike, check_alike
+from .sync import broadcast_model, check_same_model
 
 
 def initialize(
@@ -106,8 +106,8 @@ def initialize(
     refuse_overlaps(model)
     _place(model, device, model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled))
     parallel = open_parallel(mesh, hooks)
-    check_alike(model, parallel, model.names() if isinstance(model, PipelineModule) else None)
-    begin_alike([*(p for p in model.parameters() if holder(p) is None), *model.buffers()], parallel)
+    check_same_model(model, parallel, model.names() if isinstance(model, PipelineModule) else None)
+    broadcast_model([*(p for p in model.parameters() if holder(p) is None), *model.buffers()], parallel)
     shard_layers(model, settings, parallel, device, example)
     shared = share(model, parallel, hooks)
     shared.agree()

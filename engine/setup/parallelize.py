@@ -13,7 +13,7 @@ from ..activation_checkpoint.policies import fits
 from ..comm.consensus import gather_objects
 from ..comm.mesh import Mesh, Parallel
 from ..config import Config, ConfigError
-from ..pipe.layers import check_alike
+from ..pipe.layers import check_agreement
 from ..pipe.module import PipelineModule
 from ..tensor.rng import same_random_numbers
 from ..zero.holder import holder
@@ -30,7 +30,7 @@ def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
     if not isinstance(model, PipelineModule):
         return
     given = {key: getattr(pipeline, key) for key in pipeline.model_fields_set}
-    check_alike(gather_objects({
+    check_agreement(gather_objects({
         "pipeline.stages": mesh.pp,
         "tensor_parallel.autotp_size": mesh.tp,
         "pipeline.schedule": pipeline.schedule,

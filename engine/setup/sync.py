@@ -14,7 +14,7 @@ from ..comm.consensus import gather_objects
 from ..comm.mesh import Parallel
 
 
-def check_alike(model: nn.Module, parallel: Parallel, names: Mapping[nn.Parameter, str] | None = None) -> None:
+def check_same_model(model: nn.Module, parallel: Parallel, names: Mapping[nn.Parameter, str] | None = None) -> None:
     """Raise ValueError on all ranks of the job if those of one pipeline stage have different models: parameters or
     buffers with other names, shapes or dtypes, in another order, or frozen on some ranks only.
 
@@ -42,7 +42,7 @@ def check_alike(model: nn.Module, parallel: Parallel, names: Mapping[nn.Paramete
 
 
 @torch.no_grad()
-def begin_alike(tensors: list[torch.Tensor], parallel: Parallel) -> None:
+def broadcast_model(tensors: list[torch.Tensor], parallel: Parallel) -> None:
     """Have the ranks that are to have the same weights begin with those of the first: replicas, and before layers are
     sharded, tensor-parallel ranks. On all ranks."""
     for comm in (parallel.tensor, parallel.data):

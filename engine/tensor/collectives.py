@@ -7,7 +7,7 @@ They come in pairs, each the transpose of the other, so that backward through on
     gather   pieces -> the whole, read by each rank's own layer    reduce_scatter  terms -> each rank's piece of the sum
     split    the same on all ranks -> each rank's piece            join            pieces -> the same whole on all ranks
 
-Each collective is told as a span of purpose `tensor-parallel` with the module's name. A group of one does nothing.
+Each collective is reported as a span of purpose `tensor-parallel` with the module's name. A group of one does nothing.
 """
 
 from __future__ import annotations

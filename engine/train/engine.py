@@ -48,7 +48,8 @@ class Engine(BaseEngine):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Gradients of `loss` (a scalar), which is divided by the number of micro-batches unless told otherwise.
+        """Gradients of `loss` (a scalar), which is divided by the number of micro-batches unless `scale_wrt_gas` is
+        false.
 
         Returns the loss so divided, detached of loss scaling.
         """

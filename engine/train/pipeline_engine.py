@@ -61,8 +61,8 @@ class PipelineEngine(BaseEngine):
         self._last_loss: Tensor | None = None
         self._halfway = False
         """Whether a step failed that had begun to make gradients."""
-        self._told: tuple[int, float] | None = None
-        """At which step, and when, progress was told last."""
+        self._reported: tuple[int, float] | None = None
+        """At which step, and when, progress was reported last."""
 
     # --- training
 
@@ -245,10 +245,10 @@ class PipelineEngine(BaseEngine):
         return losses
 
     def _seconds_per_step(self) -> str:
-        """As DeepSpeed's pipelines tell it: loss, and time and samples since it was told last."""
+        """As DeepSpeed's pipelines report it: loss, and time and samples since the last report."""
         step, now = self.global_steps + 1, time.perf_counter()
-        before, then = self._told or (step - 1, self._began)
-        self._told = step, now
+        before, then = self._reported or (step - 1, self._began)
+        self._reported = step, now
         each = (now - then) / (step - before)
         loss = float("nan") if self._last_loss is None else self._last_loss.item()
         speed = self.config.train_batch_size / each

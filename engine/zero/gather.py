@@ -91,9 +91,9 @@ class Gatherer:
         """Where what was gathered is to be checked."""
 
     @property
-    def tells_apart(self) -> bool:
+    def separates_contents(self) -> bool:
         """Whether what ranks gather does not mix if it differs."""
-        return self._comm.tells_apart and not self._with_broadcasts
+        return self._comm.separates_contents and not self._with_broadcasts
 
     def under_way(self, param: ShardedParam) -> bool:
         return param in self._inflight

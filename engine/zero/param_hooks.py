@@ -15,7 +15,7 @@ class Watcher(Protocol):
     """Who wants to know of them."""
 
     by_storage: dict[int, ShardedParam]
-    """Parameters by what tells their storage from all others."""
+    """Parameters by the identity of their storage."""
 
     def unpacked(self, param: ShardedParam) -> None:
         """Backward needs `param`."""

@@ -1,4 +1,4 @@
-"""What a parameter of stage 3 is between its uses: it tells its shape, and is fetched, or refuses, when it is used."""
+"""What a parameter of stage 3 is between its uses: it has its shape, and is fetched, or refuses, when it is used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from .registry import holder_of
 
-TELLS: Final = frozenset({
+METADATA: Final = frozenset({
     "size", "dim", "ndimension", "numel", "element_size", "stride", "storage_offset", "get_device", "dim_order",
     "is_contiguous", "is_floating_point", "is_complex", "is_signed", "__len__", "_has_compatible_shallow_copy_type",
     "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "untyped_storage", "data_ptr",
@@ -52,7 +52,7 @@ class Absent(nn.Parameter):
         if attribute == "data" and name == "__set__" and args[1] is args[0]:
             return None  # model.to(device) with nothing to do
         with plainly():
-            if name in TELLS or (name in ("__get__", "__set__", "__delete__") and attribute not in ELEMENTS):
+            if name in METADATA or (name in ("__get__", "__set__", "__delete__") and attribute not in ELEMENTS):
                 return func(*args, **more)
             absent = _absent((args, more))
             for param in absent:

@@ -106,7 +106,7 @@ class Reducer:
         if self._settings.contiguous_gradients:
             for bucket, places in complete.items():
                 self._copy_in(bucket, places)
-        self._launch_complete(len(self._buckets) - 1)  # the last one tells whether anything was late
+        self._launch_complete(len(self._buckets) - 1)  # the last one shows whether anything was late
 
     def finish(self) -> None:
         """Backward is over: reduce what has not been yet, and wait for all of it.

@@ -306,7 +306,7 @@ class ShardedParam:
 
     @property
     def storage_key(self) -> int:
-        """What tells the parameter's own storage, full or emptied, from all others."""
+        """The identity of the parameter's own storage, full or emptied."""
         return int(self._whole.untyped_storage()._cdata)
 
     def __repr__(self) -> str:

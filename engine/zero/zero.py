@@ -95,7 +95,7 @@ class Zero:
             make_master(sharded_param)
         self.reducer = Reducer([p for p in self.trainable if p.param not in rows], comms.gradients, settings)
         self.gatherer = Gatherer(comms.parameters, comms.near, with_broadcasts=not settings.allgather_partitions)
-        if settings.stage == 3 and size > 1 and not self.gatherer.tells_apart:
+        if settings.stage == 3 and size > 1 and not self.gatherer.separates_contents:
             self.gatherer.order_check = OrderCheck(comms.parameters)
         self.deadlocks = _watch(comms) if settings.stage == 3 and size > 1 else None
         self.fetcher: Fetcher | None = None
@@ -191,8 +191,8 @@ class Zero:
 
 
 def _watch(comms: Comms) -> DeadlockWatch | None:
-    """Where the lanes are threads: a GPU's streams do not tell the host what they wait for."""
-    if not comms.parameters.tells_apart:
+    """Where the lanes are threads: a GPU's streams do not show the host what they wait for."""
+    if not comms.parameters.separates_contents:
         return None
     named = {"parameters": comms.parameters, "gradients": comms.gradients}
     return DeadlockWatch(named if comms.near is None else {**named, "near": comms.near})

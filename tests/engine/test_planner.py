@@ -313,7 +313,7 @@ def test_code_whose_sharding_cannot_be_derived_is_refused() -> None:
     model = Language([Block(16, Stubborn(16, 4), Gated(16, 24)) for _ in range(2)], 16)
     message = error_of(lambda: plan_for(model, 2))
     assert message.startswith(
-        "tensor parallelism: cannot tell how to shard blocks.0.attention: over 2 ranks it does not compute what it did"
+        "tensor parallelism: cannot find out how to shard blocks.0.attention: over 2 ranks it does not compute"
     )
     assert message.endswith('or leave it whole with a plan: {"blocks.*.attention": "whole", "*": "auto"}')
     plan = plan_for(model, 2, plan={"blocks.*.attention": "whole", "*": "auto"})
@@ -346,7 +346,7 @@ def test_a_model_that_cannot_be_traced_takes_an_example() -> None:
 
     message = error_of(lambda: plan_for(Secret(), 2))
     assert message.startswith(
-        "tensor parallelism: cannot tell how to shard up: the model could not be tried on made-up inputs ("
+        "tensor parallelism: cannot find out how to shard up: the model could not be tried on made-up inputs ("
     )
     assert "Pass example=" in message
     plan = plan_for(Secret(), 2, example=({"x": torch.ones(2, 4, 8)},))

@@ -263,7 +263,7 @@ def test_a_subclass_that_computes_a_linear_layer_itself_is_sharded(ranks: Ranks)
 def test_the_advice_names_a_layer_where_the_model_is_all_there_is() -> None:
     message = error_of(lambda: plan_for(nn.Sequential(nn.Linear(8, 16), nn.PReLU(16), nn.Linear(16, 8)), 2))
     assert message.startswith(
-        "tensor parallelism: cannot tell how to shard 2: over 2 ranks it does not compute what it"
+        "tensor parallelism: cannot find out how to shard 2: over 2 ranks it does not compute what it"
     )
     assert message.endswith(
         "Have it take its sizes from the outputs of its layers, or leave it whole with a plan: "

@@ -255,7 +255,7 @@ def test_what_is_refused_of_transformers_is_named() -> None:
     config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
     message = error_of(lambda: plan_for(transformers.BloomForCausalLM(config), 2))
     assert message.startswith(
-        "tensor parallelism: cannot tell how to shard transformer.h.0.self_attention: over 2 ranks"
+        "tensor parallelism: cannot find out how to shard transformer.h.0.self_attention: over 2 ranks"
     )
     assert message.endswith('whole with a plan: {"transformer.h.*.self_attention": "whole", "*": "auto"}')
     whole = {"transformer.h.*.self_attention": "whole", "*": "auto"}
