@@ -72,9 +72,8 @@ class FlopsProfilerConfig(Section):
     """Write to this file. Default: print."""
 
 
-class TensorBoardConfig(Section):
-    """Loss, learning rate and loss scale as TensorBoard event files, written by rank 0, against samples seen; with
-    `wall_clock_breakdown` the times too."""
+class CurvesConfig(Section):
+    """Curves of a training, written by rank 0."""
 
     enabled: bool = False
     """Write them."""
@@ -86,15 +85,10 @@ class TensorBoardConfig(Section):
     """Folder in it for this job."""
 
 
-class CsvMonitorConfig(Section):
-    """Loss, learning rate and loss scale as CSV files, a file for each, written by rank 0, against samples seen; with
-    `wall_clock_breakdown` the times too."""
+class TensorBoardConfig(CurvesConfig):
+    """Loss, learning rate, loss scale, and with `wall_clock_breakdown` times, as TensorBoard event files, against
+    samples seen."""
 
-    enabled: bool = False
-    """Write them."""
 
-    output_path: str = ""
-    """Folder. Default: the working directory."""
-
-    job_name: str = "DeepSpeedJobName"
-    """Folder in it for this job."""
+class CsvMonitorConfig(CurvesConfig):
+    """Loss, learning rate, loss scale, and with `wall_clock_breakdown` times, as CSV files, against samples seen."""
