@@ -166,11 +166,7 @@ class Hooks:
         if span is None:
             return
         span.end_ns = self._clock() if at_ns is None else at_ns
-        for listener in (*_listeners, *self._own):
-            try:
-                listener.end(span)
-            except Exception as error:
-                _note(error)
+        self._ended(span)
 
     @contextlib.contextmanager
     def span(self, kind: Kind, name: str, **about: object) -> Iterator[None]:
@@ -203,6 +199,9 @@ class Hooks:
             kind, name, lane, *self.place, now, now, None, module, purpose,
             None, None, bytes, None, value,
         )  # fmt: skip
+        self._ended(span)
+
+    def _ended(self, span: Span) -> None:
         for listener in (*_listeners, *self._own):
             try:
                 listener.end(span)

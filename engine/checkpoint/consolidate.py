@@ -6,19 +6,19 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.consensus import Team, gather_objects
+from ..tensor.sharding import TensorShard
 from ..training import Training
-from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
 from .errors import CheckpointError
 from .folder import find, latest_tag, replace_whole
-from .reshard import Wanted, as_saved, join, read, tensor_shard
+from .reshard import Wanted, join, read, tensor_shard
 from .serialize import unpack
 from .state import about_training, buffers, merged, names
 
@@ -70,7 +70,7 @@ class _SentTensor:
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    shard: dict[str, Any] | None = None
+    shard: TensorShard | None = None
     """If it is a part of the parameter `name`, which."""
 
 
@@ -93,7 +93,7 @@ def consolidated(training: Training, *, with_frozen: bool) -> dict[str, Tensor]:
     params = [p for p in zero.params if training.shared.counts(p.param) and (p.trainable or with_frozen)]
     kept = buffers(training.module)
     contribution = _Contribution(
-        [_sent(param) for param in params],
+        [_SentTensor(param.name, param.shape, param.param.dtype, tensor_shard(param)) for param in params],
         [_SentTensor(name, buffer.shape, buffer.dtype) for name, buffer in kept.items()],
         names(training),
     )
@@ -121,19 +121,12 @@ def consolidated(training: Training, *, with_frozen: bool) -> dict[str, Tensor]:
         for each in other.buffers:
             kept_buffers.setdefault(each.name, _receive(training, each, source))
     shards = {each.name: each.shard for other in replica for each in other.params}
-    wholes = {name: _join(shards[name], parts.pop(name)) for name in list(parts)}
+    wholes = {}
+    for name in list(parts):
+        shard, of_ranks = shards[name], parts.pop(name)
+        wholes[name] = of_ranks[0] if shard is None else join(shard, of_ranks)
     everywhere = merged(other.names for other in replica)
     return {key: wholes[name] for key, name in everywhere.items() if name in wholes} | kept_buffers
-
-
-def _sent(param: ShardedParam) -> _SentTensor:
-    shard = tensor_shard(param)
-    return _SentTensor(param.name, param.shape, param.param.dtype, None if shard is None else shard.to_dict())
-
-
-def _join(shard: dict[str, Any] | None, parts: list[Tensor]) -> Tensor:
-    """The whole of a parameter from what its ranks have sent, in order."""
-    return parts[0] if shard is None else join(as_saved(shard), parts)
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -186,7 +179,7 @@ def weights_of(
     found: dict[str, Tensor] = {}
     wanted: list[Wanted] = []
     for name, shape in shapes.items():
-        saved = as_saved(shards[name]) if name in shards else None
+        saved = TensorShard.from_dict(shards[name]) if name in shards else None
         first = f"weight/{name}" if saved is None else f"weight/{name}@0/{saved.pieces}"
         tensor = torch.empty(shape, dtype=_in_fp32(contents.dtype(first)))
         found[name] = tensor

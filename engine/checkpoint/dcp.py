@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -323,9 +323,6 @@ _DESCRIPTION: Final = {
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
-
     def find_class(self, module: str, name: str) -> Any:
         kind = _DESCRIPTION.get((module, name))
         if kind is not None:

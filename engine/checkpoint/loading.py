@@ -14,16 +14,17 @@ from torch import Tensor
 
 from ..comm.consensus import Team, gather_objects
 from ..optim.onebit import OneBitAdam
+from ..tensor.sharding import TensorShard
 from ..training import Training
 from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
 from .errors import CheckpointError
 from .folder import find, latest_tag
 from .optimizer import OptimizerLoading, OptimizerState, group_names
-from .reshard import Wanted, as_saved, read, tensor_shard
+from .reshard import Wanted, read, tensor_shard
 from .saving import COUNTERS
 from .serialize import set_random_states, unpack
-from .state import Holdings, about_training, buffers, device_of, holdings, loader_of, merged, own_buffer, weight
+from .state import Holdings, about_training, buffers, holdings, loader_of, merged, own_buffer, weight
 
 
 def load(
@@ -107,7 +108,7 @@ class _Loading:
         self._training = about_training(self._contents)
         mesh = training.parallel.mesh
         self._same_ranks = tuple(self._training["mesh"]) == (mesh.pp, mesh.dp, mesh.tp)
-        self._shards = {name: as_saved(shard) for name, shard in self._training["cuts"].items()}
+        self._shards = {name: TensorShard.from_dict(shard) for name, shard in self._training["cuts"].items()}
         self.client_state: dict[str, Any] = self._value("client_state")
         self._optimizer: OptimizerLoading | None = None
         self._lr_state: dict[str, Any] | None = None
@@ -195,7 +196,7 @@ class _Loading:
             loader.load_state_dict(self._training.get("data"))
         if self._same_ranks:
             own = self._value(f"rank/{self._team.rank}")
-            set_random_states(own["random"], device_of(training.zero))
+            set_random_states(own["random"], training.device)
 
     def publish(self) -> None:
         """Bring what the ranks have read to all that need it."""

@@ -7,9 +7,8 @@ all parts of one parameter, joins them, and takes from the whole what is its own
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +21,6 @@ from .dcp import Contents, Piece
 def tensor_shard(param: ShardedParam) -> TensorShard | None:
     """How `param` is sharded over tensor-parallel ranks; None if each of them has the whole."""
     return shard_of(param.param)
-
-
-def as_saved(shard: Mapping[str, Any]) -> TensorShard:
-    """The shard that `TensorShard.to_dict` describes. Raises ValueError for what is none."""
-    return TensorShard.from_dict(shard)
 
 
 def whole_shape(param: ShardedParam) -> torch.Size:

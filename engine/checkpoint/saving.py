@@ -18,7 +18,7 @@ from .folder import Place, check_tag, write_synced
 from .optimizer import optimizer_state
 from .reshard import part_name, tensor_shard
 from .serialize import pack, plain, random_states
-from .state import FORMAT, Holdings, buffers, device_of, digests, holdings, loader_of, merged, own_buffer, weight
+from .state import FORMAT, Holdings, buffers, digests, holdings, loader_of, merged, own_buffer, weight
 
 COUNTERS: Final = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -149,7 +149,7 @@ def _values(
     training: Training, client_state: dict[str, Any], without_frozen: bool, replica: Sequence[_Described], rank: int
 ) -> dict[str, bytes]:
     """The values that this rank writes. Rank 0 is one of the first replica, and writes what there is of the whole."""
-    own = {"random": random_states(device_of(training.zero))}
+    own = {"random": random_states(training.device)}
     values = {f"rank/{rank}": pack(own, "the state of a random number generator")}
     if rank != 0:
         return values

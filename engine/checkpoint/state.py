@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from ..data import ShardedLoader
 from ..training import Training
-from ..zero import Zero
 from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
 from .errors import CheckpointError
@@ -96,11 +95,6 @@ def merged(parts: Iterable[Mapping[str, T]]) -> dict[str, T]:
 
 
 # --- weights and buffers
-
-
-def device_of(zero: Zero) -> torch.device:
-    """Where the model is."""
-    return next((param.param.device for param in zero.params), torch.device("cpu"))
 
 
 def weight(param: ShardedParam, *, masters: bool) -> Piece:

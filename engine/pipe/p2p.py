@@ -6,7 +6,7 @@ notify its neighbours, who would wait for it otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -228,27 +228,10 @@ class Links:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups that they use."""
-        return [link.group for link in self.by_way.values()]
+        return [link.group for link in self]
 
-    def begin(self) -> None:
-        """A new step."""
-        for link in self.by_way.values():
-            link.begin()
-
-    def settle(self) -> None:
-        """What was sent has arrived, or is on its way there without this rank."""
-        for link in self.by_way.values():
-            link.settle()
-
-    def poll(self) -> None:
-        """Report what has ended on a device since."""
-        for link in self.by_way.values():
-            link.poll()
-
-    def close(self) -> None:
-        """End the lanes."""
-        for link in self.by_way.values():
-            link.close()
+    def __iter__(self) -> Iterator[Link]:
+        return iter(self.by_way.values())
 
 
 def open_links(mesh: Mesh, device: torch.device, hooks: Hooks, *, wraps: bool) -> Links:

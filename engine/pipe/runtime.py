@@ -114,7 +114,8 @@ class Runner:
         that wait for one which failed; nothing is under way afterwards, and another plan can be run.
         """
         step = _Step(self, plan, backward, loss_fn, cast, scale / plan.microbatches)
-        self._links.begin()
+        for link in self._links:
+            link.begin()
         stage, microbatch = self._hooks.stage, self._hooks.microbatch
         try:
             step.run(open_batches())
@@ -126,7 +127,8 @@ class Runner:
             raise
         finally:
             self._hooks.stage, self._hooks.microbatch = stage, microbatch
-            self._links.poll()
+            for link in self._links:
+                link.poll()
         return step.results
 
     @property
@@ -183,7 +185,8 @@ class _Step:
                 self._weights_backward(action, at == final)
         for ticket in self._sent:
             ticket.wait()
-        self._runner._links.settle()
+        for link in self._runner._links:
+            link.settle()
 
     # --- actions
 
@@ -334,7 +337,8 @@ class _Step:
                     ticket.wait()
         if deadline is None:
             with suppress(Exception):
-                self._runner._links.settle()
+                for link in self._runner._links:
+                    link.settle()
 
 
 def _ends(ticket: Ticket, deadline: float | None) -> bool:

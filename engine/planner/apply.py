@@ -36,7 +36,6 @@ from .plan import TensorPlan
 from .sequence_pipeline import NO_BLOCKS, blocks_here, shard_sequence, widest
 from .stage_tracer import Tried, try_stages
 from .styles import PlanError, Role
-from .verify import shard_of_share
 
 
 class ElsewhereError(PlanError):
@@ -227,7 +226,7 @@ def _shard_share(model: nn.Module, name: str, share: Share, comm: Comm) -> None:
     owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
     whole = getattr(module, attribute)
-    shard = shard_of_share(share, whole.shape, comm.size, comm.rank)
+    shard = share.bands.shard(whole.shape, share.dim, comm.size, comm.rank)
     if isinstance(whole, nn.Parameter):
         shard_in_place(whole, shard)
     elif is_batch_norm(module):
@@ -239,9 +238,7 @@ def _shard_share(model: nn.Module, name: str, share: Share, comm: Comm) -> None:
 def _weight_shard(role: Role, shape: tuple[int, ...], dim: int, comm: Comm) -> TensorShard:
     if role.bands is None:
         return even_shard(shape, dim, comm.size, comm.rank)
-    return TensorShard(
-        shape=shape, dim=dim, bands=role.bands.sizes, size=comm.size, rank=comm.rank, copies=role.bands.copies
-    )  # fmt: skip
+    return role.bands.shard(shape, dim, comm.size, comm.rank)
 
 
 def _set_counts(module: nn.Module, role: Role, **local: int) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..tensor.sharding import TensorShard
 from .tracer import Call, Trial
 
 
@@ -32,10 +33,14 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Bands:
-    """How the outputs of a layer are to be sharded: see `sharding.TensorShard`."""
+    """How the outputs of a layer are to be sharded: see `TensorShard`."""
 
     sizes: tuple[int, ...]
     copies: int = 1
+
+    def shard(self, shape: Sequence[int], dim: int, size: int, rank: int) -> TensorShard:
+        """What `rank` of `size` holds of a tensor of this `shape`, whose dimension `dim` they make up."""
+        return TensorShard(shape=tuple(shape), dim=dim, bands=self.sizes, size=size, rank=rank, copies=self.copies)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from ..tensor.layers import Layer
 from ..tensor.shape_override import ShapeOverride, override_shapes, plain
-from ..tensor.sharding import TensorShard
 from .blocks import Edges, Stack, Stretch, of_first, on_first_activation, passage, passed_by
 from .dependence import Share
 from .styles import Role
@@ -88,7 +87,7 @@ def rehearse(
 
     def part(name: str, x: Tensor) -> Tensor:
         share = shares.get(joined(trial.root, name))
-        return x if share is None else mark(shard_of_share(share, x.shape, size, rank).take(x))
+        return x if share is None else mark(share.bands.shard(x.shape, share.dim, size, rank).take(x))
 
     for grad, training in ((True, False), (False, False), (True, True))[: 3 if trial.trains else 2]:
         reads = Reads()
@@ -187,7 +186,9 @@ class _RankRun:
         self.last = name
         if role.style == "column" and role.region is not None:
             self.region = role.region
-            return mark(_index(call.wrote.detach(), role, self._size, self._rank))
+            assert role.bands is not None
+            mine = role.bands.shard((role.layer.outputs,), 0, self._size, self._rank)
+            return mark(call.wrote.detach()[..., mine.index()])
         return self._given(call.wrote.detach())
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
@@ -280,23 +281,6 @@ class _RankRun:
             what = f"sequence_parallel: a sequence of {length} does not divide by {self._size} ranks; pad it"
             raise Mismatch(None, what)
         return x.narrow(self._along, self._rank * (length // self._size), length // self._size)
-
-
-def shard_of_outputs(role: Role, size: int, rank: int) -> TensorShard:
-    """How the outputs of a column layer of a region are sharded."""
-    assert role.bands is not None
-    return TensorShard(
-        shape=(role.layer.outputs,), dim=0, bands=role.bands.sizes, size=size, rank=rank, copies=role.bands.copies
-    )  # fmt: skip
-
-
-def shard_of_share(share: Share, shape: Sequence[int], size: int, rank: int) -> TensorShard:
-    """How a parameter or buffer of this `shape` is sharded."""
-    return TensorShard(shape=tuple(shape), dim=share.dim, bands=share.bands.sizes, size=size, rank=rank)
-
-
-def _index(wrote: Tensor, role: Role, size: int, rank: int) -> Tensor:
-    return wrote[..., shard_of_outputs(role, size, rank).index()]
 
 
 _READS: Final = frozenset({

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..comm.comm import Comm
 from .collectives import copy, gather, join, reduce, reduce_scatter
 from .layers import State
 from .rng import RankStream
@@ -16,10 +15,8 @@ from .rng import RankStream
 
 @dataclass(eq=False)
 class Heads(State):
-    """What a sharded attention needs beside its parameters."""
+    """Of a sharded attention."""
 
-    comm: Comm
-    name: str
     sequence_dim: int | None = None
     """Along which its inputs come, and its output goes, sharded."""
 

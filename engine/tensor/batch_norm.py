@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..comm.comm import Comm
 from .layers import State, derive
 from .sharding import TensorShard
 
@@ -24,10 +23,8 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 @dataclass(eq=False)
 class Features(State):
-    """What the batch norm of a rank's features needs beside its parameters."""
+    """Of the batch norm of a rank's features."""
 
-    comm: Comm
-    name: str
     shard: TensorShard
     """Of the features."""
 

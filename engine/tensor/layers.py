@@ -124,8 +124,12 @@ def _derived(cls: Any, base: Any, first: bool) -> Any:  # mypy does not take a c
     return type(cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
+@dataclass(eq=False)
 class State:
     """What a sharded layer needs beside its parameters. A copy of the layer communicates in the same group."""
+
+    comm: Comm
+    name: str
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -171,10 +175,8 @@ class Entrance:
 
 @dataclass(eq=False)
 class Column(State):
-    """What a column layer needs beside its parameters."""
+    """Of a column layer."""
 
-    comm: Comm
-    name: str
     entrance: Entrance
     shard: TensorShard
     """Of the weight."""
@@ -236,10 +238,8 @@ def _addmm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Row(State):
-    """What a row layer needs beside its parameters."""
+    """Of a row layer."""
 
-    comm: Comm
-    name: str
     sequence_dim: int | None = None
     """Along which the output is sharded again; None: every rank gets all of it."""
 
@@ -292,10 +292,8 @@ def _sum(tensor: Row, y: Tensor, bias: Tensor | None) -> Tensor:
 
 @dataclass(eq=False)
 class Vocabulary(State):
-    """What a vocabulary layer needs beside its parameters."""
+    """Of a vocabulary layer."""
 
-    comm: Comm
-    name: str
     shard: TensorShard
     padding_idx: int | None
 

@@ -189,7 +189,8 @@ class PipelineEngine(BaseEngine):
         if self._destroyed:
             return
         super().destroy()
-        self._links.close()
+        for link in self._links:
+            link.close()
 
     # --- inside
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
 from zlib import crc32
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..comm.comm import Comm, Content
 from ..comm.lane import Ticket
+from ..tree import batches
 from .order_check import OrderCheck
 from .shard import Partition, ShardedParam
 
@@ -59,18 +61,9 @@ class _Persistent:
                 self.params[at].fill(columns[at])
 
 
-def batches(params: Iterable[ShardedParam], limit: int) -> Iterator[list[ShardedParam]]:
-    """Divide `params` into batches of one dtype, of at most `limit` elements (one parameter at least), in order."""
-    batch: list[ShardedParam] = []
-    size = 0
-    for param in params:
-        if batch and (size + param.numel > limit or param.dtype != batch[0].dtype):
-            yield batch
-            batch, size = [], 0
-        batch.append(param)
-        size += param.numel
-    if batch:
-        yield batch
+def _batches(params: Iterable[ShardedParam], limit: int) -> list[list[ShardedParam]]:
+    """Batches of one dtype, of at most `limit` elements (one parameter at least), in order."""
+    return batches(params, limit, attrgetter("numel"), attrgetter("dtype"))
 
 
 class Gatherer:
@@ -118,7 +111,7 @@ class Gatherer:
         key = tuple(params)
         if key not in self._published:
             persistent = (param for param in params if param.persistent)
-            self._published[key] = [_Persistent(batch, self._comm) for batch in batches(persistent, limit)]
+            self._published[key] = [_Persistent(batch, self._comm) for batch in _batches(persistent, limit)]
         for batch in self._published[key]:
             self._start(batch.params, self._comm, None, batch)
             self.finish_all_but(leave)
@@ -148,7 +141,7 @@ class Gatherer:
 
     def bring(self, params: Sequence[ShardedParam], limit: int) -> None:
         """Gather all of `params` now, at most `limit` elements at a time."""
-        for batch in batches(params, limit):
+        for batch in _batches(params, limit):
             self.start(batch)
             self.finish(batch)
 

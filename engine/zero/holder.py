@@ -22,6 +22,15 @@ class Holder:
     gatherer: Gatherer
     comm: Comm
 
+    @property
+    def name(self) -> str:
+        return self.sharded.name
+
+    def fetch(self) -> None:
+        """Have the parameter whole, if something runs that it can be fetched for."""
+        if self.sharded.fetches is not None:
+            self.sharded.fetches.used(self.sharded)
+
 
 def holder(param: Tensor) -> Holder | None:
     """What keeps `param` in pieces; None for one that is not under ZeRO, or no longer."""

@@ -25,6 +25,7 @@ from ..hooks import Hooks
 from ..optim.loss_scaler import model_dtype
 from .gather import Gatherer
 from .holder import EarlyParam, Holder, holder
+from .param_hooks import WatchedParameters
 
 __all__ = ["GatheredParameters", "Holder", "Init", "holder"]
 
@@ -163,13 +164,12 @@ class Init:
         """The configuration as it is to be read."""
         return source
 
-    def bring(self, params: Iterable[nn.Parameter | None]) -> None:
-        """Have those of `params` that are in pieces whole, until the call under way is over."""
-        for param in params:
-            found = None if param is None else holder(param)
-            if self._calls and param is not None and found is not None and not found.sharded.resident:
-                found.gatherer.bring([found.sharded], found.sharded.numel)
-                self._calls[-1].touched[param] = None
+    def bring(self, param: nn.Parameter | None, by_name: bool = True) -> None:
+        """Have `param`, if it is in pieces, whole until the call under way is over."""
+        found = None if param is None else holder(param)
+        if self._calls and param is not None and found is not None and not found.sharded.resident:
+            found.gatherer.bring([found.sharded], found.sharded.numel)
+            self._calls[-1].touched[param] = None
 
     def replace(self, param: nn.Parameter | None) -> None:
         """`param` was put into a module that is sharded already: shard it when the call under way is over."""
@@ -279,38 +279,19 @@ class Init:
         EarlyParam(name, param, ranks.gatherer, ranks.comm).release()
 
 
-class _Gathering(dict[str, "nn.Parameter | None"]):
+class _Gathering(WatchedParameters):
     """The parameters of a sharded module, within the block: they are gathered when they are read."""
 
     def __init__(self, params: Mapping[str, nn.Parameter | None], init: Init) -> None:
-        super().__init__(params)
+        super().__init__(params, init.bring)
         self._init = init
 
-    def plain(self) -> dict[str, nn.Parameter | None]:
-        return dict(super().items())
-
-    def __reduce__(self) -> tuple[type[dict[str, nn.Parameter | None]], tuple[dict[str, nn.Parameter | None]]]:
-        return dict, (dict(self.items()),)  # a copied or saved module has plain parameters
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        param = super().__getitem__(name)
-        self._init.bring([param])
-        return param
-
     def get(self, name: str, default: Any = None) -> Any:
-        self._init.bring([super().get(name)])
+        self._init.bring(super().get(name))
         return super().get(name, default)
 
-    def items(self) -> Any:
-        self._init.bring(super().values())
-        return super().items()
-
-    def values(self) -> Any:
-        self._init.bring(super().values())
-        return super().values()
-
     def pop(self, name: str, *default: Any) -> Any:
-        self._init.bring([super().get(name)])
+        self.get(name)
         return super().pop(name, *default)
 
     def __setitem__(self, name: str, param: nn.Parameter | None) -> None:

@@ -56,7 +56,9 @@ class Absent(nn.Parameter):
                 return func(*args, **more)
             absent = _absent((args, more))
             for param in absent:
-                _fetch(param)
+                found = holder_of(param)
+                if found is not None:
+                    found.fetch()
             left = [param for param in absent if isinstance(param, cls)]
             if not left:
                 return func(*args, **more)
@@ -82,16 +84,9 @@ def _absent(value: Any) -> list[Absent]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Absent)]
 
 
-def _fetch(param: Tensor) -> None:
-    """Have `param` whole, if something runs that it can be fetched for."""
-    found = holder_of(param)
-    if found is not None and found.sharded.fetches is not None:
-        found.sharded.fetches.used(found.sharded)
-
-
 def _name(param: Tensor) -> str:
     found = holder_of(param)
-    return "of an engine that is gone" if found is None else found.sharded.name
+    return "of an engine that is gone" if found is None else found.name
 
 
 def _refusal(param: Tensor, what: str) -> RuntimeError:

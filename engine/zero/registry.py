@@ -3,41 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 
-class UseListener(Protocol):
-    """What fetches absent parameters when they are used."""
-
-    def used(self, sharded: Any, /) -> Any:
-        """Have `sharded` whole, if something runs that it can be fetched for."""
-
-
-class Sharded(Protocol):
-    """What is known of an absent parameter: of `shard.ShardedParam`, that which is used here."""
+class InPieces(Protocol):
+    """What is known of a parameter in pieces, wherever it is used: see `holder.Holder`."""
 
     @property
     def name(self) -> str: ...
 
-    @property
-    def fetches(self) -> UseListener | None: ...
+    def fetch(self) -> None:
+        """Have the parameter whole, if something runs that it can be fetched for."""
 
 
-class HoldsSharded(Protocol):
-    """What keeps a parameter in pieces: of `holder.Holder`, that which is used here."""
-
-    @property
-    def sharded(self) -> Sharded: ...
-
-
-HOLDERS: Final[MutableMapping[Tensor, Callable[[], HoldsSharded | None]]] = WeakIdKeyDictionary()
+HOLDERS: Final[MutableMapping[Tensor, Callable[[], InPieces | None]]] = WeakIdKeyDictionary()
 """Parameter -> finds its holder. The values must not lead back to their parameters: these would never be freed."""
 
 
-def holder_of(param: Tensor) -> HoldsSharded | None:
+def holder_of(param: Tensor) -> InPieces | None:
     """What keeps `param` in pieces; None for one that is not under ZeRO, or no longer."""
     find = HOLDERS.get(param)
     return None if find is None else find()

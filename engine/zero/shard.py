@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from .placeholder import Absent
-from .registry import UseListener
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +80,11 @@ class Home(Protocol):
         """Have the piece at hand soon, because it is going to be read; False if there is no room for more of that."""
 
 
-class Fetches(UseListener, Protocol):
+class Fetches(Protocol):
     """Who brings parameters when they are needed."""
+
+    def used(self, param: ShardedParam) -> None:
+        """`param` is used: have it whole, if a module runs, or a backward, that it can be brought for."""
 
     def spread_net(self) -> AbstractContextManager[object] | None:
         """Within this, what autograd saves of parameters is brought when backward needs it; None if it is already."""

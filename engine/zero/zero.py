@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.comm import Comm
 from ..comm.deadlock import DeadlockWatch
 from ..hooks import Hooks
+from ..tree import batches
 from .fetch import Fetcher
 from .gather import Gatherer
 from .holder import Holder, forget, hold, holder
@@ -201,12 +202,4 @@ def _watch(comms: Comms) -> DeadlockWatch | None:
 def tiles_of(params: Sequence[ShardedParam], size: int) -> list[list[ShardedParam]]:
     """Divide `params` into tiles of at most `size` elements of masters, one parameter at least; the same on every
     rank."""
-    tiles: list[list[ShardedParam]] = [[]]
-    filled = 0
-    for param in params:
-        if tiles[-1] and filled + param.partition.chunk > size:
-            tiles.append([])
-            filled = 0
-        tiles[-1].append(param)
-        filled += param.partition.chunk
-    return tiles
+    return batches(params, size, lambda param: param.partition.chunk) or [[]]
