@@ -122,13 +122,10 @@ class Selective(Full):
 
 def from_config(section: ActivationCheckpointingConfig) -> Policy:
     """The policy that `activation_checkpointing` names."""
-    if section.policy == "full":
-        return Full(blocks=section.blocks, on_host=section.cpu_checkpointing)
-    if section.policy == "every_k":
-        return EveryK(k=section.every, blocks=section.blocks, on_host=section.cpu_checkpointing)
-    if section.policy == "selective":
-        return Selective(blocks=section.blocks, on_host=section.cpu_checkpointing)
-    return Nothing()
+    if section.policy == "none":
+        return Nothing()
+    made = {"full": Full, "every_k": functools.partial(EveryK, k=section.every), "selective": Selective}[section.policy]
+    return made(blocks=section.blocks, on_host=section.cpu_checkpointing)
 
 
 class _ExpensiveOnly(TorchDispatchMode):

@@ -16,8 +16,8 @@ from torch import nn
 from ..tensor.batch_norm import is_batch_norm
 from ..tensor.layers import Layer, layers_of
 from .dependence import Bands, Flow, Share, Source, parts, pieces
-from .styles import PlanError, Role, Roles, Style, Wanted, pattern_of
-from .tracer import Call, Trial, joined
+from .styles import PlanError, Role, Roles, Style, Wanted, listed, pattern_of
+from .tracer import Call, Trial
 
 T = TypeVar("T")
 
@@ -157,13 +157,13 @@ class _Decision:
             share += f", each part on {bands.copies} ranks" if bands.copies > 1 else ""
             given = self._uses[column][0].call.given
             shares = next(name for name in columns if self._uses[name][0].call.given is given)
-            why = f"read by {_listed(region)}{share}"
+            why = f"read by {listed(region)}{share}"
             self._roles[column] = Role(
                 column, self._layers[column], "column", why, bands, number, shares=shares
             )  # fmt: skip
         heads = self._heads(next(iter(region)))
         for row, sharding in region.items():
-            why = f"reads {_listed(columns)} in {heads} independent parts"
+            why = f"reads {listed(columns)} in {heads} independent parts"
             self._roles[row] = Role(row, self._layers[row], "row", why, None, number, heads)
             self._shares.update(sharding.shares)
 
@@ -186,7 +186,7 @@ class _Decision:
             if sharding is None:
                 if self._would_be_sharded(name, sources):
                     self._refuse_size(name, use)
-                return f"its input mixes what {_listed({source.name for source in sources})} wrote"
+                return f"its input mixes what {listed({source.name for source in sources})} wrote"
             for share in sharding.shares:
                 if why := self._unfit_share(share, sharding.shares[share]):
                     return f"{share} would have to be sharded with its input, and {why}"
@@ -238,7 +238,7 @@ class _Decision:
         if not works:
             return
         what = f"{heads} attention heads" if heads < features else f"{features} features"
-        written = f"reads {what} of {_listed({source.name for source in use.layers()})}"
+        written = f"reads {what} of {listed({source.name for source in use.layers()})}"
         if heads % self._size == 0:
             written += ", some of whose keys and values would be needed on several ranks"
         self._sizes[name] = use.layers(), PlanError(self._not_shared_out(name, written, works))
@@ -301,7 +301,7 @@ class _Decision:
             bad = (
                 test
                 if isinstance(test, str)
-                else f"{_listed(test.columns)} would have to be column, and read by row layers only"
+                else f"{listed(test.columns)} would have to be column, and read by row layers only"
             )
             raise PlanError(
                 f"tensor parallel plan: {name} is row, but {bad}; where its input is whole, write row_split"
@@ -333,7 +333,7 @@ class _Decision:
         if readers == [OUTPUT]:
             return "writes the output"
         return (
-            f"{_listed(readers)} read{'s' if len(readers) == 1 else ''} its output whole" if readers else "is not read"
+            f"{listed(readers)} read{'s' if len(readers) == 1 else ''} its output whole" if readers else "is not read"
         )
 
     def _role(self, name: str, style: Style, why: str) -> Role:
@@ -348,7 +348,7 @@ class _Decision:
                 if readers - inside:
                     raise PlanError(
                         f"tensor parallelism: {param} is applied both to activations that are sharded and, before "
-                        f"{_listed(readers - inside)}, to whole ones; leave one of these whole with a plan"
+                        f"{listed(readers - inside)}, to whole ones; leave one of these whole with a plan"
                     )
                 found.append(param)
         return found
@@ -380,17 +380,6 @@ def _reads_input(trial: Trial, call: Call) -> bool:
         return False
     own = call.read.untyped_storage().data_ptr()
     return any(own == tensor.untyped_storage().data_ptr() for tensor in trial.inputs.tensors())
-
-
-def _listed(names: Iterable[str]) -> str:
-    """Names that share a beginning say it once: `blocks.0.attn.{q, k, v}`."""
-    names = sorted(names)
-    if len(names) < 2:
-        return names[0] if names else "nothing"
-    parents = {name.rpartition(".")[0] for name in names}
-    if len(parents) == 1 and (parent := next(iter(parents))):
-        return f"{joined(parent, '')}.{{{', '.join(name.rpartition('.')[2] for name in names)}}}"
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _unfit(module: nn.Module) -> str:

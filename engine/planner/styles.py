@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
@@ -97,6 +97,17 @@ def pattern_of(name: str) -> str:
     parts = name.split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
     return ".".join([*parts[: numbers[0]], "*", *parts[numbers[0] + 1 :]]) if numbers and numbers[0] else name
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names that share a beginning say it once: `blocks.0.attn.{q, k, v}`."""
+    names = sorted(names)
+    if len(names) < 2:
+        return names[0] if names else "nothing"
+    parents = {name.rpartition(".")[0] for name in names}
+    if len(parents) == 1 and (parent := next(iter(parents))):
+        return f"{parent}.{{{', '.join(name.rpartition('.')[2] for name in names)}}}"
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _for_embedding(style: Wanted) -> Wanted:

@@ -37,15 +37,6 @@ def _key(path: str) -> Answer:
     return _asks(f"`{path}` of the configuration.", find)
 
 
-def _arguments(section: str) -> Answer:
-    params = f"{section}.params"
-    find = _key(params)
-    return documented(
-        f"`{params}` of the configuration.",
-        lambda training: None if (found := find(training)) is None else found.arguments(),
-    )
-
-
 def _sharded(what: str, stage: int) -> Answer:
     return _asks(f"Whether {what} sharded.", lambda c: c.zero_optimization.stage >= stage)
 
@@ -91,9 +82,13 @@ SETTINGS: Final[Mapping[str, Answer]] = {
         "Whether they are refused.", lambda c: c.checkpoint.tag_validation == "Fail"
     ),
     # optimizer and schedule, as configured
-    "optimizer_params": _arguments("optimizer"),
+    "optimizer_params": _asks(
+        "`optimizer.params` of the configuration.", lambda c: c.optimizer and c.optimizer.params.arguments()
+    ),
     "scheduler_name": _key("scheduler.type"),
-    "scheduler_params": _arguments("scheduler"),
+    "scheduler_params": _asks(
+        "`scheduler.params` of the configuration.", lambda c: c.scheduler and c.scheduler.params.arguments()
+    ),
     # precision
     "fp16_enabled": _key("fp16.enabled"),
     "bfloat16_enabled": _key("bf16.enabled"),

@@ -123,6 +123,24 @@ class Bucket:
         rows[:, -1] = float(left)
 
 
+def divide(order: Iterable[ShardedParam], settings: ZeroSettings) -> list[Bucket]:
+    """Buckets of parameters whose gradients come in this `order`."""
+    open_buckets: dict[tuple[torch.dtype, torch.device, torch.device | None], Bucket] = {}
+    buckets: list[Bucket] = []
+    for param in order:
+        owner = None if param.master is None else param.master.device
+        key = (settings.communication_dtype or param.dtype, param.device, owner)
+        bucket = open_buckets.setdefault(key, Bucket([], key[0]))
+        bucket.params.append(param)
+        bucket.numel += param.numel
+        if bucket.numel >= settings.reduce_bucket_size:
+            buckets.append(open_buckets.pop(key))
+    buckets += open_buckets.values()
+    for bucket in buckets:
+        bucket.seal()
+    return buckets
+
+
 class BucketExchange:
     """Reduces buckets over one communicator: the buffers they are copied into, what is under way, and where the reduced
     gradients stay until the step."""
