@@ -25,18 +25,18 @@ from .state import about_training, buffers, merged, names
 
 def save_16bit_model(
     training: Training,
-    folder: str | os.PathLike[str],
-    name: str = "pytorch_model.bin",
+    save_dir: str | os.PathLike[str],
+    save_filename: str = "pytorch_model.bin",
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """Write the model's state dict, in the precision it runs in, to `folder`/`name`. On all ranks; rank 0 writes.
+    """Write the model's state dict, in the precision it runs in, to one file. On all ranks; rank 0 writes.
 
     Sharded parameters are gathered one after the other, and those of other pipeline stages and tensor-parallel ranks
     sent, so that only rank 0, in host memory, ever has all of them. In stage 3 this is done only if
     `stage3_gather_16bit_weights_on_model_save` says so: else nothing is written, and False returned. Raises
     CheckpointError on all ranks.
     """
-    path = Path(folder) / name
+    path = Path(save_dir) / save_filename
     zero = training.zero
     if zero.settings.stage == 3 and not training.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
         warnings.warn(

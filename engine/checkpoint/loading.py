@@ -29,14 +29,14 @@ from .state import Holdings, about_training, buffers, holdings, loader_of, merge
 
 def load(
     training: Training,
-    folder: str | os.PathLike[str],
+    load_dir: str | os.PathLike[str],
     tag: str | int | None = None,
     load_module_strict: bool = True,
     load_optimizer_states: bool = True,
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Go on from the checkpoint `folder`/`tag`, by default the one that `folder`/latest names. On all ranks.
+    """Go on from the checkpoint `load_dir`/`tag`, by default the one that `load_dir`/latest names. On all ranks.
 
     Returns its path and the client's state. Without a file `latest` nothing is loaded, which is warned about, and
     both are None. With `load_module_strict`, parameters and buffers must be those of the checkpoint; else what both
@@ -48,18 +48,18 @@ def load(
     Raises CheckpointError on all ranks. If that is because a file cannot be read, the weights may be neither the old
     ones nor the new; nothing is touched before it is known that the checkpoint fits and is complete.
     """
-    team = Team(CheckpointError)
+    team, folder = Team(CheckpointError), Path(load_dir)
     with training.hooks.span("phase", "checkpoint", purpose="checkpoint"):
         chosen = None if tag is None else str(tag)
-        name = team.from_first(f"no checkpoint was loaded from {folder}", lambda: _choose(Path(folder), chosen))
+        name = team.from_first(f"no checkpoint was loaded from {folder}", lambda: _choose(folder, chosen))
         if name is None:
             warnings.warn(
-                f"no checkpoint was loaded: there is no file {Path(folder) / 'latest'}. If there should be one, check "
+                f"no checkpoint was loaded: there is no file {folder / 'latest'}. If there should be one, check "
                 "the folder, or give load_checkpoint a tag",
                 stacklevel=3,
             )
             return None, None
-        path = Path(folder) / name
+        path = folder / name
         doing = f"checkpoint {path} was not loaded"
         replica = gather_objects(team.together(doing, lambda: _of_rank(training)), training.parallel.model)
         loading = team.together(doing, lambda: _Loading(training, path, team, replica, strict=load_module_strict))

@@ -25,13 +25,13 @@ COUNTERS: Final = ("global_steps", "global_samples", "micro_steps", "skipped_ste
 
 def save(
     training: Training,
-    folder: str | os.PathLike[str],
+    save_dir: str | os.PathLike[str],
     tag: str | int | None = None,
     client_state: dict[str, Any] | None = None,
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """Save the training to `folder`/`tag`, by default global_step<N>, and `tag` in `folder`/latest. On all ranks.
+    """Save the training to `save_dir`/`tag`, by default global_step<N>, and `tag` in `save_dir`/latest. On all ranks.
 
     `client_state` is returned by `load`: numbers, texts, tensors, and collections of them; rank 0's counts.
     Returns True. Raises CheckpointError on all ranks; if so, or if the job is killed at any moment, what was there
@@ -46,7 +46,7 @@ def save(
                 "a restart begins that step anew; save after a step has been taken",
                 stacklevel=3,
             )
-        doing = f"checkpoint {name} was not saved to {folder}"
+        doing = f"checkpoint {name} was not saved to {save_dir}"
         with contextlib.ExitStack() as stack:
             if training.optimizer is not None:
                 team.together(doing, lambda: stack.enter_context(training.states.at_once(changed=False)))
@@ -61,7 +61,7 @@ def save(
             ))  # fmt: skip
             common = merged(found for dp_rank, found in everyones if dp_rank == 0)
             mine += team.together(doing, lambda: _own_buffers(training, common, team.rank))
-            place = Place(Path(folder), name)
+            place = Place(Path(save_dir), name)
             team.from_first(doing, place.open)
             try:
                 size = sum(piece.flat.nbytes for piece in mine)

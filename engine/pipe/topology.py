@@ -182,12 +182,12 @@ class PipelineGrid:
         return (stage_id * mesh.dp + replica) * mesh.tp + part
 
     def __getattr__(self, name: str) -> Callable[[], Any]:
-        if name in _ANSWERS:
-            return partial(_ANSWERS[name], self._parallel)
+        if name in ANSWERS:
+            return partial(ANSWERS[name], self._parallel)
         raise AttributeError(f"the engine's grid has no {name!r}")
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_ANSWERS})
+        return sorted({*super().__dir__(), *ANSWERS})
 
 
 def _pipeline_group(parallel: Parallel) -> ProcessGroup | None:
@@ -205,7 +205,7 @@ def _along(axes: Sequence[str], **answers: Callable[[Parallel], Any]) -> dict[st
     return {f"get_{axis}_{what}": answer for axis in axes for what, answer in answers.items()}
 
 
-_ANSWERS: Final[Mapping[str, Callable[[Parallel], Any]]] = {
+ANSWERS: Final[Mapping[str, Callable[[Parallel], Any]]] = {
     "get_global_rank": lambda parallel: parallel.mesh.rank,
     "get_stage_id": lambda parallel: parallel.mesh.pp_rank,
     "get_pipe_parallel_group": _pipeline_group,

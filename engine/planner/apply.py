@@ -11,13 +11,14 @@ from torch import nn
 from ..comm.comm import Comm
 from ..comm.consensus import gather_objects
 from ..pipe.module import PipelineModule
-from ..tensor.attention import Heads, HeadsAttention
+from ..tensor.attention import HeadsAttention
 from ..tensor.batch_norm import Features, is_batch_norm, shard_batch_norm
 from ..tensor.layers import (
     Column,
     ColumnConv1D,
     ColumnLinear,
     Entrance,
+    Exit,
     Row,
     RowConv1D,
     RowLinear,
@@ -156,11 +157,11 @@ def _apply(model: nn.Module, plan: TensorPlan, comm: Comm) -> None:
                 entrances[key] = Entrance(comm, max(1, readers.count(key)), sequence_dim=along, stream=stream)
             _shard_column(module, role, comm, entrances[key])
         elif role.style in ("row", "row_split"):
-            _shard_row(module, role, Row(comm, role.module, along, role.style == "row_split", stream))
+            _shard_row(module, role, Row(comm, role.module, along, stream, role.style == "row_split"))
         elif role.style == "vocab":
             shard_vocabulary(module, role, comm)
         elif role.style == "heads":
-            _shard_attention(module, role, Heads(comm, role.module, along, stream))
+            _shard_attention(module, role, Exit(comm, role.module, along, stream))
     for change in plan.arrangement.changes:
         change.make(model.get_submodule(change.module))
     for name, override in plan.arrangement.overrides:

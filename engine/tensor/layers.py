@@ -237,16 +237,29 @@ def _addmm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class Row(State):
-    """Of a row layer."""
+class Exit(State):
+    """Where a sharded region is left: its ranks' terms are summed."""
 
     sequence_dim: int | None = None
     """Along which the output is sharded again; None: every rank gets all of it."""
 
+    stream: RankStream | None = None
+
+    def sum(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        """The sum of every rank's `y`, or this rank's piece of it, with the bias added once."""
+        if self.sequence_dim is None:
+            y = reduce(y, self.comm, self.name, fresh=True)
+        else:
+            y = reduce_scatter(y, self.comm, self.sequence_dim, self.name)
+        return y if bias is None else y + bias
+
+
+@dataclass(eq=False)
+class Row(Exit):
+    """Of a row layer."""
+
     splits: bool = False
     """Whether its input comes whole."""
-
-    stream: RankStream | None = None
 
 
 class RowLinear(nn.Linear):
@@ -257,7 +270,7 @@ class RowLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """This rank's part [..., in / ranks] of the input -> [..., out]; the bias is added once, to the sum."""
         y = F.linear(_leave(self.tensor, x), self.weight)
-        return _sum(self.tensor, y, self.bias)
+        return self.tensor.sum(y, self.bias)
 
 
 class RowConv1D(nn.Module):
@@ -270,21 +283,13 @@ class RowConv1D(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """As RowLinear's."""
         y = _addmm(_leave(self.tensor, x), self.weight, self.weight.new_zeros(self.weight.shape[1]))
-        return _sum(self.tensor, y, self.bias)
+        return self.tensor.sum(y, self.bias)
 
 
 def _leave(tensor: Row, x: Tensor) -> Tensor:
     if tensor.stream is not None:
         tensor.stream.leave()
     return split(plain(x), tensor.comm, -1, tensor.name) if tensor.splits else plain(x)
-
-
-def _sum(tensor: Row, y: Tensor, bias: Tensor | None) -> Tensor:
-    if tensor.sequence_dim is None:
-        y = reduce(y, tensor.comm, tensor.name, fresh=True)
-    else:
-        y = reduce_scatter(y, tensor.comm, tensor.sequence_dim, tensor.name)
-    return y if bias is None else y + bias
 
 
 # --- vocabulary: each rank holds some of the rows of an embedding

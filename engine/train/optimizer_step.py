@@ -101,6 +101,7 @@ class OptimizerStep:
 
     def take_edits(self) -> None:
         """Before a checkpoint: what the script wrote to parameters goes to their masters."""
+        self.stepped_masters()
         training = self._training
         if any(param.edited for param in training.zero.trainable):
             with training.states.at_once():
