@@ -227,7 +227,10 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
             "no blocks to checkpoint were found: the model has no ModuleList, ModuleDict or Sequential in which "
             "modules of one class are repeated; name the blocks, such as 'layers.*'"
         )
-    sizes = {kind: _numel(blocks.values()) for kind, blocks in by_class.items()}
+    sizes = {
+        kind: sum(param.numel() for block in blocks.values() for param in block.parameters())
+        for kind, blocks in by_class.items()
+    }
     largest = max(sizes, key=sizes.__getitem__)
     candidates = [kind for kind in by_class if kind is largest or 10 * sizes[kind] > sizes[largest]]
     if len(candidates) > 1:
@@ -278,10 +281,6 @@ def _repeated(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[
 
 def _is_elementary(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
-
-
-def _numel(modules: Any) -> int:
-    return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def _patterns(names: Any) -> list[str]:

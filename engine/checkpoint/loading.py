@@ -61,7 +61,11 @@ def load(
             return None, None
         path = folder / name
         doing = f"checkpoint {path} was not loaded"
-        replica = gather_objects(team.together(doing, lambda: _of_rank(training)), training.parallel.model)
+        optimizer = training.optimizer
+        mine = team.together(doing, lambda: _OfRank(
+            holdings(training), [] if optimizer is None else group_names(optimizer, training.zero)
+        ))  # fmt: skip
+        replica = gather_objects(mine, training.parallel.model)
         loading = team.together(doing, lambda: _Loading(training, path, team, replica, strict=load_module_strict))
         if not load_module_only:
             team.together(
@@ -88,11 +92,6 @@ class _OfRank:
     holdings: Holdings
     groups: list[list[str]]
     """Names in the optimizer's parameter groups."""
-
-
-def _of_rank(training: Training) -> _OfRank:
-    groups = [] if training.optimizer is None else group_names(training.optimizer, training.zero)
-    return _OfRank(holdings(training), groups)
 
 
 class _Loading:

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 from torch import nn
 
 from ..tensor.batch_norm import is_batch_norm
-from ..tensor.layers import Layer, layers_of
+from ..tensor.layers import layers_of
 from .dependence import Bands, Flow, Share, Source, parts, pieces
 from .styles import PlanError, Role, Roles, Style, Wanted, listed, pattern_of
 from .tracer import Call, Trial
@@ -288,7 +288,8 @@ class _Decision:
             raise PlanError(f"tensor parallel plan: {name} is {wanted}, but it was not used when the model was tried")
         kind = {"vocab": "embedding", "heads": "attention"}.get(wanted, "linear")
         if kind != layer.kind.replace("conv1d", "linear"):
-            raise PlanError(f"tensor parallel plan: {name} is {wanted}, which is not for {_article(layer)}")
+            what = {"embedding": "an embedding", "attention": "an attention"}.get(layer.kind, "a linear layer")
+            raise PlanError(f"tensor parallel plan: {name} is {wanted}, which is not for {what}")
         if wanted == "heads":
             self._roles[name] = self._role(name, "heads", self._why_heads(name))
             return
@@ -387,7 +388,3 @@ def _unfit(module: nn.Module) -> str:
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
         return "max_norm and scale_grad_by_freq need all rows"
     return ""
-
-
-def _article(layer: Layer) -> str:
-    return {"embedding": "an embedding", "attention": "an attention"}.get(layer.kind, "a linear layer")

@@ -54,7 +54,7 @@ class Absent(nn.Parameter):
         with plainly():
             if name in METADATA or (name in ("__get__", "__set__", "__delete__") and attribute not in ELEMENTS):
                 return func(*args, **more)
-            absent = _absent((args, more))
+            absent = [leaf for leaf in tree_leaves((args, more)) if isinstance(leaf, Absent)]
             for param in absent:
                 found = holder_of(param)
                 if found is not None:
@@ -77,11 +77,6 @@ class Absent(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise _refusal(self, "pickle")
-
-
-def _absent(value: Any) -> list[Absent]:
-    """Those among a function's arguments."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Absent)]
 
 
 def _name(param: Tensor) -> str:

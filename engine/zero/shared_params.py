@@ -86,8 +86,4 @@ def _sum(masters: Sequence[nn.Parameter], comm: Comm) -> None:
     used = row[width:].tolist()
     for number, (master, part) in enumerate(parts):
         if used[number]:
-            master.grad = _like(part, master)
-
-
-def _like(part: Tensor, master: nn.Parameter) -> Tensor:
-    return part.view(master.shape).to(master.device)
+            master.grad = part.view(master.shape).to(master.device)
