@@ -124,8 +124,10 @@ def from_config(section: ActivationCheckpointingConfig) -> Policy:
     """The policy that `activation_checkpointing` names."""
     if section.policy == "none":
         return Nothing()
-    made = {"full": Full, "every_k": functools.partial(EveryK, k=section.every), "selective": Selective}[section.policy]
-    return made(blocks=section.blocks, on_host=section.cpu_checkpointing)
+    kinds: dict[str, Callable[..., Policy]] = {
+        "full": Full, "every_k": functools.partial(EveryK, k=section.every), "selective": Selective,
+    }  # fmt: skip
+    return kinds[section.policy](blocks=section.blocks, on_host=section.cpu_checkpointing)
 
 
 class _ExpensiveOnly(TorchDispatchMode):

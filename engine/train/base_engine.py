@@ -60,7 +60,7 @@ def _of_checkpoint(
 ) -> Callable[Concatenate[BaseEngine, P], T]:
     """`function` as a method of engines, of their training."""
 
-    def method(engine: BaseEngine, *args: P.args, **kwargs: P.kwargs) -> T:
+    def method(engine: BaseEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
         engine._refuse_destroyed()
         prepare(engine.optimizer_step)
         return function(engine.state, *args, **kwargs)
