@@ -26,8 +26,8 @@ WIDTH, LAYERS, RANKS = 2048, 10, 2
 LAYER = WIDTH * WIDTH
 BYTES = {0: 16.0, 1: 4 + 12 / RANKS, 2: 2 + 14 / RANKS, 3: 16 / RANKS}
 BUFFERS = {
-    # In elements of bf16. Gradients are summed in fp32, cut as the masters are; the formula has them in bf16, whole in
-    # stages 0 and 1, where each is freed when it goes into a sum. What is named is the rest.
+    # In elements of bf16. Gradients are summed in fp32, sharded as the masters are; the formula has them in bf16, whole
+    # in stages 0 and 1, where each is freed when it goes into a sum. What is named is the rest.
     stage: {
         "gradient just made": LAYER,
         "sums in fp32": {0: 1, 1: 0, 2: 0.5, 3: 0.5}[stage] * LAYER * LAYERS,

@@ -264,7 +264,7 @@ class _CountingSampler(DistributedSampler[Any]):
 
     def begin(self) -> int:
         """Go on to the epoch of the next pass."""
-        self.epoch = self.next
+        super().set_epoch(self.next)
         self.is_set = False
         return self.epoch
 

@@ -1,4 +1,4 @@
-"""What the engine tells whoever listens: one span for each thing it does; and who asks, what its memory is for.
+"""What the engine reports to listeners, one span for each thing it does; and, asked, what its memory is for.
 
 The engine knows nothing of its listeners. The collectors subscribe when a run is profiled, the engine's own debugging
 sections (wall_clock_breakdown, comms_logger, ...) when they are switched on. With nobody listening a span costs one
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
 Kind = Literal["phase", "comm", "launch", "wait", "module", "pipe", "copy", "mem", "mark", "gauge"]
-"""Of the trace's kinds (docs/trace.md), those that an engine can tell of."""
+"""Of the trace's kinds (docs/trace.md), those that an engine can report."""
 
 Purpose = Literal[
     "gradient", "parameter", "activation", "tensor-parallel", "pipeline", "norm", "barrier", "optimizer", "checkpoint",
@@ -46,7 +46,7 @@ class Span:
     start_ns: int
     end_ns: int | None = None
     issue_ns: int | None = None
-    """When a communication was handed to its lane."""
+    """When a communication was submitted to its lane."""
     module: str | None = None
     purpose: Purpose | None = None
     group: str | None = None
@@ -90,14 +90,14 @@ _listeners: tuple[Listener, ...] = ()
 _holders: weakref.WeakSet[HoldsMemory] = weakref.WeakSet()
 
 DEADLOCK: Final = "deadlock: "
-"""Begins the name of the mark that tells of a deadlock that was proved; then comes what is raised."""
+"""Begins the name of the mark for a deadlock that was proved; then comes what is raised."""
 
 FAILURES: Final[list[str]] = []
-"""Errors raised by listeners, the first few: telling must not stop the training."""
+"""Errors raised by listeners, the first few: reporting must not stop the training."""
 
 
 def subscribe(listener: Listener) -> Callable[[], None]:
-    """Tell `listener` of every span of every engine of this process; call the result to stop that."""
+    """Report every span of every engine of this process to `listener`; call the result to stop that."""
     global _listeners
     _listeners = (*_listeners, listener)
 
@@ -131,7 +131,7 @@ class Hooks:
         self._own: tuple[Listener, ...] = ()
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Tell `listener` of the spans of this engine alone; call the result to stop that."""
+        """Report the spans of this engine alone to `listener`; call the result to stop that."""
         self._own = (*self._own, listener)
 
         def unsubscribe() -> None:
@@ -168,7 +168,7 @@ class Hooks:
         at: Place | None = None,
     ) -> Span | None:
         """Open a span; None, for `end` to pass over, if nobody listens. `at` is the present place, unless it is work
-        that was handed over at another."""
+        that was submitted at another."""
         if not (_listeners or self._own):
             return None
         if kind == "comm" and group is not None and seq is None:
@@ -189,11 +189,7 @@ class Hooks:
         if span is None:
             return
         span.end_ns = self._clock() if at_ns is None else at_ns
-        for listener in (*_listeners, *self._own):
-            try:
-                listener.end(span)
-            except Exception as error:
-                _note(error)
+        self._ended(span)
 
     @contextlib.contextmanager
     def span(self, kind: Kind, name: str, **about: object) -> Iterator[None]:
@@ -226,6 +222,9 @@ class Hooks:
             kind, name, lane, *self.place, now, now, None, module, purpose,
             None, None, bytes, None, value,
         )  # fmt: skip
+        self._ended(span)
+
+    def _ended(self, span: Span) -> None:
         for listener in (*_listeners, *self._own):
             try:
                 listener.end(span)

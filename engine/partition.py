@@ -2,9 +2,9 @@
 
 What is divided evenly is a weight that each layer has, by one of DeepSpeed's methods or from measured costs. The
 heaviest stage is as light as it can be: it sets the pace of all. Among divisions that are equal in that, the one with
-the smallest sum of squares, so that the others are even too; among these, the one whose cuts are as late as can be, the
-first cut first. So with `uniform` the first stages have one layer more, as in DeepSpeed, and a layer without weight
-stays with the one before it.
+the smallest sum of squares, so that the others are even too; among these, the one whose boundaries are as late as can
+be, the first one first. So with `uniform` the first stages have one layer more, as in DeepSpeed, and a layer without
+weight stays with the one before it.
 
 With virtual stages the parts are ranks * virtual_stages, and part s goes to rank s % ranks. Parts are balanced one by
 one: no rank then has more than virtual_stages times the heaviest part.
@@ -103,7 +103,7 @@ def balance(weights: Sequence[float], parts: int) -> list[int]:
 
 
 def _bottleneck(prefix: Sequence[int], parts: int) -> int:
-    """The smallest weight that the heaviest of `parts` runs can have. More parts than needed can always be cut."""
+    """The smallest weight that the heaviest of `parts` runs can have. More parts than needed can always be made."""
 
     def suffices(limit: int) -> bool:
         start = 0
@@ -166,7 +166,7 @@ def _explicit(bounds: Sequence[int], parts: int, layers: int) -> list[int]:
     ends = numbers and len(bounds) == parts + 1 and bounds[0] == 0 and bounds[-1] == layers
     if not ends or any(start >= stop for start, stop in pairwise(bounds)):
         raise ValueError(
-            f"partition boundaries {list(bounds)} do not cut {layers} layers into {parts} stages; "
+            f"partition boundaries {list(bounds)} do not divide {layers} layers into {parts} stages; "
             f"write {parts + 1} rising numbers, the first 0 and the last {layers}"
         )
     return list(bounds)

@@ -54,7 +54,7 @@ class Training:
         return [] if self.optimizer is None else self.optimizer.param_groups
 
     def learning_rates(self) -> list[float]:
-        """Of each parameter group."""
+        """The learning rate of each parameter group."""
         return [group["lr"] for group in self.param_groups]
 
     def momenta(self) -> list[Any]:

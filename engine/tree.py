@@ -1,24 +1,46 @@
-"""What a training loop hands to a model, and what it gets."""
+"""What a training loop passes to a model, and what it gets; things in batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import copy
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """`value` with `change` made to each tensor in it, at any depth of tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, dict):
-        return {key: each_tensor(item, change) for key, item in value.items()}
+    if isinstance(value, MutableMapping):
+        changed = {} if type(value) is dict else copy.copy(value)
+        for key, item in value.items():
+            changed[key] = each_tensor(item, change)
+        return changed
     if isinstance(value, tuple | list):
         make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields one by one
         return make(each_tensor(item, change) for item in value)
     return value
+
+
+def batches(
+    items: Iterable[T], limit: int, size: Callable[[T], int], kind: Callable[[T], object] = lambda item: None
+) -> list[list[T]]:
+    """`items` in order, in lists of one `kind` and of at most `limit` in `size`, or of one item."""
+    found: list[list[T]] = []
+    filled, same = 0, None
+    for item in items:
+        more, mine = size(item), kind(item)
+        if not found or filled + more > limit or mine != same:
+            found.append([])
+            filled, same = 0, mine
+        found[-1].append(item)
+        filled += more
+    return found
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -31,7 +53,7 @@ def loss_of(model: Callable[..., Any], batch: Any) -> Tensor:
 
     Raises TypeError for anything else.
     """
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         output = model(**batch)
     elif isinstance(batch, tuple | list):
         output = model(*batch)

@@ -109,7 +109,7 @@ def ask(mpu: Any, what: str, caller: str = "checkpointing.configure") -> int:
     found = getattr(mpu, f"get_tensor_model_parallel_{what}", None) or getattr(mpu, f"get_model_parallel_{what}", None)
     if found is None:
         raise ValueError(
-            f"{caller}: mpu ({type(mpu).__name__}) has no get_model_parallel_{what}(), which tells what ranks "
+            f"{caller}: mpu ({type(mpu).__name__}) has no get_model_parallel_{what}(), which says what ranks "
             "share layers: leave it out; one that divides sequences over ranks (Ulysses) has no counterpart here"
         )
     return int(found())

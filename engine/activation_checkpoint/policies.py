@@ -69,7 +69,7 @@ class Full:
     """Recompute with the random numbers of the forward, as dropout needs."""
 
     def apply(self, model: nn.Module, hooks: Hooks) -> Undo:
-        """Wrap the blocks of `model`. Raises ValueError if there is no telling which modules they are."""
+        """Wrap the blocks of `model`. Raises ValueError if it is not clear which modules they are."""
         found = find_blocks(model) if self.blocks is None else named_blocks(model, self.blocks)
         return last_first([
             wrap_forward(
@@ -122,13 +122,12 @@ class Selective(Full):
 
 def from_config(section: ActivationCheckpointingConfig) -> Policy:
     """The policy that `activation_checkpointing` names."""
-    if section.policy == "full":
-        return Full(blocks=section.blocks, on_host=section.cpu_checkpointing)
-    if section.policy == "every_k":
-        return EveryK(k=section.every, blocks=section.blocks, on_host=section.cpu_checkpointing)
-    if section.policy == "selective":
-        return Selective(blocks=section.blocks, on_host=section.cpu_checkpointing)
-    return Nothing()
+    if section.policy == "none":
+        return Nothing()
+    kinds: dict[str, Callable[..., Policy]] = {
+        "full": Full, "every_k": functools.partial(EveryK, k=section.every), "selective": Selective,
+    }  # fmt: skip
+    return kinds[section.policy](blocks=section.blocks, on_host=section.cpu_checkpointing)
 
 
 class _ExpensiveOnly(TorchDispatchMode):
@@ -162,7 +161,7 @@ _is_expensive: Final = functools.cache(has_formula)
 class Region:
     """A part of the computation that keeps its arguments and is run again in backward.
 
-    Told of as a `phase` span `recompute` on lane `autograd`; with `on_host` as `copy` spans `to_host`, and `to_device`
+    Reported as a `phase` span `recompute` on lane `autograd`; with `on_host` as `copy` spans `to_host`, and `to_device`
     where the activation comes from a GPU.
     """
 
@@ -230,7 +229,10 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
             "no blocks to checkpoint were found: the model has no ModuleList, ModuleDict or Sequential in which "
             "modules of one class are repeated; name the blocks, such as 'layers.*'"
         )
-    sizes = {kind: _numel(blocks.values()) for kind, blocks in by_class.items()}
+    sizes = {
+        kind: sum(param.numel() for block in blocks.values() for param in block.parameters())
+        for kind, blocks in by_class.items()
+    }
     largest = max(sizes, key=sizes.__getitem__)
     candidates = [kind for kind in by_class if kind is largest or 10 * sizes[kind] > sizes[largest]]
     if len(candidates) > 1:
@@ -281,10 +283,6 @@ def _repeated(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[
 
 def _is_elementary(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
-
-
-def _numel(modules: Any) -> int:
-    return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def _patterns(names: Any) -> list[str]:

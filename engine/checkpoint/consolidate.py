@@ -6,36 +6,37 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.consensus import CheckpointError, Team, gather_objects
+from ..comm.consensus import Team, gather_objects
+from ..tensor.sharding import TensorShard
 from ..training import Training
-from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
+from .errors import CheckpointError
 from .folder import find, latest_tag, replace_whole
-from .reshard import Wanted, as_saved, join, read, tensor_cut
+from .reshard import Wanted, join, read, tensor_shard
 from .serialize import unpack
 from .state import about_training, buffers, merged, names
 
 
 def save_16bit_model(
     training: Training,
-    folder: str | os.PathLike[str],
-    name: str = "pytorch_model.bin",
+    save_dir: str | os.PathLike[str],
+    save_filename: str = "pytorch_model.bin",
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """Write the model's state dict, in the precision it runs in, to `folder`/`name`. On all ranks; rank 0 writes.
+    """Write the model's state dict, in the precision it runs in, to one file. On all ranks; rank 0 writes.
 
     Sharded parameters are gathered one after the other, and those of other pipeline stages and tensor-parallel ranks
     sent, so that only rank 0, in host memory, ever has all of them. In stage 3 this is done only if
     `stage3_gather_16bit_weights_on_model_save` says so: else nothing is written, and False returned. Raises
     CheckpointError on all ranks.
     """
-    path = Path(folder) / name
+    path = Path(save_dir) / save_filename
     zero = training.zero
     if zero.settings.stage == 3 and not training.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
         warnings.warn(
@@ -44,7 +45,7 @@ def save_16bit_model(
             stacklevel=3,
         )
         return False
-    team = Team()
+    team = Team(CheckpointError)
     with training.hooks.span("phase", "checkpoint", purpose="checkpoint"):
         state = consolidated(training, with_frozen=not exclude_frozen_parameters)
 
@@ -69,7 +70,7 @@ class _SentTensor:
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    cut: dict[str, Any] | None = None
+    shard: TensorShard | None = None
     """If it is a part of the parameter `name`, which."""
 
 
@@ -92,7 +93,7 @@ def consolidated(training: Training, *, with_frozen: bool) -> dict[str, Tensor]:
     params = [p for p in zero.params if training.shared.counts(p.param) and (p.trainable or with_frozen)]
     kept = buffers(training.module)
     contribution = _Contribution(
-        [_sent(param) for param in params],
+        [_SentTensor(param.name, param.shape, param.param.dtype, tensor_shard(param)) for param in params],
         [_SentTensor(name, buffer.shape, buffer.dtype) for name, buffer in kept.items()],
         names(training),
     )
@@ -119,20 +120,13 @@ def consolidated(training: Training, *, with_frozen: bool) -> dict[str, Tensor]:
             parts.setdefault(each.name, []).append(_receive(training, each, source))
         for each in other.buffers:
             kept_buffers.setdefault(each.name, _receive(training, each, source))
-    cuts = {each.name: each.cut for other in replica for each in other.params}
-    wholes = {name: _join(cuts[name], parts.pop(name)) for name in list(parts)}
+    shards = {each.name: each.shard for other in replica for each in other.params}
+    wholes = {}
+    for name in list(parts):
+        shard, of_ranks = shards[name], parts.pop(name)
+        wholes[name] = of_ranks[0] if shard is None else join(shard, of_ranks)
     everywhere = merged(other.names for other in replica)
     return {key: wholes[name] for key, name in everywhere.items() if name in wholes} | kept_buffers
-
-
-def _sent(param: ShardedParam) -> _SentTensor:
-    cut = tensor_cut(param)
-    return _SentTensor(param.name, param.shape, param.param.dtype, None if cut is None else cut.to_dict())
-
-
-def _join(cut: dict[str, Any] | None, parts: list[Tensor]) -> Tensor:
-    """The whole of a parameter from what its ranks have sent, in order."""
-    return parts[0] if cut is None else join(as_saved(cut), parts)
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -163,7 +157,7 @@ def weights_of(
 
     Floating-point parameters are in fp32, as the optimizer had them, and whole, whatever divided them; tied ones are
     one tensor under all their names. Buffers are as they were. `without_frozen` leaves frozen parameters out, as far
-    as the optimizer's groups tell. Raises CheckpointError.
+    as the optimizer's groups say. Raises CheckpointError.
     """
     place = Path(folder)
     chosen = latest_tag(place) if tag is None else str(tag)
@@ -173,11 +167,11 @@ def weights_of(
     contents.check_files()
     training = about_training(contents)
     shapes: dict[str, torch.Size] = training["weights"]
-    cuts = training["cuts"]
+    shards = training["cuts"]
     if without_frozen:
         if "optimizer" not in contents:
             raise CheckpointError(
-                f"{place / chosen} was saved without an optimizer, and so does not tell what is frozen"
+                f"{place / chosen} was saved without an optimizer, and so does not say what is frozen"
             )
         stages = unpack(contents.value("optimizer"), "optimizer")["groups"]
         trained = {name for groups in stages for group in groups for name in group["params"]}
@@ -185,7 +179,7 @@ def weights_of(
     found: dict[str, Tensor] = {}
     wanted: list[Wanted] = []
     for name, shape in shapes.items():
-        saved = as_saved(cuts[name]) if name in cuts else None
+        saved = TensorShard.from_dict(shards[name]) if name in shards else None
         first = f"weight/{name}" if saved is None else f"weight/{name}@0/{saved.pieces}"
         tensor = torch.empty(shape, dtype=_in_fp32(contents.dtype(first)))
         found[name] = tensor

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -38,7 +38,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 
-from ..comm.consensus import CheckpointError, Team, reason
+from ..comm.consensus import Team, reason
+from .errors import CheckpointError
 
 CHUNK: Final = 1 << 24
 """Elements that are written, and so have to be read, at once: they are copied on the way."""
@@ -322,9 +323,6 @@ _DESCRIPTION: Final = {
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
-
     def find_class(self, module: str, name: str) -> Any:
         kind = _DESCRIPTION.get((module, name))
         if kind is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from ..comm.consensus import CheckpointError
+from .errors import CheckpointError
 
 LATEST: Final = "latest"
 _SAVING: Final = ".dsprof-saving"

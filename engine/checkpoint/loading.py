@@ -12,29 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.consensus import CheckpointError, Team, gather_objects
+from ..comm.consensus import Team, gather_objects
 from ..optim.onebit import OneBitAdam
+from ..tensor.sharding import TensorShard
 from ..training import Training
 from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
+from .errors import CheckpointError
 from .folder import find, latest_tag
 from .optimizer import OptimizerLoading, OptimizerState, group_names
-from .reshard import Wanted, as_saved, read, tensor_cut
+from .reshard import Wanted, read, tensor_shard
 from .saving import COUNTERS
 from .serialize import set_random_states, unpack
-from .state import Holdings, about_training, buffers, device_of, holdings, loader_of, merged, own_buffer, weight
+from .state import Holdings, about_training, buffers, holdings, loader_of, merged, own_buffer, weight
 
 
 def load(
     training: Training,
-    folder: str | os.PathLike[str],
+    load_dir: str | os.PathLike[str],
     tag: str | int | None = None,
     load_module_strict: bool = True,
     load_optimizer_states: bool = True,
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Go on from the checkpoint `folder`/`tag`, by default the one that `folder`/latest names. On all ranks.
+    """Go on from the checkpoint `load_dir`/`tag`, by default the one that `load_dir`/latest names. On all ranks.
 
     Returns its path and the client's state. Without a file `latest` nothing is loaded, which is warned about, and
     both are None. With `load_module_strict`, parameters and buffers must be those of the checkpoint; else what both
@@ -46,20 +48,24 @@ def load(
     Raises CheckpointError on all ranks. If that is because a file cannot be read, the weights may be neither the old
     ones nor the new; nothing is touched before it is known that the checkpoint fits and is complete.
     """
-    team = Team()
+    team, folder = Team(CheckpointError), Path(load_dir)
     with training.hooks.span("phase", "checkpoint", purpose="checkpoint"):
         chosen = None if tag is None else str(tag)
-        name = team.from_first(f"no checkpoint was loaded from {folder}", lambda: _choose(Path(folder), chosen))
+        name = team.from_first(f"no checkpoint was loaded from {folder}", lambda: _choose(folder, chosen))
         if name is None:
             warnings.warn(
-                f"no checkpoint was loaded: there is no file {Path(folder) / 'latest'}. If there should be one, check "
+                f"no checkpoint was loaded: there is no file {folder / 'latest'}. If there should be one, check "
                 "the folder, or give load_checkpoint a tag",
                 stacklevel=3,
             )
             return None, None
-        path = Path(folder) / name
+        path = folder / name
         doing = f"checkpoint {path} was not loaded"
-        replica = gather_objects(team.together(doing, lambda: _of_rank(training)), training.parallel.model)
+        optimizer = training.optimizer
+        mine = team.together(doing, lambda: _OfRank(
+            holdings(training), [] if optimizer is None else group_names(optimizer, training.zero)
+        ))  # fmt: skip
+        replica = gather_objects(mine, training.parallel.model)
         loading = team.together(doing, lambda: _Loading(training, path, team, replica, strict=load_module_strict))
         if not load_module_only:
             team.together(
@@ -88,13 +94,8 @@ class _OfRank:
     """Names in the optimizer's parameter groups."""
 
 
-def _of_rank(training: Training) -> _OfRank:
-    groups = [] if training.optimizer is None else group_names(training.optimizer, training.zero)
-    return _OfRank(holdings(training), groups)
-
-
 class _Loading:
-    """One load on one rank, of whose `replica` all ranks tell what they have. Of its methods, `publish` alone
+    """One load on one rank, of whose `replica` all ranks say what they have. Of its methods, `publish` alone
     communicates.
     """
 
@@ -106,7 +107,7 @@ class _Loading:
         self._training = about_training(self._contents)
         mesh = training.parallel.mesh
         self._same_ranks = tuple(self._training["mesh"]) == (mesh.pp, mesh.dp, mesh.tp)
-        self._cuts = {name: as_saved(cut) for name, cut in self._training["cuts"].items()}
+        self._shards = {name: TensorShard.from_dict(shard) for name, shard in self._training["cuts"].items()}
         self.client_state: dict[str, Any] = self._value("client_state")
         self._optimizer: OptimizerLoading | None = None
         self._lr_state: dict[str, Any] | None = None
@@ -129,7 +130,7 @@ class _Loading:
             if saved is not None:
                 self._optimizer = OptimizerLoading(
                     training.optimizer, OptimizerState(**saved, tensors=[]), training.zero, self._contents,
-                    rank=self._team.rank, same_ranks=self._same_ranks, cuts=self._cuts,
+                    rank=self._team.rank, same_ranks=self._same_ranks, shards=self._shards,
                     groups=[other.groups for other in self._replica],
                 )  # fmt: skip
         if lr and training.lr_scheduler is not None:
@@ -194,7 +195,7 @@ class _Loading:
             loader.load_state_dict(self._training.get("data"))
         if self._same_ranks:
             own = self._value(f"rank/{self._team.rank}")
-            set_random_states(own["random"], device_of(training.zero))
+            set_random_states(own["random"], training.device)
 
     def publish(self) -> None:
         """Bring what the ranks have read to all that need it."""
@@ -226,7 +227,7 @@ class _Loading:
         return [self._wanted(param, weight(param, masters=masters)) for param in params]
 
     def _wanted(self, param: ShardedParam, piece: Piece) -> Wanted:
-        return Wanted(piece, tensor_cut(param), self._cuts.get(param.name))
+        return Wanted(piece, tensor_shard(param), self._shards.get(param.name))
 
     def _parameters(self, strict: bool) -> list[ShardedParam]:
         everywhere = [other.holdings for other in self._replica]

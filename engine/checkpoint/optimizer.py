@@ -10,12 +10,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ..comm.consensus import CheckpointError
-from ..tensor.sharding import TensorCut
+from ..tensor.sharding import TensorShard
 from ..zero import Zero
-from ..zero.shard import Cut, ShardedParam
+from ..zero.shard import Partition, ShardedParam
 from .dcp import Contents, Piece
-from .reshard import Wanted, alike, part_name, tensor_cut
+from .errors import CheckpointError
+from .reshard import Wanted, alike, part_name, tensor_shard
 
 PER_RANK: Final = ("worker_error", "server_error")
 """Optimizer state that differs from rank to rank although the parameters do not: what 1-bit Adam still owes. The first
@@ -57,24 +57,24 @@ def optimizer_state(
             continue
         entry: dict[str, tuple[Any, ...]] = {}
         entries[param.name] = entry
-        cut, counted = tensor_cut(param), counts(param.param)
+        shard, counted = tensor_shard(param), counts(param.param)
         for key, value in optimizer.state[master].items():
             name = f"optimizer/{key}/{param.name}"
             if not isinstance(value, Tensor) or key in numbers:
                 entry[key] = ("value", value)
-            elif key in PER_RANK or (value.shape != master.shape and param.cut.pieces > 1):
+            elif key in PER_RANK or (value.shape != master.shape and param.partition.pieces > 1):
                 entry[key] = ("rank", value.shape)
                 tensors.append(Piece(f"{name}/{rank}", value.reshape(-1), value.numel()))
             elif value.shape == master.shape:
                 entry[key] = ("elements",)
-                everywhere = param.cut.pieces == 1
+                everywhere = param.partition.pieces == 1
                 if counted:
                     flat = value.reshape(-1)
-                    tensors.append(Piece(part_name(name, cut), flat, param.numel, param.start, everywhere))
+                    tensors.append(Piece(part_name(name, shard), flat, param.numel, param.start, everywhere))
             else:
                 entry[key] = ("whole", value.shape)
                 if counted:
-                    tensors.append(Piece(part_name(name, cut), value.reshape(-1), value.numel(), everywhere=True))
+                    tensors.append(Piece(part_name(name, shard), value.reshape(-1), value.numel(), everywhere=True))
     return OptimizerState(type(optimizer).__name__, [groups], entries, tensors)
 
 
@@ -85,7 +85,7 @@ def group_names(optimizer: torch.optim.Optimizer, zero: Zero) -> list[list[str]]
 
 
 def _numbers(optimizer: torch.optim.Optimizer, zero: Zero) -> set[str]:
-    """Keys whose value is one number a parameter. Of a 0-d parameter alone that could not be told."""
+    """Keys whose value is one number a parameter. A 0-d parameter alone would not show that."""
     return {"step"} | {
         key
         for param in zero.trainable
@@ -103,10 +103,10 @@ class OptimizerLoading:
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, saved: OptimizerState, zero: Zero, contents: Contents, *,
-        rank: int, same_ranks: bool, cuts: Mapping[str, TensorCut], groups: Iterable[Sequence[Sequence[str]]],
+        rank: int, same_ranks: bool, shards: Mapping[str, TensorShard], groups: Iterable[Sequence[Sequence[str]]],
     ) -> None:  # fmt: skip
-        """`same_ranks`: the job is divided as the one that saved, of which this is `rank`. `cuts` are those of the
-        parameters in the checkpoint that are cut over tensor-parallel ranks, and `groups` the `group_names` of all
+        """`same_ranks`: the job is divided as the one that saved, of which this is `rank`. `shards` are those of the
+        parameters in the checkpoint that are sharded over tensor-parallel ranks, and `groups` the `group_names` of all
         ranks that have a part of the model.
         """
         self._optimizer = optimizer
@@ -114,7 +114,7 @@ class OptimizerLoading:
         self._contents = contents
         self._rank = rank
         self._same_ranks = same_ranks
-        self._cuts = cuts
+        self._shards = shards
         self._ranks = zero.size
         self._names = group_names(optimizer, zero)
         self._on_device = {
@@ -167,15 +167,15 @@ class OptimizerLoading:
         """Of each tensor to be read: key, its shape here, and what is wanted, without memory."""
         master = param.master
         assert master is not None
-        cut, saved = tensor_cut(param), self._cuts.get(param.name)
+        shard, saved = tensor_shard(param), self._shards.get(param.name)
         for key, (kind, *about) in self._saved.entries.get(param.name, {}).items():
             name, numel, start, shape = f"optimizer/{key}/{param.name}", param.numel, param.start, master.shape
             if kind == "whole":
-                if param.cut.pieces > 1 or not alike(cut, saved):
+                if param.partition.pieces > 1 or not alike(shard, saved):
                     raise CheckpointError(
                         f"the optimizer's state {key!r} of {param.name} has shape {tuple(about[0])}, which cannot be "
-                        "cut as parameters are: load it with ZeRO stage 0 and as many tensor-parallel ranks as it was "
-                        "saved with, or with load_optimizer_states=False"
+                        "sharded as parameters are: load it with ZeRO stage 0 and as many tensor-parallel ranks as it "
+                        "was saved with, or with load_optimizer_states=False"
                     )
                 numel, start, shape = about[0].numel(), 0, about[0]
             elif kind == "rank":
@@ -188,12 +188,12 @@ class OptimizerLoading:
                         )
                     continue
                 numel, start, shape = about[0].numel(), 0, about[0]
-                cut = saved = None
+                shard = saved = None
             elif kind != "elements":
                 continue
             dtype = self._contents.dtype(part_name(name, saved)) or master.dtype
             flat = torch.empty(shape, dtype=dtype, device="meta").view(-1)
-            yield key, shape, Wanted(Piece(name, flat, numel, start), cut, saved)
+            yield key, shape, Wanted(Piece(name, flat, numel, start), shard, saved)
 
     def _has_own(self, name: str) -> bool:
         """Whether a state that is each rank's own is there, and this rank's."""
@@ -207,7 +207,7 @@ class OptimizerLoading:
             return about.to("cpu" if on_host else master.device, copy=True)
         if kind == "rank" and not self._has_own(f"optimizer/{key}/{param.name}/{self._rank}"):
             # Nobody's any more; at first it is zero.
-            part = torch.Size([Cut(master.numel(), self._ranks).chunk])
+            part = torch.Size([Partition(master.numel(), self._ranks).chunk])
             return master.new_zeros(master.shape if key == "worker_error" else part)
         return about
 

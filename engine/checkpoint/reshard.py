@@ -1,52 +1,46 @@
-"""Parameters that tensor-parallel ranks have in parts, and how these come from one cut to another.
+"""Parameters that tensor-parallel ranks have in parts, and how these come from one sharding to another.
 
 Part P of N of a parameter NAME is a tensor of its own in a checkpoint, NAME@P/N, and so is that part of what the
-optimizer keeps for each element. Who has the parameter cut into the same parts reads its own; anybody else reads all
-parts of one parameter, joins them, and takes from the whole what is its own.
+optimizer keeps for each element. Who has the parameter sharded into the same parts reads its own; anybody else reads
+all parts of one parameter, joins them, and takes from the whole what is its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..tensor.sharding import TensorCut, cut_of
+from ..tensor.sharding import TensorShard, shard_of
 from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
 
 
-def tensor_cut(param: ShardedParam) -> TensorCut | None:
-    """How `param` is cut over tensor-parallel ranks; None if each of them has the whole."""
-    return cut_of(param.param)
-
-
-def as_saved(cut: Mapping[str, Any]) -> TensorCut:
-    """A cut as `TensorCut.to_dict` describes it. Raises ValueError for what is none."""
-    return TensorCut.from_dict(cut)
+def tensor_shard(param: ShardedParam) -> TensorShard | None:
+    """How `param` is sharded over tensor-parallel ranks; None if each of them has the whole."""
+    return shard_of(param.param)
 
 
 def whole_shape(param: ShardedParam) -> torch.Size:
-    """Of the parameter before layers were cut."""
-    cut = tensor_cut(param)
-    return param.shape if cut is None else torch.Size(cut.shape)
+    """Of the parameter before layers were sharded."""
+    shard = tensor_shard(param)
+    return param.shape if shard is None else torch.Size(shard.shape)
 
 
-def part_name(name: str, cut: TensorCut | None) -> str:
-    """What the part of `name` is called that a rank with this `cut` has."""
-    return name if cut is None else f"{name}@{cut.rank // cut.copies}/{cut.pieces}"
+def part_name(name: str, shard: TensorShard | None) -> str:
+    """What the part of `name` is called that a rank with this `shard` has."""
+    return name if shard is None else f"{name}@{shard.rank // shard.copies}/{shard.pieces}"
 
 
-def join(cut: TensorCut, parts: Sequence[Tensor]) -> Tensor:
+def join(shard: TensorShard, parts: Sequence[Tensor]) -> Tensor:
     """The whole, from each of the different parts once, in order."""
-    return cut.join([parts[rank // cut.copies].view(cut.local_shape) for rank in range(cut.size)])
+    return shard.join([parts[rank // shard.copies].view(shard.local_shape) for rank in range(shard.size)])
 
 
-def alike(one: TensorCut | None, other: TensorCut | None) -> bool:
-    """Whether two cuts make the same parts, whichever of them a rank has, and however many ranks have the same."""
+def alike(one: TensorShard | None, other: TensorShard | None) -> bool:
+    """Whether two shardings make the same parts, whichever of them a rank has, and however many ranks have the same."""
     if one is None or other is None:
         return one is other
     same = one.dim == other.dim and one.bands == other.bands and one.pieces == other.pieces
@@ -58,25 +52,25 @@ class Wanted:
     """Elements to be read: those of `piece`, which are some of this rank's part of the tensor of that name."""
 
     piece: Piece
-    cut: TensorCut | None = None
-    """How the parameter is cut here."""
-    saved: TensorCut | None = None
-    """How it is cut in the checkpoint, by any of its ranks."""
+    shard: TensorShard | None = None
+    """How the parameter is sharded here."""
+    saved: TensorShard | None = None
+    """How it is sharded in the checkpoint, by any of its ranks."""
 
     @property
     def direct(self) -> bool:
         """Whether the part that the checkpoint has is the one that is wanted."""
-        return alike(self.cut, self.saved)
+        return alike(self.shard, self.saved)
 
     def sources(self, device: str) -> list[Piece]:
         """What is to be read: to where it belongs, or parts that are to be `put` there, with memory on `device`."""
         if self.direct:
-            return [replace(self.piece, name=part_name(self.piece.name, self.cut))]
+            return [replace(self.piece, name=part_name(self.piece.name, self.shard))]
         if self.piece.flat.numel() == 0:
             return []
         name, dtype = self.piece.name, self.piece.flat.dtype
-        cut = self.saved
-        parts = [None] if cut is None else [cut.of_rank(rank) for rank in range(0, cut.size, cut.copies)]
+        shard = self.saved
+        parts = [None] if shard is None else [shard.of_rank(rank) for rank in range(0, shard.size, shard.copies)]
         numel = self._shape.numel()
         return [Piece(part_name(name, part), torch.empty(numel, dtype=dtype, device=device), numel) for part in parts]
 
@@ -84,7 +78,7 @@ class Wanted:
         """Fill `piece` from its `sources`, which have been read."""
         flats = [source.flat for source in sources]
         whole = flats[0].view(self._shape) if self.saved is None else join(self.saved, flats)
-        mine = whole if self.cut is None else self.cut.take(whole)
+        mine = whole if self.shard is None else self.shard.take(whole)
         start, length = self.piece.start, self.piece.flat.numel()
         self.piece.flat.copy_(mine.reshape(-1)[start : start + length])
 
@@ -93,12 +87,12 @@ class Wanted:
         """Of what is read where it is not what is wanted: of the whole, or of each of the parts in the checkpoint."""
         if self.saved is not None:
             return torch.Size(self.saved.local_shape)
-        assert self.cut is not None
-        return torch.Size(self.cut.shape)
+        assert self.shard is not None
+        return torch.Size(self.shard.shape)
 
 
 def read(contents: Contents, wanted: Sequence[Wanted]) -> None:
-    """Fill what is wanted. Of what is cut another way, one parameter's tensor at a time is in memory as a whole."""
+    """Fill what is wanted. Of what is sharded another way, one parameter's tensor at a time is in memory as a whole."""
     contents.read([piece for each in wanted if each.direct for piece in each.sources("cpu")])
     for each in wanted:
         if not each.direct:

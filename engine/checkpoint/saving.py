@@ -10,33 +10,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..comm.consensus import CheckpointError, Team, gather_objects
+from ..comm.consensus import Team, gather_objects
 from ..training import Training
 from .dcp import Piece, shares, write
+from .errors import CheckpointError
 from .folder import Place, check_tag, write_synced
 from .optimizer import optimizer_state
-from .reshard import part_name, tensor_cut
+from .reshard import part_name, tensor_shard
 from .serialize import pack, plain, random_states
-from .state import FORMAT, Holdings, buffers, device_of, digests, holdings, loader_of, merged, own_buffer, weight
+from .state import FORMAT, Holdings, buffers, digests, holdings, loader_of, merged, own_buffer, weight
 
 COUNTERS: Final = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 def save(
     training: Training,
-    folder: str | os.PathLike[str],
+    save_dir: str | os.PathLike[str],
     tag: str | int | None = None,
     client_state: dict[str, Any] | None = None,
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """Save the training to `folder`/`tag`, by default global_step<N>, and `tag` in `folder`/latest. On all ranks.
+    """Save the training to `save_dir`/`tag`, by default global_step<N>, and `tag` in `save_dir`/latest. On all ranks.
 
-    `client_state` is handed back by `load`: numbers, texts, tensors, and collections of them; rank 0's counts.
+    `client_state` is returned by `load`: numbers, texts, tensors, and collections of them; rank 0's counts.
     Returns True. Raises CheckpointError on all ranks; if so, or if the job is killed at any moment, what was there
     before is still there, a checkpoint of the same tag included.
     """
-    team = Team()
+    team = Team(CheckpointError)
     with training.hooks.span("phase", "checkpoint", purpose="checkpoint"):
         name = _agree_on_tag(training, f"global_step{training.global_steps}" if tag is None else str(tag), team)
         if training.micro_steps % training.config.gradient_accumulation_steps:
@@ -45,7 +46,7 @@ def save(
                 "a restart begins that step anew; save after a step has been taken",
                 stacklevel=3,
             )
-        doing = f"checkpoint {name} was not saved to {folder}"
+        doing = f"checkpoint {name} was not saved to {save_dir}"
         with contextlib.ExitStack() as stack:
             if training.optimizer is not None:
                 team.together(doing, lambda: stack.enter_context(training.states.at_once(changed=False)))
@@ -60,7 +61,7 @@ def save(
             ))  # fmt: skip
             common = merged(found for dp_rank, found in everyones if dp_rank == 0)
             mine += team.together(doing, lambda: _own_buffers(training, common, team.rank))
-            place = Place(Path(folder), name)
+            place = Place(Path(save_dir), name)
             team.from_first(doing, place.open)
             try:
                 size = sum(piece.flat.nbytes for piece in mine)
@@ -90,7 +91,7 @@ def _agree_on_tag(training: Training, tag: str, team: Team) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """What a rank tells the others of its replica, so that the checkpoint can say what is in it."""
+    """What a rank sends the others of its replica, so that the checkpoint can say what is in it."""
 
     holdings: Holdings
     order: list[str] | None
@@ -100,13 +101,13 @@ class _Described:
 
 
 def _take(training: Training, without_frozen: bool, rank: int) -> tuple[list[Piece], _Described]:
-    """The pieces that this rank writes, but for buffers, and what there is to be told of what it has."""
+    """The pieces that this rank writes, but for buffers, and a description of what it has."""
     zero, mesh, counts = training.zero, training.parallel.mesh, training.shared.counts
     kept = [param for param in zero.params if param.trainable or not without_frozen]
     counted = [param for param in kept if counts(param.param)]
     pieces = [weight(param, masters=training.optimizer is not None) for param in counted]
     mine = [
-        replace(piece, name=part_name(piece.name, tensor_cut(param)))
+        replace(piece, name=part_name(piece.name, tensor_shard(param)))
         for param, piece in zip(counted, pieces, strict=True)
     ]
     about = None
@@ -148,7 +149,7 @@ def _values(
     training: Training, client_state: dict[str, Any], without_frozen: bool, replica: Sequence[_Described], rank: int
 ) -> dict[str, bytes]:
     """The values that this rank writes. Rank 0 is one of the first replica, and writes what there is of the whole."""
-    own = {"random": random_states(device_of(training.zero))}
+    own = {"random": random_states(training.device)}
     values = {f"rank/{rank}": pack(own, "the state of a random number generator")}
     if rank != 0:
         return values
@@ -159,7 +160,7 @@ def _values(
         "counters": {name: getattr(training, name) for name in COUNTERS},
         "data": _data(training),
         "weights": merged(each.weights for each in held),
-        "cuts": merged(each.cuts for each in held),
+        "cuts": merged(each.shards for each in held),
         "buffers": merged(each.buffers for each in held),
         "aliases": merged(each.aliases for each in held),
         "without_frozen": without_frozen,

@@ -28,13 +28,12 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..comm.consensus import CheckpointError
 from ..data import ShardedLoader
 from ..training import Training
-from ..zero import Zero
 from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
-from .reshard import tensor_cut, whole_shape
+from .errors import CheckpointError
+from .reshard import tensor_shard, whole_shape
 from .serialize import unpack
 
 T = TypeVar("T")
@@ -50,9 +49,9 @@ class Holdings:
     """What there is of the model on one rank, by names in the whole model. Replicas have the same."""
 
     weights: dict[str, torch.Size]
-    """Shapes of the parameters before layers were cut."""
-    cuts: dict[str, dict[str, int | list[int]]]
-    """How they are cut, those that are."""
+    """Shapes of the parameters before layers were sharded."""
+    shards: dict[str, dict[str, int | list[int]]]
+    """How they are sharded, those that are."""
     frozen: list[str]
     buffers: dict[str, torch.Size]
     aliases: dict[str, str]
@@ -62,13 +61,13 @@ class Holdings:
 def holdings(training: Training, *, without_frozen: bool = False) -> Holdings:
     """What this rank has."""
     params = [param for param in training.zero.params if param.trainable or not without_frozen]
-    cuts = {param.name: tensor_cut(param) for param in params}
+    shards = {param.name: tensor_shard(param) for param in params}
     return Holdings(
         {param.name: whole_shape(param) for param in params},
-        {name: cut.to_dict() for name, cut in cuts.items() if cut is not None},
+        {name: shard.to_dict() for name, shard in shards.items() if shard is not None},
         [param.name for param in params if not param.trainable],
         {name: buffer.shape for name, buffer in buffers(training.module).items()},
-        {name: held for name, held in names(training).items() if held != name and held in cuts},
+        {name: held for name, held in names(training).items() if held != name and held in shards},
     )
 
 
@@ -98,18 +97,13 @@ def merged(parts: Iterable[Mapping[str, T]]) -> dict[str, T]:
 # --- weights and buffers
 
 
-def device_of(zero: Zero) -> torch.device:
-    """Where the model is."""
-    return next((param.param.device for param in zero.params), torch.device("cpu"))
-
-
 def weight(param: ShardedParam, *, masters: bool) -> Piece:
     """What this rank holds of a parameter: the master's elements where it has one and `masters` count, which they do if
     there is an optimizer; else the parameter's own.
     """
     name = f"weight/{param.name}"
     if masters and param.master is not None:
-        return Piece(name, param.master.data.view(-1), param.numel, param.start, everywhere=param.cut.pieces == 1)
+        return Piece(name, param.master.data.view(-1), param.numel, param.start, everywhere=param.partition.pieces == 1)
     if param.persistent:
         return Piece(name, param.flat, param.numel, everywhere=True)
     fetch = None if param.home is None else partial(_fetch, param)

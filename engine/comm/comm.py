@@ -1,4 +1,4 @@
-"""The collectives the engine uses, each on a lane and with what is to be told of it.
+"""The collectives the engine uses, each on a lane and with what is reported of it.
 
 Buffers are given as rows, one a rank: [size, n]. A group of one communicates nothing.
 """
@@ -123,14 +123,14 @@ class Comm:
         return torch.device("cuda", torch.cuda.current_device())
 
     def poll(self) -> None:
-        """Tell of the collectives that have ended on a device since."""
+        """Report the collectives that have ended on a device since."""
         if self._lane is not None:
             self._lane.poll()
 
     # --- where ranks may come to wait for each other, on gloo
 
     @property
-    def tells_apart(self) -> bool:
+    def separates_contents(self) -> bool:
         """Whether gathers of different content do not mix."""
         return self._direct
 
@@ -142,7 +142,7 @@ class Comm:
 
     @property
     def begun(self) -> int:
-        """Communications that were handed to the lane so far."""
+        """Communications that were submitted to the lane so far."""
         return self._seq
 
     @property

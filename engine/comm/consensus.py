@@ -1,4 +1,4 @@
-"""What ranks tell each other before one waits for another, and what they do together: what fails on one fails on all,
+"""What ranks exchange before one waits for another, and what they do together: what fails on one fails on all,
 and none waits for one that has given up."""
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ def gather_objects(value: T, comm: Comm | None = None) -> list[T]:
     return values
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be saved or loaded. Raised on every rank, with the reason of the first that failed."""
+class SharedError(RuntimeError):
+    """Something failed on a rank. Raised on every rank, with the reason of the first that failed."""
 
 
 class Team:
-    """All ranks of the job; alone without a process group."""
+    """All ranks of the job; alone without a process group. What fails on one raises `error` on all."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: type[SharedError] = SharedError) -> None:
+        self._error = error
         there = dist.is_initialized()
         self.rank = dist.get_rank() if there else 0
         self.size = dist.get_world_size() if there else 1
@@ -48,7 +49,7 @@ class Team:
     def together(self, doing: str, work: Callable[[], T]) -> T:
         """Do `work`, which must not communicate, on every rank.
 
-        Raises CheckpointError on all of them, beginning with `doing`, if it raised on any.
+        Raises `error` on all of them, beginning with `doing`, if it raised on any.
         """
         result: T | None = None
         cause: Exception | None = None
@@ -80,12 +81,12 @@ class Team:
         if failed:
             others = f" (and {len(failed) - 1} other ranks failed)" if len(failed) > 1 else ""
             where = f"rank {failed[0]}: " if self.size > 1 else ""
-            raise CheckpointError(f"{doing}: {where}{reasons[failed[0]]}{others}") from cause
+            raise self._error(f"{doing}: {where}{reasons[failed[0]]}{others}") from cause
 
 
 def reason(error: BaseException) -> str:
-    """What to tell of an error, and what to do about it where that is known."""
-    if isinstance(error, CheckpointError):
+    """What an error says, and what to do about it where that is known."""
+    if isinstance(error, SharedError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         where = f" ({error.filename})" if error.filename else ""

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other for ever: noticed, and told on each with what it waits for, instead of a time-out.
+"""Ranks that wait for each other for ever: noticed, and reported on each with what it waits for, instead of a time-out.
 
 In stage 3 every rank must run the same modules in the same order, since each has a piece of all parameters. Where a
 branch depends on the data, one rank waits for parameters that another never gathers. Their gathers do not mix (a
@@ -29,7 +29,7 @@ PATIENCE_S: Final = 2.0
 LOOK_S: Final = 0.25
 """The first look at the others' posts; later ones are further apart, up to MOST_S."""
 MOST_S: Final = 5.0
-TELL_S: Final = 5.0
+SHARE_S: Final = 5.0
 """How long a rank that has seen a deadlock leaves to others to see it too, before it breaks the connections."""
 
 NORM: Final = "norm"
@@ -159,9 +159,9 @@ class DeadlockWatch:
                     continue
                 self._let_others_see()
                 posts = {**self._posts(), self._rank: post}
-            except dist.DistError:  # the store's host has ended, of which the connections will tell
+            except dist.DistError:  # the store's host has ended, which the connections will show
                 continue
-            self._error = _told({rank: posts[rank] for rank in sorted(stuck(posts))})
+            self._error = _error_of({rank: posts[rank] for rank in sorted(stuck(posts))})
             Hooks().mark(f"{DEADLOCK}{self._error}")
             for ref in self._comms.values():
                 comm = ref()
@@ -196,13 +196,13 @@ class DeadlockWatch:
     def _let_others_see(self) -> None:
         """They look at the store, too, as long as nothing fails; with the first rank that ends everything does."""
         self._store.set(f"{self._key}/{self._rank}/saw", "")
-        until = time.monotonic() + TELL_S
+        until = time.monotonic() + SHARE_S
         keys = [f"{self._key}/{rank}/saw" for rank in self._everyone]
         while time.monotonic() < until and not self._store.check(keys):
             time.sleep(0.05)
 
 
-def _told(posts: Mapping[int, Post]) -> RuntimeError:
+def _error_of(posts: Mapping[int, Post]) -> RuntimeError:
     waits = "; ".join(f"rank {rank} waits for {_what(post)}" for rank, post in posts.items())
     return RuntimeError(
         f"ZeRO stage 3: the ranks ran different modules, and now wait for each other: {waits}. Every rank has a piece "

@@ -2,7 +2,7 @@
 GPU a stream.
 
 Each lane has a process group of its own, so the collectives of two lanes never have to agree on an order between them,
-and each tells when its work truly began and ended, which c10d does not on CPU.
+and each reports when its work truly began and ended, which c10d does not on CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Patience = Callable[[Callable[[float], bool]], None]
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What is told of one communication: see `hooks.Span`."""
+    """What is reported of one communication: see `hooks.Span`."""
 
     name: str
     purpose: Purpose
@@ -45,7 +45,7 @@ class Label:
 
 
 class Ticket(Protocol):
-    """A communication that was handed to a lane."""
+    """A communication that was submitted to a lane."""
 
     @property
     def done(self) -> bool:
@@ -64,7 +64,7 @@ class Lane(Protocol):
         """Run `work` after what was submitted before. It must not touch what the caller still writes."""
 
     def poll(self) -> None:
-        """Tell of what has ended since, where nobody waits for that."""
+        """Report what has ended since, where nobody waits for that."""
 
     def close(self) -> None:
         """Finish what was submitted, and stop."""
@@ -83,7 +83,7 @@ class _LaneJob:
 
 
 class LaneTicket:
-    """What was handed to a lane that is a thread."""
+    """What was submitted to a lane that is a thread."""
 
     def __init__(self, hooks: Hooks, label: Label, patience: Patience | None) -> None:
         self._hooks = hooks
@@ -92,7 +92,7 @@ class LaneTicket:
         self._lock = threading.Lock()  # an Event costs three times as much
         self._lock.acquire()
         self._finished = False
-        self._told = False
+        self._reported = False
         self.error: BaseException | None = None
 
     def finish(self) -> None:
@@ -104,9 +104,10 @@ class LaneTicket:
         return self._finished
 
     def wait(self) -> None:
-        # That its end was needed here is told even if nobody had to stand still for it: another time they may have to.
-        if not self._finished or (not self._told and self._hooks.listening):
-            self._told = True
+        # That its end was needed here is reported even if nobody had to stand still for it: another time they may have
+        # to.
+        if not self._finished or (not self._reported and self._hooks.listening):
+            self._reported = True
             label = self._label
             span = self._hooks.begin("wait", label.name, module=label.module, purpose=label.purpose, group=label.group,
                                      seq=label.seq, peer=label.peer, corr=label.corr)  # fmt: skip
@@ -224,8 +225,8 @@ class _CudaTicket:
 class CudaLane:
     """A stream beside the computation's. A wait is a wait of the stream, not of the host.
 
-    When somebody listens each communication is bracketed by timing events, and its call told as a `launch`; `poll`
-    tells of the communications that are over.
+    When somebody listens each communication is bracketed by timing events, and its call reported as a `launch`; `poll`
+    reports the communications that are over.
     """
 
     def __init__(self, name: str, hooks: Hooks) -> None:
@@ -254,7 +255,7 @@ class CudaLane:
         return _CudaTicket(end, work)
 
     def poll(self) -> None:
-        """Tell of the communications that have ended; never waits for one."""
+        """Report the communications that have ended; never waits for one."""
         while self._origin is not None and self._timed and self._timed[0][1].query():
             begin, end, label, issue_ns, place = self._timed.pop(0)
             origin, origin_ns = self._origin

@@ -45,7 +45,7 @@ LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
-"""Variables by which other launchers than torchrun tell a process its rank, the number of ranks, and its local rank."""
+"""Variables by which other launchers than torchrun give a process its rank, the number of ranks, and its local rank."""
 
 
 def _learn_rank(port: int | None) -> None:

@@ -8,18 +8,18 @@
 A section is a file, a key a field with its documentation under it (docs/engine-config.md is made from these):
 
     config          the top-level keys; precision, checkpoints
-    model           what sections and values are made of
+    model  typed    what sections and values are made of
     zero  optimizer  scheduler  debugging  parallel
 
 and what is done to a configuration, in this order, by `loading`:
 
-    keys            unknown, renamed and foreign ones; deepspeed_keys lists the latter, suggest finds the nearest
+    keys            unknown, renamed and foreign ones; the nearest of these; deepspeed_keys lists the last
     values          pydantic's errors in our words
     rules           contradictions, and what has no effect
     batch           train_batch_size = micro-batch x accumulation x ranks
 
-`reference` makes docs/engine-config.md. Free of torch and of the rest of the engine: the analyzer and `dsprof doctor`
-use it too.
+docs/engine_config.py makes a page of these. Free of torch and of the rest of the engine: the analyzer and
+`dsprof doctor` use it too.
 """
 
 from .batch import Batch, BatchError

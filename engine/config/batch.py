@@ -40,8 +40,8 @@ def solve(train: int | None, micro: int | None, accumulation: int | None, ranks:
         return found
     remedy = remedies(found, {TRAIN: train, MICRO: micro, ACCUMULATION: accumulation})
     raise BatchError(
-        f"{TRAIN}: {found.train} is not {MICRO} {_told(found.micro, micro)} x"
-        f" {ACCUMULATION} {_told(found.accumulation, accumulation)} x {ranks} data-parallel"
+        f"{TRAIN}: {found.train} is not {MICRO} {_shown(found.micro, micro)} x"
+        f" {ACCUMULATION} {_shown(found.accumulation, accumulation)} x {ranks} data-parallel"
         f" {'rank' if ranks == 1 else 'ranks'} = {found.micro * found.accumulation * ranks};"
         " write " + " or ".join(f'"{key}": {value}' for key, value in remedy.items())
     )
@@ -69,5 +69,5 @@ def remedies(found: Batch, given: dict[str, int | None]) -> dict[str, int]:
     return values
 
 
-def _told(value: int, given: int | None) -> str:
+def _shown(value: int, given: int | None) -> str:
     return str(value) if given is not None else f"{value} (derived)"

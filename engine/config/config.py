@@ -103,7 +103,7 @@ class Config(Section):
     """Forward and backward passes of a rank in an optimizer step. Default: solved from the other two, else 1."""
 
     steps_per_print: Whole | None = Field(default=None, gt=0)
-    """Optimizer steps between lines on rank 0 that tell of step, learning rate and throughput. Infinity, as Accelerate
+    """Optimizer steps between lines on rank 0 with step, learning rate and throughput. Infinity, as Accelerate
     writes it: none. Default: no lines."""
 
     optimizer: OptimizerConfig | None = None
@@ -178,7 +178,7 @@ class Config(Section):
     """Curves as CSV."""
 
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
-    """Layers cut over ranks."""
+    """Layers sharded over ranks."""
 
     pipeline: PipelineConfig = PipelineConfig()
     """Layers divided into stages."""

@@ -1,4 +1,4 @@
-"""What a run tells about itself: `comms_logger`, `flops_profiler`, `tensorboard` and `csv_monitor`."""
+"""What a run reports about itself: `comms_logger`, `flops_profiler`, `tensorboard` and `csv_monitor`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEEPSPEED_KINDS: Final = {
     "all_gather_into_tensor": "all_gather", "all_to_all_single": "all_to_all", "irecv": "recv", "isend": "send",
     "reduce_scatter_tensor": "reduce_scatter",
 }  # fmt: skip
-"""DeepSpeed's name -> ours, of those that it tells apart by the function that was called."""
+"""DeepSpeed's name -> ours, of those that it distinguishes by the function that was called."""
 
 
 def _kinds(value: object) -> object:
@@ -33,7 +33,8 @@ CommunicationKinds = Annotated[tuple[str, ...], BeforeValidator(_kinds)]
 
 
 class CommsLoggerConfig(Section):
-    """Every communication with its size, time and bandwidth, told by the engine's hooks: nothing is synchronized."""
+    """Every communication with its size, time and bandwidth, reported by the engine's hooks: nothing is
+    synchronized."""
 
     enabled: bool = False
     """Collect them, and print the table with `log_summary`."""
@@ -71,9 +72,8 @@ class FlopsProfilerConfig(Section):
     """Write to this file. Default: print."""
 
 
-class TensorBoardConfig(Section):
-    """Loss, learning rate and loss scale as TensorBoard event files, written by rank 0, against samples seen; with
-    `wall_clock_breakdown` the times too."""
+class CurvesConfig(Section):
+    """Curves of a training, written by rank 0."""
 
     enabled: bool = False
     """Write them."""
@@ -85,15 +85,10 @@ class TensorBoardConfig(Section):
     """Folder in it for this job."""
 
 
-class CsvMonitorConfig(Section):
-    """Loss, learning rate and loss scale as CSV files, a file for each, written by rank 0, against samples seen; with
-    `wall_clock_breakdown` the times too."""
+class TensorBoardConfig(CurvesConfig):
+    """Loss, learning rate, loss scale, and with `wall_clock_breakdown` times, as TensorBoard event files, against
+    samples seen."""
 
-    enabled: bool = False
-    """Write them."""
 
-    output_path: str = ""
-    """Folder. Default: the working directory."""
-
-    job_name: str = "DeepSpeedJobName"
-    """Folder in it for this job."""
+class CsvMonitorConfig(CurvesConfig):
+    """Loss, learning rate, loss scale, and with `wall_clock_breakdown` times, as CSV files, against samples seen."""

@@ -122,7 +122,7 @@ OFFLOAD_OPTIMIZER: Final[dict[str, Foreign]] = {
 
 AIO: Final[dict[str, Foreign]] = {
     "overlap_events": _no_effect("requests always overlap, up to queue_depth"),
-    "single_submit": _no_effect("requests are handed to threads, not to libaio"),
+    "single_submit": _no_effect("requests go to threads, not to libaio"),
     "use_gds": _refused("files are read through host memory"),
 }
 
@@ -148,18 +148,14 @@ OPTIMIZER: Final[dict[str, Foreign]] = {
 
 OPTIMIZER_PARAMS: Final[dict[str, Foreign]] = {
     "adam_w_mode": _refused('for L2 regularization write the type "Adam" with it', True),
-    "amsgrad": _refused(_PASS_IT),
     "bias_correction": _refused(_PASS_IT, True),
-    "capturable": _refused(_PASS_IT),
-    "differentiable": _refused(_PASS_IT),
+    **dict.fromkeys(("amsgrad", "capturable", "differentiable", "eps_inside_sqrt", "maximize"), _refused(_PASS_IT)),
     "comm_backend_name": _no_effect("compressed momenta travel over the backend of the process group"),
     "cuda_aware": _no_effect("compressed momenta travel over the backend of the process group"),
-    "eps_inside_sqrt": _refused(_PASS_IT),
     "foreach": _no_effect("torch's fused optimizers are used where there are any"),
     "fp32_optimizer_states": _refused("optimizer states are kept in fp32", True),
     "fused": _no_effect("torch's fused optimizers are used where there are any"),
     "max_grad_norm": _refused('write "gradient_clipping" at the top', 0, 0.0),
-    "maximize": _refused(_PASS_IT),
     "ns_method": _no_effect('torch\'s Newton-Schulz iteration is used; "gram" computes the same by another route'),
     "per_head_muon": _refused("matrices are orthogonalized whole"),
     "set_grad_none": _no_effect("gradients are always set to None"),
@@ -188,31 +184,31 @@ CHECKPOINT: Final[dict[str, Foreign]] = {
 }
 
 COMMS_LOGGER: Final[dict[str, Foreign]] = {
-    "debug": _no_effect("module and purpose of a communication are always told"),
+    "debug": _no_effect("module and purpose of a communication are always reported"),
 }
 
 FLOPS_PROFILER: Final[dict[str, Foreign]] = {
     "recompute_fwd_factor": _no_effect("what is computed again is counted as it happens"),
 }
 
-_BY_ANALYSIS = "layers are cut by what depends on what in the model"
+_BY_ANALYSIS = "layers are sharded by what depends on what in the model"
 
 TENSOR_PARALLEL: Final[dict[str, Foreign]] = {
     "dtype": _refused('write "bf16": {"enabled": true}, or "fp16"'),
     "injection_policy_tuple": _refused(f'{_BY_ANALYSIS}; to say it yourself write "plan"'),
     "keep_module_on_host": _refused("the parts of layers are made where the model is"),
-    "kernel_inject": _refused("the model's own modules are cut, not replaced"),
+    "kernel_inject": _refused("the model's own modules are sharded, not replaced"),
     "partition_config": _refused(
         f'{_BY_ANALYSIS}; to say it yourself write "plan": {{"layers.*.self_attn.o_proj": "row"}}'
     ),
     "preset_model": _no_effect(_BY_ANALYSIS),
-    "replace_with_kernel_inject": _refused("the model's own modules are cut, not replaced"),
+    "replace_with_kernel_inject": _refused("the model's own modules are sharded, not replaced"),
     "tensor_parallel": _refused('write "autotp_size" without a section within the section'),
     "tp": _refused('write "autotp_size": 2 instead of "tp": {"tp_size": 2}'),
-    "tp_grain_size": _no_effect("attention is cut by head, and other layers into equal parts"),
+    "tp_grain_size": _no_effect("attention is sharded by head, and other layers into equal parts"),
     "tp_overlap_comm": _no_effect("a layer waits for the sum it works on, and for no other"),
     "vocab_parallel_ce_backend": _no_effect("it is computed in torch's own operations"),
-    "vocab_parallel_lm_head": _no_effect('the planner finds out whether the head is cut; write "plan" to say it'),
+    "vocab_parallel_lm_head": _no_effect('the planner finds out whether the head is sharded; write "plan" to say it'),
 }
 
 PIPELINE: Final[dict[str, Foreign]] = {

@@ -44,7 +44,7 @@ class _Look:
                 section = model.section_of(key, raw)
                 values[key] = self.at(value, section, path) if section and isinstance(value, Mapping) else value
             elif key in FOREIGN.get(where, {}):
-                self._tell_foreign(path, value, FOREIGN[where][key])
+                self._note_foreign(path, value, FOREIGN[where][key])
             else:
                 self.notes.problems.append(f"{path}: {self._unknown(key, model, where)}")
         return values
@@ -85,7 +85,7 @@ class _Look:
             return True
         return False
 
-    def _tell_foreign(self, path: str, value: object, foreign: Foreign) -> None:
+    def _note_foreign(self, path: str, value: object, foreign: Foreign) -> None:
         if not foreign.refused:
             self.notes.warnings.append(f"{path}: has no effect; {foreign.says}")
         elif foreign.is_off(value):

@@ -102,7 +102,7 @@ def as_section(annotation: Any) -> type[Section] | None:
 
 
 def shown(value: object) -> str:
-    """A value as JSON writes it, cut to what fits into a line."""
+    """A value as JSON writes it, shortened to what fits into a line."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:56]} ..."
 

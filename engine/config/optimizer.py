@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Final
+from typing import ClassVar, Final
 
-from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
+from pydantic import Field, SerializeAsAny
 
-from .keys import nearest
-from .model import Betas, Complaint, Number, Params, Section, SectionType, Whole, shown, torch_params
+from .model import Betas, Number, Params, Whole, torch_params
+from .typed import ParamsTypes, TypedSection
 
 
-class AdamParams(Params):
-    """Adam, by torch's fused implementation; as in DeepSpeed it is AdamW unless `adam_w_mode` is false."""
+class RateParams(Params):
+    """What all of these have."""
 
     lr: Number = Field(default=1e-3, ge=0)
     """Learning rate."""
+
+
+class MomentParams(RateParams):
+    """What optimizers with averages of the gradient and of its square have."""
 
     betas: Betas = (0.9, 0.999)
     """How slowly the averages of the gradient and of its square change."""
@@ -26,43 +29,27 @@ class AdamParams(Params):
     weight_decay: Number = Field(default=0.0, ge=0)
     """Weight decay a step, as a share of the learning rate."""
 
+    bias_correction: bool = True
+    """Divide the averages by what they lack in the first steps."""
+
+
+class AdamWParams(MomentParams):
+    """Adam with weight decay apart from the gradient, by torch's fused implementation. The default of `weight_decay` is
+    DeepSpeed's, not torch's 0.01."""
+
+    amsgrad: bool = False
+    """Divide by the largest average square so far (Reddi et al. 2018)."""
+
+
+class AdamParams(AdamWParams):
+    """Adam, by torch's fused implementation; as in DeepSpeed it is AdamW unless `adam_w_mode` is false."""
+
     adam_w_mode: bool = True
     """Decay weights apart from the gradient (AdamW); false adds the decay to the gradient (L2)."""
 
-    bias_correction: bool = True
-    """Divide the averages by what they lack in the first steps."""
 
-    amsgrad: bool = False
-    """Divide by the largest average square so far (Reddi et al. 2018)."""
-
-
-class AdamWParams(Params):
-    """Adam with weight decay apart from the gradient, by torch's fused implementation."""
-
-    lr: Number = Field(default=1e-3, ge=0)
-    """Learning rate."""
-
-    betas: Betas = (0.9, 0.999)
-    """How slowly the averages of the gradient and of its square change."""
-
-    eps: Number = Field(default=1e-8, ge=0)
-    """Added to the denominator."""
-
-    weight_decay: Number = Field(default=0.0, ge=0)
-    """Weight decay a step, as a share of the learning rate. DeepSpeed's default, not torch's 0.01."""
-
-    bias_correction: bool = True
-    """Divide the averages by what they lack in the first steps."""
-
-    amsgrad: bool = False
-    """Divide by the largest average square so far (Reddi et al. 2018)."""
-
-
-class SGDParams(Params):
+class SGDParams(RateParams):
     """Stochastic gradient descent, torch's own."""
-
-    lr: Number = Field(default=1e-3, ge=0)
-    """Learning rate."""
 
     momentum: Number = Field(default=0.0, ge=0)
     """Momentum."""
@@ -90,23 +77,8 @@ class LionParams(Params):
     """Weight decay a step, as a share of the learning rate."""
 
 
-class LambParams(Params):
+class LambParams(MomentParams):
     """LAMB (You et al. 2019): Adam's update, scaled for each parameter by the norms of weight and update."""
-
-    lr: Number = Field(default=1e-3, ge=0)
-    """Learning rate."""
-
-    betas: Betas = (0.9, 0.999)
-    """How slowly the averages of the gradient and of its square change."""
-
-    eps: Number = Field(default=1e-8, ge=0)
-    """Added to the denominator."""
-
-    weight_decay: Number = Field(default=0.0, ge=0)
-    """Weight decay a step, as a share of the learning rate."""
-
-    bias_correction: bool = True
-    """Divide the averages by what they lack in the first steps."""
 
     eps_inside_sqrt: bool = False
     """Add `eps` below the root of the second average instead of to it."""
@@ -146,30 +118,15 @@ class MuonParams(Params):
     """In the AdamW half, decay weights apart from the gradient; false adds the decay to the gradient (L2)."""
 
 
-class OneBitAdamParams(Params):
+class OneBitAdamParams(MomentParams):
     """1-bit Adam (Tang et al. 2021): after a warm-up, signs travel instead of gradients, with error feedback.
     DeepSpeed has removed it."""
-
-    lr: Number = Field(default=1e-3, ge=0)
-    """Learning rate."""
 
     freeze_step: Whole = Field(default=100_000, ge=1)
     """Steps of plain Adam before the second moment is frozen and the momentum is sent as one bit a value."""
 
-    betas: Betas = (0.9, 0.999)
-    """How slowly the averages of the gradient and of its square change."""
 
-    eps: Number = Field(default=1e-8, ge=0)
-    """Added to the denominator."""
-
-    weight_decay: Number = Field(default=0.0, ge=0)
-    """L2 penalty, added to the update."""
-
-    bias_correction: bool = True
-    """Divide the averages by what they lack in the first steps."""
-
-
-OPTIMIZERS: Final[dict[str, type[Params]]] = {
+OPTIMIZERS: Final[ParamsTypes] = {
     "Adam": AdamParams,
     "AdamW": AdamWParams,
     "SGD": SGDParams,
@@ -195,43 +152,18 @@ OPTIMIZERS: Final[dict[str, type[Params]]] = {
 of a parameter by itself, and so can be sharded."""
 
 
-def optimizer_type(value: object) -> object:
-    """The type as OPTIMIZERS spells it: like DeepSpeed, we do not mind the case."""
-    return next((name for name in OPTIMIZERS if name.lower() == str(value).lower()), value)
-
-
-def _known(value: str) -> str:
-    if value not in OPTIMIZERS:
-        near = nearest(value, OPTIMIZERS)
-        hint = "" if near is None else f" the nearest is {near};"
-        raise Complaint(
-            f"{shown(value)} is not an optimizer of this engine: they are {', '.join(OPTIMIZERS)};{hint}"
-            " write one of them, or pass the optimizer itself to `initialize(optimizer=...)`"
-        )
-    return value
-
-
-class OptimizerConfig(Section):
+class OptimizerConfig(TypedSection):
     """The optimizer, where the script passes none of its own to `initialize`."""
 
-    type: Annotated[str, BeforeValidator(optimizer_type), AfterValidator(_known)] = Field(examples=["AdamW"])
+    types: ClassVar[ParamsTypes] = OPTIMIZERS
+    unknown: ClassVar[str] = (
+        "is not an optimizer of this engine: they are {types};{nearest} write one of them, or pass the optimizer "
+        "itself to `initialize(optimizer=...)`"
+    )
+
+    type: str = Field(examples=["AdamW"])
     """Which optimizer, in upper or lower case: those below, or `Adadelta`, `Adagrad`, `Adamax`, `ASGD`, `NAdam`,
     `RAdam`, `RMSprop`, `Rprop` of torch."""
 
     params: SerializeAsAny[Params] = Field(default={}, validate_default=True)
     """Its parameters: the tables below; those of torch's optimizers are torch's."""
-
-    @classmethod
-    def section_of(cls, key: str, neighbours: Mapping[Any, Any]) -> SectionType | None:
-        return OPTIMIZERS.get(str(optimizer_type(neighbours.get("type")))) if key == "params" else None
-
-    @classmethod
-    def sections_under(cls, key: str) -> tuple[SectionType, ...]:
-        return tuple(OPTIMIZERS.values()) if key == "params" else ()
-
-    @field_validator("params", mode="before")
-    @classmethod
-    def _of_that_type(cls, value: Any, info: ValidationInfo) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        return OPTIMIZERS[info.data["type"]].model_validate(value) if "type" in info.data else Params()

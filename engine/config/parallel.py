@@ -1,4 +1,4 @@
-"""`tensor_parallel` and `pipeline`: a model's layers cut over ranks, and divided among them."""
+"""`tensor_parallel` and `pipeline`: a model's layers sharded over ranks, and divided among them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Partition = Annotated[str | tuple[int, ...], BeforeValidator(_partition)]
 
 
 class TensorParallelConfig(Section):
-    """Layers cut over several ranks (`dsprof.engine.tensor`)."""
+    """Layers sharded over several ranks (`dsprof.engine.tensor`)."""
 
     autotp_size: Whole = Field(default=0, ge=0)
     """Ranks that share each layer; 0 and 1 mean none."""
 
     sequence_parallel: bool = False
-    """dsprof's own. Between the cut layers, cut activations along the sequence too."""
+    """dsprof's own. Between the sharded layers, shard activations along the sequence too."""
 
     plan: dict[str, str] | None = None
-    """dsprof's own. Names of modules, where `*` stands for any part of a name, and how each is cut: `column`, `row`,
-    `vocab`, ...; by default that is found out from the model."""
+    """dsprof's own. Names of modules, where `*` stands for any part of a name, and how each is sharded: `column`,
+    `row`, `vocab`, ...; by default that is found out from the model."""
 
     @property
     def size(self) -> int:
@@ -43,7 +43,7 @@ class TensorParallelConfig(Section):
 
 
 class PipelineConfig(Section):
-    """The model cut into stages, one after the other (`dsprof.engine.pipe`)."""
+    """The model divided into stages, one after the other (`dsprof.engine.pipe`)."""
 
     stages: Whole = Field(default=1, ge=1)
     """Stages of the pipeline; a PipelineModule with `num_stages` says it itself."""

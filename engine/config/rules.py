@@ -154,7 +154,7 @@ def sparse_embeddings(config: Config, world_size: int) -> Iterator[Remark]:
     if config.sparse_gradients and config.zero_optimization.stage >= 2:
         yield Remark(
             "sparse_gradients",
-            f'true, and "zero_optimization" has "stage": {config.zero_optimization.stage}, which cuts gradients into '
+            f'true, and "zero_optimization" has "stage": {config.zero_optimization.stage}, which shards gradients into '
             'pieces; write "stage": 0 or 1, or remove "sparse_gradients"',
         )
 
@@ -166,7 +166,7 @@ def one_bit(config: Config, world_size: int) -> Iterator[Remark]:
     if config.optimizer is not None and config.optimizer.type == "OneBitAdam" and config.zero_optimization.stage >= 1:
         yield Remark(
             "optimizer.type",
-            "OneBitAdam compresses whole gradients on every rank, which ZeRO cuts into pieces; "
+            "OneBitAdam compresses whole gradients on every rank, which ZeRO shards; "
             'write "zero_optimization": {"stage": 0}, or "AdamW"',
         )
 
@@ -273,7 +273,7 @@ def keys_of_cut_layers(config: Config, world_size: int) -> Iterator[Remark]:
     elif config.optimizer is not None and config.optimizer.type in WHOLE_MATRICES:
         yield Remark(
             "optimizer.type",
-            f'"{config.optimizer.type}" looks at whole matrices, and "autotp_size": {tensor.size} cuts them; write '
+            f'"{config.optimizer.type}" looks at whole matrices, and "autotp_size": {tensor.size} shards them; write '
             '"AdamW", "Adam", "SGD" or "Lion"',
         )
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import ClassVar, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
+from pydantic import Field, SerializeAsAny
 
-from .keys import nearest
-from .model import Complaint, Number, Params, Rates, Section, SectionType, Whole, shown, torch_params
+from .model import Number, Params, Rates, Whole, torch_params
+from .typed import ParamsTypes, TypedSection
 
 WarmupType = Literal["log", "linear"]
 
@@ -29,23 +28,14 @@ class WarmupLRParams(Params):
     """Shape of the warm-up."""
 
 
-class WarmupDecayLRParams(Params):
+class WarmupDecayLRParams(WarmupLRParams):
     """A warm-up, then linear decay to 0 at `total_num_steps`."""
-
-    total_num_steps: Whole = Field(ge=1)
-    """Optimizer steps of the whole training."""
-
-    warmup_min_lr: Rates = 0.0
-    """Learning rate at the beginning."""
 
     warmup_max_lr: Rates = 0.001
     """Learning rate after the warm-up."""
 
-    warmup_num_steps: Whole = Field(default=1000, ge=1)
-    """Optimizer steps of warm-up; 1 counts as 2."""
-
-    warmup_type: WarmupType = "log"
-    """Shape of the warm-up."""
+    total_num_steps: Whole = Field(ge=1)
+    """Optimizer steps of the whole training."""
 
 
 class WarmupCosineLRParams(Params):
@@ -123,7 +113,7 @@ class LRRangeTestParams(Params):
     """Increase at the end of each interval; false: in every step."""
 
 
-SCHEDULERS: Final[dict[str, type[Params]]] = {
+SCHEDULERS: Final[ParamsTypes] = {
     "WarmupLR": WarmupLRParams,
     "WarmupDecayLR": WarmupDecayLRParams,
     "WarmupCosineLR": WarmupCosineLRParams,
@@ -150,44 +140,19 @@ SCHEDULERS: Final[dict[str, type[Params]]] = {
 """Type, as `SchedulerConfig.type` spells it -> its parameters: DeepSpeed's, then those of torch that JSON can write."""
 
 
-def scheduler_type(value: object) -> object:
-    """The type as SCHEDULERS spells it, whatever its case."""
-    return next((name for name in SCHEDULERS if name.lower() == str(value).lower()), value)
-
-
-def _known(value: str) -> str:
-    if value not in SCHEDULERS:
-        near = nearest(value, SCHEDULERS)
-        hint = "" if near is None else f" the nearest is {near};"
-        raise Complaint(
-            f"{shown(value)} is not a schedule that a configuration can describe: they are {', '.join(SCHEDULERS)};"
-            f"{hint} write one of them, or pass the schedule itself to `initialize(lr_scheduler=...)`"
-        )
-    return value
-
-
-class SchedulerConfig(Section):
+class SchedulerConfig(TypedSection):
     """How the learning rate changes, where the script passes no schedule of its own to `initialize`."""
 
-    type: Annotated[str, BeforeValidator(scheduler_type), AfterValidator(_known)] = Field(examples=["WarmupLR"])
+    types: ClassVar[ParamsTypes] = SCHEDULERS
+    unknown: ClassVar[str] = (
+        "is not a schedule that a configuration can describe: they are {types};{nearest} write one of them, or pass "
+        "the schedule itself to `initialize(lr_scheduler=...)`"
+    )
+
+    type: str = Field(examples=["WarmupLR"])
     """Which schedule, in upper or lower case: DeepSpeed's below, or `ConstantLR`, `CosineAnnealingLR`,
     `CosineAnnealingWarmRestarts`, `CyclicLR`, `ExponentialLR`, `LinearLR`, `MultiStepLR`, `OneCycleLR`, `PolynomialLR`,
     `StepLR` of torch."""
 
     params: SerializeAsAny[Params] = Field(default={}, validate_default=True)
     """Its parameters: the tables below; those of torch's schedules are torch's."""
-
-    @classmethod
-    def section_of(cls, key: str, neighbours: Mapping[Any, Any]) -> SectionType | None:
-        return SCHEDULERS.get(str(scheduler_type(neighbours.get("type")))) if key == "params" else None
-
-    @classmethod
-    def sections_under(cls, key: str) -> tuple[SectionType, ...]:
-        return tuple(SCHEDULERS.values()) if key == "params" else ()
-
-    @field_validator("params", mode="before")
-    @classmethod
-    def _of_that_type(cls, value: Any, info: ValidationInfo) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        return SCHEDULERS[info.data["type"]].model_validate(value) if "type" in info.data else Params()

@@ -13,14 +13,21 @@ from .model import LARGEST, TO_BE_SOLVED, Number, Section, Whole, whole
 Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lambda value: "none" if value is None else value)]
 
 
-class OffloadParamConfig(Section):
-    """Parameters that are not in use lie in host memory or in files (stage 3)."""
+class OffloadConfig(Section):
+    """What is not in use lies elsewhere than on the device."""
 
     device: Device = "none"
     """`cpu`: host memory; `nvme`: files below `nvme_path`; `none`: they stay on the device."""
 
     nvme_path: Path | None = None
     """Folder for the files, on each machine's own disk. Needed with `nvme`."""
+
+    pin_memory: bool = True
+    """Host memory is page-locked where there is a GPU, which copies need to be fast and to overlap."""
+
+
+class OffloadParamConfig(OffloadConfig):
+    """Parameters that are not in use lie in host memory or in files (stage 3)."""
 
     buffer_count: Whole = Field(default=5, ge=1)
     """Buffers that reads from and writes to files pass through (nvme)."""
@@ -31,24 +38,12 @@ class OffloadParamConfig(Section):
     max_in_cpu: Whole = Field(default=1_000_000_000, ge=0)
     """Elements kept in host memory although they belong on disk, so that they need no reading (nvme)."""
 
-    pin_memory: bool = True
-    """Host memory is page-locked where there is a GPU, which copies need to be fast and to overlap."""
 
-
-class OffloadOptimizerConfig(Section):
+class OffloadOptimizerConfig(OffloadConfig):
     """The optimizer's states lie in host memory or in files, and the step is computed on the CPU (stages 1 to 3)."""
-
-    device: Device = "none"
-    """`cpu`: host memory; `nvme`: files below `nvme_path`; `none`: they stay on the device."""
-
-    nvme_path: Path | None = None
-    """Folder for the files, on each machine's own disk. Needed with `nvme`."""
 
     buffer_count: Whole = Field(default=4, ge=1)
     """Tiles of states held in host memory at once (nvme). Reading ahead and writing behind take one each."""
-
-    pin_memory: bool = True
-    """Host memory is page-locked where there is a GPU, which copies need to be fast and to overlap."""
 
     pipeline_read: bool = False
     """Read the next tile's states while the current one is updated (nvme)."""
@@ -78,8 +73,8 @@ class AioConfig(Section):
 
 class ZeroConfig(Section):
     """ZeRO: states, gradients and parameters sharded over the data-parallel ranks. Sizes are numbers of elements, not
-    bytes. Every parameter is cut into equal pieces, one a rank; the sizes below say only how pieces are batched into
-    communications, so they can change at any time and checkpoints do not depend on them."""
+    bytes. Every parameter is divided into equal pieces, one a rank; the sizes below say only how pieces are batched
+    into communications, so they can change at any time and checkpoints do not depend on them."""
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole)] = 0
     """What is sharded: 0 nothing, 1 the optimizer's states, 2 gradients too, 3 parameters too."""

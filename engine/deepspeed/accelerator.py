@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import resource
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import cuda
 
+from ..monitors.memory import HostMeter
 from .names import refusal
 
 Calls = tuple[Callable[..., Any], Callable[..., Any]]
@@ -41,14 +41,8 @@ def _variable(name: str, default: str) -> Callable[[], int]:
     return lambda: int(os.environ.get(name, default))
 
 
-def _resident() -> int:
-    """Memory of this process in bytes, which on a CPU stands for the device's."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def _peak() -> int:
-    """Since the process began; it cannot be reset."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+_HOST: Final = HostMeter()
+"""Memory of this process, which on a CPU stands for the device's."""
 
 
 def host_memory() -> tuple[int, int]:
@@ -59,8 +53,8 @@ def host_memory() -> tuple[int, int]:
 
 
 _IS_SYNCHRONIZED: Final = _said(False, True)
-_RESERVED: Final = _of_one(cuda.memory_reserved, _resident)
-_MOST_RESERVED: Final = _of_one(cuda.max_memory_reserved, _peak)
+_RESERVED: Final = _of_one(cuda.memory_reserved, _HOST.used)
+_MOST_RESERVED: Final = _of_one(cuda.max_memory_reserved, _HOST.peak)
 _RESET_PEAKS: Final = _of_one(cuda.reset_peak_memory_stats)
 
 CALLS: Final[Mapping[str, Calls]] = {
@@ -98,8 +92,8 @@ CALLS: Final[Mapping[str, Calls]] = {
     "default_stream": _of_one(cuda.default_stream),
     # memory, in bytes
     "empty_cache": (cuda.empty_cache, _nothing),
-    "memory_allocated": _of_one(cuda.memory_allocated, _resident),
-    "max_memory_allocated": _of_one(cuda.max_memory_allocated, _peak),
+    "memory_allocated": _of_one(cuda.memory_allocated, _HOST.used),
+    "max_memory_allocated": _of_one(cuda.max_memory_allocated, _HOST.peak),
     "memory_reserved": _RESERVED,
     "memory_cached": _RESERVED,
     "max_memory_reserved": _MOST_RESERVED,
@@ -109,7 +103,7 @@ CALLS: Final[Mapping[str, Calls]] = {
     "reset_max_memory_cached": _RESET_PEAKS,
     "memory_stats": _of_one(
         lambda index: dict(cuda.memory_stats(index)),
-        lambda: {"allocated_bytes.all.current": _resident(), "allocated_bytes.all.peak": _peak()},
+        lambda: {"allocated_bytes.all.current": _HOST.used(), "allocated_bytes.all.peak": _HOST.peak()},
     ),
     "total_memory": _of_one(lambda index: cuda.get_device_properties(index).total_memory, lambda: host_memory()[0]),
     "available_memory": _of_one(lambda index: cuda.mem_get_info(index)[0], lambda: host_memory()[1]),

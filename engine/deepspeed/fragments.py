@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..train.base_engine import BaseEngine
-from ..zero.registry import holder
+from ..zero.holder import holder
 from ..zero.shard import ShardedParam
 from .start import engine_of
 
@@ -69,7 +69,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
         if held.stop > held.start:
             state = _there(engine, held, optim_state_key)
             state.copy_(
-                value.detach().reshape(-1)[held.start : held.stop] if held.cut.pieces > 1 else value.reshape(-1)
+                value.detach().reshape(-1)[held.start : held.stop] if held.partition.pieces > 1 else value.reshape(-1)
             )
 
 
@@ -111,7 +111,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     _, held = _known(param)
     _same_shape(held, value, held.shape)
     flat = value.detach().reshape(-1)
-    safe_set_local_grad(param, flat if held.cut.pieces == 1 else flat[held.start : held.stop])
+    safe_set_local_grad(param, flat if held.partition.pieces == 1 else flat[held.start : held.stop])
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -196,14 +196,14 @@ def _no_state(engine: BaseEngine, held: ShardedParam, key: str) -> str:
 def _whole(held: ShardedParam, piece: Tensor | None, missing: str = "") -> Tensor:
     """The parameter-shaped tensor of which this rank has `piece` [n]. Raises ValueError, saying what is `missing`, on
     all ranks if one has none although its piece has elements."""
-    if held.cut.pieces == 1:
+    if held.partition.pieces == 1:
         if piece is None:
             raise ValueError(missing)
         return piece.to(held.param.device, held.master_dtype, copy=True).view(held.shape)
     found = holder(held.param)
     assert found is not None
     length = held.stop - held.start
-    rows = torch.zeros(found.comm.size, held.cut.chunk + 1, dtype=held.master_dtype, device=held.param.device)
+    rows = torch.zeros(found.comm.size, held.partition.chunk + 1, dtype=held.master_dtype, device=held.param.device)
     if piece is not None:
         rows[found.comm.rank, :length] = piece
     rows[found.comm.rank, -1] = 1 if piece is not None or length == 0 else 0
@@ -211,7 +211,7 @@ def _whole(held: ShardedParam, piece: Tensor | None, missing: str = "") -> Tenso
     if not bool(rows[:, -1].all()):
         raise ValueError(missing)
     whole = torch.empty(held.numel, dtype=rows.dtype, device=rows.device)
-    held.cut.from_rows(rows[:, :-1], whole)
+    held.partition.from_rows(rows[:, :-1], whole)
     return whole.view(held.shape)
 
 

@@ -79,7 +79,7 @@ DeepSpeedCPULion = _optimizer(
 
 FusedLamb = _optimizer(
     "FusedLamb", "Lamb", "params",
-    "LAMB, for ZeRO stage 0: in the others it must know what is cut, and so be made from the configuration.",
+    "LAMB, for ZeRO stage 0: in the others it must know what is sharded, and so be made from the configuration.",
     lr=1e-3, bias_correction=True, betas=BETAS, eps=1e-8, eps_inside_sqrt=False, weight_decay=0.0, max_grad_norm=0.0,
     max_coeff=10.0, min_coeff=0.01, amsgrad=False,
 )  # fmt: skip

@@ -21,7 +21,7 @@ from ..config.loading import read
 from ..setup.initialize import initialize as initialize_engine
 from ..setup.parallelize import stages_of
 from ..train.base_engine import BaseEngine
-from ..zero.registry import holder
+from ..zero.holder import holder
 from ..zero.shard import ShardedParam
 from .z3_leaf import check_leaves, get_z3_leaf_modules
 
@@ -89,7 +89,8 @@ def initialize(
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, *, tp_group: Any = None
 ) -> nn.Module:
-    """Have `initialize` cut the layers of `model` over `tp_size` ranks; until then it stays as it is, and is returned.
+    """Have `initialize` shard the layers of `model` over `tp_size` ranks; until then it stays as it is, and is
+    returned.
 
     Raises ValueError for a `config` with another size, and for a `tp_group` that is not this rank's, which are the
     `tp_size` neighbours it is among. Of the configuration no more is read here: `initialize` takes its own.
@@ -109,7 +110,7 @@ def tp_model_init(
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Nothing is left to be done: `tensor_parallel` in the configuration has layers cut for training."""
+    """Nothing is left to be done: `tensor_parallel` in the configuration has layers sharded for training."""
     if not training:
         raise ValueError(
             "set_autotp_mode: the engine trains and does not serve; write training=True, or leave it out: "
@@ -160,7 +161,7 @@ def _check_elements(model: nn.Module) -> None:
     if name is not None:
         raise ValueError(
             f"initialize: {name} is on the meta device and has no elements: make the model within deepspeed.zero.Init, "
-            "which cuts parameters as they are made, or give it elements first, as model.to_empty(device=...) and "
+            "which shards parameters as they are made, or give it elements first, as model.to_empty(device=...) and "
             "load_state_dict do"
         )
 
@@ -238,6 +239,6 @@ def _check_mpu(mpu: Any, config: Config) -> None:
     if (size, rank) != (ours, mine):
         raise ValueError(
             f"initialize: by mpu this rank is number {rank} of {size} that share each layer, and by the configuration "
-            f"number {mine} of {ours}: write tensor_parallel.autotp_size, which cuts whole layers over ranks that are "
-            "neighbours (layers that the script has cut itself are not supported)"
+            f"number {mine} of {ours}: write tensor_parallel.autotp_size, which shards whole layers over ranks that "
+            "are neighbours (layers that the script has sharded itself are not supported)"
         )

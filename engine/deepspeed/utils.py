@@ -8,7 +8,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Final
@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from ..tree import each_tensor
 from .accelerator import get_accelerator, host_memory
 from .start import last_engine
 
@@ -40,26 +41,13 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
             copies[key] = tensor.detach().to(device, copy=True)
         return copies[key]
 
-    return map_tensors(item, copy)
+    return each_tensor(item, copy)
 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
     """`item` with its tensors on `device`, however nested; with `criterion_func` those of which it is true."""
-    return map_tensors(item, lambda tensor: tensor.to(device), criterion_func)
-
-
-def map_tensors(
-    item: Any, change: Callable[[torch.Tensor], torch.Tensor], wanted: Callable[[Any], bool] | None = None
-) -> Any:
-    """`item` with its `wanted` tensors changed, in dicts, lists and tuples of the same kind."""
-    if isinstance(item, torch.Tensor):
-        return change(item) if wanted is None or wanted(item) else item
-    if isinstance(item, Mapping):
-        return type(item)({key: map_tensors(value, change, wanted) for key, value in item.items()})  # type: ignore[call-arg]
-    if isinstance(item, list | tuple):
-        make = getattr(type(item), "_make", type(item))  # a named tuple takes its fields one by one
-        return make(map_tensors(value, change, wanted) for value in item)
-    return item
+    wanted = criterion_func or (lambda tensor: True)
+    return each_tensor(item, lambda tensor: tensor.to(device) if wanted(tensor) else tensor)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

@@ -73,7 +73,8 @@ def _mark_classes(
 ) -> list[nn.Module]:
     found = [module for module in model.modules() if any(_is_of(module, wanted) for wanted in classes)]
     if not found and raise_if_not_found:
-        raise ValueError(f"the model has no module of {list(classes)}; it has {_classes(model)}")
+        there = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+        raise ValueError(f"the model has no module of {list(classes)}; it has {there}")
     for module in found:
         set_z3_leaf_module(module, flag)
     return found
@@ -97,11 +98,7 @@ def _mark_names(
         found |= fitting
         missing += [] if fitting else [text]
     if missing and raise_if_not_found:
-        raise ValueError(f"the model has no module {missing}; named_modules() tells their names")
+        raise ValueError(f"the model has no module {missing}; named_modules() has their names")
     for module in found.values():
         set_z3_leaf_module(module, flag)
     return list(found.values()), missing
-
-
-def _classes(model: nn.Module) -> str:
-    return ", ".join(sorted({type(module).__name__ for module in model.modules()}))

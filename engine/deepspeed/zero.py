@@ -14,7 +14,7 @@ from torch import nn
 from ..config.loading import read
 from ..zero import GatheredParameters as GatheredParameters
 from ..zero import Init as _Init
-from ..zero.registry import holder
+from ..zero.holder import holder
 from ..zero.shard import ShardedParam
 from .start import engine_of
 
@@ -54,7 +54,7 @@ class ZeroParamStatus(enum.Enum):
 
 
 class ZeroParamType(enum.Enum):
-    """Whether a parameter is cut."""
+    """Whether a parameter is sharded."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -92,7 +92,7 @@ def describe_parameters() -> None:
         setattr(nn.Parameter, name, property(describe))
 
 
-def _cut(param: nn.Parameter) -> ShardedParam:
+def _sharded(param: nn.Parameter) -> ShardedParam:
     """Raises AttributeError for a parameter that stage 3 has not, so that `hasattr` is False."""
     found = holder(param)
     if found is not None and found.sharded.persistent:
@@ -105,11 +105,11 @@ def _cut(param: nn.Parameter) -> ShardedParam:
 
 
 DESCRIPTIONS: Final[Mapping[str, Callable[[nn.Parameter], Any]]] = {
-    "ds_id": lambda param: _cut(param).index,
-    "ds_numel": lambda param: _cut(param).numel,
-    "ds_shape": lambda param: _cut(param).shape,
-    "ds_status": lambda param: ZeroParamStatus.AVAILABLE if _cut(param).resident else ZeroParamStatus.NOT_AVAILABLE,
-    "ds_tensor": lambda param: _cut(param).shard,
-    "partition_numel": lambda param: partial(getattr, _cut(param).cut, "chunk"),
+    "ds_id": lambda param: _sharded(param).index,
+    "ds_numel": lambda param: _sharded(param).numel,
+    "ds_shape": lambda param: _sharded(param).shape,
+    "ds_status": lambda param: ZeroParamStatus.AVAILABLE if _sharded(param).resident else ZeroParamStatus.NOT_AVAILABLE,
+    "ds_tensor": lambda param: _sharded(param).shard,
+    "partition_numel": lambda param: partial(getattr, _sharded(param).partition, "chunk"),
 }
 """Attribute -> what it says of a parameter."""

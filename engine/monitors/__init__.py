@@ -56,7 +56,7 @@ def start(
 
     Rank 0 prints and writes; of the others only comms_logger listens.
 
-    `group_size` tells the number of ranks of the group that a span names, `samples` how many were seen, those of the
+    `group_size` gives the number of ranks of the group that a span names, `samples` how many were seen, those of the
     step under way included; `gather` is for the stragglers' table, see `CommsLogger`.
     """
     listeners: list[Listener] = []
@@ -84,7 +84,7 @@ def start(
             listeners.append(curves)
         if config.wall_clock_breakdown:
             timer = timer_for(device) if device.type == "cuda" else None
-            listeners.append(WallClock(every, show, curves.tell if writers else None, timer))
+            listeners.append(WallClock(every, show, curves.write if writers else None, timer))
         if config.memory_breakdown:
             listeners.append(MemoryBreakdown(meter_for(device), every, show))
         if config.flops_profiler.enabled:

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from ..hooks import Span
 
 MAX_ROWS: Final = 1000
-"""Distinct messages that are told apart. Sizes met later are counted with the next power of two."""
+"""Distinct messages that are counted apart. Sizes met later are counted with the next power of two."""
 
 RECENT: Final = 10_000
 """Communications that the stragglers' table looks back on."""
@@ -108,7 +108,7 @@ class CommsLogger:
         self._verbose = verbose
         self._gather = gather
         self._show = show
-        self._lock = threading.Lock()  # each lane tells on its own thread
+        self._lock = threading.Lock()  # each lane reports on its own thread
         self._tallies: defaultdict[LoggedMessage, Tally] = defaultdict(Tally)
         self._recent: deque[Sample] = deque(maxlen=RECENT)
 

@@ -3,7 +3,7 @@
 Counting slows down every operator, so what is timed is not what is counted: the first micro-batch of the step before
 `profile_step` is counted, that of `profile_step` itself is timed. Operations of backward are counted too, and so
 include what is recomputed. Operations are those of this rank: of its layers, where they are divided, and of its part
-of each, where they are cut.
+of each, where they are sharded.
 """
 
 from __future__ import annotations

@@ -100,10 +100,9 @@ class MemoryBreakdown:
         phase.after = self._meter.used()
         phase.peak = max(phase.peak, self._meter.peak())
         if name == "step" and (span.step + 1) % self._every == 0:
-            self._show(f"[step {span.step + 1}] memory (MiB) | " + " | ".join(map(_column, self._phases.items())))
+            columns = (
+                f"{name}: {phase.before / 2**20:.1f} -> {phase.after / 2**20:.1f}, peak {phase.peak / 2**20:.1f}"
+                for name, phase in self._phases.items()
+            )
+            self._show(f"[step {span.step + 1}] memory (MiB) | {' | '.join(columns)}")
             self._phases.clear()
-
-
-def _column(item: tuple[str, _Phase]) -> str:
-    name, phase = item
-    return f"{name}: {phase.before / 2**20:.1f} -> {phase.after / 2**20:.1f}, peak {phase.peak / 2**20:.1f}"

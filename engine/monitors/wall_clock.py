@@ -1,4 +1,4 @@
-"""`wall_clock_breakdown`: where the time of a step goes, as the engine's spans tell it."""
+"""`wall_clock_breakdown`: where the time of a step goes, by the engine's spans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from ..hooks import Span
 
-Tell = Callable[[str, float], None]
+Write = Callable[[str, float], None]
 """Takes what a step spent: the name of a curve, and ms."""
 
 CURVES: Final = {
@@ -31,24 +31,24 @@ class WallClock:
     recompute         the part of bwd_inner that ran forwards again
     reduce            communication of gradients, on whatever lane and whether or not anything waited for it
 
-    `tell` gets what each step spent, too. On CPU the times are the spans' own, and nothing is synchronized. With a
-    `timer` phases are timed by the device, which does not run when it is told to: there a wait is the stream's, so
-    bwd_inner and bwd_allreduce cannot be told apart and are left out, and the step's end is waited for where numbers
-    are printed or told.
+    `write` gets what each step spent, too. On CPU the times are the spans' own, and nothing is synchronized. With a
+    `timer` phases are timed by the device, which does not run when it is called: there a wait is the stream's, so
+    bwd_inner and bwd_allreduce cannot be separated and are left out, and the step's end is waited for where numbers
+    are printed or written.
     """
 
     def __init__(
         self,
         every: int,
         show: Callable[[str], None] = print,
-        tell: Tell | None = None,
+        write: Write | None = None,
         timer: Timer | None = None,
     ) -> None:
         self._every = every
         self._show = show
-        self._tell = tell
+        self._write = write
         self._timer = timer
-        self._lock = threading.Lock()  # lanes tell of their communications on their own threads
+        self._lock = threading.Lock()  # lanes report their communications on their own threads
         self._ns: Counter[str] = Counter()
         self._window: list[Counter[str]] = []
         """Of each step since the last line, ns by part."""
@@ -92,20 +92,20 @@ class WallClock:
             spent, self._ns = self._ns, Counter()
         self._window.append(spent)
         prints = steps % self._every == 0
-        if self._timer is not None and (prints or self._tell is not None):
+        if self._timer is not None and (prints or self._write is not None):
             for part, start, end in self._stamps:
                 spent[part] += round(1e9 * self._timer.seconds(start, end))
             self._stamps.clear()
-        if self._tell is not None:
+        if self._write is not None:
             for name, ms in self._columns(spent).items():
                 if name in CURVES:
-                    self._tell(f"elapsed_time_ms_{CURVES[name]}", ms)
+                    self._write(f"elapsed_time_ms_{CURVES[name]}", ms)
         if prints:
             total = sum(self._window, Counter())
             columns = {name: ms / len(self._window) for name, ms in self._columns(total).items()}
             self._window.clear()
-            told = " | ".join(f"{name}: {ms:.2f}" for name, ms in columns.items())
-            self._show(f"[step {steps}] time (ms) | {told}")
+            text = " | ".join(f"{name}: {ms:.2f}" for name, ms in columns.items())
+            self._show(f"[step {steps}] time (ms) | {text}")
 
     def _columns(self, ns: Counter[str]) -> dict[str, float]:
         parts = {
@@ -128,7 +128,7 @@ PHASES: Final = ("forward", "backward", "recompute", "step")
 
 
 def phase_of(span: Span) -> str | None:
-    """The phase that `span` is, if one. A pipeline tells of its forwards as actions, those of `eval_batch` too."""
+    """The phase that `span` is, if one. A pipeline reports its forwards as actions, those of `eval_batch` too."""
     if span.kind == "phase" and span.name in PHASES:
         return span.name
     if span.kind == "pipe" and span.name == "F" and torch.is_grad_enabled():
@@ -137,7 +137,7 @@ def phase_of(span: Span) -> str | None:
 
 
 class Timer(Protocol):
-    """Takes stamps on the way, and tells the time between two of them afterwards."""
+    """Takes stamps on the way, and gives the time between two of them afterwards."""
 
     def stamp(self) -> Any: ...
     def seconds(self, start: Any, end: Any) -> float: ...

@@ -26,7 +26,7 @@ class Writer(Protocol):
 
 
 class Curves:
-    """Hands the engine's gauges to all writers, and what else is told by `tell`.
+    """Passes the engine's gauges to all writers, and what else `write` gets.
 
     `samples`: how many were seen, over all ranks, with those of the step under way.
     """
@@ -40,9 +40,9 @@ class Curves:
 
     def end(self, span: Span) -> None:
         if span.kind == "gauge" and span.name in GAUGES and span.value is not None:
-            self.tell(span.name, span.value)
+            self.write(span.name, span.value)
 
-    def tell(self, name: str, value: float) -> None:
+    def write(self, name: str, value: float) -> None:
         samples = self._samples()
         for writer in self._writers:
             writer.write(name, value, samples)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 
 from ..hooks import Hooks
 from ..zero.shard import ShardedParam
+from ..zero.zero import tiles_of
 from .disk import Disk
 from .optimizer import InMemory, OnDisk, States
 from .params import PieceFile, to_host
@@ -84,3 +85,24 @@ def open_offload(config: Config, device: torch.device, hooks: Hooks, rank: int =
             file = PieceFile(disk("offload_param", pieces.nvme_path), device, pieces)
             take = file.take
     return Offload(store, take, disks, file)
+
+
+def idle_pipelines(config: Config, tiles: Sequence[Sequence[ShardedParam]]) -> Iterator[str]:
+    """A warning for each key that is to have the disk work beside the step, where a single tile leaves nothing to."""
+    zero = config.zero_optimization
+    section = zero.offload_optimizer
+    if section is None or section.device != "nvme" or zero.stage < 1 or len(tiles) != 1:
+        return
+    elements = sum(param.partition.chunk for param in tiles[0])
+    # As many tiles as there are buffers, so that one is read and one written while one is stepped.
+    size = max(1, -(-elements // max(3, section.buffer_count)))
+    if len(tiles_of(tiles[0], size)) > 1:
+        instead = f'write "sub_group_size": {size} or less'
+    else:
+        instead = "there is one parameter, and a tile has one at least"
+    for key in ("pipeline_read", "pipeline_write"):
+        if getattr(section, key):
+            yield (
+                f"zero_optimization.offload_optimizer.{key}: has no effect; what a rank steps, {elements} elements, is "
+                f"one tile of at most {zero.sub_group_size} (sub_group_size): {instead}"
+            )

@@ -36,7 +36,7 @@ class OffloadError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What is told of a read or write: see `hooks.Span`."""
+    """What is reported of a read or write: see `hooks.Span`."""
 
     purpose: Purpose
     module: str | None = None
@@ -108,7 +108,7 @@ class Disk:
             file.close()
 
     def explain(self, error: OSError, what: str, nbytes: int = 0) -> OffloadError:
-        """What the user is told of an error while `what` was to take `nbytes` more."""
+        """The error for the user while `what` was to take `nbytes` more."""
         where, code = f"{self.key}: {self.folder}", error.errno
         if code in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(self.folder).free
@@ -213,7 +213,7 @@ class File:
             raise self.explain(error, 0) from error
 
     def explain(self, error: OSError, nbytes: int) -> OffloadError:
-        """What the user is told of an error."""
+        """The error for the user."""
         return self._disk.explain(error, self._what, nbytes)
 
     def close(self) -> None:
@@ -245,7 +245,7 @@ def _move(
     offset: int,
     aio: AioConfig,
 ) -> None:
-    """`queue_depth` blocks a system call, which the kernel hands to the disk together."""
+    """`queue_depth` blocks a system call, which the kernel passes to the disk together."""
     block = round_up(aio.block_size)
     depth = min(aio.queue_depth, os.sysconf("SC_IOV_MAX"))
     at = 0

@@ -28,7 +28,7 @@ MASTER: Final = ""
 
 
 class States(Protocol):
-    """Masters and states between steps. Made before the masters, and told of the optimizer when it is there."""
+    """Masters and states between steps. Made before the masters, and given the optimizer when it is there."""
 
     def make_master(self, param: ShardedParam) -> nn.Parameter:
         """The parameter that the optimizer steps; see `ShardedParam.make_master`."""

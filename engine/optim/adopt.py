@@ -43,8 +43,8 @@ def adopt(
     """Put masters where the optimizer's parameter groups have parameters of the model, in place.
 
     `replace` maps the latter to the former; frozen parameters are dropped. The groups keep their options, and state
-    that the optimizer already has is cut as its master is. `shards` tells which masters are pieces; `allow_untested` is
-    `zero_allow_untested_optimizer`.
+    that the optimizer already has is sharded as its master is. `shards` says which masters are pieces;
+    `allow_untested` is `zero_allow_untested_optimizer`.
 
     Raises ValueError for an optimizer that cannot work on masters, or on pieces, or of which that is not known, and for
     a parameter that the model does not have.
@@ -64,7 +64,9 @@ def adopt(
                 )
             master = replace[param]
             if param in optimizer.state:
-                states[master] = _cut(optimizer.state[param], param, master, pieces.get(master) or whole(master))
+                states[master] = _shard_state(
+                    optimizer.state[param], param, master, pieces.get(master) or whole(master)
+                )
     # Nothing is changed before all of it is known to be right.
     for group, kept in zip(optimizer.param_groups, chosen, strict=True):
         group["params"] = [replace[group["params"][at]] for at in kept]
@@ -127,7 +129,7 @@ def _check(optimizer: Optimizer, in_pieces: bool, allow_untested: bool) -> None:
         )
 
 
-def _cut(state: dict[str, Any], param: Tensor, master: Tensor, shard: Shard) -> dict[str, Any]:
+def _shard_state(state: dict[str, Any], param: Tensor, master: Tensor, shard: Shard) -> dict[str, Any]:
     """The master's part of a parameter's state: its piece of tensors as large as the parameter, the rest as it is."""
     result = {}
     for key, value in state.items():
@@ -144,26 +146,26 @@ def _cut(state: dict[str, Any], param: Tensor, master: Tensor, shard: Shard) -> 
     return result
 
 
-class Turn:
+class StepGuard:
     """Lets an optimizer step while the engine has it do so, and not when the script calls it: its masters have no
     gradients then, and new weights would reach no rank."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._now = False
+        self._allowed = False
         self._handle = optimizer.register_step_pre_hook(self._check)
 
     def __enter__(self) -> None:
-        self._now = True
+        self._allowed = True
 
     def __exit__(self, *_: object) -> None:
-        self._now = False
+        self._allowed = False
 
-    def end(self) -> None:
+    def remove(self) -> None:
         """The optimizer is the script's."""
         self._handle.remove()
 
     def _check(self, *_: object) -> None:
-        if not self._now:
+        if not self._allowed:
             raise RuntimeError(
                 "optimizer.step: the engine steps the optimizer: write engine.backward(loss) and engine.step() in the "
                 "place of loss.backward(), optimizer.step() and optimizer.zero_grad()"

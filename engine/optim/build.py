@@ -47,7 +47,7 @@ def build(
 ) -> Optimizer:
     """The optimizer `type` with the options `params` of a config, over masters or parameter groups of masters.
 
-    Options of a group win over `params`. `shards` tells LAMB and Muon of masters that are pieces; `group` is the
+    Options of a group win over `params`. `shards` describes masters that are pieces to LAMB and Muon; `group` is the
     data-parallel one, for OneBitAdam. Raises ValueError for a type or option that does not exist.
     """
     name = NAMES.get(type.lower())

@@ -95,7 +95,6 @@ class LRRangeTest(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The rates at `last_batch_iteration`, one a parameter group."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         increase = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
         return [lr * increase for lr in self.min_lr]
@@ -159,7 +158,6 @@ class OneCycle(Schedule):
             self._set_momentum(self.min_moms)
 
     def get_lr(self) -> list[float]:
-        """The rates at `last_batch_iteration`, one a parameter group."""
         if self.last_batch_iteration < self.total_size:
             scale = self._scale()
             return [low + (high - low) * scale for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
@@ -231,7 +229,6 @@ class WarmupLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The rates at `last_batch_iteration`, one a parameter group."""
         if self.last_batch_iteration < 0:
             return self.min_lrs
         gamma = self._gamma()
@@ -298,7 +295,6 @@ class WarmupCosineLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The rates at `last_batch_iteration`, one a parameter group."""
         ratio = self.get_lr_ratio()
         return [lr * ratio for lr in self.own_lrs]
 
@@ -335,7 +331,7 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Schedul
             )
         if issubclass(found, lr_scheduler.ReduceLROnPlateau):
             raise ValueError(
-                "scheduler.type is 'ReduceLROnPlateau', which must be told a metric at each step: "
+                "scheduler.type is 'ReduceLROnPlateau', which must be given a metric at each step: "
                 "leave the section out and step it in the training script"
             )
         make = found

@@ -1,6 +1,6 @@
 """1-bit Adam: after a warm-up the variance is frozen, and ranks exchange the signs of their momenta.
 
-The exchange has two legs. Each rank cuts its momenta into one chunk a rank and sends rank r the signs of chunk r and
+The exchange has two legs. Each rank divides its momenta into one chunk a rank and sends rank r the signs of chunk r and
 their scales; rank r, their server, averages what it gets and sends signs and scales of that to all. Both keep what the
 signs lost, the error, and add it the next time, so that over the steps nothing is lost. A value costs one bit each way.
 
@@ -192,7 +192,7 @@ def encode(rows: Tensor, alive: Tensor, widths: Sequence[int]) -> Tensor:
 
 
 def decode(messages: Tensor, widths: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """What `encode` made messages [n, bytes] of, but for what signs and scales cannot tell: [n, width]."""
+    """What `encode` made messages [n, bytes] of, but for what signs and scales do not hold: [n, width]."""
     scale_bytes = _SCALE_BYTES * len(widths)
     signs, scales = torch.split(messages, [messages.shape[1] - scale_bytes, scale_bytes], 1)
     rows = unpack_signs(signs, dtype)

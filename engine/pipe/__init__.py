@@ -3,14 +3,15 @@
 layers          layers as a script gives them, to be built where they are needed
 module          which layers are here, and their calls
 layer_info      what others may know of them
-deepspeed_api   what scripts ask by DeepSpeed's names
+placement       where they are
+deepspeed_names names of DeepSpeed's PipelineModule that are not there
 topology        where ranks are, by DeepSpeed's names
 treespec        what lies in what a stage returns
 p2p             activations and gradients between stages
 split_backward  weight gradients put off, for zero-bubble schedules
 step_data       the micro-batches that a step reads
 runtime         a plan, executed
-failure         whether it failed anywhere, and who is told
+failure         whether it failed anywhere, on all ranks
 layer_costs     what each layer takes
 """
 

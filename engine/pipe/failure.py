@@ -1,6 +1,6 @@
 """What became of a run of a plan, on all ranks of the job: they go on together or fail together.
 
-Ranks of a pipeline tell each other when one fails. Replicas and tensor-parallel ranks wait for each other in
+Ranks of a pipeline notify each other when one fails. Replicas and tensor-parallel ranks wait for each other in
 collectives instead, and a rank that failed does not come there. So it says why in the job's store, leaves the others
 some time to end their run, and then breaks the connections: who waits fails, too, and finds the cause in the store.
 """
@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..comm.comm import Comm, break_connections
-from .p2p import PipelineError, ToldError
+from .p2p import PeerError, PipelineError
 
 GRACE_S: Final = 5.0
-"""How long a rank that failed leaves to those that may be waiting for it: half of it before it comes to the verdict."""
+"""How long a rank that failed leaves to those that may be waiting for it: half of it before they agree."""
 
 
-class Verdict:
+class FailureConsensus:
     """Of one engine's runs, one after the other."""
 
     def __init__(self, everyone: Comm, groups: Sequence[dist.ProcessGroup | None], *, apart: bool) -> None:
@@ -56,14 +56,14 @@ class Verdict:
         """Until when, by `time.monotonic`, who fails now waits for others; None if that cannot be in vain."""
         return None if self._grace is None else time.monotonic() + self._grace
 
-    def tell(self, error: BaseException, where: str) -> None:
+    def report(self, error: BaseException, where: str) -> None:
         """Have every rank know why the run fails, as soon as one rank does. The first cause is kept."""
         if self._store is not None and not _lost(error):
             with suppress(RuntimeError):
                 text = f"rank {dist.get_rank()}: {error if isinstance(error, PipelineError) else said(error, where)}"
                 self._store.compare_set(str(self._runs), "", text)
 
-    def of(self, failed: BaseException | None, *, begun: bool) -> tuple[BaseException | None, bool]:
+    def agree(self, failed: BaseException | None, *, begun: bool) -> tuple[BaseException | None, bool]:
         """On all ranks, at the end of a run: what is to be raised if it failed on any of them, and whether any has
         `begun` to make gradients."""
         counts = torch.tensor([failed is not None, begun], dtype=torch.float32, device=self._everyone.device)
@@ -99,7 +99,7 @@ class Verdict:
             work.wait()
 
     def _of_cause(self, failed: BaseException | None) -> BaseException:
-        """A rank's own failure is raised there; what only follows from another's is told as that."""
+        """A rank's own failure is raised there; what only follows from another's is raised as that."""
         if failed is not None and not _lost(failed):
             return failed
         cause = None
@@ -121,4 +121,4 @@ def said(error: BaseException, where: str) -> str:
 
 def _lost(error: BaseException) -> bool:
     """Whether it says no more than that another rank is not there."""
-    return isinstance(error, ToldError | dist.DistError) or "gloo" in str(error)
+    return isinstance(error, PeerError | dist.DistError) or "gloo" in str(error)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..zero.registry import holder
+from ..zero.holder import holder
 from .module import PipelineModule
 from .p2p import Message, PipelineError, message_of
 from .runtime import arrived
@@ -32,7 +32,7 @@ def measure(module: PipelineModule, inputs: Any, path: str | Path | None = None,
     if repeats < 1:
         raise ValueError(f"measure: repeats={repeats}; write 1 or more")
     if any(holder(param) is not None for param in module.parameters()):
-        raise ValueError("measure: an engine has cut these parameters; measure before initialize, or after destroy")
+        raise ValueError("measure: an engine has sharded these parameters; measure before initialize, or after destroy")
     device = next((leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), torch.device("cpu"))
     layers: list[dict[str, Any]] = []
     message: Message | None = None

@@ -28,14 +28,14 @@ class TiedFunction:
 
 def paths(model: PipelineModule) -> list[str]:
     """The name in the pipeline of every layer of the row; those of functions are nobody's."""
-    return [model._path(layer) for layer in model._layers]
+    return [layer.path for layer in model._layers]
 
 
 def last_path(model: PipelineModule) -> str | None:
     """The name in the pipeline of the row's last layer, if that is a module that is here and is called itself."""
     layer = model._layers[-1]
     function = layer.source.forward_fn if isinstance(layer.source, TiedLayerSpec) else None
-    return model._path(layer) if isinstance(layer.built, nn.Module) and function is None else None
+    return layer.path if isinstance(layer.built, nn.Module) and function is None else None
 
 
 def places_of_tied(model: PipelineModule) -> dict[str, list[int]]:
@@ -43,7 +43,7 @@ def places_of_tied(model: PipelineModule) -> dict[str, list[int]]:
     found = {name: list(where) for name, (_, where) in model._shared.items()}
     for at, layer in enumerate(model._layers):
         if layer.key is not None:
-            found.setdefault(model._path(layer), []).append(at)
+            found.setdefault(layer.path, []).append(at)
     return found
 
 
@@ -54,7 +54,7 @@ def tied_functions(model: PipelineModule) -> Iterator[TiedFunction]:
     for at, layer in here:
         function = layer.source.forward_fn
         if function is not None and isinstance(layer.built, nn.Module):
-            yield TiedFunction(at, model._path(layer), layer.built, function, layer.key in called)
+            yield TiedFunction(at, layer.path, layer.built, function, layer.key in called)
 
 
 def call_instead(model: PipelineModule, at: int, call: Callable[[Any], Any] | None) -> None:

@@ -6,11 +6,15 @@ import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .p2p import PipelineError
+
+TIED: Final = "tied_modules"
+"""Where layers of a TiedLayerSpec are, by their key."""
 
 
 def name_of(function: Any) -> str:
@@ -96,7 +100,7 @@ class PipelineLayer:
 
     @property
     def kind(self) -> str:
-        """Its class, or the name of a function: what `type:REGEX` looks at, and what is told of it."""
+        """Its class, or the name of a function: what `type:REGEX` looks at, and what errors say."""
         if isinstance(self.source, LayerSpec):
             return self.source.class_name
         return type(self.source).__name__ if isinstance(self.source, nn.Module) else name_of(self.source)
@@ -105,6 +109,29 @@ class PipelineLayer:
     def key(self) -> str | None:
         """By which it is tied to others."""
         return self.source.key if isinstance(self.source, TiedLayerSpec) else None
+
+    @property
+    def path(self) -> str:
+        """The name in the pipeline that its module has."""
+        return self.name if self.key is None else f"{TIED}.{self.key}"
+
+    def build(self) -> nn.Module:
+        """Of a LayerSpec. Raises PipelineError, which names the layer, for whatever its class raises."""
+        try:
+            return self.source.build()  # type: ignore[no-any-return]
+        except Exception as error:
+            where = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
+            raise PipelineError(
+                f"layer {self.name} ({self.kind}) could not be built{where}: {type(error).__name__}: {error}"
+            ) from error
+
+    def function(self, built: Callable[..., Any]) -> Callable[[Any], Any]:
+        """What is called on the output of the layer before."""
+        if self.call is not None:
+            return self.call
+        if isinstance(self.source, TiedLayerSpec) and self.source.forward_fn is not None:
+            return functools.partial(self.source.forward_fn, built)  # type: ignore[arg-type]
+        return built
 
 
 def named(layers: Sequence[Any] | nn.Sequential) -> list[PipelineLayer]:
@@ -126,7 +153,7 @@ def named(layers: Sequence[Any] | nn.Sequential) -> list[PipelineLayer]:
     return [PipelineLayer(name, layer) for name, layer in children.items()]
 
 
-def told_of(layer: PipelineLayer, inputs: Any, *, by_name: bool) -> str:
+def where_raised(layer: PipelineLayer, inputs: Any, *, by_name: bool) -> str:
     """Where an error was raised: in `layer`, called on `inputs`. `by_name`: it is one of the modules of a model."""
     plain = isinstance(inputs, Tensor) and not inputs.is_nested  # a nested one has no shape
     what = f"a tensor of shape {tuple(inputs.shape)}" if plain else f"a {type(inputs).__name__}"
@@ -194,12 +221,12 @@ def shared_parameters(
 
 
 def described(layers: Sequence[PipelineLayer], shared: Mapping[str, Any]) -> dict[str, Any]:
-    """The layers, each in words, and which parameters several of them share, for `check_alike`."""
-    told = [f"{each.name} ({each.kind}{'' if each.key is None else f', tied as {each.key!r}'})" for each in layers]
-    return {"layers": told, "shared parameters": {name: list(where) for name, (_, where) in shared.items()}}
+    """The layers, each in words, and which parameters several of them share, for `check_agreement`."""
+    lines = [f"{each.name} ({each.kind}{'' if each.key is None else f', tied as {each.key!r}'})" for each in layers]
+    return {"layers": lines, "shared parameters": {name: list(where) for name, (_, where) in shared.items()}}
 
 
-def check_alike(said: Sequence[Mapping[str, Any]]) -> None:
+def check_agreement(said: Sequence[Mapping[str, Any]]) -> None:
     """Raise PipelineError if one of the ranks, all of which have said what they ask for, says otherwise than rank 0;
     name the first that does, and what it says."""
     for rank, other in enumerate(said):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,26 +16,24 @@ from ..comm.consensus import gather_objects
 from ..comm.launch import init_distributed
 from ..hooks import Hooks
 from ..partition import partition, read_costs
-from .deepspeed_api import UNKNOWN, ModuleNames
+from .deepspeed_names import UNSUPPORTED
 from .layers import (
+    TIED,
     LayerSpec,
     PipelineLayer,
-    TiedLayerSpec,
-    check_alike,
+    check_agreement,
     described,
     named,
     of_model,
     shared_parameters,
-    told_of,
+    where_raised,
 )
 from .p2p import PipelineError
-from .topology import PipelineGrid, ProcessTopology, stages_asked
+from .placement import NAMES, Placement
+from .topology import ProcessTopology, stages_asked
 
 Passage = Callable[[int, Callable[[Any], Any], Any], Any]
 """Calls a layer on its way through a stage: the layer's number, what is to be called, and on what -> its output."""
-
-TIED: Final = "tied_modules"
-"""Where layers of a TiedLayerSpec are, by their key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ class Tie:
     """This rank's, if it is one of them."""
 
 
-class PipelineModule(ModuleNames):
+class PipelineModule(nn.Module):
     """`layers`, one called on the output of the other, divided among `num_stages` pipeline ranks.
 
     Arguments are DeepSpeed's, and some more:
@@ -101,14 +98,10 @@ class PipelineModule(ModuleNames):
         self._by_name = model is not None
         self._shared = shared_parameters(self._layers, model)
         self.loss_fn = loss_fn
-        self._topology = topology
         self.partition_method = partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
-        self.virtual_stages = virtual_stages
         self.hooks = Hooks()
         """Those of the engine, once there is one."""
-        self.grid: PipelineGrid | None = None
-        """Where this rank is, once there is an engine."""
         self.passage: Callable[[int, int], Passage] | None = None
         """Makes, for each pass through layers `start` to before `stop`, what calls them; recomputation calls it too."""
         self._seed = (seed_fn or torch.manual_seed) if seed_layers else None
@@ -116,12 +109,10 @@ class PipelineModule(ModuleNames):
         self._costs = costs
         self._checkpointable = checkpointable_layers
         self._checkpoint = activation_checkpoint_func
-        self.num_stages = stages_asked(num_stages, topology)
-        self.bounds: list[int] = []
-        """Layers `bounds[s]` to before `bounds[s + 1]` are stage s; empty until the stages are known."""
-        self._rank = 0
-        if self.num_stages is not None:
-            self.arrange_everywhere(self.num_stages, *_place(self.num_stages))
+        asked = stages_asked(num_stages, topology)
+        self.placement = Placement(asked, virtual_stages, topology)
+        if asked is not None:
+            self.arrange_everywhere(asked, _stage_id(asked))
 
     # --- which layers are here
 
@@ -135,21 +126,22 @@ class PipelineModule(ModuleNames):
     ) -> None:
         """Have the layers that pipeline rank `rank` of `num_stages` has, and no others. Layers that are here already
         stay as they are. Raises ValueError if the layers cannot be divided so."""
-        self.virtual_stages = virtual_stages or self.virtual_stages
+        placement = self.placement
+        placement.virtual_stages = virtual_stages or placement.virtual_stages
         self.partition_method = self.partition_method if method is None else method
         self._costs = self._costs if costs is None else costs
-        stages = num_stages * self.virtual_stages
+        stages = num_stages * placement.virtual_stages
         kind = self.partition_method.lower() if isinstance(self.partition_method, str) else ""
         bounds = partition(
             self.partition_method, stages, [layer.kind for layer in self._layers],
             parameters=self._parameter_counts() if kind == "parameters" else None,
             costs=self._measured_costs() if kind == "measured" else None,
         )  # fmt: skip
-        self.num_stages, self.bounds, self._rank = num_stages, bounds, rank
-        here = {at for stage in self.stages for at in range(bounds[stage], bounds[stage + 1])}
+        placement.num_stages, placement.bounds, placement.stage_id = num_stages, bounds, rank
+        here = {at for stage in placement.stages for at in range(bounds[stage], bounds[stage + 1])}
         loss_fn = self.loss_fn
         self._modules.clear()
-        if num_stages * self.virtual_stages - 1 in self.stages:
+        if placement.is_last():
             self.loss_fn = loss_fn  # which may be a module, and goes where the model goes
         else:
             self.__dict__["loss_fn"] = loss_fn  # whose parameters, if it has any, are the last stage's
@@ -161,7 +153,7 @@ class PipelineModule(ModuleNames):
         for at in sorted(here):
             built = self._layers[at].built
             if isinstance(built, nn.Module):
-                _register(self, self._path(self._layers[at]), built)
+                _register(self, self._layers[at].path, built)
 
     def arrange_everywhere(
         self,
@@ -180,30 +172,36 @@ class PipelineModule(ModuleNames):
         said = gather_objects((
             {
                 "stages": num_stages,
-                "virtual_stages": virtual_stages or self.virtual_stages,
+                "virtual_stages": virtual_stages or self.placement.virtual_stages,
                 "partition_method": method_asked if isinstance(method_asked, str) else list(method_asked),
                 **described(self._layers, self._shared),
             },
             self._costs if costs is None else costs,
         ))  # fmt: skip
-        check_alike([asked for asked, _ in said])
+        check_agreement([asked for asked, _ in said])
         failed: Exception | None = None
         try:
             self.arrange(num_stages, rank, virtual_stages, method, said[0][1])
         except Exception as error:
             failed = error
-        outcomes = gather_objects((None if failed is None else str(failed), self.bounds))
+        outcomes = gather_objects((None if failed is None else str(failed), self.placement.bounds))
         if failed is not None:
             raise failed
         for number, (text, _) in enumerate(outcomes):
             if text is not None:
                 raise PipelineError(f"PipelineModule: rank {number} has no layers: {text}")
-        check_alike([{"bounds": bounds} for _, bounds in outcomes])
+        check_agreement([{"bounds": bounds} for _, bounds in outcomes])
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Layers between two activation checkpoints from now on; 0 keeps all activations."""
+        if interval < 0:
+            raise ValueError(f"set_checkpoint_interval: {interval}; write 0, or the number of layers between two")
+        self.activation_checkpoint_interval = interval
 
     @property
     def forward_funcs(self) -> list[Callable[[Any], Any]]:
         """What is called here, layer by layer."""
-        return [_called(layer, layer.built) for layer in self._layers if layer.built is not None]
+        return [layer.function(layer.built) for layer in self._layers if layer.built is not None]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """torch.compile each layer that is here, with its arguments."""
@@ -217,18 +215,11 @@ class PipelineModule(ModuleNames):
         """Name and function of every layer, one after the other; those that are not here are built for as long."""
         for at, layer in enumerate(self._layers):
             built = layer.built if layer.built is not None else self._build(at, layer)
-            yield layer.name, _called(layer, built)
-
-    @property
-    def stages(self) -> list[int]:
-        """The stages that are here."""
-        if self.num_stages is None:
-            raise RuntimeError(UNKNOWN)
-        return [self._rank + turn * self.num_stages for turn in range(self.virtual_stages)]
+            yield layer.name, layer.function(built)
 
     def end_of(self, stage: int) -> str:
         """What returns the output of `stage`, in words."""
-        layer = self._layers[self.bounds[stage + 1] - 1]
+        layer = self._layers[self.placement.bounds[stage + 1] - 1]
         return f"layer {layer.name} ({layer.kind}), the last of stage {stage} of the pipeline,"
 
     def forget_others(self) -> None:
@@ -239,16 +230,15 @@ class PipelineModule(ModuleNames):
 
     def ties(self) -> list[Tie]:
         """What several pipeline ranks share; the same list on all of them, but for the parameters."""
-        assert self.num_stages is not None
         found: dict[str, Tie] = {}
         for key in dict.fromkeys(layer.key for layer in self._layers if layer.key is not None):
             where = [at for at, layer in enumerate(self._layers) if layer.key == key]
             local = [layer.built for layer in self._layers if layer.key == key and isinstance(layer.built, nn.Module)]
             name = f"{TIED}.{key}"
-            found[name] = Tie(name, self._ranks_of(where), list(local[0].parameters()) if local else [])
+            found[name] = Tie(name, self.placement.owners(where), list(local[0].parameters()) if local else [])
         for name, (param, where) in self._shared.items():
-            mine = self._rank in self._ranks_of(where)
-            found[name] = Tie(name, self._ranks_of(where), [param] if mine else [])
+            ranks = self.placement.owners(where)
+            found[name] = Tie(name, ranks, [param] if self.placement.stage_id in ranks else [])
         return [tie for tie in found.values() if len(tie.ranks) > 1]
 
     def names(self) -> dict[nn.Parameter, str]:
@@ -260,12 +250,12 @@ class PipelineModule(ModuleNames):
 
     def forward(self, inputs: Any, stage: int | None = None) -> Any:
         """Call the layers of `stage`, by default of all stages that are here, one on the output of the other."""
-        for here in self.stages if stage is None else [stage]:
+        for here in self.placement.stages if stage is None else [stage]:
             inputs = self._run(here, inputs)
         return inputs
 
     def _run(self, stage: int, inputs: Any) -> Any:
-        start, stop = self.bounds[stage], self.bounds[stage + 1]
+        start, stop = self.placement.bounds[stage : stage + 2]
         every = self.activation_checkpoint_interval
         passage = None if self.passage is None else self.passage(start, stop)
         if not every or not torch.is_grad_enabled():
@@ -282,12 +272,12 @@ class PipelineModule(ModuleNames):
         def run(inputs: Any) -> Any:
             for at, layer in enumerate(self._layers[start:stop], start):
                 assert layer.built is not None
-                call = _called(layer, layer.built)
+                call = layer.function(layer.built)
                 try:
                     with self.hooks.span("module", layer.name):
                         inputs = call(inputs) if passage is None else passage(at, call, inputs)
                 except Exception as error:
-                    error.add_note(told_of(layer, inputs, by_name=self._by_name))
+                    error.add_note(where_raised(layer, inputs, by_name=self._by_name))
                     raise
             return inputs
 
@@ -312,6 +302,20 @@ class PipelineModule(ModuleNames):
 
     # --- inside
 
+    def __getattr__(self, name: str) -> Any:
+        """What is asked of the placement; an error says what to write instead of what is DeepSpeed's alone."""
+        if name in NAMES and "placement" in self.__dict__:
+            return getattr(self.placement, name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name not in UNSUPPORTED:
+                raise
+        raise AttributeError(f"PipelineModule.{name}: dsprof's engine does not have it: {UNSUPPORTED[name]}")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *NAMES})  # type: ignore[no-untyped-call]
+
     def _build(self, at: int, layer: PipelineLayer) -> Callable[..., Any]:
         if layer.source is None:
             raise RuntimeError(
@@ -325,10 +329,7 @@ class PipelineModule(ModuleNames):
             return existing
         if self._seed is not None:
             self._seed(self._base_seed + (same[0] if same else at))
-        return _built(layer)
-
-    def _path(self, layer: PipelineLayer) -> str:
-        return layer.name if layer.key is None else f"{TIED}.{layer.key}"
+        return layer.build()
 
     def _parameter_counts(self) -> list[int]:
         """Of each layer. What is not built yet is built without memory for it."""
@@ -340,7 +341,7 @@ class PipelineModule(ModuleNames):
             seen.add(layer.key)
             if isinstance(module, LayerSpec):
                 with torch.device("meta"):
-                    module = _built(layer)
+                    module = layer.build()
             counts.append(sum(p.numel() for p in module.parameters()) if isinstance(module, nn.Module) else 0)
         return counts
 
@@ -349,34 +350,8 @@ class PipelineModule(ModuleNames):
             return read_costs(self._costs, [layer.name for layer in self._layers])
         return self._costs
 
-    def _ranks_of(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """Pipeline ranks that have at least one of `layers`, in the order of their first stage."""
-        assert self.num_stages is not None
-        stages = [next(s for s in range(len(self.bounds) - 1) if at < self.bounds[s + 1]) for at in sorted(layers)]
-        return tuple(dict.fromkeys(stage % self.num_stages for stage in stages))
 
-
-def _built(layer: PipelineLayer) -> nn.Module:
-    """Of a LayerSpec. Raises PipelineError, which names the layer, for whatever its class raises."""
-    try:
-        return layer.source.build()  # type: ignore[no-any-return]
-    except Exception as error:
-        where = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
-        raise PipelineError(
-            f"layer {layer.name} ({layer.kind}) could not be built{where}: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _called(layer: PipelineLayer, built: Callable[..., Any]) -> Callable[[Any], Any]:
-    """What is called on the output of the layer before."""
-    if layer.call is not None:
-        return layer.call
-    if isinstance(layer.source, TiedLayerSpec) and layer.source.forward_fn is not None:
-        return functools.partial(layer.source.forward_fn, built)  # type: ignore[arg-type]
-    return built
-
-
-def _place(num_stages: int) -> tuple[int]:
+def _stage_id(num_stages: int) -> int:
     """This process' place in a pipeline: the stages are the outermost axis of the ranks, whatever the others are."""
     if not dist.is_initialized():
         init_distributed()
@@ -387,7 +362,7 @@ def _place(num_stages: int) -> tuple[int]:
             f"PipelineModule: {num_stages} stages do not divide the {ranks} rank{'s' if ranks > 1 else ''} of the job; "
             f"write one of {', '.join(map(str, fitting))}, or start {num_stages} ranks"
         )
-    return (dist.get_rank() // (ranks // num_stages),)
+    return dist.get_rank() // (ranks // num_stages)
 
 
 def _register(root: nn.Module, path: str, module: nn.Module) -> None:

@@ -1,12 +1,12 @@
 """What stages send each other: messages of tensors, each way on lanes of its own.
 
 A message says itself what is in it, so shapes may differ from one micro-batch to the next, and a rank that fails can
-tell its neighbours, who would wait for it otherwise.
+notify its neighbours, who would wait for it otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -39,13 +39,13 @@ class PipelineError(RuntimeError):
     """A stage failed; the message names it and says why."""
 
 
-class ToldError(PipelineError):
-    """Another rank failed, and told this one."""
+class PeerError(PipelineError):
+    """Another rank failed, and said so."""
 
 
 @dataclass(slots=True)
 class Message:
-    """What a stage hands to another: its output, or the gradients of what it got."""
+    """What a stage passes to another: its output, or the gradients of what it got."""
 
     tensors: list[Tensor]
     wanted: list[bool]
@@ -136,13 +136,13 @@ class Link:
 
         def work() -> None:
             if self._ended is not None:
-                raise ToldError(self._ended)
+                raise PeerError(self._ended)
             head = torch.empty(HEADER, dtype=torch.int64)
             _wait([dist.irecv(head, group=self._host_group, group_src=self._from)])
             numbers = head.tolist()
             if numbers[0] == FAILED:
                 self._ended = self._read(numbers[1])
-                raise ToldError(self._ended)
+                raise PeerError(self._ended)
             message, microbatch = _empty(numbers, self._device)
             if numbers[1] >= len(PLAIN):
                 message.form = self._read(numbers[1] - len(PLAIN))
@@ -158,7 +158,7 @@ class Link:
         return Arrival(self._in.submit(work, self._label("recv", self._from, None, at)), box)
 
     def fail(self, reason: str, at: Place) -> Ticket:
-        """In the place of the next message: tell who waits for it that no more will come in this step."""
+        """In the place of the next message: say that no more will come in this step."""
         text = _text(reason)
 
         def work() -> None:
@@ -178,7 +178,7 @@ class Link:
         _wait([work for work, _ in posted])
 
     def poll(self) -> None:
-        """Tell of what has ended on a device since."""
+        """Report what has ended on a device since."""
         self._out.poll()
         self._in.poll()
 
@@ -228,27 +228,10 @@ class Links:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups that they use."""
-        return [link.group for link in self.by_way.values()]
+        return [link.group for link in self]
 
-    def begin(self) -> None:
-        """A new step."""
-        for link in self.by_way.values():
-            link.begin()
-
-    def settle(self) -> None:
-        """What was sent has arrived, or is on its way there without this rank."""
-        for link in self.by_way.values():
-            link.settle()
-
-    def poll(self) -> None:
-        """Tell of what has ended on a device since."""
-        for link in self.by_way.values():
-            link.poll()
-
-    def close(self) -> None:
-        """End the lanes."""
-        for link in self.by_way.values():
-            link.close()
+    def __iter__(self) -> Iterator[Link]:
+        return iter(self.by_way.values())
 
 
 def open_links(mesh: Mesh, device: torch.device, hooks: Hooks, *, wraps: bool) -> Links:

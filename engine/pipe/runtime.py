@@ -19,7 +19,7 @@ from ..comm.lane import Ticket
 from ..hooks import Hooks
 from ..schedule import Action, Plan
 from ..zero import Zero
-from .failure import Verdict, said
+from .failure import FailureConsensus, said
 from .module import PipelineModule
 from .p2p import Arrival, Link, Links, Message, PipelineError, Way, message_of
 from .split_backward import Work, deferring
@@ -33,7 +33,7 @@ WAYS: Final[tuple[Way, ...]] = ("F", "B")
 
 
 class Reduction:
-    """Tells ZeRO of the pipeline's backwards: stages 0 and 1 reduce in the last, the others in each."""
+    """Announces the pipeline's backwards to ZeRO: stages 0 and 1 reduce in the last, the others in each."""
 
     def __init__(self, zero: Zero) -> None:
         self._zero = zero
@@ -80,16 +80,22 @@ class Runner:
     """One rank's side of a pipeline."""
 
     def __init__(
-        self, module: PipelineModule, rank: int, links: Links, hooks: Hooks, device: torch.device, verdict: Verdict
+        self,
+        module: PipelineModule,
+        rank: int,
+        links: Links,
+        hooks: Hooks,
+        device: torch.device,
+        failures: FailureConsensus,
     ) -> None:
-        """`verdict` is told of a failure, and says how long to wait for who may wait for this rank elsewhere."""
+        """A failure of this rank is reported to `failures`, which says how long others may have to be waited for."""
         self._module = module
-        self._verdict = verdict
+        self._failures = failures
         self._rank = rank
         self._links = links
         self._hooks = hooks
         self._early = EARLY if device.type == "cpu" else 0  # a device's lane would have the host wait for the head
-        self._last_stage = len(module.bounds) - 2
+        self._last_stage = module.placement.last_stage
 
     def run(
         self,
@@ -107,31 +113,33 @@ class Runner:
         Gradients are of `scale` times the losses' mean. Raises what a layer raised, and PipelineError on the ranks
         that wait for one which failed; nothing is under way afterwards, and another plan can be run.
         """
-        step = _Step(self, plan, open_batches, backward, loss_fn, cast, scale / plan.microbatches)
-        self._links.begin()
+        step = _Step(self, plan, backward, loss_fn, cast, scale / plan.microbatches)
+        for link in self._links:
+            link.begin()
         stage, microbatch = self._hooks.stage, self._hooks.microbatch
         try:
-            step.run()
+            step.run(open_batches())
         except BaseException as error:
-            self._verdict.tell(error, self.name)
-            step.tell_neighbours(error)
+            self._failures.report(error, self.name)
+            step.notify_neighbours(error)
             if isinstance(error, Exception):
-                step.drain(self._verdict.deadline())
+                step.drain(self._failures.deadline())
             raise
         finally:
             self._hooks.stage, self._hooks.microbatch = stage, microbatch
-            self._links.poll()
+            for link in self._links:
+                link.poll()
         return step.results
 
     @property
     def name(self) -> str:
         """This rank's stages, in words."""
-        return f"stage {'/'.join(map(str, self._module.stages))}"
+        return f"stage {'/'.join(map(str, self._module.placement.stages))}"
 
     def _link(self, way: Way, sender: int) -> Link | None:
         """By which stage `sender` sends that way; None if the next stage is on this rank too."""
         receiver = sender + 1 if way == "F" else sender - 1
-        ranks = self._module.num_stages or 1
+        ranks = self._module.placement.num_pipeline_stages()
         if sender % ranks == receiver % ranks:
             return None
         return self._links.by_way[way, min(sender, receiver) % ranks == ranks - 1]
@@ -141,15 +149,14 @@ class _Step:
     """One run of a plan."""
 
     def __init__(
-        self, runner: Runner, plan: Plan, open_batches: Callable[[], StepData], backward: Reduction | None,
-        loss_fn: Callable[[Any, Any], Any] | None, cast: Callable[[Any], Any], scale: float,
+        self, runner: Runner, plan: Plan, backward: Reduction | None, loss_fn: Callable[[Any, Any], Any] | None,
+        cast: Callable[[Any], Any], scale: float,
     ) -> None:  # fmt: skip
         self._runner = runner
         self._module = runner._module
         self._hooks = runner._hooks
         self._plan = plan
         self._actions = plan.actions[runner._rank]
-        self._open_batches = open_batches
         self._backward = backward
         self._loss_fn = loss_fn
         self._cast = cast
@@ -165,35 +172,35 @@ class _Step:
         self._receives = {way: self._expected(way) for way in WAYS}
         self.results: list[Any] = []
 
-    def run(self) -> None:
-        self._batches = self._open_batches()
+    def run(self, batches: StepData) -> None:
         final = len(self._actions) - 1
         for at, action in enumerate(self._actions):
             self._hooks.stage, self._hooks.microbatch = action.stage, action.microbatch
             self._start_receives()
             if action.op == "F":
-                self._forward(action)
+                self._forward(action, batches)
             elif action.op == "B":
                 self._inputs_backward(action, at == final)
             else:
                 self._weights_backward(action, at == final)
         for ticket in self._sent:
             ticket.wait()
-        self._runner._links.settle()
+        for link in self._runner._links:
+            link.settle()
 
     # --- actions
 
-    def _forward(self, action: Action) -> None:
+    def _forward(self, action: Action, batches: StepData) -> None:
         stage, microbatch = action.stage, action.microbatch
         inputs: list[_Input]
         if stage == 0:
-            value, inputs = self._cast(self._batches.inputs(microbatch)), []
+            value, inputs = self._cast(batches.inputs(microbatch)), []
         else:
             value, inputs = arrived(self._take("F", stage, microbatch), grad=self._backward is not None)
         with self._hooks.span("pipe", "F"):
             output = self._module(value, stage)
             if stage == self._last_stage:
-                output = self._loss(output, microbatch)
+                output = self._loss(output, microbatch, batches)
                 message = None
             else:
                 message = message_of(output, self._module.end_of(stage))
@@ -208,15 +215,15 @@ class _Step:
             edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in tensors]
             self._flights[stage, microbatch] = _Flight(inputs, edges)
 
-    def _loss(self, output: Any, microbatch: int) -> Any:
+    def _loss(self, output: Any, microbatch: int, batches: StepData) -> Any:
         """The loss, or the output itself if there is no function for it; a detached copy is a result."""
         loss_fn = self._loss_fn
         if loss_fn is not None:
-            output = loss_fn(output, self._batches.labels(microbatch))
+            output = loss_fn(output, batches.labels(microbatch))
         if self._backward is not None and not (isinstance(output, Tensor) and output.numel() == 1):
             what = "loss_fn returned" if loss_fn is not None else "there is no loss_fn, and the last layer returned"
-            told = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-            raise PipelineError(f"train_batch: {what} {told}; it must be a scalar, the mean over the micro-batch")
+            kind = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            raise PipelineError(f"train_batch: {what} {kind}; it must be a scalar, the mean over the micro-batch")
         if self._backward is not None and not output.requires_grad:
             raise PipelineError(
                 "train_batch: the loss depends on no parameter that is trained: it was detached or made a number on "
@@ -306,7 +313,7 @@ class _Step:
             while started < self._runner._early and self._receive_next(way):
                 started += 1
 
-    def tell_neighbours(self, error: BaseException) -> None:
+    def notify_neighbours(self, error: BaseException) -> None:
         """Have the ranks that wait for this one fail too, and not wait for ever."""
         reason = str(error) if isinstance(error, PipelineError) else said(error, self._runner.name)
         for way in WAYS:
@@ -330,7 +337,8 @@ class _Step:
                     ticket.wait()
         if deadline is None:
             with suppress(Exception):
-                self._runner._links.settle()
+                for link in self._runner._links:
+                    link.settle()
 
 
 def _ends(ticket: Ticket, deadline: float | None) -> bool:

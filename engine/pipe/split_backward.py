@@ -47,7 +47,7 @@ def later(work: Work) -> None:
     """For the backward of an autograd function of your own: do `work`, the gradients of weights, when there is time.
 
     At once if nothing is put off. `work` gives its gradients to `torch.autograd.backward([weight], [gradient])`, so
-    that what waits for them is told.
+    that what waits for them is notified.
     """
     if _pending.works is None:
         work()

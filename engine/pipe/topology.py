@@ -119,7 +119,7 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """The same with every stage's layers cut over `num_mp` ranks (the axis `model`), which are innermost."""
+    """The same with every stage's layers sharded over `num_mp` ranks (the axis `model`), which are innermost."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
@@ -182,16 +182,16 @@ class PipelineGrid:
         return (stage_id * mesh.dp + replica) * mesh.tp + part
 
     def __getattr__(self, name: str) -> Callable[[], Any]:
-        if name in _ANSWERS:
-            return partial(_ANSWERS[name], self._parallel)
+        if name in ANSWERS:
+            return partial(ANSWERS[name], self._parallel)
         raise AttributeError(f"the engine's grid has no {name!r}")
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_ANSWERS})
+        return sorted({*super().__dir__(), *ANSWERS})
 
 
 def _pipeline_group(parallel: Parallel) -> ProcessGroup | None:
-    """Raises RuntimeError if layers are cut, too: the engine has no group of them for others then."""
+    """Raises RuntimeError if layers are sharded, too: the engine has no group of them for others then."""
     if parallel.mesh.tp > 1:
         raise RuntimeError(
             "get_pipe_parallel_group: the pipeline's own groups are in use; make one of engine.grid.pp_group, on all "
@@ -205,7 +205,7 @@ def _along(axes: Sequence[str], **answers: Callable[[Parallel], Any]) -> dict[st
     return {f"get_{axis}_{what}": answer for axis in axes for what, answer in answers.items()}
 
 
-_ANSWERS: Final[Mapping[str, Callable[[Parallel], Any]]] = {
+ANSWERS: Final[Mapping[str, Callable[[Parallel], Any]]] = {
     "get_global_rank": lambda parallel: parallel.mesh.rank,
     "get_stage_id": lambda parallel: parallel.mesh.pp_rank,
     "get_pipe_parallel_group": _pipeline_group,

@@ -1,8 +1,8 @@
-"""What has to be told to a model's own code when its layers are cut: found by trying.
+"""What a model's own code has to be given when its layers are sharded: found by trying.
 
 Most code asks the tensors. Some has counts of its own (`self.num_heads`), and some takes its sizes from its input.
-Which of these concern what is cut cannot be told from names; but whether a choice is right can be rehearsed. The least
-change with which the cut model computes what the whole one does is taken, alike for all blocks of a kind.
+Which of these concern what is sharded cannot be seen from names; but whether a choice is right can be rehearsed. The
+least change with which the sharded model computes what the whole one does is taken, alike for all blocks of a kind.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, Final
 from torch import nn
 
 from ..tensor.layers import layer_of
-from ..tensor.shape_override import Telling
+from ..tensor.shape_override import ShapeOverride
 from .blocks import Stack
 from .styles import PlanError, Role, Roles, pattern_of
 from .tracer import Trial, joined
 from .verify import Arrangement, Change, Mismatch, OwnDecision, rehearse
 
 _SWITCH: Final = "switch sequence_parallel off"
-"""What may help, where the sequence is cut."""
+"""What may help, where the sequence is sharded."""
 
 _TRIES: Final = 400
 """Options of one kind of region at most."""
@@ -30,15 +30,15 @@ _TRIES: Final = 400
 
 @dataclass(frozen=True)
 class _Option:
-    """Changes and tellings relative to the module in which a region lies."""
+    """Changes and overrides relative to the module in which a region lies."""
 
     changes: tuple[Change, ...] = ()
-    tellings: tuple[tuple[str, Telling], ...] = ()
+    overrides: tuple[tuple[str, ShapeOverride], ...] = ()
 
     def at(self, place: str) -> Arrangement:
         return Arrangement(
             tuple(Change(joined(place, c.module), c.attribute, c.before, c.after) for c in self.changes),
-            tuple((joined(place, name), telling) for name, telling in self.tellings),
+            tuple((joined(place, name), override) for name, override in self.overrides),
         )
 
 
@@ -80,9 +80,9 @@ def fit(model: nn.Module, trials: Sequence[Trial], found: Roles, stack: Stack | 
                 rows = [role for role in roles.values() if role.region == region and role.style == "row"]
                 by_heads = rows[0].heads < rows[0].layer.inputs
                 raise PlanError(
-                    f"tensor parallelism: cannot tell how to cut {place or rows[0].module}: over {size} ranks it does "
-                    f"not compute what it did ({kind.first_error}). Have it take its sizes from the outputs of its "
-                    f"layers{' (`q.view(b, t, -1, head_dim)`)' if by_heads else ''}, "
+                    f"tensor parallelism: cannot find out how to shard {place or rows[0].module}: over {size} ranks it "
+                    f"does not compute what it did ({kind.first_error}). Have it take its sizes from the outputs of "
+                    f"its layers{' (`q.view(b, t, -1, head_dim)`)' if by_heads else ''}, "
                     f"{'or leave' if stack is None else f'{_SWITCH}, or leave'} it whole with a plan: "
                     f'{{"{pattern_of(place or rows[0].module)}": "whole", "*": "auto"}}'
                 ) from mismatch
@@ -123,7 +123,7 @@ def _without_fast_paths(model: nn.Module, roles: Mapping[str, Role]) -> tuple[Ch
 def _joined(parts: Sequence[Arrangement]) -> Arrangement:
     return Arrangement(
         tuple(change for part in parts for change in part.changes),
-        tuple(telling for part in parts for telling in part.tellings),
+        tuple(override for part in parts for override in part.overrides),
         tuple(share for part in parts for share in part.shares),
     )
 
@@ -161,28 +161,28 @@ def _options(
     model: nn.Module, places: Sequence[str], members: Sequence[Role], stack: Stack | None, size: int
 ) -> Iterator[_Option]:
     """The least change first; those of a configuration after all others, and last what may count groups of heads."""
-    numbers, tellings = _numbers(members, size), _tellings(places[0], members, stack, size)
+    numbers, overrides = _numbers(members, size), _overrides(places[0], members, stack, size)
     groups = {number: [part for part in parts if part not in numbers.get(number, ())]
               for number, parts in _groups(members, size).items()}  # fmt: skip
     own = _candidates(model, places, numbers, "")
     of_config = _candidates(model, places, numbers, "config")
     of_groups = [changes for holder in ("", "config") for changes in _candidates(model, places, groups, holder)]
-    yield from _combinations([], own, tellings)
+    yield from _combinations([], own, overrides)
     if of_config:
-        yield from _combinations(own, of_config, tellings)
+        yield from _combinations(own, of_config, overrides)
     if of_groups:
-        yield from _combinations([*own, *of_config], of_groups, tellings)
+        yield from _combinations([*own, *of_config], of_groups, overrides)
 
 
 def _combinations(
-    known: Sequence[list[Change]], more: Sequence[list[Change]], tellings: Sequence[tuple[str, Telling] | None]
+    known: Sequence[list[Change]], more: Sequence[list[Change]], overrides: Sequence[tuple[str, ShapeOverride] | None]
 ) -> Iterator[_Option]:
     """With one of `more` at least, unless there are none `known`."""
     tried = 0
     new = {id(changes) for changes in more}
     for effort in range(len(known) + len(more) + 2):
-        for telling in tellings:
-            count = effort - (telling is not None)
+        for override in overrides:
+            count = effort - (override is not None)
             for chosen in itertools.combinations([*known, *more], count) if count >= 0 else ():
                 if known and not any(id(changes) in new for changes in chosen):
                     continue
@@ -190,11 +190,11 @@ def _combinations(
                     if tried == _TRIES:
                         return
                     tried += 1
-                    yield _Option(changes, () if telling is None else (telling,))
+                    yield _Option(changes, () if override is None else (override,))
 
 
 def _groups(members: Sequence[Role], size: int) -> dict[int, list[int]]:
-    """The same of what divides the heads: in a fused projection of grouped queries nothing tells how many groups."""
+    """The same of what divides the heads: in a fused projection of grouped queries nothing says how many groups."""
     heads = {role.heads for role in members if role.style == "row" and role.heads < role.layer.inputs}
     return {
         groups: [groups // size] for number in heads for groups in range(size, number) if number % groups == 0
@@ -254,13 +254,15 @@ def _candidates(
     return found
 
 
-def _tellings(place: str, members: Sequence[Role], stack: Stack | None, size: int) -> list[tuple[str, Telling] | None]:
-    """What inputs might tell, in the module that calls the column layers, and in the one where the region lies."""
+def _overrides(
+    place: str, members: Sequence[Role], stack: Stack | None, size: int
+) -> list[tuple[str, ShapeOverride] | None]:
+    """What inputs might report, in the module that calls the column layers, and in the one where the region lies."""
     columns = [role for role in members if role.style == "column"]
     width = columns[0].layer.inputs
     dim, factor = (stack.dim, size) if stack is not None else (1, 1)
-    said = [Telling(None, dim, factor)] if factor > 1 else []
+    said = [ShapeOverride(None, dim, factor)] if factor > 1 else []
     if width % size == 0:
-        said.append(Telling((width, width // size), dim, factor))
+        said.append(ShapeOverride((width, width // size), dim, factor))
     caller = columns[0].module.rpartition(".")[0][len(place) :].strip(".")
-    return [None, *((name, telling) for telling in said for name in dict.fromkeys((caller, "")))]
+    return [None, *((name, override) for override in said for name in dict.fromkeys((caller, "")))]

@@ -1,4 +1,4 @@
-"""From a plan to the cut model."""
+"""From a plan to the sharded model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import nn
 from ..comm.comm import Comm
 from ..comm.consensus import gather_objects
 from ..pipe.module import PipelineModule
-from ..tensor.attention import Heads, HeadsAttention
-from ..tensor.batch_norm import Features, cut_batch_norm, is_batch_norm
+from ..tensor.attention import HeadsAttention
+from ..tensor.batch_norm import Features, is_batch_norm, shard_batch_norm
 from ..tensor.layers import (
     Column,
     ColumnConv1D,
     ColumnLinear,
     Entrance,
+    Exit,
     Row,
     RowConv1D,
     RowLinear,
@@ -27,16 +28,15 @@ from ..tensor.layers import (
     layer_of,
 )
 from ..tensor.rng import RankStream
-from ..tensor.shape_override import tell
-from ..tensor.sharding import TensorCut, cut_in_place, even_cut, mark_partial
+from ..tensor.shape_override import override_shapes
+from ..tensor.sharding import TensorShard, even_shard, mark_partial, shard_in_place
 from .blocks import Stretch
 from .dependence import Share
 from .derive import decided, plan_for
 from .plan import TensorPlan
-from .sequence_pipeline import NO_BLOCKS, blocks_here, cut_sequence, widest
+from .sequence_pipeline import NO_BLOCKS, blocks_here, shard_sequence, widest
 from .stage_tracer import Tried, try_stages
 from .styles import PlanError, Role
-from .verify import cut_of_share
 
 
 class ElsewhereError(PlanError):
@@ -53,23 +53,23 @@ def parallelize(
     example: Any = None,
     everyone: Comm | None = None,
 ) -> TensorPlan:
-    """Cut `model` in place for the ranks of `comm`, all of which call this with a model of the same shapes.
+    """Shard `model` in place for the ranks of `comm`, all of which call this with a model of the same shapes.
 
     `plan` is one of `plan_for`'s, or what that takes. Parameters stay the same objects, with this rank's part in them;
-    how each is cut is `cut_of(param)`. Do this before the forwards of blocks are wrapped (recomputation), and before an
-    optimizer has states.
+    how each is sharded is `shard_of(param)`. Do this before the forwards of blocks are wrapped (recomputation), and
+    before an optimizer has states.
 
     If any rank cannot, PlanError is raised on all of them, and on those of `everyone`, which may have other models:
     other stages of a pipeline.
     """
     made: TensorPlan | None = None
     cause: PlanError | None = None
-    row: Stretch | None = None
+    stretch: Stretch | None = None
     tried: Tried | None = None
     if isinstance(model, PipelineModule) and comm.size > 1 and not isinstance(plan, TensorPlan):
         tried = try_stages(model, comm.size if sequence_parallel else 1, example, everyone)
     if sequence_parallel and comm.size > 1 and isinstance(model, PipelineModule) and not isinstance(plan, TensorPlan):
-        row, cause = _row_of(model, comm.size, plan, example, everyone or comm, tried)
+        stretch, cause = _stretch_of(model, comm.size, plan, example, everyone or comm, tried)
     try:
         if isinstance(plan, TensorPlan):
             made = plan
@@ -77,7 +77,7 @@ def parallelize(
         elif cause is None:
             made = plan_for(
                 model, comm.size, plan=plan, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim,
-                example=example, row=row, tried=tried,
+                example=example, stretch=stretch, tried=tried,
             )  # fmt: skip
     except PlanError as error:
         cause = error
@@ -92,11 +92,11 @@ def parallelize(
     return made
 
 
-def _row_of(
+def _stretch_of(
     model: PipelineModule, size: int, plan: Mapping[str, str] | str | None, example: Any, everyone: Comm,
     tried: Tried | None,
 ) -> tuple[Stretch | None, PlanError | None]:  # fmt: skip
-    """Where the blocks are in the pipeline, or why that is not to be told here. On all ranks of `everyone`."""
+    """Where the blocks are in the pipeline, or why that cannot be found here. On all ranks of `everyone`."""
     mine: list[int] = []
     cause: PlanError | None = None
     try:
@@ -104,8 +104,8 @@ def _row_of(
         mine = blocks_here(model, trials, found.roles)
     except PlanError as error:
         cause = error
-    row = widest(mine, everyone, model.bounds[-1])
-    return row, cause or (PlanError(NO_BLOCKS) if row is None else None)
+    stretch = widest(mine, everyone, model.placement.bounds[-1])
+    return stretch, cause or (PlanError(NO_BLOCKS) if stretch is None else None)
 
 
 def _check_given(model: nn.Module, plan: TensorPlan, size: int) -> None:
@@ -136,7 +136,7 @@ def _agreed(comm: Comm, planned: str | None, cause: PlanError | None, rank: str)
     return None
 
 
-# --- cutting
+# --- sharding
 
 
 def _apply(model: nn.Module, plan: TensorPlan, comm: Comm) -> None:
@@ -155,93 +155,91 @@ def _apply(model: nn.Module, plan: TensorPlan, comm: Comm) -> None:
             key = role.shares or role.module
             if key not in entrances:
                 entrances[key] = Entrance(comm, max(1, readers.count(key)), sequence_dim=along, stream=stream)
-            _cut_column(module, role, comm, entrances[key])
+            _shard_column(module, role, comm, entrances[key])
         elif role.style in ("row", "row_split"):
-            _cut_row(module, role, Row(comm, role.module, along, role.style == "row_split", stream))
+            _shard_row(module, role, Row(comm, role.module, along, stream, role.style == "row_split"))
         elif role.style == "vocab":
-            cut_vocabulary(module, role, comm)
+            shard_vocabulary(module, role, comm)
         elif role.style == "heads":
-            _cut_attention(module, role, Heads(comm, role.module, along, stream))
+            _shard_attention(module, role, Exit(comm, role.module, along, stream))
     for change in plan.arrangement.changes:
         change.make(model.get_submodule(change.module))
-    for name, telling in plan.arrangement.tellings:
-        tell(model.get_submodule(name), telling)
+    for name, override in plan.arrangement.overrides:
+        override_shapes(model.get_submodule(name), override)
     for name, share in plan.arrangement.shares:
-        _cut_share(model, name, share, comm)
+        _shard_share(model, name, share, comm)
     for name in plan.partial:
         mark_partial(params[name])
     if plan.stack is not None:
-        cut_sequence(model, plan.stack, comm)
+        shard_sequence(model, plan.stack, comm)
 
 
-def _cut_column(module: nn.Module, role: Role, comm: Comm, entrance: Entrance) -> None:
+def _shard_column(module: nn.Module, role: Role, comm: Comm, entrance: Entrance) -> None:
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     assert weight is not None
-    cut = _cut(role, role.layer.shape, role.layer.output_dim, comm)
-    cut_in_place(weight, cut)
+    shard = _weight_shard(role, role.layer.shape, role.layer.output_dim, comm)
+    shard_in_place(weight, shard)
     if bias is not None:
-        cut_in_place(bias, _cut(role, (role.layer.outputs,), 0, comm))
+        shard_in_place(bias, _weight_shard(role, (role.layer.outputs,), 0, comm))
     derive(module, ColumnConv1D if role.layer.kind == "conv1d" else ColumnLinear)
-    state: Any = Column(comm, role.module, entrance, cut, role.style == "column_gather")
+    state: Any = Column(comm, role.module, entrance, shard, role.style == "column_gather")
     module.tensor = state
-    _set_counts(module, role, outputs=cut.local_shape[cut.dim])
+    _set_counts(module, role, outputs=shard.local_shape[shard.dim])
 
 
-def _cut_row(module: nn.Module, role: Role, state: Any) -> None:
+def _shard_row(module: nn.Module, role: Role, state: Any) -> None:
     weight = module._parameters["weight"]
     assert weight is not None
-    cut = even_cut(role.layer.shape, 1 - role.layer.output_dim, state.comm.size, state.comm.rank)
-    cut_in_place(weight, cut)
+    shard = even_shard(role.layer.shape, 1 - role.layer.output_dim, state.comm.size, state.comm.rank)
+    shard_in_place(weight, shard)
     derive(module, RowConv1D if role.layer.kind == "conv1d" else RowLinear)
     module.tensor = state
-    _set_counts(module, role, inputs=cut.local_shape[cut.dim])
+    _set_counts(module, role, inputs=shard.local_shape[shard.dim])
 
 
-def cut_vocabulary(module: nn.Module, role: Role, comm: Comm) -> None:
+def shard_vocabulary(module: nn.Module, role: Role, comm: Comm) -> None:
     """Leave in an embedding this rank's band of the rows."""
     assert isinstance(module, nn.Embedding)
-    cut = even_cut(role.layer.shape, 0, comm.size, comm.rank)
-    cut_in_place(module.weight, cut)
+    shard = even_shard(role.layer.shape, 0, comm.size, comm.rank)
+    shard_in_place(module.weight, shard)
     derive(module, VocabularyEmbedding)
-    state: Any = Vocabulary(comm, role.module, cut, module.padding_idx)
+    state: Any = Vocabulary(comm, role.module, shard, module.padding_idx)
     module.tensor = state
-    _set_counts(module, role, inputs=cut.local_shape[0])
+    _set_counts(module, role, inputs=shard.local_shape[0])
 
 
-def _cut_attention(module: nn.Module, role: Role, state: Any) -> None:
+def _shard_attention(module: nn.Module, role: Role, state: Any) -> None:
     assert isinstance(module, nn.MultiheadAttention)
     size, rank, width = state.comm.size, state.comm.rank, role.layer.outputs
     for param in (module.in_proj_weight, module.in_proj_bias):
         if param is not None:
             shape = tuple(param.shape)
-            cut_in_place(param, TensorCut(shape=shape, dim=0, bands=(width,) * 3, size=size, rank=rank))
+            shard_in_place(param, TensorShard(shape=shape, dim=0, bands=(width,) * 3, size=size, rank=rank))
     for param in (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight):
         if param is not None:
-            cut_in_place(param, even_cut(param.shape, 0, size, rank))
-    cut_in_place(module.out_proj.weight, even_cut((width, width), 1, size, rank))
+            shard_in_place(param, even_shard(param.shape, 0, size, rank))
+    shard_in_place(module.out_proj.weight, even_shard((width, width), 1, size, rank))
     derive(module, HeadsAttention)
     module.tensor = state
 
 
-def _cut_share(model: nn.Module, name: str, share: Share, comm: Comm) -> None:
+def _shard_share(model: nn.Module, name: str, share: Share, comm: Comm) -> None:
     owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
     whole = getattr(module, attribute)
-    cut = cut_of_share(share, whole.shape, comm.size, comm.rank)
+    shard = share.bands.shard(whole.shape, share.dim, comm.size, comm.rank)
     if isinstance(whole, nn.Parameter):
-        cut_in_place(whole, cut)
+        shard_in_place(whole, shard)
     elif is_batch_norm(module):
-        cut_batch_norm(module, Features(comm, owner, cut))
-    elif tuple(whole.shape) == cut.shape:  # and not another name of one that is cut
-        setattr(module, attribute, cut.take(whole))
+        shard_batch_norm(module, Features(comm, owner, shard))
+    elif tuple(whole.shape) == shard.shape:  # and not another name of one that is sharded
+        setattr(module, attribute, shard.take(whole))
 
 
-def _cut(role: Role, shape: tuple[int, ...], dim: int, comm: Comm) -> TensorCut:
+def _weight_shard(role: Role, shape: tuple[int, ...], dim: int, comm: Comm) -> TensorShard:
     if role.bands is None:
-        return even_cut(shape, dim, comm.size, comm.rank)
-    return TensorCut(
-        shape=shape, dim=dim, bands=role.bands.sizes, size=comm.size, rank=comm.rank, copies=role.bands.copies
-    )  # fmt: skip
+        return even_shard(shape, dim, comm.size, comm.rank)
+    return role.bands.shard(shape, dim, comm.size, comm.rank)
 
 
 def _set_counts(module: nn.Module, role: Role, **local: int) -> None:

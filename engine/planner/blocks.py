@@ -20,18 +20,18 @@ class Stretch:
     last: int
     count: int
 
-    def arrives_cut(self, start: int) -> bool:
+    def arrives_sharded(self, start: int) -> bool:
         """Whether a stage that begins with layer `start` is sent parts of activations."""
         return start > 0 and self.first <= start <= self.last + 1
 
 
 @dataclass(frozen=True)
 class Stack:
-    """The blocks in and between which activations are cut along the sequence."""
+    """The blocks in and between which activations are sharded along the sequence."""
 
     blocks: tuple[str, ...]
     dim: int
-    row: Stretch | None = None
+    stretch: Stretch | None = None
     """Where they are, in a pipeline."""
 
     @property
@@ -72,10 +72,10 @@ class Edges:
     """What is done to activations at the edges of the blocks, and of a stage's share of them. Here, nothing."""
 
     def arrive(self, value: Any) -> Any:
-        """A stage's input that comes cut."""
+        """A stage's input that comes sharded."""
         return value
 
-    def cut(self, value: Any) -> Any:
+    def split(self, value: Any) -> Any:
         """What the first block is to get."""
         return value
 
@@ -90,25 +90,25 @@ class Edges:
         """The last block of a stage has returned."""
 
 
-def passage(row: Stretch, start: int, stop: int, edges: Edges) -> Passage:
+def passage(stretch: Stretch, start: int, stop: int, edges: Edges) -> Passage:
     """One pass through layers `start` to before `stop` of the row."""
-    first_here, last_here = max(start, row.first), min(stop - 1, row.last)
+    first_here, last_here = max(start, stretch.first), min(stop - 1, stretch.last)
 
     def call_layer(at: int, call: Callable[[Any], Any], value: Any) -> Any:
-        if at == start and row.arrives_cut(start):
+        if at == start and stretch.arrives_sharded(start):
             value = edges.arrive(value)
-        if at == row.last + 1:
+        if at == stretch.last + 1:
             value = edges.join(value)
-        if at == row.first == 0:
-            value = edges.cut(value)
+        if at == stretch.first == 0:
+            value = edges.split(value)
         if at == first_here <= last_here:
             edges.begin(value)
         value = call(value)
         if first_here <= last_here == at:
             edges.end()
-        if at + 1 == row.first:
-            value = edges.cut(value)
-        if at == row.last == row.count - 1:
+        if at + 1 == stretch.first:
+            value = edges.split(value)
+        if at == stretch.last == stretch.count - 1:
             value = edges.join(value)
         return value
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..tensor.sharding import TensorShard
 from .tracer import Call, Trial
 
 
@@ -32,15 +33,19 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Bands:
-    """How the outputs of a layer are to be cut: see `sharding.TensorCut`."""
+    """How the outputs of a layer are to be sharded: see `TensorShard`."""
 
     sizes: tuple[int, ...]
     copies: int = 1
 
+    def shard(self, shape: Sequence[int], dim: int, size: int, rank: int) -> TensorShard:
+        """What `rank` of `size` holds of a tensor of this `shape`, whose dimension `dim` they make up."""
+        return TensorShard(shape=tuple(shape), dim=dim, bands=self.sizes, size=size, rank=rank, copies=self.copies)
+
 
 @dataclass(frozen=True)
 class Share:
-    """How a parameter or buffer that is applied between two layers is cut with what it is applied to."""
+    """How a parameter or buffer that is applied between two layers is sharded with what it is applied to."""
 
     dim: int
     bands: Bands
@@ -99,10 +104,10 @@ def _nonzero(gradient: Tensor) -> Tensor:
 def pieces(
     flow: Flow, call: Call, sources: Sequence[Source], count: int
 ) -> tuple[dict[str, Bands], dict[Source, Share]] | None:
-    """How the layers that `call` reads are to be cut so that each of `count` ranks has what its share of the input
+    """How the layers that `call` reads are to be sharded so that each of `count` ranks has what its share of the input
     needs, and how the parameters and buffers on the way are; None if that cannot be.
 
-    The input is cut into `count` stretches of features.
+    The input is divided into `count` stretches of features.
     """
     features = call.read.shape[-1]
     if features % count:

@@ -16,7 +16,7 @@ from .adapt import fit
 from .blocks import Stack, Stretch
 from .example_inputs import given_inputs, guesses, variants
 from .plan import TensorPlan
-from .sequence_pipeline import find_stack, note_join, row_here, uncut_in
+from .sequence_pipeline import find_stack, note_join, stretch_here, whole_in
 from .solve import decide
 from .stage_tracer import Tried, try_stages
 from .styles import PlanError, Role, Roles, Wanted, own_plan, own_styles, pattern_of, wanted_styles
@@ -33,37 +33,37 @@ def plan_for(
     sequence_parallel: bool = False,
     sequence_dim: int = 1,
     example: Any = None,
-    row: Stretch | None = None,
+    stretch: Stretch | None = None,
     tried: Tried | None = None,
 ) -> TensorPlan:
-    """How `model` is to be cut over `size` tensor-parallel ranks. It is not changed, and its weights are not read.
+    """How `model` is to be sharded over `size` tensor-parallel ranks. It is not changed, and its weights are not read.
 
     `plan` is None for the model's own plan (`tp_plan` of transformers) where there is one, with what it leaves open
     derived; `"derive"` to derive all of it; or a dict of patterns and styles (styles.py). Whatever it comes from is
     rehearsed. `example` is what the model's forward takes, a tuple or a dict, and of a pipeline what its first layer
-    takes: needed where no input can be made up. With `sequence_parallel` activations between the cut regions of the
-    blocks are cut along `sequence_dim`. In a pipeline `row` says where these are, and `tried` what was seen of the
-    stages; without them, all are taken to be on this rank.
+    takes: needed where no input can be made up. With `sequence_parallel` activations between the sharded regions of the
+    blocks are sharded along `sequence_dim`. In a pipeline `stretch` says where these are, and `tried` what was seen of
+    the stages; without them, all are taken to be on this rank.
 
-    Raises PlanError, naming the module, for what cannot be told or carried out.
+    Raises PlanError, naming the module, for what cannot be derived or carried out.
     """
     if size < 1:
         raise PlanError(f"tensor parallelism over {size} ranks: write 1 or more")
     if size == 1:
         return TensorPlan(1)
     wanted, trials, found = decided(model, size, plan, size if sequence_parallel else 1, example, tried)
-    if sequence_parallel and row is None:
-        row = row_here(model, trials, found.roles)
+    if sequence_parallel and stretch is None:
+        stretch = stretch_here(model, trials, found.roles)
     trials += _variants(trials)
     cuts = any(role.style != "whole" for role in found.roles.values())
     if not cuts and "auto" in wanted.values() and not isinstance(model, PipelineModule):
         reasons = "; ".join(f"{role.module}: {role.why}" for role in list(found.roles.values())[:5])
-        raise PlanError(f"tensor parallelism over {size} ranks: found nothing to cut ({reasons or 'no layers'})")
-    stack = find_stack(model, found.roles, sequence_dim, row) if sequence_parallel else None
+        raise PlanError(f"tensor parallelism over {size} ranks: found nothing to shard ({reasons or 'no layers'})")
+    stack = find_stack(model, found.roles, sequence_dim, stretch) if sequence_parallel else None
     partial = list(found.partial)
     if stack is not None:
-        uncut = uncut_in(model, stack, found.roles)
-        partial += [name for name in uncut if name not in partial and name not in found.shares]
+        whole = whole_in(model, stack, found.roles)
+        partial += [name for name in whole if name not in partial and name not in found.shares]
         _refuse_batch_norms(model, stack, found)
         for trial in trials:
             _note_end(trial, stack)
@@ -83,7 +83,7 @@ def decided(
     tried: Tried | None = None,
 ) -> tuple[dict[str, Wanted], list[Trial], Roles]:  # fmt: skip
     """What is wanted of each layer, what was seen when the model was tried on sequences of a multiple of `tokens`, and
-    how each layer is to be cut. Raises as `plan_for`."""
+    how each layer is to be sharded. Raises as `plan_for`."""
     wanted = _wanted(model, plan)
     trials = _trials(model, tokens, wanted, example, tried)
     return wanted, trials, decide(model, trials, wanted, size)
@@ -126,8 +126,8 @@ def _trials(
         if name not in seen and wanted[name] != "whole":
             place = max((root for root in failed if name.startswith(f"{root}.") or not root), key=len, default="")
             raise PlanError(
-                f"tensor parallelism: cannot tell how to cut {name}: {place or 'the model'} could not be tried on "
-                f"made-up inputs ({failed.get(place, 'it has no forward')}). Pass example= (what {takes}) "
+                f"tensor parallelism: cannot find out how to shard {name}: {place or 'the model'} could not be tried "
+                f"on made-up inputs ({failed.get(place, 'it has no forward')}). Pass example= (what {takes}) "
                 f"to initialize or plan_for, or leave it whole with a plan: "
                 f'{{"{pattern_of(name)}": "whole", "*": "auto"}}'
             )
@@ -186,11 +186,11 @@ def _refuse_batch_norms(model: nn.Module, stack: Stack, found: Roles) -> None:
 
 
 def _others(model: nn.Module, found: Roles) -> tuple[tuple[str, str], ...]:
-    """Modules, and their classes, that hold matrices and are neither cut nor told of: convolutions, experts."""
-    told = {name for role in found.roles.values() for name in (role.module, f"{role.module}.out_proj".lstrip("."))}
+    """Modules, and their classes, that hold matrices and are neither sharded nor listed: convolutions, experts."""
+    listed = {name for role in found.roles.values() for name in (role.module, f"{role.module}.out_proj".lstrip("."))}
     return tuple(
         (name, type(module).__name__) for name, module in model.named_modules()
-        if name not in told and any(
+        if name not in listed and any(
             param is not None and param.dim() > 1 and joined(name, key) not in found.shares
             for key, param in module._parameters.items()
         )
@@ -199,7 +199,7 @@ def _others(model: nn.Module, found: Roles) -> tuple[tuple[str, str], ...]:
 
 def _note_end(trial: Trial, stack: Stack) -> None:
     """Keep what the blocks of `stack` return, if they are among what was tried; they must all be, or none."""
-    if stack.row is not None:
+    if stack.stretch is not None:
         note_join(trial, stack)
         return
     prefix = f"{trial.root}." if trial.root else ""

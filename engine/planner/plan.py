@@ -1,4 +1,4 @@
-"""A tensor parallel plan: what is cut how and why, as a table, and what its communications cost."""
+"""A tensor parallel plan: what is sharded how and why, as a table, and what its communications cost."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ class Cost:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How a model is cut over `size` ranks. `str(plan)` is a table of it."""
+    """How a model is sharded over `size` ranks. `str(plan)` is a table of it."""
 
     size: int
     roles: tuple[Role, ...] = ()
     arrangement: Arrangement = field(default_factory=Arrangement)
     stack: Stack | None = None
-    """Where the sequence is cut too."""
+    """Where the sequence is sharded too."""
 
     partial: tuple[str, ...] = ()
     """Replicated parameters whose gradient is a sum over the ranks."""
 
     random_regions: tuple[int, ...] = ()
-    """Cut regions that draw random numbers in training."""
+    """Sharded regions that draw random numbers in training."""
 
     element_size: int = 4
     """Bytes of an activation's element."""
@@ -109,18 +109,18 @@ class TensorPlan:
             return
         for role in self.roles:
             name, layer = role.module, role.layer
-            cut_sequence = self.stack is not None and self.stack.holds(name)
+            shard_sequence = self.stack is not None and self.stack.holds(name)
             reads, writes = tokens * layer.inputs, tokens * layer.outputs
             if role.style == "vocab":
                 yield name, "all_reduce", "forward", writes
             elif role.style == "heads":
                 pairs: list[tuple[_Collective, _When]] = [("all_reduce", "forward"), ("all_reduce", "backward")]
-                if cut_sequence:
+                if shard_sequence:
                     pairs = [("all_gather", "forward"), ("reduce_scatter", "forward"), ("all_gather", "backward"),
                              ("reduce_scatter", "backward")]  # fmt: skip
                 for collective, when in pairs:
                     yield name, collective, when, writes
-            elif role.style == "row" and role.region is not None and cut_sequence:
+            elif role.style == "row" and role.region is not None and shard_sequence:
                 yield name, "reduce_scatter", "forward", writes
                 yield name, "all_gather", "backward", writes
             elif role.style in ("row", "row_split"):
@@ -128,7 +128,7 @@ class TensorPlan:
                 if role.style == "row_split":
                     yield name, "all_gather", "backward", reads
             elif role.style in ("column", "column_gather") and role.shares in ("", name):
-                if role.region is not None and cut_sequence:
+                if role.region is not None and shard_sequence:
                     yield name, "all_gather", "forward", reads
                     yield name, "reduce_scatter", "backward", reads
                 else:
@@ -146,25 +146,27 @@ class TensorPlan:
                     yield block, "all_gather", when, tokens * leaving[0].layer.outputs
 
     def __str__(self) -> str:
-        lines = [f"tensor parallel plan over {self.size} ranks" + ("" if self.roles else ": nothing is cut")]
+        lines = [f"tensor parallel plan over {self.size} ranks" + ("" if self.roles else ": nothing is sharded")]
         rows = _folded([(role.module, role.style, role.why) for role in self.roles])
         widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
         lines += [f"  {name:<{widths[0]}}  {style:<{widths[1]}}  {why}" for name, style, why in rows]
         changed: dict[str, list[str]] = {}
         for change in self.arrangement.changes:
             changed.setdefault(change.module, []).append(f"{change.attribute} {change.before} -> {change.after}")
-        for module, telling in self.arrangement.tellings:
-            changed.setdefault(module, []).append(f"its input tells {telling}")
+        for module, override in self.arrangement.overrides:
+            changed.setdefault(module, []).append(f"its input reports {override}")
         for name, said, _ in _folded([(name, ", ".join(said), "") for name, said in changed.items()]):
             lines.append(f"  {name or 'the model'}: {said}")
         if self.stack is not None:
-            lines.append(f"  sequence (dimension {self.stack.dim}) cut from {self.stack.first} to {self.stack.last}")
+            lines.append(
+                f"  sequence (dimension {self.stack.dim}) sharded from {self.stack.first} to {self.stack.last}"
+            )
         if self.others:
             named = [f"{name} ({kind})" for name, kind, _ in _folded([(*other, "") for other in self.others])]
-            lines.append(f"  whole, for they are no layers that can be cut: {', '.join(named)}")
+            lines.append(f"  whole, for they are no layers that can be sharded: {', '.join(named)}")
         if self.arrangement.shares:
             names = [name for name, _, _ in _folded([(name, "", "") for name, _ in self.arrangement.shares])]
-            lines.append(f"  cut with what they are applied to: {', '.join(names)}")
+            lines.append(f"  sharded with what they are applied to: {', '.join(names)}")
         if self.partial:
             names = [name for name, _, _ in _folded([(name, "", "") for name in self.partial])]
             lines.append(f"  gradients summed over the ranks: {', '.join(names)}")

@@ -1,7 +1,7 @@
-"""Activations that are cut along the sequence on their way through a pipeline, from one stage to the next.
+"""Activations that are sharded along the sequence on their way through a pipeline, from one stage to the next.
 
 The blocks are a stretch of the pipeline's row of layers. Where its edges fall together with those of stages, it is the
-smaller thing that is sent: who has the layer before the first block cuts its output, and who has the layer after the
+smaller thing that is sent: who has the layer before the first block shards its output, and who has the layer after the
 last one joins its input. In between every rank passes its part on to the rank of the next stage that has the same.
 """
 
@@ -23,7 +23,7 @@ from .styles import PlanError, Role
 from .tracer import Trial, joined, run
 
 NO_BLOCKS: Final = (
-    "sequence_parallel: the pipeline has no layers that are cut and keep the shape of activations; switch it off"
+    "sequence_parallel: the pipeline has no layers that are sharded and keep the shape of activations; switch it off"
 )
 
 
@@ -31,7 +31,7 @@ NO_BLOCKS: Final = (
 
 
 def blocks_here(model: PipelineModule, trials: Sequence[Trial], roles: Mapping[str, Role]) -> list[int]:
-    """Numbers of the layers here that are blocks: with cut regions, and giving what is shaped as what they get.
+    """Numbers of the layers here that are blocks: with sharded regions, and giving what is shaped as what they get.
 
     Raises PlanError if a stage could not be tried as a whole.
     """
@@ -51,7 +51,8 @@ def blocks_here(model: PipelineModule, trials: Sequence[Trial], roles: Mapping[s
     for trial in trials:
         if trial.module is model:
             _again(trial, observed)
-    missing = [at for stage in model.stages for at in range(*model.bounds[stage : stage + 2]) if at not in seen]
+    bounds, stages = model.placement.bounds, model.placement.stages
+    missing = [at for stage in stages for at in range(*bounds[stage : stage + 2]) if at not in seen]
     if missing:
         raise PlanError(
             f"sequence_parallel: the pipeline's layer {paths[missing[0]]} could not be tried with the others of its "
@@ -71,35 +72,35 @@ def widest(mine: Sequence[int], comm: Comm, count: int) -> Stretch | None:
     return Stretch(first, last, count) if first <= last else None
 
 
-def row_here(model: nn.Module, trials: Sequence[Trial], roles: Mapping[str, Role]) -> Stretch | None:
+def stretch_here(model: nn.Module, trials: Sequence[Trial], roles: Mapping[str, Role]) -> Stretch | None:
     """Where the blocks are in a pipeline all of which is on this rank; None for another model."""
     if not isinstance(model, PipelineModule):
         return None
-    row = widest(blocks_here(model, trials, roles), Comm(None, None), len(pipeline.paths(model)))
-    if row is None:
+    stretch = widest(blocks_here(model, trials, roles), Comm(None, None), len(pipeline.paths(model)))
+    if stretch is None:
         raise PlanError(NO_BLOCKS)
-    return row
+    return stretch
 
 
-def stack_of(model: nn.Module, row: Stretch, dim: int) -> Stack:
+def stack_of(model: nn.Module, stretch: Stretch, dim: int) -> Stack:
     """The blocks that activations pass one after the other. Raises PlanError for what is a block and something else."""
     assert isinstance(model, PipelineModule)
     paths = pipeline.paths(model)
-    stack = Stack(tuple(paths[row.first : row.last + 1]), dim, row)
+    stack = Stack(tuple(paths[stretch.first : stretch.last + 1]), dim, stretch)
     for name, places in pipeline.places_of_tied(model).items():
-        inside = [row.first <= at <= row.last for at in places]
+        inside = [stretch.first <= at <= stretch.last for at in places]
         if any(inside) and not all(inside):
             raise PlanError(
-                f"sequence_parallel: {name} is used by layers {places[inside.index(True)]}, where the sequence is cut, "
-                f"and {places[inside.index(False)]}, where it is not; switch it off"
+                f"sequence_parallel: {name} is used by layers {places[inside.index(True)]}, where the sequence is "
+                f"sharded, and {places[inside.index(False)]}, where it is not; switch it off"
             )
     return stack
 
 
 def note_join(trial: Trial, stack: Stack) -> None:
     """Keep what the last block of `stack` gave, if this stage joins it."""
-    assert stack.row is not None
-    row = stack.row
+    assert stack.stretch is not None
+    stretch = stack.stretch
 
     class Noted(Edges):
         def join(self, value: Any) -> Any:
@@ -109,7 +110,7 @@ def note_join(trial: Trial, stack: Stack) -> None:
 
             return of_first(keep, value)
 
-    _again(trial, lambda start, stop: passage(row, start, stop, Noted()))
+    _again(trial, lambda start, stop: passage(stretch, start, stop, Noted()))
 
 
 def _again(trial: Trial, made: Callable[[int, int], Passage]) -> None:
@@ -132,10 +133,10 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 # --- training
 
 
-def cut_row(model: nn.Module, stack: Stack, comm: Comm) -> None:
-    """Have the activations of the pipeline `model` cut where `stack` says."""
-    row = stack.row
-    assert row is not None
+def shard_pipeline_sequence(model: nn.Module, stack: Stack, comm: Comm) -> None:
+    """Have the activations of the pipeline `model` sharded where `stack` says."""
+    stretch = stack.stretch
+    assert stretch is not None
     assert isinstance(model, PipelineModule)
 
     passes: list[_SequenceSplit] = []
@@ -144,7 +145,7 @@ def cut_row(model: nn.Module, stack: Stack, comm: Comm) -> None:
         if passes:
             passes.pop().give_up()
         passes.append(_SequenceSplit(model, stack, comm))
-        return passage(row, start, stop, passes[-1])
+        return passage(stretch, start, stop, passes[-1])
 
     model.passage = made
 
@@ -163,7 +164,7 @@ class _SequenceSplit(Edges):
         self._stream = RankStream(comm.rank)
         self._over = False
 
-    def cut(self, value: Any) -> Any:
+    def split(self, value: Any) -> Any:
         return of_first(lambda x: split(x, self._comm, self._stack.dim, self._stack.first), value)
 
     def join(self, value: Any) -> Any:
@@ -187,18 +188,18 @@ class _SequenceSplit(Edges):
             self._stream.leave()
 
 
-def find_stack(model: nn.Module, roles: Mapping[str, Role], dim: int, row: Stretch | None = None) -> Stack:
-    """The blocks that activations pass one after the other: those with cut regions in one ModuleList, Sequential, or
-    other module whose children are numbered; in a pipeline, the layers of `row`.
+def find_stack(model: nn.Module, roles: Mapping[str, Role], dim: int, stretch: Stretch | None = None) -> Stack:
+    """The blocks that activations pass one after the other: those with sharded regions in one ModuleList, Sequential,
+    or other module whose children are numbered; in a pipeline, the layers of `stretch`.
 
     Raises PlanError if there are none, or if a layer in one of them needs the whole sequence.
     """
-    stack = _numbered(model, roles, dim) if row is None else stack_of(model, row, dim)
+    stack = _numbered(model, roles, dim) if stretch is None else stack_of(model, stretch, dim)
     for layer, role in roles.items():
         if stack.holds(layer) and role.region is None and role.style not in ("whole", "heads"):
             raise PlanError(
                 f"sequence_parallel: {layer} is {role.style}, which needs the whole sequence, in the blocks where it "
-                "is cut; make it column or row, or leave it whole"
+                "is sharded; make it column or row, or leave it whole"
             )
     return stack
 
@@ -217,25 +218,25 @@ def _numbered(model: nn.Module, roles: Mapping[str, Role], dim: int) -> Stack:
             children, holding = inside, with_regions
     if not holding:
         raise PlanError(
-            "sequence_parallel: the model has no ModuleList or Sequential of blocks with layers that are cut; switch "
-            "it off"
+            "sequence_parallel: the model has no ModuleList or Sequential of blocks with layers that are sharded; "
+            "switch it off"
         )
     return Stack(tuple(children[children.index(holding[0]) : children.index(holding[-1]) + 1]), dim)
 
 
-def uncut_in(model: nn.Module, stack: Stack, roles: Mapping[str, Role]) -> list[str]:
-    """Parameters of the blocks that are not cut: each rank applies them to its part of the sequence.
+def whole_in(model: nn.Module, stack: Stack, roles: Mapping[str, Role]) -> list[str]:
+    """Parameters of the blocks that are not sharded: each rank applies them to its part of the sequence.
 
     Raises PlanError for one that is used outside the blocks too.
     """
-    cut = {name for role in roles.values() for name in role.cut_names()}
+    sharded = {name for role in roles.values() for name in role.sharded_names()}
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
     found = []
     for same in names.values():
         inside = [name for name in same if stack.holds(name)]
-        if not inside or cut.intersection(same):
+        if not inside or sharded.intersection(same):
             continue
         if len(inside) < len(same):
             outside = next(name for name in same if name not in inside)
@@ -244,25 +245,25 @@ def uncut_in(model: nn.Module, stack: Stack, roles: Mapping[str, Role]) -> list[
     return found
 
 
-def cut_sequence(model: nn.Module, stack: Stack, comm: Comm) -> None:
-    """Cut what the first block gets along the sequence, and join what the last one returns.
+def shard_sequence(model: nn.Module, stack: Stack, comm: Comm) -> None:
+    """Shard what the first block gets along the sequence, and join what the last one returns.
 
     In between dropout draws for this rank's part alone.
     """
-    if stack.row is not None:
-        cut_row(model, stack, comm)
+    if stack.stretch is not None:
+        shard_pipeline_sequence(model, stack, comm)
         return
     stream = RankStream(comm.rank)
     first = model.get_submodule(stack.first)
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        def cut(x: Tensor) -> Tensor:
+        def enter(x: Tensor) -> Tensor:
             if module.training:
                 stream.leave()
                 stream.enter(x.device, stack.first)
             return split(x, comm, stack.dim, stack.first)
 
-        return on_first_activation(cut, args, kwargs)
+        return on_first_activation(enter, args, kwargs)
 
     def end(_: nn.Module, __: Any, output: Any) -> Any:
         stream.leave()

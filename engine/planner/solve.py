@@ -1,8 +1,8 @@
-"""Which layer is cut how, from what depends on what.
+"""Which layer is sharded how, from what depends on what.
 
 A layer is a row layer if its input falls into as many independent parts as there are ranks, each made of a part of what
 the layers before wrote; these are its column layers. They must be read by row layers alone, with the same parts. Such a
-set is a cut region: nothing inside it needs another rank until the row layers sum their outputs.
+set is a sharded region: nothing inside it needs another rank until the row layers sum their outputs.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Final, TypeVar
 from torch import nn
 
 from ..tensor.batch_norm import is_batch_norm
-from ..tensor.layers import Layer, layers_of
+from ..tensor.layers import layers_of
 from .dependence import Bands, Flow, Share, Source, parts, pieces
-from .styles import PlanError, Role, Roles, Style, Wanted, pattern_of
-from .tracer import Call, Trial, joined
+from .styles import PlanError, Role, Roles, Style, Wanted, listed, pattern_of
+from .tracer import Call, Trial
 
 T = TypeVar("T")
 
@@ -36,8 +36,8 @@ class _Use:
 
 
 @dataclass(frozen=True)
-class _Cutting:
-    """What is to be cut for a layer to be a row layer."""
+class _Sharding:
+    """What is to be sharded for a layer to be a row layer."""
 
     columns: dict[str, Bands]
     shares: dict[str, Share]
@@ -81,7 +81,7 @@ class _Decision:
         """Layer -> those that have a parameter with it in common."""
         self._roles: dict[str, Role] = {}
         self._shares: dict[str, Share] = {}
-        self._tests: dict[str, _Cutting | str] = {}
+        self._tests: dict[str, _Sharding | str] = {}
         self._sizes: dict[str, tuple[list[Source], PlanError]] = {}
         """Row layer -> the layers that it reads, and the error that it is, if all of them are left without a region."""
 
@@ -95,7 +95,7 @@ class _Decision:
     def made(self) -> Roles:
         for name, why in self._unfit.items():
             if self._wanted[name] not in ("auto", "whole"):
-                raise PlanError(f"tensor parallel plan: {name} cannot be cut: {why}; write whole")
+                raise PlanError(f"tensor parallel plan: {name} cannot be sharded: {why}; write whole")
         found = [region for name in self._uses if self._is_linear(name) and (region := self._region(name))]
         # The adapters of a layer could be a region, too, and would keep the layer from being in one.
         for number, region in enumerate(sorted(found, key=self._elements, reverse=True)):
@@ -119,108 +119,109 @@ class _Decision:
     def _is_linear(self, name: str) -> bool:
         return self._layers[name].kind in ("linear", "conv1d")
 
-    def _region(self, first: str) -> dict[str, _Cutting] | None:
-        """The row layers of the region that has `first` as one, with what is to be cut for each; None if there is no
-        such region."""
+    def _region(self, first: str) -> dict[str, _Sharding] | None:
+        """The row layers of the region that has `first` as one, with what is to be sharded for each; None if there is
+        no such region."""
         if not self._may(first, "row"):
             return None
-        rows, columns, todo = dict[str, _Cutting](), dict[str, Bands](), [first]
+        rows, columns, todo = dict[str, _Sharding](), dict[str, Bands](), [first]
         while todo:
             row = todo.pop()
-            cutting = self._test(row)
-            if isinstance(cutting, str):
+            sharding = self._test(row)
+            if isinstance(sharding, str):
                 return None
-            rows[row] = cutting
-            for column, cut in cutting.columns.items():
-                if columns.setdefault(column, cut) != cut or not self._may(column, "column"):
+            rows[row] = sharding
+            for column, bands in sharding.columns.items():
+                if columns.setdefault(column, bands) != bands or not self._may(column, "column"):
                     return None
                 for reader in self._readers[column]:
                     if reader == OUTPUT or not self._may(reader, "row"):
                         return None
                     if reader not in rows and reader not in todo:
                         todo.append(reader)
-        shares = _agreed([cutting.shares for cutting in rows.values()])
+        shares = _agreed([sharding.shares for sharding in rows.values()])
         alone = shares is not None and all(self._param_readers[name] <= rows.keys() for name in shares)
         return rows if alone and not rows.keys() & columns.keys() else None
 
-    def _elements(self, region: Mapping[str, _Cutting]) -> int:
-        members = {*region, *(column for cutting in region.values() for column in cutting.columns)}
+    def _elements(self, region: Mapping[str, _Sharding]) -> int:
+        members = {*region, *(column for sharding in region.values() for column in sharding.columns)}
         return sum(self._layers[name].inputs * self._layers[name].outputs for name in members)
 
-    def _enter(self, region: Mapping[str, _Cutting], number: int) -> None:
+    def _enter(self, region: Mapping[str, _Sharding], number: int) -> None:
         """Give the layers of `region` their roles, unless one of them has got another."""
-        columns = {column: cut for cutting in region.values() for column, cut in cutting.columns.items()}
+        columns = {column: bands for sharding in region.values() for column, bands in sharding.columns.items()}
         if any(name in self._roles for name in (*region, *columns)):
             return
-        for column, cut in columns.items():
-            share = f", in bands of {', '.join(map(str, cut.sizes))}" if len(cut.sizes) > 1 else ""
-            share += f", each part on {cut.copies} ranks" if cut.copies > 1 else ""
+        for column, bands in columns.items():
+            share = f", in bands of {', '.join(map(str, bands.sizes))}" if len(bands.sizes) > 1 else ""
+            share += f", each part on {bands.copies} ranks" if bands.copies > 1 else ""
             given = self._uses[column][0].call.given
             shares = next(name for name in columns if self._uses[name][0].call.given is given)
+            why = f"read by {listed(region)}{share}"
             self._roles[column] = Role(
-                column, self._layers[column], "column", f"read by {_listed(region)}{share}", cut, number, shares=shares
-            )
+                column, self._layers[column], "column", why, bands, number, shares=shares
+            )  # fmt: skip
         heads = self._heads(next(iter(region)))
-        for row, cutting in region.items():
-            why = f"reads {_listed(columns)} in {heads} independent parts"
+        for row, sharding in region.items():
+            why = f"reads {listed(columns)} in {heads} independent parts"
             self._roles[row] = Role(row, self._layers[row], "row", why, None, number, heads)
-            self._shares.update(cutting.shares)
+            self._shares.update(sharding.shares)
 
-    def _test(self, name: str) -> _Cutting | str:
-        """What is to be cut for `name` to be a row layer, or why it cannot be one."""
+    def _test(self, name: str) -> _Sharding | str:
+        """What is to be sharded for `name` to be a row layer, or why it cannot be one."""
         if name not in self._tests:
             self._tests[name] = self._tested(name)
         return self._tests[name]
 
-    def _tested(self, name: str) -> _Cutting | str:
-        found: list[_Cutting] = []
+    def _tested(self, name: str) -> _Sharding | str:
+        found: list[_Sharding] = []
         for use in self._uses.get(name, ()):
             sources = use.layers()
             if not sources:
-                return "no layer that is cut wrote its input"
+                return "no layer that is sharded wrote its input"
             for source in use.sources:
-                if source.kind == "input" or (source.kind == "layer" and not self._cuttable(source.name)):
-                    return f"its input depends on {source.name or 'the input'}, which is not cut"
-            cutting = self._pieces(use, self._size)
-            if cutting is None:
-                if self._would_be_cut(name, sources):
+                if source.kind == "input" or (source.kind == "layer" and not self._shardable(source.name)):
+                    return f"its input depends on {source.name or 'the input'}, which is not sharded"
+            sharding = self._pieces(use, self._size)
+            if sharding is None:
+                if self._would_be_sharded(name, sources):
                     self._refuse_size(name, use)
-                return f"its input mixes what {_listed({source.name for source in sources})} wrote"
-            for share in cutting.shares:
-                if why := self._unfit_share(share, cutting.shares[share]):
-                    return f"{share} would have to be cut with its input, and {why}"
-            found.append(cutting)
+                return f"its input mixes what {listed({source.name for source in sources})} wrote"
+            for share in sharding.shares:
+                if why := self._unfit_share(share, sharding.shares[share]):
+                    return f"{share} would have to be sharded with its input, and {why}"
+            found.append(sharding)
         if not found:
             return "it was not used when the model was tried"
         columns, shares = _agreed([use.columns for use in found]), _agreed([use.shares for use in found])
         if columns is None or shares is None:
             return "its uses need different parts of what it reads"
-        return _Cutting(columns, shares)
+        return _Sharding(columns, shares)
 
     def _unfit_share(self, name: str, share: Share) -> str:
-        """Why a parameter or buffer cannot be cut."""
+        """Why a parameter or buffer cannot be sharded."""
         if share.bands.copies > 1:
             return f"{share.bands.copies} ranks need the same part of it"
         owner, attribute = self._modules[name.rpartition(".")[0]], name.rpartition(".")[2]
         saved = attribute in owner._buffers and attribute not in owner._non_persistent_buffers_set
         return "is a buffer that is saved" if saved and not is_batch_norm(owner) else ""
 
-    def _pieces(self, use: _Use, size: int) -> _Cutting | None:
+    def _pieces(self, use: _Use, size: int) -> _Sharding | None:
         found = pieces(use.flow, use.call, use.sources, size)
         if found is None:
             return None
-        bands = found[0]
+        columns = found[0]
         # Key-value heads may be copied to every rank; what is as wide as the queries is mixed, if every rank needs it.
-        copied = [layer for layer, cut in bands.items() if cut.copies == size]
+        copied = [layer for layer, bands in columns.items() if bands.copies == size]
         mixed = any(self._layers[layer].outputs >= use.call.layer.inputs for layer in copied)
-        if mixed or len(copied) == len(bands):
+        if mixed or len(copied) == len(columns):
             return None
-        return _Cutting(bands, {source.name: share for source, share in found[1].items()})
+        return _Sharding(columns, {source.name: share for source, share in found[1].items()})
 
-    def _cuttable(self, name: str) -> bool:
+    def _shardable(self, name: str) -> bool:
         return self._is_linear(name) and name not in self._unfit and not self._tied[name]
 
-    def _would_be_cut(self, name: str, sources: Sequence[Source]) -> bool:
+    def _would_be_sharded(self, name: str, sources: Sequence[Source]) -> bool:
         """Whether `name` and what it reads would be a region, if only its heads divided."""
         return self._may(name, "row") and all(
             self._may(source.name, "column") and OUTPUT not in self._readers[source.name] for source in sources
@@ -237,7 +238,7 @@ class _Decision:
         if not works:
             return
         what = f"{heads} attention heads" if heads < features else f"{features} features"
-        written = f"reads {what} of {_listed({source.name for source in use.layers()})}"
+        written = f"reads {what} of {listed({source.name for source in use.layers()})}"
         if heads % self._size == 0:
             written += ", some of whose keys and values would be needed on several ranks"
         self._sizes[name] = use.layers(), PlanError(self._not_shared_out(name, written, works))
@@ -287,7 +288,8 @@ class _Decision:
             raise PlanError(f"tensor parallel plan: {name} is {wanted}, but it was not used when the model was tried")
         kind = {"vocab": "embedding", "heads": "attention"}.get(wanted, "linear")
         if kind != layer.kind.replace("conv1d", "linear"):
-            raise PlanError(f"tensor parallel plan: {name} is {wanted}, which is not for {_article(layer)}")
+            what = {"embedding": "an embedding", "attention": "an attention"}.get(layer.kind, "a linear layer")
+            raise PlanError(f"tensor parallel plan: {name} is {wanted}, which is not for {what}")
         if wanted == "heads":
             self._roles[name] = self._role(name, "heads", self._why_heads(name))
             return
@@ -300,7 +302,7 @@ class _Decision:
             bad = (
                 test
                 if isinstance(test, str)
-                else f"{_listed(test.columns)} would have to be column, and read by row layers only"
+                else f"{listed(test.columns)} would have to be column, and read by row layers only"
             )
             raise PlanError(
                 f"tensor parallel plan: {name} is row, but {bad}; where its input is whole, write row_split"
@@ -332,7 +334,7 @@ class _Decision:
         if readers == [OUTPUT]:
             return "writes the output"
         return (
-            f"{_listed(readers)} read{'s' if len(readers) == 1 else ''} its output whole" if readers else "is not read"
+            f"{listed(readers)} read{'s' if len(readers) == 1 else ''} its output whole" if readers else "is not read"
         )
 
     def _role(self, name: str, style: Style, why: str) -> Role:
@@ -346,8 +348,8 @@ class _Decision:
             if readers & inside and param in self._params and param not in self._shares:
                 if readers - inside:
                     raise PlanError(
-                        f"tensor parallelism: {param} is applied both to activations that are cut and, before "
-                        f"{_listed(readers - inside)}, to whole ones; leave one of these whole with a plan"
+                        f"tensor parallelism: {param} is applied both to activations that are sharded and, before "
+                        f"{listed(readers - inside)}, to whole ones; leave one of these whole with a plan"
                     )
                 found.append(param)
         return found
@@ -381,23 +383,8 @@ def _reads_input(trial: Trial, call: Call) -> bool:
     return any(own == tensor.untyped_storage().data_ptr() for tensor in trial.inputs.tensors())
 
 
-def _listed(names: Iterable[str]) -> str:
-    """Names that share a beginning say it once: `blocks.0.attn.{q, k, v}`."""
-    names = sorted(names)
-    if len(names) < 2:
-        return names[0] if names else "nothing"
-    parents = {name.rpartition(".")[0] for name in names}
-    if len(parents) == 1 and (parent := next(iter(parents))):
-        return f"{joined(parent, '')}.{{{', '.join(name.rpartition('.')[2] for name in names)}}}"
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
 def _unfit(module: nn.Module) -> str:
     """Why a layer has to be whole, by what it is."""
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
         return "max_norm and scale_grad_by_freq need all rows"
     return ""
-
-
-def _article(layer: Layer) -> str:
-    return {"embedding": "an embedding", "attention": "an attention"}.get(layer.kind, "a linear layer")

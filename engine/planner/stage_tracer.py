@@ -45,7 +45,7 @@ class _SentActivation:
 
 
 @dataclass(frozen=True)
-class _Handed:
+class _StageOutput:
     """What a stage returned."""
 
     form: str
@@ -70,28 +70,28 @@ def try_stages(model: PipelineModule, tokens: int, example: Any, everyone: Comm 
     """Try the stages one after the other, on all ranks of `everyone`, which have them all; without it, those here.
 
     The first is tried on `example`, its layer's one argument; if that is None, on what is made up, as is a stage that
-    what it is handed does not fit.
+    what it is passed does not fit.
     """
     tried = Tried()
-    handed: _Handed | str | None = None
-    for stage in range(len(model.bounds) - 1):
-        mine: _Handed | str | None = None
-        if stage in model.stages:
+    output: _StageOutput | str | None = None
+    for stage in range(model.placement.last_stage + 1):
+        mine: _StageOutput | str | None = None
+        if stage in model.placement.stages:
             choices: list[Inputs] = []
-            if isinstance(handed, _Handed):
-                choices = [handed.inputs()]
+            if isinstance(output, _StageOutput):
+                choices = [output.inputs()]
             elif stage == 0 and example is not None:
                 choices = _examples(example)
-            guessing = example is None or (stage > 0 and handed is None)
+            guessing = example is None or (stage > 0 and output is None)
             made = guesses(model, tokens) if guessing else ()
-            found = handed if isinstance(handed, str) and not guessing else _first(model, stage, choices, made)
+            found = output if isinstance(output, str) and not guessing else _first(model, stage, choices, made)
             if isinstance(found, Trial):
                 tried.trials.append(found)
                 mine = _returned(model, stage, found)
             else:
                 mine = found
                 tried.failed = tried.failed or found
-        handed = mine if everyone is None else next((x for x in gather_objects(mine, everyone) if x is not None), None)
+        output = mine if everyone is None else next((x for x in gather_objects(mine, everyone) if x is not None), None)
     return tried
 
 
@@ -119,7 +119,7 @@ def _first(model: PipelineModule, stage: int, choices: Sequence[Inputs], made: I
     return why or f"nothing could be made up for stage {stage} of the pipeline"
 
 
-def _returned(model: PipelineModule, stage: int, trial: Trial) -> _Handed | str:
+def _returned(model: PipelineModule, stage: int, trial: Trial) -> _StageOutput | str:
     try:
         made, tensors = treespec.of(trial.returned)
     except TypeError as error:
@@ -130,4 +130,4 @@ def _returned(model: PipelineModule, stage: int, trial: Trial) -> _Handed | str:
         fixed = x.is_floating_point() and all(source.kind == "buffer" for source in flow.sources(x))
         as_is = not x.is_floating_point() and x.numel() <= _LARGE
         sent.append(_SentActivation(tuple(x.shape), x.dtype, fixed, x.detach().clone() if as_is else None))
-    return _Handed(made, tuple(sent))
+    return _StageOutput(made, tuple(sent))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
@@ -33,7 +33,7 @@ HUGGING_FACE: Final[dict[str, Wanted]] = {
     "rowwise_rep": "row_split",
     "rowwise_split_input": "row_split",
     "embedding_rowwise": "vocab",
-    # What follows concerns modules that are not cut: whether their gradients are partial is derived.
+    # What follows concerns modules that are not sharded: whether their gradients are partial is derived.
     "sequence_parallel": "whole",
     "replicate": "whole",
     "replicated_with_grad_allreduce": "whole",
@@ -99,8 +99,19 @@ def pattern_of(name: str) -> str:
     return ".".join([*parts[: numbers[0]], "*", *parts[numbers[0] + 1 :]]) if numbers and numbers[0] else name
 
 
+def listed(names: Iterable[str]) -> str:
+    """Names that share a beginning say it once: `blocks.0.attn.{q, k, v}`."""
+    names = sorted(names)
+    if len(names) < 2:
+        return names[0] if names else "nothing"
+    parents = {name.rpartition(".")[0] for name in names}
+    if len(parents) == 1 and (parent := next(iter(parents))):
+        return f"{parent}.{{{', '.join(name.rpartition('.')[2] for name in names)}}}"
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
 def _for_embedding(style: Wanted) -> Wanted:
-    """Hugging Face calls an embedding cut by its rows rowwise, too."""
+    """Hugging Face calls an embedding sharded by its rows rowwise, too."""
     return "vocab" if style in ("row", "row_split") else style
 
 
@@ -119,7 +130,7 @@ def _style(pattern: str, said: Any) -> Wanted:
 
 @dataclass(frozen=True)
 class Role:
-    """How one layer is cut."""
+    """How one layer is sharded."""
 
     module: str
     layer: Layer
@@ -127,7 +138,7 @@ class Role:
     why: str
     bands: Bands | None = None
     region: int | None = None
-    """Number of the cut region that it belongs to."""
+    """Number of the sharded region that it belongs to."""
 
     heads: int = 0
     """Independent parts of the input of a row layer in a region."""
@@ -135,8 +146,8 @@ class Role:
     shares: str = ""
     """First of the column layers that read the same activation."""
 
-    def cut_names(self) -> list[str]:
-        """The parameters that are cut, if the layer has them."""
+    def sharded_names(self) -> list[str]:
+        """The parameters that are sharded, if the layer has them."""
         attention = ["in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"]
         names = {
             "whole": [], "vocab": ["weight"], "row": ["weight"], "row_split": ["weight"],
@@ -152,7 +163,7 @@ class Roles:
 
     roles: dict[str, Role] = field(default_factory=dict)
     partial: list[str] = field(default_factory=list)
-    """Parameters that are applied inside cut regions."""
+    """Parameters that are applied inside sharded regions."""
 
     shares: dict[str, Share] = field(default_factory=dict)
-    """Those, and buffers, that are cut like what they are applied to."""
+    """Those, and buffers, that are sharded like what they are applied to."""

@@ -1,7 +1,7 @@
 """The vocabulary of a pipeline whose first stage looks up tokens in a weight that its last one computes logits with.
 
-Both stages cut it alike, by rows, so each rank sums the gradient of its rows with the rank of the other stage that has
-the same (`zero.shared_params`). The planner sees one stage at a time, so what is tied is settled first.
+Both stages shard it alike, by rows, so each rank sums the gradient of its rows with the rank of the other stage that
+has the same (`zero.shared_params`). The planner sees one stage at a time, so what is tied is settled first.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..pipe.module import PipelineModule
 from ..tensor.collectives import copy, join
 from ..tensor.cross_entropy import VocabularyCrossEntropy
 from ..tensor.layers import layer_of
-from ..tensor.sharding import cut_of, even_cut
-from .apply import ElsewhereError, cut_vocabulary, parallelize
+from ..tensor.sharding import even_shard, shard_of
+from .apply import ElsewhereError, parallelize, shard_vocabulary
 from .blocks import of_first
 from .plan import TensorPlan
 from .styles import PlanError, Role, Wanted, wanted_styles
@@ -39,7 +39,7 @@ class _Offer:
     looked_up: bool
     """Whether tokens are looked up in it here."""
     against: str
-    """Why it cannot be cut by rows; empty if it can."""
+    """Why it cannot be sharded by rows; empty if it can."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ def parallelize_pipeline(
     example: Any = None,
     everyone: Comm,
 ) -> tuple[TensorPlan, list[str]]:
-    """`parallelize`, with what is tied across layers of the pipeline cut by rows, if it is a vocabulary and all stages
-    can do that alike; otherwise it stays whole. Also lines that say which. On all ranks of `everyone`."""
+    """`parallelize`, with what is tied across layers of the pipeline sharded by rows, if it is a vocabulary and all
+    stages can do that alike; otherwise it stays whole. Also lines that say which. On all ranks of `everyone`."""
     tied = _tied_here(model)
     styles = _styles(model, plan)
     against = _agreed({each.name: _offer(each, comm.size, styles) for each in tied}, everyone)
     head = _head(model)
     while True:
-        cut = [each for each in tied if not against[each.name]]
+        sharded = [each for each in tied if not against[each.name]]
         settled = _settled(tied, against, styles)
         if head is not None and styles.get(head) == "auto" and settled.get(head) != "whole":
             settled[head] = "column"
@@ -81,7 +81,7 @@ def parallelize_pipeline(
         if settled:
             wanted = {**settled, **({"*": "auto"} if plan is None else plan)}
         try:
-            with _standing_in(model, cut):
+            with _standing_in(model, sharded):
                 made = parallelize(
                     model, comm, wanted, sequence_parallel=sequence_parallel, example=example, everyone=everyone
                 )
@@ -91,18 +91,18 @@ def parallelize_pipeline(
                 raise
             cause = _cause(error, everyone)
             against = {name: why or cause for name, why in against.items()}
-    for each in cut:
-        _cut_functions(model, each, comm)
+    for each in sharded:
+        _shard_functions(model, each, comm)
     for role in made.roles:
         if role.module == head and role.style == "column":
             _of_parts(model, comm, role.layer.outputs)
     return made, [
-        f"  {name}, tied over the pipeline: " + (f"whole, since {why}" if why else "cut by rows wherever it is used")
+        f"  {name}, tied over the pipeline: {f'whole, since {why}' if why else 'sharded by rows wherever it is used'}"
         for name, why in against.items()
     ]  # fmt: skip
 
 
-# --- what could be cut
+# --- what could be sharded
 
 
 def _tied_here(model: PipelineModule) -> list[_Tied]:
@@ -123,8 +123,7 @@ def _tied_here(model: PipelineModule) -> list[_Tied]:
 
 def _head(model: PipelineModule) -> str | None:
     """The linear layer here whose output is nothing but what a VocabularyCrossEntropy gets, if there is one."""
-    last = len(model.bounds) - 2
-    if last not in model.stages or not isinstance(model.loss_fn, VocabularyCrossEntropy):
+    if not model.placement.is_last() or not isinstance(model.loss_fn, VocabularyCrossEntropy):
         return None
     path = last_path(model)
     layer = layer_of(model.get_submodule(path)) if path is not None else None
@@ -133,14 +132,14 @@ def _head(model: PipelineModule) -> str | None:
 
 def _of_parts(model: PipelineModule, comm: Comm, vocabulary: int) -> None:
     assert isinstance(model.loss_fn, VocabularyCrossEntropy)
-    model.loss_fn.cut(comm, vocabulary)
+    model.loss_fn.shard(comm, vocabulary)
 
 
 def _styles(model: PipelineModule, plan: Mapping[str, str] | None) -> dict[str, Wanted]:
     try:
         return wanted_styles(model, {"*": "auto"} if plan is None else plan)
     except PlanError:
-        return {}  # which is told when the plan is carried out
+        return {}  # which is raised when the plan is carried out
 
 
 def _offer(tied: _Tied, size: int, styles: Mapping[str, Wanted]) -> _Offer:
@@ -182,9 +181,9 @@ def _not_by_rows(use: TiedFunction, param: nn.Parameter, size: int) -> str:
             if whole.requires_grad:
                 return f"layer {use.at}, a function of {use.path}, uses other parameters of it too"
             for rank in (0, size - 1):
-                cut = even_cut((rows, width), 0, size, rank)
-                part = functional_call(called, {name: cut.take(weight), **others}, (x,))
-                expected = even_cut(whole.shape, -1 % whole.dim(), size, rank).take(whole)
+                shard = even_shard((rows, width), 0, size, rank)
+                part = functional_call(called, {name: shard.take(weight), **others}, (x,))
+                expected = even_shard(whole.shape, -1 % whole.dim(), size, rank).take(whole)
                 if part.shape != expected.shape or not torch.allclose(part, expected, RTOL, ATOL):
                     return what
         except Exception as error:
@@ -241,10 +240,10 @@ def _settled(tied: list[_Tied], against: Mapping[str, str], styles: Mapping[str,
 
 
 @contextmanager
-def _standing_in(model: PipelineModule, cut: list[_Tied]) -> Iterator[None]:
-    """While the planner tries the model, layers that are functions of what is cut do not read it, and write features
-    that depend on all of their input."""
-    uses = [(use, each.param.shape) for each in cut for use in each.functions]
+def _standing_in(model: PipelineModule, sharded: list[_Tied]) -> Iterator[None]:
+    """While the planner tries the model, layers that are functions of what is sharded do not read it, and write
+    features that depend on all of their input."""
+    uses = [(use, each.param.shape) for each in sharded for use in each.functions]
     try:
         for use, (rows, width) in uses:
             inner, outer = (torch.rand(n, generator=torch.Generator().manual_seed(n)) + 0.5 for n in (width, rows))
@@ -259,22 +258,22 @@ def _mixed(inner: Tensor, outer: Tensor, x: Tensor) -> Tensor:
     return (x * inner).sum(-1, keepdim=True) * outer
 
 
-def _cut_functions(model: PipelineModule, tied: _Tied, comm: Comm) -> None:
-    """Have the layers that are functions of `tied`, whose rows are cut, write all features on every rank."""
+def _shard_functions(model: PipelineModule, tied: _Tied, comm: Comm) -> None:
+    """Have the layers that are functions of `tied`, whose rows are sharded, write all features on every rank."""
     if comm.size == 1:
         return
     if not tied.called:
         for path, module in tied.owners.items():
             layer = layer_of(module)
             assert layer is not None
-            cut_vocabulary(module, Role(path, layer, "vocab", "tied over the pipeline"), comm)
-    cut = cut_of(tied.param)
-    assert cut is not None
+            shard_vocabulary(module, Role(path, layer, "vocab", "tied over the pipeline"), comm)
+    shard = shard_of(tied.param)
+    assert shard is not None
     for use in tied.functions:
-        stays_cut = use.at == model.bounds[-1] - 1 and isinstance(model.loss_fn, VocabularyCrossEntropy)
-        call_instead(model, use.at, _by_rows(use, cut.shape[0], comm, joined=not stays_cut))
-        if stays_cut:
-            _of_parts(model, comm, cut.shape[0])
+        stays_sharded = use.at == model.placement.bounds[-1] - 1 and isinstance(model.loss_fn, VocabularyCrossEntropy)
+        call_instead(model, use.at, _by_rows(use, shard.shape[0], comm, joined=not stays_sharded))
+        if stays_sharded:
+            _of_parts(model, comm, shard.shape[0])
 
 
 def _by_rows(use: TiedFunction, rows: int, comm: Comm, *, joined: bool) -> Callable[[Any], Any]:

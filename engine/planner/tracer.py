@@ -1,6 +1,6 @@
 """A model is tried: run once on a few tokens, with stand-ins for its weights and for what its layers answer.
 
-Nothing of the model's own weights is read, and no matrix product is computed: a layer that can be cut answers with
+Nothing of the model's own weights is read, and no matrix product is computed: a layer that can be sharded answers with
 random numbers, and everything between two layers is computed as the model has it. So a trial of a large model takes
 little time and memory, wherever its weights are.
 """

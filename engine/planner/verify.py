@@ -1,4 +1,4 @@
-"""The cut model is tried as one rank will run it, and held against the trial of the whole model.
+"""The sharded model is tried as one rank will run it, and held against the trial of the whole model.
 
 Column layers answer with this rank's part of what they answered then; the input of every layer must be this rank's part
 of its input then. So whatever lies between the layers has been shown to work on parts: nothing is taken on trust.
@@ -20,8 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..tensor.layers import Layer
-from ..tensor.shape_override import Telling, plain, tell
-from ..tensor.sharding import TensorCut
+from ..tensor.shape_override import ShapeOverride, override_shapes, plain
 from .blocks import Edges, Stack, Stretch, of_first, on_first_activation, passage, passed_by
 from .dependence import Share
 from .styles import Role
@@ -34,7 +33,7 @@ ATOL: Final = 1e-4
 
 @dataclass(frozen=True)
 class Change:
-    """An integer attribute of a module that counts what is cut, such as `num_heads`.
+    """An integer attribute of a module that counts what is sharded, such as `num_heads`.
 
     One of the module's configuration, `config.num_heads`, is changed in a copy, which the module then has for itself.
     """
@@ -58,16 +57,16 @@ class Change:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """What is done to the model beside cutting its layers."""
+    """What is done to the model beside sharding its layers."""
 
     changes: tuple[Change, ...] = ()
-    tellings: tuple[tuple[str, Telling], ...] = ()
+    overrides: tuple[tuple[str, ShapeOverride], ...] = ()
     shares: tuple[tuple[str, Share], ...] = ()
-    """Parameters and buffers that are cut like what they are applied to."""
+    """Parameters and buffers that are sharded like what they are applied to."""
 
 
 class Mismatch(Exception):
-    """The cut model does not compute what the whole one does; `region` is where that begins, if it is in one."""
+    """The sharded model does not compute what the whole one does; `region` is where that begins, if it is in one."""
 
     def __init__(self, region: int | None, what: str) -> None:
         super().__init__(what)
@@ -88,7 +87,7 @@ def rehearse(
 
     def part(name: str, x: Tensor) -> Tensor:
         share = shares.get(joined(trial.root, name))
-        return x if share is None else mark(cut_of_share(share, x.shape, size, rank).take(x))
+        return x if share is None else mark(share.bands.shard(x.shape, share.dim, size, rank).take(x))
 
     for grad, training in ((True, False), (False, False), (True, True))[: 3 if trial.trains else 2]:
         reads = Reads()
@@ -100,8 +99,8 @@ def rehearse(
             ExitStack() as edges,
         ):
             rank_run = _RankRun(trial, roles, stack, size, rank, reads, exact=not training)
-            if stack is not None and stack.row is not None:
-                edges.enter_context(rank_run.row(trial.module, stack.row))
+            if stack is not None and stack.stretch is not None:
+                edges.enter_context(rank_run.pipeline(trial.module, stack.stretch))
             elif stack is not None and stack.first in modules:
                 edges.enter_context(rank_run.sequence(modules[stack.first], modules[stack.last]))
             try:
@@ -139,7 +138,9 @@ def arranged(modules: Mapping[str, nn.Module], arrangement: Arrangement) -> Iter
         for change in arrangement.changes:
             if change.module in modules:
                 undos.append(change.make(modules[change.module]))
-        undos += [tell(modules[name], telling) for name, telling in arrangement.tellings if name in modules]
+        undos += [
+            override_shapes(modules[name], override) for name, override in arrangement.overrides if name in modules
+        ]
         yield
     finally:
         for undo in reversed(undos):
@@ -162,7 +163,7 @@ class _RankRun:
         self._calls = trial.numbered()
         self._count: Counter[str] = Counter()
         self._along: int | None = None
-        """Dimension along which activations are cut at present, outside of regions."""
+        """Dimension along which activations are sharded at present, outside of regions."""
         self.last = "its beginning"
         self.region: int | None = None
         """The region that is open, or was last."""
@@ -185,11 +186,13 @@ class _RankRun:
         self.last = name
         if role.style == "column" and role.region is not None:
             self.region = role.region
-            return mark(_index(call.wrote.detach(), role, self._size, self._rank))
+            assert role.bands is not None
+            mine = role.bands.shard((role.layer.outputs,), 0, self._size, self._rank)
+            return mark(call.wrote.detach()[..., mine.index()])
         return self._given(call.wrote.detach())
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
-        """Compare what the module returned, unless it is logits that stay cut."""
+        """Compare what the module returned, unless it is logits that stay sharded."""
         missing = [name for (name, number) in self._calls if number >= self._count[name]]
         if missing:
             raise Mismatch(self.region, f"{missing[0]} is used less often than by the whole model")
@@ -198,14 +201,14 @@ class _RankRun:
         whole = self._trial.outputs if self._exact else self._trial.trained
         if len(outputs) != len(whole):
             raise Mismatch(self.region, f"{len(outputs)} outputs instead of {len(whole)}")
-        # A pipeline's stage may pass on what is cut.
+        # A pipeline's stage may pass on what is sharded.
         expected_outputs, _ = on_first_activation(self._piece, tuple(whole), {})
         for found, expected in zip(outputs, expected_outputs, strict=True):
             self._compare(found, expected.detach(), "the output")
 
     @contextmanager
     def sequence(self, first: nn.Module, last: nn.Module) -> Iterator[None]:
-        """Activations are cut along the sequence from the input of `first` to the output of `last`."""
+        """Activations are sharded along the sequence from the input of `first` to the output of `last`."""
         assert self._stack is not None
         stack = self._stack
 
@@ -231,7 +234,7 @@ class _RankRun:
             for handle in handles:
                 handle.remove()
 
-    def row(self, model: nn.Module, row: Stretch) -> AbstractContextManager[None]:
+    def pipeline(self, model: nn.Module, stretch: Stretch) -> AbstractContextManager[None]:
         """The same in a pipeline, whichever part of the blocks the tried stage has."""
         assert self._stack is not None
         run, stack = self, self._stack
@@ -241,7 +244,7 @@ class _RankRun:
                 run._along = stack.dim
                 return of_first(run._given, value)
 
-            def cut(self, value: Any) -> Any:
+            def split(self, value: Any) -> Any:
                 return self.arrive(value)
 
             def join(self, value: Any) -> Any:
@@ -255,7 +258,7 @@ class _RankRun:
                 run._along = None
                 return value
 
-        return passed_by(model, lambda start, stop: passage(row, start, stop, Rehearsed()))
+        return passed_by(model, lambda start, stop: passage(stretch, start, stop, Rehearsed()))
 
     def _compare(self, found: Tensor, expected: Tensor, what: str) -> None:
         if found.shape != expected.shape:
@@ -278,23 +281,6 @@ class _RankRun:
             what = f"sequence_parallel: a sequence of {length} does not divide by {self._size} ranks; pad it"
             raise Mismatch(None, what)
         return x.narrow(self._along, self._rank * (length // self._size), length // self._size)
-
-
-def cut_of_outputs(role: Role, size: int, rank: int) -> TensorCut:
-    """How the outputs of a column layer of a region are cut."""
-    assert role.bands is not None
-    return TensorCut(
-        shape=(role.layer.outputs,), dim=0, bands=role.bands.sizes, size=size, rank=rank, copies=role.bands.copies
-    )  # fmt: skip
-
-
-def cut_of_share(share: Share, shape: Sequence[int], size: int, rank: int) -> TensorCut:
-    """How a parameter or buffer of this `shape` is cut."""
-    return TensorCut(shape=tuple(shape), dim=share.dim, bands=share.bands.sizes, size=size, rank=rank)
-
-
-def _index(wrote: Tensor, role: Role, size: int, rank: int) -> Tensor:
-    return wrote[..., cut_of_outputs(role, size, rank).index()]
 
 
 _READS: Final = frozenset({

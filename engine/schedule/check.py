@@ -7,7 +7,7 @@ from typing import Final
 
 from .plan import COMPUTE, TRANSFERS, Action, Plan, with_transfers
 
-MOST_TOLD: Final = 16
+MOST_LISTED: Final = 16
 """Lines of a message that are alike."""
 
 Needs = Callable[[Action], Iterable[Action]]
@@ -162,5 +162,5 @@ def _title(plan: Plan) -> str:
 
 def _listed(title: str, lines: Iterable[str]) -> str:
     every = list(lines)
-    rest = [f"and {len(every) - MOST_TOLD} more"] if len(every) > MOST_TOLD else []
-    return "\n  ".join([title, *every[:MOST_TOLD], *rest])
+    rest = [f"and {len(every) - MOST_LISTED} more"] if len(every) > MOST_LISTED else []
+    return "\n  ".join([title, *every[:MOST_LISTED], *rest])

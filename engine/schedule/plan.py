@@ -48,7 +48,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What each rank of a pipeline does in a step, in order. `check` tells whether it can."""
+    """What each rank of a pipeline does in a step, in order. `check` says whether it can."""
 
     schedule: str
     ranks: int
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """Parts that the model is cut into."""
+        """Parts that the model is divided into."""
         return self.ranks * self.virtual_stages
 
     def owner(self, stage: int) -> int:
@@ -89,7 +89,7 @@ class Plan:
     def transfers(self, action: Action) -> tuple[Action | None, Action | None]:
         """The receive that `action` of `COMPUTE` needs, and the send of what it makes, where they are to other ranks.
 
-        Stages of one rank hand over to each other without one.
+        Stages of one rank pass on without one.
         """
         op, stage, microbatch = action
         if op == "W" or self.ranks == 1:

@@ -23,22 +23,22 @@ from ..config import Config, load
 from ..data import ShardedLoader
 from ..hooks import Hooks
 from ..offload import open_offload
+from ..offload.build import idle_pipelines
 from ..optim import lr
 from ..optim.loss_scaler import loss_scaler, model_dtype
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import open_links
-from ..tensor.sharding import cut_parameters
+from ..tensor.sharding import sharded_parameters
 from ..train.engine import Engine
 from ..train.pipeline_engine import PipelineEngine
 from ..training import Training
 from ..zero import Comms, Zero, ZeroSettings
-from ..zero.registry import EarlyParam, holder
+from ..zero.holder import EarlyParam, holder
 from ..zero.shard import ShardedParam
 from ..zero.validate import refuse_overlaps
-from ..zero.zero import idle_pipelines
-from .parallelize import arrange, cut_layers, stages_of
+from .parallelize import arrange, shard_layers, stages_of
 from .replicas import share
-from .sync import begin_alike, check_alike
+from .sync import broadcast_model, check_same_model
 
 
 def initialize(
@@ -66,7 +66,7 @@ def initialize(
     `optimizer` may be made already, or a function of the parameters; so may `lr_scheduler`, of the optimizer.
     `train_dataloader` is returned as it is, which some tutorials rely on. `example` is what the model's forward takes,
     a tuple of arguments or a dict of them by name, and of a pipeline the input of its first layer: needed where layers
-    are cut over ranks and no input can be made up. `link` (bytes/s) models an interconnect on CPUs: gradients and
+    are sharded over ranks and no input can be made up. `link` (bytes/s) models an interconnect on CPUs: gradients and
     parameters then take at least their bytes over it, so that overlap and bucket sizes can be tried on one machine.
     Raises ConfigError for a configuration that cannot be, ValueError for arguments that contradict each other.
     """
@@ -82,7 +82,7 @@ def initialize(
         found = holder(param)
         if found is not None and not isinstance(found.sharded, EarlyParam):
             raise ValueError("initialize: the model has an engine already; call its destroy() first, on all ranks")
-    _refuse_cut(model)
+    _refuse_sharded(model)
     source = _config_of(args, config, config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
@@ -106,9 +106,9 @@ def initialize(
     refuse_overlaps(model)
     _place(model, device, model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled))
     parallel = open_parallel(mesh, hooks)
-    check_alike(model, parallel, model.names() if isinstance(model, PipelineModule) else None)
-    begin_alike([*(p for p in model.parameters() if holder(p) is None), *model.buffers()], parallel)
-    cut_layers(model, settings, parallel, device, example)
+    check_same_model(model, parallel, model.names() if isinstance(model, PipelineModule) else None)
+    broadcast_model([*(p for p in model.parameters() if holder(p) is None), *model.buffers()], parallel)
+    shard_layers(model, settings, parallel, device, example)
     shared = share(model, parallel, hooks)
     shared.agree()
     activation_checkpoint.attach(hooks, settings.activation_checkpointing)
@@ -144,7 +144,7 @@ def initialize(
     )
     engine: Engine | PipelineEngine
     if isinstance(model, PipelineModule):
-        links = open_links(mesh, device, hooks, wraps=model.virtual_stages > 1)
+        links = open_links(mesh, device, hooks, wraps=model.placement.virtual_stages > 1)
         engine = PipelineEngine(training, offload, undo, links=links)
     else:
         engine = Engine(training, offload, undo)
@@ -165,13 +165,13 @@ def _config_of(args: Any, config: Any, config_params: Any) -> Any:
     return next(value for value in (config, config_params, by_args) if value is not None)
 
 
-def _refuse_cut(model: nn.Module) -> None:
-    """Raise ValueError for a model whose layers an engine has cut: destroy() does not make them whole again."""
-    name = next((name for name, _, _ in cut_parameters(model)), None)
+def _refuse_sharded(model: nn.Module) -> None:
+    """Raise ValueError for a model whose layers an engine has sharded: destroy() does not make them whole again."""
+    name = next((name for name, _, _ in sharded_parameters(model)), None)
     if name is not None:
         raise ValueError(
-            f"initialize: {name} is cut over tensor-parallel ranks already, by an engine before: build the model anew, "
-            "and load_checkpoint what that one saved"
+            f"initialize: {name} is sharded over tensor-parallel ranks already, by an engine before: build the model "
+            "anew, and load_checkpoint what that one saved"
         )
 
 
@@ -189,7 +189,8 @@ def _check_parameters(model: nn.Module, config: Config) -> None:
 
 
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Bring the model to `device` and its floating-point tensors to `dtype`; what zero.Init has cut, it has placed."""
+    """Bring the model to `device` and its floating-point tensors to `dtype`; what zero.Init has sharded, it has
+    placed."""
     early = [param for param in model.parameters() if holder(param) is not None]
     if not early:
         model.to(device=device, dtype=dtype)
@@ -265,8 +266,8 @@ def _plain(parameters: Any) -> list[Any]:
 
 def _shard(param: ShardedParam, zero: Zero, main: Comm) -> optim.Shard:
     """What the optimizer is to know of a master."""
-    pieces = param.cut.pieces
-    bounds = tuple(param.cut.bounds(row) for row in range(pieces))
+    pieces = param.partition.pieces
+    bounds = tuple(param.partition.bounds(row) for row in range(pieces))
     group = main.group if pieces > 1 else None
     return optim.Shard(param.shape, bounds, group, optim.wants_muon(param.name, param.param))
 

@@ -13,15 +13,15 @@ from ..activation_checkpoint.policies import fits
 from ..comm.consensus import gather_objects
 from ..comm.mesh import Mesh, Parallel
 from ..config import Config, ConfigError
-from ..pipe.layers import check_alike
+from ..pipe.layers import check_agreement
 from ..pipe.module import PipelineModule
 from ..tensor.rng import same_random_numbers
-from ..zero.registry import holder
+from ..zero.holder import holder
 
 
 def stages_of(model: nn.Module) -> int | None:
     """Pipeline ranks that the model itself asks for; None if it leaves that to the configuration, 0 for no pipeline."""
-    return model.num_stages if isinstance(model, PipelineModule) else 0
+    return model.placement.num_stages if isinstance(model, PipelineModule) else 0
 
 
 def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
@@ -30,7 +30,7 @@ def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
     if not isinstance(model, PipelineModule):
         return
     given = {key: getattr(pipeline, key) for key in pipeline.model_fields_set}
-    check_alike(gather_objects({
+    check_agreement(gather_objects({
         "pipeline.stages": mesh.pp,
         "tensor_parallel.autotp_size": mesh.tp,
         "pipeline.schedule": pipeline.schedule,
@@ -42,15 +42,15 @@ def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
     model.activation_checkpoint_interval = given.get(
         "activation_checkpoint_interval", model.activation_checkpoint_interval
     )
-    differs = virtual not in (None, model.virtual_stages) or method not in (None, model.partition_method)
-    if differs or not model.bounds or pipeline.layer_costs is not None:
+    differs = virtual not in (None, model.placement.virtual_stages) or method not in (None, model.partition_method)
+    if differs or not model.placement.bounds or pipeline.layer_costs is not None:
         model.arrange_everywhere(mesh.pp, mesh.pp_rank, virtual, method, pipeline.layer_costs)
-    if model.virtual_stages > 1 and pipeline.schedule != "interleaved":
+    if model.placement.virtual_stages > 1 and pipeline.schedule != "interleaved":
         raise ConfigError([
             f'pipeline.schedule: "{pipeline.schedule}" knows one stage a rank, and the PipelineModule has '
-            f'{model.virtual_stages}; write "interleaved", or build it with virtual_stages=1'
+            f'{model.placement.virtual_stages}; write "interleaved", or build it with virtual_stages=1'
         ])  # fmt: skip
-    topology = model.topology()
+    topology = model.placement.topology()
     if "model" in topology.get_axis_names():
         asked = topology.get_dim("model")
         if asked != mesh.tp:
@@ -61,9 +61,9 @@ def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
     model.forget_others()
 
 
-def cut_layers(model: nn.Module, config: Config, parallel: Parallel, device: torch.device, example: Any) -> None:
-    """Leave this rank its part of every layer, if layers are to be cut. `example` is what the model's forward takes; it
-    is None where that can be made up."""
+def shard_layers(model: nn.Module, config: Config, parallel: Parallel, device: torch.device, example: Any) -> None:
+    """Leave this rank its part of every layer, if layers are to be sharded. `example` is what the model's forward
+    takes; it is None where that can be made up."""
     section = config.tensor_parallel
     if section.size == 1:
         return
@@ -71,7 +71,7 @@ def cut_layers(model: nn.Module, config: Config, parallel: Parallel, device: tor
     if early:
         raise ValueError(
             f"initialize: zero.Init has divided {early[0]} among all ranks, and with tensor parallelism it is to be "
-            "cut first; build the model without zero.Init"
+            "sharded first; build the model without zero.Init"
         )
     from ..planner.apply import parallelize  # a planner is much code, which most trainings have no use for
     from ..planner.tied_vocab import parallelize_pipeline

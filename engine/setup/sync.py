@@ -14,12 +14,12 @@ from ..comm.consensus import gather_objects
 from ..comm.mesh import Parallel
 
 
-def check_alike(model: nn.Module, parallel: Parallel, names: Mapping[nn.Parameter, str] | None = None) -> None:
+def check_same_model(model: nn.Module, parallel: Parallel, names: Mapping[nn.Parameter, str] | None = None) -> None:
     """Raise ValueError on all ranks of the job if those of one pipeline stage have different models: parameters or
     buffers with other names, shapes or dtypes, in another order, or frozen on some ranks only.
 
-    Before layers are cut over tensor-parallel ranks; on all ranks. Where they agree, 8 bytes of each are sent. `names`
-    are those of the parameters in the whole model, where this is a part of it.
+    Before layers are sharded over tensor-parallel ranks; on all ranks. Where they agree, 8 bytes of each are sent.
+    `names` are those of the parameters in the whole model, where this is a part of it.
     """
     everyone = parallel.everyone
     if everyone.group is None:
@@ -42,9 +42,9 @@ def check_alike(model: nn.Module, parallel: Parallel, names: Mapping[nn.Paramete
 
 
 @torch.no_grad()
-def begin_alike(tensors: list[torch.Tensor], parallel: Parallel) -> None:
+def broadcast_model(tensors: list[torch.Tensor], parallel: Parallel) -> None:
     """Have the ranks that are to have the same weights begin with those of the first: replicas, and before layers are
-    cut, tensor-parallel ranks. On all ranks."""
+    sharded, tensor-parallel ranks. On all ranks."""
     for comm in (parallel.tensor, parallel.data):
         for tensor in tensors:
             comm.broadcast(tensor.data, 0, "parameter").wait()

@@ -16,12 +16,12 @@ What shards a model, in `planner`, stands on these layers; its public names are 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, Final
 
 from .check_data import check_same
 from .cross_entropy import VocabularyCrossEntropy, vocabulary_cross_entropy
 from .rng import RankStream, same_random_numbers
-from .sharding import TensorCut, cut_of, cut_parameters, partial_parameters
+from .sharding import TensorShard, partial_parameters, shard_of, sharded_parameters
 
 _PLANNER = {
     "Collective": "plan",
@@ -34,14 +34,19 @@ _PLANNER = {
 }
 """Public name -> its module in `planner`, loaded when it is used: the planner imports these layers."""
 
+_FORMER: Final = {"TensorCut": TensorShard, "cut_of": shard_of, "cut_parameters": sharded_parameters}
+"""Names that these had before."""
+
 __all__ = [
-    "Collective", "Cost", "PlanError", "RankStream", "TensorCut", "TensorPlan", "VocabularyCrossEntropy",
-    "check_same", "cut_of", "cut_parameters", "parallelize", "parallelize_pipeline", "partial_parameters", "plan_for",
-    "same_random_numbers", "vocabulary_cross_entropy",
+    "Collective", "Cost", "PlanError", "RankStream", "TensorPlan", "TensorShard", "VocabularyCrossEntropy",
+    "check_same", "parallelize", "parallelize_pipeline", "partial_parameters", "plan_for", "same_random_numbers",
+    "shard_of", "sharded_parameters", "vocabulary_cross_entropy",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name in _PLANNER:
         return getattr(importlib.import_module(f"..planner.{_PLANNER[name]}", __name__), name)
+    if name in _FORMER:
+        return _FORMER[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

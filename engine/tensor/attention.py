@@ -1,35 +1,19 @@
-"""torch's own nn.MultiheadAttention, cut by head. It calls no layers, but computes with its weights itself."""
+"""torch's own nn.MultiheadAttention, sharded by head. It calls no layers, but computes with its weights itself."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..comm.comm import Comm
-from .collectives import copy, gather, join, reduce, reduce_scatter
-from .layers import State
-from .rng import RankStream
-
-
-@dataclass(eq=False)
-class Heads(State):
-    """What a cut attention needs beside its parameters."""
-
-    comm: Comm
-    name: str
-    sequence_dim: int | None = None
-    """Along which its inputs come, and its output goes, cut."""
-
-    stream: RankStream | None = None
+from .collectives import copy, gather, join, reduce
+from .layers import Exit
 
 
 class HeadsAttention(nn.MultiheadAttention):
     """Holds the projections of some of the heads. Arguments and results are nn.MultiheadAttention's."""
 
-    tensor: Heads
+    tensor: Exit
 
     def forward(
         self,
@@ -101,14 +85,9 @@ class HeadsAttention(nn.MultiheadAttention):
         return mask
 
     def _leave(self, y: Tensor, batched: bool) -> Tensor:
-        tensor, weight, bias = self.tensor, self.out_proj.weight, self.out_proj.bias
-        y = F.linear(y, weight)
+        y = F.linear(y, self.out_proj.weight)
         y = y.squeeze(0) if not batched else y if self.batch_first else y.transpose(0, 1)
-        if tensor.sequence_dim is None:
-            y = reduce(y, tensor.comm, tensor.name, fresh=True)
-        else:
-            y = reduce_scatter(y, tensor.comm, tensor.sequence_dim, tensor.name)
-        return y if bias is None else y + bias
+        return self.tensor.sum(y, self.out_proj.bias)
 
     def _whole(self, weights: Tensor | None, average: bool, batched: bool) -> Tensor | None:
         if weights is None:

@@ -1,4 +1,4 @@
-"""Batch norms between layers that are cut: each rank normalizes its own features.
+"""Batch norms between layers that are sharded: each rank normalizes its own features.
 
 The running statistics stay whole on every rank, as buffers are in a checkpoint; each rank computes its part of them.
 """
@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..comm.comm import Comm
 from .layers import State, derive
-from .sharding import TensorCut
+from .sharding import TensorShard
 
 
 def is_batch_norm(module: nn.Module) -> bool:
@@ -24,11 +23,9 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 @dataclass(eq=False)
 class Features(State):
-    """What the batch norm of a rank's features needs beside its parameters."""
+    """Of the batch norm of a rank's features."""
 
-    comm: Comm
-    name: str
-    cut: TensorCut
+    shard: TensorShard
     """Of the features."""
 
 
@@ -42,24 +39,25 @@ class FeaturesNorm(_BatchNorm):
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
         if self.running_mean is None or self.running_var is None or (self.training and not self.track_running_stats):
             return super().forward(x)
-        cut = self.tensor.cut
-        mean, var = cut.take(self.running_mean), cut.take(self.running_var)
+        shard = self.tensor.shard
+        mean, var = shard.take(self.running_mean), shard.take(self.running_var)
         factor = 0.0 if self.momentum is None else self.momentum
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else factor
         y = F.batch_norm(x, mean, var, self.weight, self.bias, self.training, factor, self.eps)
         if self.training:
-            rows = torch.stack([torch.cat([mean, var])] * cut.size)
+            rows = torch.stack([torch.cat([mean, var])] * shard.size)
             self.tensor.comm.all_gather(rows, "tensor-parallel", module=self.tensor.name).wait()
             means, variances = rows.chunk(2, 1)
-            self.running_mean.copy_(cut.join(list(means)))
-            self.running_var.copy_(cut.join(list(variances)))
+            self.running_mean.copy_(shard.join(list(means)))
+            self.running_var.copy_(shard.join(list(variances)))
         return y
 
 
-def cut_batch_norm(module: nn.Module, state: Features) -> None:
-    """Have `module` normalize this rank's features; its parameters are cut besides. May be said of each statistic."""
+def shard_batch_norm(module: nn.Module, state: Features) -> None:
+    """Have `module` normalize this rank's features; its parameters are sharded besides. May be said of each
+    statistic."""
     if not isinstance(module, FeaturesNorm):
         derive(module, FeaturesNorm)
     module.tensor = state  # type: ignore[assignment]

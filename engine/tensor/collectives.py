@@ -7,7 +7,7 @@ They come in pairs, each the transpose of the other, so that backward through on
     gather   pieces -> the whole, read by each rank's own layer    reduce_scatter  terms -> each rank's piece of the sum
     split    the same on all ranks -> each rank's piece            join            pieces -> the same whole on all ranks
 
-Each collective is told as a span of purpose `tensor-parallel` with the module's name. A group of one does nothing.
+Each collective is reported as a span of purpose `tensor-parallel` with the module's name. A group of one does nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..comm.comm import Comm
 
 
 def copy(x: Tensor, comm: Comm, module: str | None = None) -> Tensor:
-    """`x`, which all ranks hold alike, for a layer that is cut: its gradient is summed over the ranks."""
+    """`x`, which all ranks hold alike, for a layer that is sharded: its gradient is summed over the ranks."""
     return operate(x, comm, view, reduce, module)
 
 
@@ -32,7 +32,8 @@ def reduce(x: Tensor, comm: Comm, module: str | None = None, *, fresh: bool = Fa
 
 
 def gather(x: Tensor, comm: Comm, dim: int, module: str | None = None) -> Tensor:
-    """Every rank's `x`, concatenated along `dim`, for a layer that is cut: its gradient is summed, then cut again."""
+    """Every rank's `x`, concatenated along `dim`, for a layer that is sharded: its gradient is summed, then sharded
+    again."""
     return operate(x, comm, _all_gather, reduce_scatter, dim, module)
 
 
@@ -122,7 +123,7 @@ def _all_gather(x: Tensor, comm: Comm, dim: int, module: str | None) -> Tensor:
 def _pieces(x: Tensor, comm: Comm, dim: int, module: str | None) -> tuple[Tensor, ...]:
     if x.shape[dim] % comm.size:
         raise ValueError(
-            f"{module or 'tensor parallelism'}: dimension {dim} of an activation of shape {tuple(x.shape)} is cut "
+            f"{module or 'tensor parallelism'}: dimension {dim} of an activation of shape {tuple(x.shape)} is sharded "
             f"over {comm.size} tensor-parallel ranks, and {x.shape[dim]} does not divide by {comm.size}: pad it"
         )
     return x.chunk(comm.size, dim)

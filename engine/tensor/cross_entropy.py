@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that is cut: nobody holds all logits of a token (arXiv 1909.08053, section 3)."""
+"""Cross-entropy over a vocabulary that is sharded: nobody holds all logits of a token (arXiv 1909.08053, section 3)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def vocabulary_cross_entropy(
 
 class VocabularyCrossEntropy(nn.Module):
     """The mean cross-entropy of logits [..., V] for classes [...]: a pipeline's loss_fn with which the logits of a head
-    that is cut stay cut, so that no rank has all of them. Where nothing is cut it is `F.cross_entropy`."""
+    that is sharded stay sharded, so that no rank has all of them. Where nothing is sharded it is `F.cross_entropy`."""
 
     def __init__(self, *, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class VocabularyCrossEntropy(nn.Module):
         self.label_smoothing = label_smoothing
         self._parts: tuple[Comm, int | None] = Comm(None, None), None
 
-    def cut(self, comm: Comm, vocabulary: int) -> None:
+    def shard(self, comm: Comm, vocabulary: int) -> None:
         """From now on logits are this rank's columns of them."""
         self._parts = comm, vocabulary
 

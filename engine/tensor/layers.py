@@ -1,4 +1,4 @@
-"""The layers that are cut: existing ones, whose class becomes one that is derived from what it was.
+"""The layers that are sharded: existing ones, whose class becomes one that is derived from what it was.
 
 `isinstance(layer, nn.Linear)` keeps holding, and a subclass that adds to `super().forward(...)` goes on doing so.
 transformers' Conv1D is a linear layer with its weight transposed; it is recognised by what it consists of.
@@ -22,7 +22,7 @@ from .check_data import check_range
 from .collectives import copy, gather, join, operate, reduce, reduce_scatter, split, view
 from .rng import RankStream
 from .shape_override import plain
-from .sharding import TensorCut
+from .sharding import TensorShard
 
 _log: Final = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ Kind = Literal["linear", "conv1d", "embedding", "attention"]
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that can be cut."""
+    """A layer that can be sharded."""
 
     kind: Kind
     inputs: int
@@ -52,7 +52,7 @@ class Layer:
 
 
 def layers_of(model: nn.Module) -> dict[str, Layer]:
-    """The layers of `model` that can be cut, by name. What lies inside an attention is its own affair."""
+    """The layers of `model` that can be sharded, by name. What lies inside an attention is its own affair."""
     found: dict[str, Layer] = {}
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
@@ -64,7 +64,7 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
 
 
 def layer_of(module: nn.Module) -> Layer | None:
-    """What there is to know of `module`; None if it is no layer that can be cut."""
+    """What there is to know of `module`; None if it is no layer that can be sharded."""
     if isinstance(module, nn.MultiheadAttention):
         plain_keys = module.bias_k is None and not module.add_zero_attn
         return Layer("attention", module.embed_dim, module.embed_dim) if plain_keys else None
@@ -124,8 +124,12 @@ def _derived(cls: Any, base: Any, first: bool) -> Any:  # mypy does not take a c
     return type(cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
+@dataclass(eq=False)
 class State:
-    """What a cut layer needs beside its parameters. A copy of the layer communicates in the same group."""
+    """What a sharded layer needs beside its parameters. A copy of the layer communicates in the same group."""
+
+    comm: Comm
+    name: str
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -135,7 +139,7 @@ class State:
 
 
 class Entrance:
-    """Where a replicated activation enters a cut region. Layers that read the same one share its communication."""
+    """Where a replicated activation enters a sharded region. Layers that read the same one share its communication."""
 
     def __init__(self, comm: Comm, readers: int, *, sequence_dim: int | None = None, stream: RankStream | None = None):
         self._comm = comm
@@ -171,12 +175,10 @@ class Entrance:
 
 @dataclass(eq=False)
 class Column(State):
-    """What a column layer needs beside its parameters."""
+    """Of a column layer."""
 
-    comm: Comm
-    name: str
     entrance: Entrance
-    cut: TensorCut
+    shard: TensorShard
     """Of the weight."""
 
     gathered: bool = False
@@ -210,19 +212,19 @@ class ColumnConv1D(nn.Module):
 
 
 def _shared(tensor: Column, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    if tensor.cut.copies == 1:
+    if tensor.shard.copies == 1:
         return weight, bias
-    where = tensor.comm, tensor.cut.copies, tensor.name
+    where = tensor.comm, tensor.shard.copies, tensor.name
     return share_gradient(weight, *where), None if bias is None else share_gradient(bias, *where)
 
 
 def _finish(tensor: Column, y: Tensor) -> Tensor:
-    cut = tensor.cut
+    shard = tensor.shard
     if tensor.gathered:
         y = join(y, tensor.comm, -1, tensor.name)
-        return y[..., : cut.shape[cut.dim]].contiguous() if cut.padding else y
-    if cut.real < y.shape[-1]:  # padding never wins, and gets no gradient
-        return y.masked_fill(torch.arange(y.shape[-1], device=y.device) >= cut.real, -math.inf)
+        return y[..., : shard.shape[shard.dim]].contiguous() if shard.padding else y
+    if shard.real < y.shape[-1]:  # padding never wins, and gets no gradient
+        return y.masked_fill(torch.arange(y.shape[-1], device=y.device) >= shard.real, -math.inf)
     return y
 
 
@@ -235,18 +237,29 @@ def _addmm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class Row(State):
-    """What a row layer needs beside its parameters."""
+class Exit(State):
+    """Where a sharded region is left: its ranks' terms are summed."""
 
-    comm: Comm
-    name: str
     sequence_dim: int | None = None
-    """Along which the output is cut again; None: every rank gets all of it."""
+    """Along which the output is sharded again; None: every rank gets all of it."""
+
+    stream: RankStream | None = None
+
+    def sum(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        """The sum of every rank's `y`, or this rank's piece of it, with the bias added once."""
+        if self.sequence_dim is None:
+            y = reduce(y, self.comm, self.name, fresh=True)
+        else:
+            y = reduce_scatter(y, self.comm, self.sequence_dim, self.name)
+        return y if bias is None else y + bias
+
+
+@dataclass(eq=False)
+class Row(Exit):
+    """Of a row layer."""
 
     splits: bool = False
     """Whether its input comes whole."""
-
-    stream: RankStream | None = None
 
 
 class RowLinear(nn.Linear):
@@ -257,7 +270,7 @@ class RowLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """This rank's part [..., in / ranks] of the input -> [..., out]; the bias is added once, to the sum."""
         y = F.linear(_leave(self.tensor, x), self.weight)
-        return _sum(self.tensor, y, self.bias)
+        return self.tensor.sum(y, self.bias)
 
 
 class RowConv1D(nn.Module):
@@ -270,7 +283,7 @@ class RowConv1D(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """As RowLinear's."""
         y = _addmm(_leave(self.tensor, x), self.weight, self.weight.new_zeros(self.weight.shape[1]))
-        return _sum(self.tensor, y, self.bias)
+        return self.tensor.sum(y, self.bias)
 
 
 def _leave(tensor: Row, x: Tensor) -> Tensor:
@@ -279,24 +292,14 @@ def _leave(tensor: Row, x: Tensor) -> Tensor:
     return split(plain(x), tensor.comm, -1, tensor.name) if tensor.splits else plain(x)
 
 
-def _sum(tensor: Row, y: Tensor, bias: Tensor | None) -> Tensor:
-    if tensor.sequence_dim is None:
-        y = reduce(y, tensor.comm, tensor.name, fresh=True)
-    else:
-        y = reduce_scatter(y, tensor.comm, tensor.sequence_dim, tensor.name)
-    return y if bias is None else y + bias
-
-
 # --- vocabulary: each rank holds some of the rows of an embedding
 
 
 @dataclass(eq=False)
 class Vocabulary(State):
-    """What a vocabulary layer needs beside its parameters."""
+    """Of a vocabulary layer."""
 
-    comm: Comm
-    name: str
-    cut: TensorCut
+    shard: TensorShard
     padding_idx: int | None
 
 
@@ -307,7 +310,7 @@ class VocabularyEmbedding(nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         tensor = self.tensor
-        rows, here = tensor.cut.shape[0], self.weight.shape[0]
+        rows, here = tensor.shard.shape[0], self.weight.shape[0]
         check_range(ids, rows, f"{tensor.name}: ids from {{}} to {{}}, and there are {rows} rows")
         first = tensor.comm.rank * here
         local = ids - first

@@ -1,7 +1,7 @@
-"""Random numbers under tensor parallelism: what all ranks hold alike drops alike, what is cut drops for itself.
+"""Random numbers under tensor parallelism: what all ranks hold alike drops alike, what is sharded drops for itself.
 
 All ranks of a group draw from the same stream (`same_random_numbers`), so dropout on a replicated activation agrees.
-Where activations are cut, the generator is set aside and goes on from a seed made of that stream and the rank
+Where activations are sharded, the generator is set aside and goes on from a seed made of that stream and the rank
 (`RankStream`). Nothing else is remembered: a recomputation, which begins with the generator of the forward, draws the
 same again.
 """

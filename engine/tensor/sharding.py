@@ -1,4 +1,4 @@
-"""How one parameter is cut over the tensor-parallel ranks, and what is marked on parameters.
+"""How one parameter is sharded over the tensor-parallel ranks, and what is marked on parameters.
 
 Marks lie in mappings beside the parameters, so that these can be copied and saved like any other.
 """
@@ -15,12 +15,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorCut:
+class TensorShard:
     """The part of a parameter that one rank holds.
 
     Dimension `dim` consists of `bands`, one behind the other, such as the query, key and value rows of a fused
-    projection. Each is cut by itself into equal pieces, one a rank, or one for `copies` neighbouring ranks; a rank's
-    part is its pieces, concatenated.
+    projection. Each is sharded by itself into equal pieces, one a rank, or one for `copies` neighbouring ranks; a
+    rank's part is its pieces, concatenated.
     """
 
     shape: tuple[int, ...]
@@ -80,7 +80,7 @@ class TensorCut:
     def take(self, whole: Tensor) -> Tensor:
         """This rank's part of `whole` [shape], with storage of its own."""
         if tuple(whole.shape) != self.shape:
-            raise ValueError(f"a tensor of shape {tuple(whole.shape)} is to be cut as one of {self.shape}")
+            raise ValueError(f"a tensor of shape {tuple(whole.shape)} is to be sharded as one of {self.shape}")
         parts = []
         for band in self._pad(whole).split(self.bands, self.dim):
             width = band.shape[self.dim] // self.pieces
@@ -88,11 +88,10 @@ class TensorCut:
         return torch.cat(parts, self.dim)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole [shape], from every rank's part in order: the inverse of `take`, whichever rank this is the cut
-        of."""
+        """The whole [shape], from every rank's part in order: the inverse of `take`, whichever rank's shard this is"""
         if len(parts) != self.size or any(tuple(part.shape) != self.local_shape for part in parts):
             raise ValueError(
-                f"{len(parts)} parts of shapes {[tuple(p.shape) for p in parts]}: a cut of {self.shape} over "
+                f"{len(parts)} parts of shapes {[tuple(p.shape) for p in parts]}: a sharding of {self.shape} over "
                 f"{self.size} ranks has {self.size} of {self.local_shape}"
             )
         widths = [band // self.pieces for band in self.bands]
@@ -100,9 +99,9 @@ class TensorCut:
         whole = torch.cat([piece for band in zip(*split, strict=True) for piece in band], self.dim)
         return whole.narrow(self.dim, 0, self.shape[self.dim]) if self.padding else whole
 
-    def of_rank(self, rank: int) -> TensorCut:
-        """The same cut as another rank has it."""
-        return TensorCut(shape=self.shape, dim=self.dim, bands=self.bands, size=self.size, rank=rank,
+    def of_rank(self, rank: int) -> TensorShard:
+        """The shard of another rank."""
+        return TensorShard(shape=self.shape, dim=self.dim, bands=self.bands, size=self.size, rank=rank,
                          copies=self.copies, padding=self.padding)  # fmt: skip
 
     def to_dict(self) -> dict[str, int | list[int]]:
@@ -113,15 +112,15 @@ class TensorCut:
         }  # fmt: skip
 
     @staticmethod
-    def from_dict(saved: Mapping[str, Any]) -> TensorCut:
-        """The inverse of `to_dict`. Raises ValueError for what cannot be a cut."""
+    def from_dict(saved: Mapping[str, Any]) -> TensorShard:
+        """The inverse of `to_dict`. Raises ValueError for what cannot be one."""
         plain: dict[str, Any] = {
             key: tuple(map(int, value)) if isinstance(value, Sequence) else int(value) for key, value in saved.items()
         }
         try:
-            return TensorCut(**plain)
+            return TensorShard(**plain)
         except TypeError as error:
-            raise ValueError(f"not a cut: {dict(saved)}: {error}") from error
+            raise ValueError(f"not a sharding: {dict(saved)}: {error}") from error
 
     def _pad(self, whole: Tensor) -> Tensor:
         if not self.padding:
@@ -130,38 +129,38 @@ class TensorCut:
         return torch.cat([whole, whole.new_zeros(shape)], self.dim)
 
 
-def even_cut(shape: Sequence[int], dim: int, size: int, rank: int) -> TensorCut:
+def even_shard(shape: Sequence[int], dim: int, size: int, rank: int) -> TensorShard:
     """`dim` in one band, padded to a multiple of `size`."""
     padding = -shape[dim] % size
-    return TensorCut(
+    return TensorShard(
         shape=tuple(shape), dim=dim, bands=(shape[dim] + padding,), size=size, rank=rank, padding=padding
     )  # fmt: skip
 
 
 # --- what is marked on parameters
 
-_CUTS: Final[MutableMapping[Tensor, TensorCut]] = WeakIdKeyDictionary()
+_SHARDS: Final[MutableMapping[Tensor, TensorShard]] = WeakIdKeyDictionary()
 _PARTIAL: Final[MutableMapping[Tensor, bool]] = WeakIdKeyDictionary()
 
 
-def cut_of(param: Tensor) -> TensorCut | None:
-    """How `param` is cut; None for one that every tensor-parallel rank holds whole."""
-    return _CUTS.get(param)
+def shard_of(param: Tensor) -> TensorShard | None:
+    """How `param` is sharded; None for one that every tensor-parallel rank holds whole."""
+    return _SHARDS.get(param)
 
 
-def cut_in_place(param: Tensor, cut: TensorCut) -> None:
+def shard_in_place(param: Tensor, shard: TensorShard) -> None:
     """Leave this rank's part in `param`, which stays the same object, so that what is tied to it stays tied.
 
-    One that has been cut the same way already, as tied ones have, is left alone; ValueError if it was another way.
+    One that has been sharded the same way already, as tied ones have, is left alone; ValueError if it was another way.
     """
-    before = _CUTS.get(param)
+    before = _SHARDS.get(param)
     if before is not None:
-        if before != cut:
-            raise ValueError(f"a parameter of shape {cut.shape} that is cut already is to be cut another way")
+        if before != shard:
+            raise ValueError(f"a parameter of shape {shard.shape} that is sharded already is to be sharded another way")
         return
-    param.data = cut.take(param.data)
+    param.data = shard.take(param.data)
     param.grad = None
-    _CUTS[param] = cut
+    _SHARDS[param] = shard
 
 
 def mark_partial(param: nn.Parameter) -> None:
@@ -172,15 +171,15 @@ def mark_partial(param: nn.Parameter) -> None:
 def partial_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The replicated parameters whose gradient is a sum over the tensor-parallel ranks, in the model's order.
 
-    After backward each rank holds one term of it. They are applied where activations are cut: by head, as the norms of
-    queries and keys are, or along the sequence.
+    After backward each rank holds one term of it. They are applied where activations are sharded: by head, as the norms
+    of queries and keys are, or along the sequence.
     """
     return [param for param in model.parameters() if param in _PARTIAL]
 
 
-def cut_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorCut]]:
-    """Name, parameter and cut of every parameter that is cut."""
+def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorShard]]:
+    """Name, parameter and shard of every parameter that is sharded."""
     for name, param in model.named_parameters():
-        cut = _CUTS.get(param)
-        if cut is not None:
-            yield name, param, cut
+        shard = _SHARDS.get(param)
+        if shard is not None:
+            yield name, param, shard

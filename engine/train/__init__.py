@@ -6,5 +6,6 @@ pipeline_engine  a model in stages: train_batch, eval_batch
 optimizer_step   norm, overflow, clipping, update, and the new weights to where they are needed
 metrics          what is reported after a step
 deepspeed_api    DeepSpeed's names, in tables
+settings         the same of the configuration
 unsupported      DeepSpeed's names that are not there, and what to write instead
 """

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Final, Generic, TypeVar, overload
+from typing import Any, ClassVar, Concatenate, Final, Generic, NoReturn, ParamSpec, TypeVar, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -27,6 +27,7 @@ from .optimizer_step import OptimizerStep
 CHECK_DATA_EVERY: Final = 50
 """Steps after which tensor-parallel ranks are held to the same data again; they are in the first, too."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -50,6 +51,23 @@ class _OfTraining(Generic[T]):
 
     def __set__(self, engine: BaseEngine, value: T) -> None:
         setattr(engine.state, self._name, value)
+
+
+def _of_checkpoint(
+    name: str,
+    function: Callable[Concatenate[Training, P], T],
+    prepare: Callable[[OptimizerStep], object] = lambda step: None,
+) -> Callable[Concatenate[BaseEngine, P], T]:
+    """`function` as a method of engines, of their training."""
+
+    def method(engine: BaseEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        engine._refuse_destroyed()
+        prepare(engine.optimizer_step)
+        return function(engine.state, *args, **kwargs)
+
+    functools.update_wrapper(method, function)
+    method.__name__ = method.__qualname__ = name
+    return method
 
 
 class BaseEngine(nn.Module):
@@ -121,48 +139,9 @@ class BaseEngine(nn.Module):
             )
         self.module.compile(backend=backend, **(compile_kwargs or {}), **more)
 
-    # --- checkpoints
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save the training to `save_dir`/`tag`, on all ranks: see `checkpoint.save`."""
-        self._refuse_destroyed()
-        self.optimizer_step.stepped_masters()
-        self.optimizer_step.take_edits()
-        return checkpoint.save(self.state, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint, on all ranks: its path and the client's state. See `checkpoint.load`."""
-        self._refuse_destroyed()
-        self.optimizer_step.stepped_masters()
-        return checkpoint.load(
-            self.state, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
-            load_module_only,
-        )  # fmt: skip
-
-    def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the model alone, in the precision it runs in, to one file: see `checkpoint.save_16bit_model`."""
-        self._refuse_destroyed()
-        return checkpoint.save_16bit_model(self.state, save_dir, save_filename, exclude_frozen_parameters)
+    save_checkpoint = _of_checkpoint("save_checkpoint", checkpoint.save, OptimizerStep.take_edits)
+    load_checkpoint = _of_checkpoint("load_checkpoint", checkpoint.load, OptimizerStep.stepped_masters)
+    save_16bit_model = _of_checkpoint("save_16bit_model", checkpoint.save_16bit_model)
 
     def destroy(self) -> None:
         """Take the engine off the model, which has its present weights; end its threads, close its files, and destroy
@@ -191,7 +170,7 @@ class BaseEngine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in ("module", "state"):
+            if name in ("module", "state", "__deepcopy__"):  # a model that can be copied is no engine that can
                 raise
         try:
             return getattr(self.module, name)
@@ -199,6 +178,14 @@ class BaseEngine(nn.Module):
             unsupported, model = self.names.unsupported, type(self.module).__name__
             instead = f": {unsupported[name]}" if name in unsupported else f", and neither has its {model}"
             raise AttributeError(f"the engine has no {name!r}{instead}") from None
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """For `copy.copy`, `copy.deepcopy`, `pickle` and `torch.save`: two engines would train one model."""
+        raise TypeError(
+            "an engine cannot be copied, pickled or written by torch.save: it has threads, process groups and this "
+            "rank's shards of its model; write engine.save_checkpoint(folder) to go on later, "
+            "engine.save_16bit_model(folder) for the model alone, or copy engine.module"
+        )
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self.names})  # type: ignore[no-untyped-call]

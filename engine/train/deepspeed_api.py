@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from types import MethodType
 from typing import Any, Final, NoReturn
 
 import torch
@@ -20,13 +20,14 @@ from torch.utils.data import Dataset, Sampler
 from .. import checkpoint
 from ..config import Config
 from ..data import WORKERS, ShardedLoader
-from ..optim.loss_scaler import DTYPES
-from ..pipe.deepspeed_api import UNSUPPORTED as UNSUPPORTED_IN_PIPELINES
+from ..pipe.deepspeed_names import UNSUPPORTED as UNSUPPORTED_OF_MODULE
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import PipelineError
+from ..pipe.placement import Placement
 from ..training import Training
 from ..zero import GatheredParameters
-from .unsupported import UNSUPPORTED
+from .settings import SETTINGS, communication_dtype, documented
+from .unsupported import IN_PIPELINES, UNSUPPORTED
 
 
 @dataclass(frozen=True)
@@ -35,26 +36,27 @@ class Names:
 
     attributes: Mapping[str, Callable[[Training], Any]]
     """Name -> its value."""
-    settings: Mapping[str, Callable[[Config], Any]]
-    """Name -> what calling it returns, of the configuration as it is then."""
     methods: Mapping[str, Callable[..., Any]]
     """Name -> a function of the training and the caller's arguments."""
     unsupported: Mapping[str, str]
     """Name -> what to write in its place."""
 
+    def __post_init__(self) -> None:
+        for name, function in self.methods.items():
+            if function.__name__ == "<lambda>":
+                function.__name__ = name  # for `help`
+
     def __contains__(self, name: object) -> bool:
-        return name in self.attributes or name in self.settings or name in self.methods
+        return name in self.attributes or name in self.methods
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*self.attributes, *self.settings, *self.methods))
+        return iter((*self.attributes, *self.methods))
 
     def find(self, name: str, training: Training) -> Any:
         """What the engine of `training` has by `name`, which is in this."""
         if name in self.attributes:
             return self.attributes[name](training)
-        if name in self.settings:
-            return lambda: self.settings[name](training.config)
-        return partial(self.methods[name], training)
+        return MethodType(self.methods[name], training)
 
 
 @dataclass
@@ -68,100 +70,8 @@ class Throughput:
         self.epoch_count += 1
 
 
-# --- the configuration. Sizes are numbers of elements
-
-
-def _data_types(config: Config) -> tuple[torch.dtype, torch.dtype]:
-    """What the model runs in, and what gradients are added up in."""
-    model = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else torch.float32
-    accumulated = config.data_types.grad_accum_dtype
-    return model, model if accumulated is None else DTYPES[accumulated]
-
-
-def _communication_dtype(config: Config) -> torch.dtype:
-    chosen = config.communication_data_type
-    return _data_types(config)[0] if chosen is None else DTYPES[chosen]
-
-
-def _offloads_states_to(device: str) -> Callable[[Config], bool]:
-    def answer(config: Config) -> bool:
-        section = config.zero_optimization.offload_optimizer
-        return section is not None and section.device == device
-
-    return answer
-
-
-def _offloaded_share(config: Config) -> float:
-    section = config.zero_optimization.offload_optimizer
-    return 1.0 if section is None else section.ratio
-
-
-_SETTINGS: Final[Mapping[str, Callable[[Config], Any]]] = {
-    # batches: of a step over all ranks, of a micro-batch on one rank, micro-batches a step
-    "get_batch_info": lambda c: (c.train_batch_size, c.train_micro_batch_size_per_gpu, c.gradient_accumulation_steps),
-    "train_batch_size": lambda c: c.train_batch_size,
-    "train_micro_batch_size_per_gpu": lambda c: c.train_micro_batch_size_per_gpu,
-    "gradient_accumulation_steps": lambda c: c.gradient_accumulation_steps,
-    "dataloader_drop_last": lambda c: c.dataloader_drop_last,
-    # optimizer and schedule, as configured
-    "optimizer_params": lambda c: None if c.optimizer is None else c.optimizer.params.arguments(),
-    "scheduler_name": lambda c: None if c.scheduler is None else c.scheduler.type,
-    "scheduler_params": lambda c: None if c.scheduler is None else c.scheduler.params.arguments(),
-    # precision
-    "fp16_enabled": lambda c: c.fp16.enabled,
-    "bfloat16_enabled": lambda c: c.bf16.enabled,
-    "fp16_auto_cast": lambda c: c.fp16.auto_cast if c.fp16.enabled else None,
-    "dynamic_loss_scale": lambda c: c.fp16.enabled and c.fp16.loss_scale == 0,
-    "initial_dynamic_scale": lambda c: 2.0**c.fp16.initial_scale_power if c.fp16.enabled else 1.0,
-    "get_data_types": _data_types,
-    # gradients
-    "gradient_clipping": lambda c: c.gradient_clipping,
-    "gradient_predivide_factor": lambda c: c.gradient_predivide_factor,
-    "postscale_gradients": lambda c: not c.prescale_gradients,
-    # ZeRO: what is sharded, in which buckets, how long parameters stay whole
-    "zero_optimization": lambda c: c.zero_optimization.stage > 0,
-    "zero_optimization_stage": lambda c: c.zero_optimization.stage,
-    "zero_optimization_partition_gradients": lambda c: c.zero_optimization.stage >= 2,
-    "zero_optimization_partition_weights": lambda c: c.zero_optimization.stage >= 3,
-    "zero_gather_16bit_weights_on_model_save": (
-        lambda c: c.zero_optimization.stage3_gather_16bit_weights_on_model_save
-    ),
-    "zero_allow_untested_optimizer": lambda c: c.zero_allow_untested_optimizer,
-    "zero_reduce_scatter": lambda c: c.zero_optimization.reduce_scatter,
-    "zero_overlap_comm": lambda c: c.zero_optimization.overlap_comm,
-    "zero_contiguous_gradients": lambda c: c.zero_optimization.contiguous_gradients,
-    "zero_reduce_bucket_size": lambda c: c.zero_optimization.reduce_bucket_size,
-    "zero_allgather_bucket_size": lambda c: c.zero_optimization.allgather_bucket_size,
-    "zero_allgather_partitions": lambda c: c.zero_optimization.allgather_partitions,
-    "zero_round_robin_gradients": lambda c: c.zero_optimization.round_robin_gradients,
-    "zero_ignore_unused_parameters": lambda c: c.zero_optimization.ignore_unused_parameters,
-    "zero_sub_group_size": lambda c: c.zero_optimization.sub_group_size,
-    "zero_max_live_parameters": lambda c: c.zero_optimization.stage3_max_live_parameters,
-    "zero_max_reuse_distance": lambda c: c.zero_optimization.stage3_max_reuse_distance,
-    "zero_prefetch_bucket_size": lambda c: c.zero_optimization.stage3_prefetch_bucket_size,
-    "zero_param_persistence_threshold": lambda c: c.zero_optimization.stage3_param_persistence_threshold,
-    "zero_model_persistence_threshold": lambda c: c.zero_optimization.stage3_model_persistence_threshold,
-    "zero_hpz_partition_size": lambda c: c.zero_optimization.zero_hpz_partition_size,
-    # offloading: whole sections, and where the optimizer's states are
-    "zero_offload_optimizer": lambda c: c.zero_optimization.offload_optimizer,
-    "zero_offload_param": lambda c: c.zero_optimization.offload_param,
-    "zero_cpu_offload": _offloads_states_to("cpu"),
-    "zero_use_cpu_optimizer": _offloads_states_to("cpu"),
-    "zero_nvme_offload_optimizer": _offloads_states_to("nvme"),
-    "zero_partial_offload": _offloaded_share,
-    # the rest
-    "autotp_size": lambda c: c.tensor_parallel.size,
-    "checkpoint_tag_validation_enabled": lambda c: c.checkpoint.tag_validation != "Ignore",
-    "checkpoint_tag_validation_fail": lambda c: c.checkpoint.tag_validation == "Fail",
-    "steps_per_print": lambda c: c.steps_per_print,
-    "dump_state": lambda c: c.dump_state,
-    "wall_clock_breakdown": lambda c: c.wall_clock_breakdown,
-    "memory_breakdown": lambda c: c.memory_breakdown,
-    "flops_profiler_enabled": lambda c: c.flops_profiler.enabled,
-}
-
 _ATTRIBUTES: Final[Mapping[str, Callable[[Training], Any]]] = {
-    "communication_data_type": lambda training: _communication_dtype(training.config),
+    "communication_data_type": communication_dtype,
     "device": lambda training: training.device,
     "loss_scale": lambda training: training.scaler.scale,
     "global_rank": lambda training: dist.get_rank() if dist.is_initialized() else 0,
@@ -294,13 +204,19 @@ def _consolidated(training: Training, exclude_frozen_parameters: bool = False) -
     return checkpoint.consolidated(training, with_frozen=not exclude_frozen_parameters)
 
 
+def _tensor_parallel_rank(training: Training) -> int:
+    """Which part of each layer this rank has."""
+    return training.parallel.mesh.tp_rank
+
+
 _METHODS: Final[Mapping[str, Callable[..., Any]]] = {
+    **SETTINGS,
     "optimizer_name": _optimizer_name,
     "get_lr": Training.learning_rates,
     "get_mom": Training.momenta,
-    "get_data_parallel_rank": lambda training: training.parallel.mesh.dp_rank,
-    "get_tensor_parallel_rank": lambda training: training.parallel.mesh.tp_rank,
-    "get_model_parallel_rank": lambda training: training.parallel.mesh.tp_rank,
+    "get_data_parallel_rank": documented("Which replica this rank is of.", lambda t: t.parallel.mesh.dp_rank),
+    "get_tensor_parallel_rank": _tensor_parallel_rank,
+    "get_model_parallel_rank": _tensor_parallel_rank,
     "set_train_batch_size": _set_train_batch_size,
     "set_train_micro_batch_size": _set_train_micro_batch_size,
     "empty_partition_cache": _empty_partition_cache,
@@ -312,22 +228,27 @@ _METHODS: Final[Mapping[str, Callable[..., Any]]] = {
     "_consolidated_16bit_state_dict": _consolidated,
 }
 
-ENGINE: Final = Names(_ATTRIBUTES, _SETTINGS, _METHODS, UNSUPPORTED)
+ENGINE: Final = Names(_ATTRIBUTES, _METHODS, UNSUPPORTED)
 
 
 # --- pipelines
 
 
-def _pipeline(training: Training) -> PipelineModule:
+def _placement(training: Training) -> Placement:
     assert isinstance(training.module, PipelineModule)
-    return training.module
+    return training.module.placement
 
 
 def _refused(what: str) -> Callable[..., NoReturn]:
     def refuse(training: Training, *args: Any, **kwargs: Any) -> NoReturn:
         raise PipelineError(what)
 
+    refuse.__doc__ = f"Is an error: {what}."
     return refuse
+
+
+def _needless(training: Training, *args: Any) -> None:
+    """Does nothing: a step has all its micro-batches, and what stages send says its shapes itself, masks too."""
 
 
 STEPS_ARE_WHOLE: Final = "a pipeline trains by engine.train_batch(data_iter) and is tried by engine.eval_batch"
@@ -335,8 +256,8 @@ STEPS_ARE_WHOLE: Final = "a pipeline trains by engine.train_batch(data_iter) and
 PIPELINE_ENGINE: Final = Names(
     attributes={
         **_ATTRIBUTES,
-        "grid": lambda training: _pipeline(training).mpu(),
-        "mpu": lambda training: _pipeline(training).mpu(),
+        "grid": lambda training: _placement(training).mpu(),
+        "mpu": lambda training: _placement(training).mpu(),
         "stage_id": lambda training: training.parallel.mesh.pp_rank,
         "prev_stage": lambda training: training.parallel.mesh.pp_rank - 1,
         "next_stage": lambda training: training.parallel.mesh.pp_rank + 1,
@@ -347,18 +268,24 @@ PIPELINE_ENGINE: Final = Names(
         "is_data_parallel": lambda training: training.parallel.mesh.dp > 1,
         "is_model_parallel": lambda training: training.parallel.mesh.tp > 1,
     },
-    settings=_SETTINGS,
     methods={
         **_METHODS,
-        "get_pipeline_parallel_rank": lambda training: training.parallel.mesh.pp_rank,
-        "is_first_stage": lambda training: _pipeline(training).is_first(),
-        "is_last_stage": lambda training: _pipeline(training).is_last(),
-        # a step has all its micro-batches
-        "is_gradient_accumulation_boundary": lambda training: True,
-        "set_gradient_accumulation_boundary": lambda training, is_boundary: None,
-        # messages say their shapes themselves, and masks of bools arrive as well
-        "reset_activation_shape": lambda training: None,
-        "set_has_attention_mask": lambda training, value: None,
+        "get_pipeline_parallel_rank": documented(
+            "This rank's place in the pipeline.", lambda training: training.parallel.mesh.pp_rank
+        ),
+        "is_first_stage": documented(
+            "Whether this rank has the first layers.", lambda training: _placement(training).is_first()
+        ),
+        "is_last_stage": documented(
+            "Whether this rank has the last layers.", lambda training: _placement(training).is_last()
+        ),
+        "is_gradient_accumulation_boundary": documented(
+            "True: a step has all its micro-batches.", lambda training: True
+        ),
+        **dict.fromkeys(
+            ("set_gradient_accumulation_boundary", "reset_activation_shape", "set_has_attention_mask"), _needless
+        ),
+        "forward": _refused(STEPS_ARE_WHOLE),
         "backward": _refused(STEPS_ARE_WHOLE),
         "step": _refused(STEPS_ARE_WHOLE),
         "no_sync": _refused(
@@ -366,5 +293,5 @@ PIPELINE_ENGINE: Final = Names(
             'and 1; leave it out, and write "gradient_accumulation_steps" in the configuration'
         ),
     },
-    unsupported={**UNSUPPORTED, **UNSUPPORTED_IN_PIPELINES},
+    unsupported={**UNSUPPORTED, **IN_PIPELINES, **UNSUPPORTED_OF_MODULE},
 )

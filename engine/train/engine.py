@@ -48,13 +48,24 @@ class Engine(BaseEngine):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Gradients of `loss` (a scalar), which is divided by the number of micro-batches unless told otherwise.
+        """Gradients of `loss` (a scalar), which is divided by the number of micro-batches unless `scale_wrt_gas` is
+        false.
 
         Returns the loss so divided, detached of loss scaling.
         """
         self._refuse_destroyed()
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"engine.backward wants the loss, and got a {type(loss).__name__}: pass the tensor in it, such as "
+                "outputs.loss"
+            )
         if loss.numel() != 1:
             raise ValueError(f"engine.backward wants a scalar loss and got shape {tuple(loss.shape)}: take its mean")
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "engine.backward is called under torch.no_grad(): call it, and the forward that makes the loss, "
+                "outside of that block"
+            )
         if not loss.requires_grad:
             raise RuntimeError(
                 "engine.backward: the loss depends on no parameter that is trained: they are frozen, or it was "
@@ -113,7 +124,7 @@ class Engine(BaseEngine):
         of them is forgotten, and StopIteration goes on to the caller.
         """
         self._refuse_untrained("train_batch")
-        self.module.train()
+        self.train()
         losses: list[Tensor] = []
         for _ in range(self.config.gradient_accumulation_steps):
             try:
@@ -129,12 +140,12 @@ class Engine(BaseEngine):
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
         """The mean loss of as many micro-batches as a step has, without gradients."""
         training = self.module.training
-        self.module.eval()
+        self.eval()
         try:
             with torch.no_grad():
                 losses = [self._loss_of(data_iter).float() for _ in range(self.config.gradient_accumulation_steps)]
         finally:
-            self.module.train(training)
+            self.train(training)
         return torch.stack(losses).mean()
 
     def is_gradient_accumulation_boundary(self) -> bool:

@@ -10,13 +10,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..optim import Turn, renew, settles_groups
+from ..optim import StepGuard, renew, settles_groups
 from ..optim.grad_norm import global_norm, unscale_and_clip_
 from ..optim.loss_scaler import overflowed
 from ..optim.onebit import OneBitAdam
 from ..training import Training
 from ..zero.shard import ShardedParam
-from ..zero.validate import Newcomers
+from ..zero.validate import NewParameterCheck
 from ..zero.zero import tiles_of
 
 
@@ -38,13 +38,13 @@ class OptimizerStep:
         self._training = training
         self.tiles = tiles_of(zero.trainable, training.config.zero_optimization.sub_group_size)
         """What is stepped at once."""
-        self._turn: Turn | None = None
+        self._guard: StepGuard | None = None
         if optimizer is not None:
             optimizer.overflow = False  # type: ignore[attr-defined]
             self._show_scale()
             training.states.attach(optimizer, self.tiles)
-            self._turn = Turn(optimizer)
-        self._newcomers = Newcomers(training.module, zero.by_param)
+            self._guard = StepGuard(optimizer)
+        self._new_parameters = NewParameterCheck(training.module, zero.by_param)
         self._masters: dict[nn.Parameter, nn.Parameter] = {
             param.param: param.master for param in zero.trainable if param.master is not None
         }
@@ -59,9 +59,9 @@ class OptimizerStep:
         """One step, of the gradients that there are. On all ranks. `lr_kwargs` go to the learning rate schedule."""
         training, zero = self._training, self._training.zero
         reducer = zero.reducer
-        self._newcomers.check()
+        self._new_parameters.check()
         stepped = self.stepped_masters()
-        zero.check_trail(training.parallel.everyone)
+        zero.check_order(training.parallel.everyone)
         zero.collect()
         training.shared.sum_gradients(zero.by_param.get)
         grads = zero.gradients(stepped)
@@ -101,6 +101,7 @@ class OptimizerStep:
 
     def take_edits(self) -> None:
         """Before a checkpoint: what the script wrote to parameters goes to their masters."""
+        self.stepped_masters()
         training = self._training
         if any(param.edited for param in training.zero.trainable):
             with training.states.at_once():
@@ -109,8 +110,8 @@ class OptimizerStep:
 
     def close(self) -> None:
         """Have the optimizer step as the script calls it again."""
-        if self._turn is not None:
-            self._turn.end()
+        if self._guard is not None:
+            self._guard.remove()
 
     @property
     def _skips(self) -> bool:
@@ -134,7 +135,7 @@ class OptimizerStep:
         """Tile by tile: the weights of one travel while the next is computed."""
         training, zero = self._training, self._training.zero
         several = len(self.tiles) > 1
-        turn = self._turn or contextlib.nullcontext()
+        stepping = self._guard or contextlib.nullcontext()
         grads = {p: p.master.grad for p in zero.trainable if p.master is not None} if several else {}
         _set_gradients(dict.fromkeys(grads))
         for number, tile in enumerate(training.states.through()):
@@ -143,7 +144,7 @@ class OptimizerStep:
             for param in tile:
                 if not param.master_is_shard:
                     param.take_edits()
-            with training.hooks.span("phase", "optimizer", purpose="optimizer", value=float(number)), turn:
+            with training.hooks.span("phase", "optimizer", purpose="optimizer", value=float(number)), stepping:
                 if isinstance(training.optimizer, OneBitAdam):
                     training.optimizer.step(last_tile=number + 1 == len(self.tiles))
                 elif training.optimizer is not None:

@@ -15,7 +15,7 @@ from ..forward import last_first
 from ..offload import Offload
 from ..optim.loss_scaler import cast_floating
 from ..pipe import split_backward
-from ..pipe.failure import Verdict
+from ..pipe.failure import FailureConsensus
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import Links, PipelineError
 from ..pipe.runtime import Reduction, Runner
@@ -32,15 +32,15 @@ class PipelineEngine(BaseEngine):
 
     names: ClassVar[Names] = PIPELINE_ENGINE
     module: PipelineModule
-    forward = PIPELINE_ENGINE.methods["step"]  # nn.Module has one, so the table would not be asked
 
     def __init__(
         self, training: Training, offload: Offload, undo: Callable[[], None] = lambda: None, *, links: Links
     ) -> None:
         super().__init__(training, offload, undo, self._seconds_per_step)
+        self.forward = self.names.find("forward", training)  # nn.Module has one, so the table would not be asked
         module, mesh = self.module, training.parallel.mesh
         module.hooks = training.hooks
-        module.grid = PipelineGrid(training.parallel)
+        module.placement.grid = PipelineGrid(training.parallel)
         self._links = links
         self._plans: dict[tuple[int, bool], Plan] = {}
         self.plan = self._planned(training.config.gradient_accumulation_steps)
@@ -48,8 +48,8 @@ class PipelineEngine(BaseEngine):
         if self.plan.splits:
             self._undo = last_first([undo, split_backward.install(module)])
         groups = [*(comm.group for comm in self.metrics.comms()), *links.groups]
-        self._verdict = Verdict(training.parallel.everyone, groups, apart=mesh.dp * mesh.tp > 1)
-        self._runner = Runner(module, mesh.pp_rank, links, training.hooks, training.device, self._verdict)
+        self._failures = FailureConsensus(training.parallel.everyone, groups, apart=mesh.dp * mesh.tp > 1)
+        self._runner = Runner(module, mesh.pp_rank, links, training.hooks, training.device, self._failures)
         double = torch.tensor(float(any(param.dtype is torch.float64 for param in module.parameters())))
         double = double.to(training.device)
         training.parallel.everyone.all_reduce(double, "pipeline").wait()  # a rank without parameters is to know
@@ -61,8 +61,8 @@ class PipelineEngine(BaseEngine):
         self._last_loss: Tensor | None = None
         self._halfway = False
         """Whether a step failed that had begun to make gradients."""
-        self._told: tuple[int, float] | None = None
-        """At which step, and when, progress was told last."""
+        self._reported: tuple[int, float] | None = None
+        """At which step, and when, progress was reported last."""
 
     # --- training
 
@@ -81,7 +81,7 @@ class PipelineEngine(BaseEngine):
             )
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch is called under torch.no_grad(); write engine.eval_batch(data_iter) there")
-        self.module.train()
+        self.train()
         self._began = time.perf_counter()
         if data_iter is not None:
             self._own_data = data_iter
@@ -127,7 +127,7 @@ class PipelineEngine(BaseEngine):
         if count < 1:
             raise ValueError(f"eval_batch: num_micro_batches={count}; write 1 or more")
         training = self.module.training
-        self.module.eval()
+        self.eval()
         plan = self._planned(count, forward_only=True)
         outputs: list[Any] = []
         loss_fn = self.module.loss_fn
@@ -151,8 +151,8 @@ class PipelineEngine(BaseEngine):
                 data = partial(self._data, loss_fn is not None and compute_loss, data_iter, "eval_batch")
                 results = self._run(plan, data, None, loss if compute_loss else None)
         finally:
-            self.module.train(training)
-        last = self.module.is_last()
+            self.train(training)
+        last = self.module.placement.is_last()
         if not compute_loss:
             found: Any = results if last else None
             return (found, found) if return_logits else found
@@ -189,7 +189,8 @@ class PipelineEngine(BaseEngine):
         if self._destroyed:
             return
         super().destroy()
-        self._links.close()
+        for link in self._links:
+            link.close()
 
     # --- inside
 
@@ -198,7 +199,7 @@ class PipelineEngine(BaseEngine):
         found = self._plans.get((microbatches, forward_only))
         if found is None:
             pipeline, ranks = self.config.pipeline, self.parallel.mesh.pp
-            found = make_plan(pipeline.schedule, ranks, microbatches, self.module.virtual_stages)
+            found = make_plan(pipeline.schedule, ranks, microbatches, self.module.placement.virtual_stages)
             check(found)
             if forward_only:
                 forwards = tuple(tuple(a for a in actions if a.op == "F") for actions in found.actions)
@@ -208,7 +209,7 @@ class PipelineEngine(BaseEngine):
 
     def _data(self, labels: bool, data_iter: Iterator[Any] | None = None, caller: str = "train_batch") -> StepData:
         """What is read on this rank: inputs on the first stage, and `labels` on the last if they are needed."""
-        wanted = (self.module.is_first(), self.module.is_last() and labels)
+        wanted = (self.module.placement.is_first(), self.module.placement.is_last() and labels)
         if not any(wanted):
             return StepData(iter(()), self.state.device, wanted, self._batch_fn, caller)
         if data_iter is None and caller == "eval_batch":
@@ -225,7 +226,7 @@ class PipelineEngine(BaseEngine):
     ) -> list[Any]:
         """Run a plan. If it fails on one rank of the job it fails on all."""
         self._refuse_destroyed()
-        self._verdict.begin()
+        self._failures.begin()
         activation_checkpoint.attach(self.hooks, self.config.activation_checkpointing)
         half = self.config.fp16.enabled and self.config.fp16.auto_cast
         cast: Callable[[Any], Any] = (lambda inputs: cast_floating(inputs, torch.float16)) if half else _same
@@ -236,19 +237,19 @@ class PipelineEngine(BaseEngine):
         except Exception as error:
             failed = error
         except BaseException:
-            self._verdict.give_up()  # this rank will not come back
+            self._failures.give_up()  # this rank will not come back
             raise
-        raised, halfway = self._verdict.of(failed, begun=backward is not None and backward.begun)
+        raised, halfway = self._failures.agree(failed, begun=backward is not None and backward.begun)
         if raised is not None:
             self._halfway = self._halfway or halfway
             raise raised
         return losses
 
     def _seconds_per_step(self) -> str:
-        """As DeepSpeed's pipelines tell it: loss, and time and samples since it was told last."""
+        """As DeepSpeed's pipelines report it: loss, and time and samples since the last report."""
         step, now = self.global_steps + 1, time.perf_counter()
-        before, then = self._told or (step - 1, self._began)
-        self._told = step, now
+        before, then = self._reported or (step - 1, self._began)
+        self._reported = step, now
         each = (now - then) / (step - before)
         loss = float("nan") if self._last_loss is None else self._last_loss.item()
         speed = self.config.train_batch_size / each

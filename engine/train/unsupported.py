@@ -17,6 +17,9 @@ _SEQUENCE: Final = "sequences are not split over ranks: leave it out"
 _TIMES: Final = 'write "wall_clock_breakdown": true in the configuration, or train under dsprof run'
 _TUNING: Final = "try values one by one under dsprof run, which says what each of them changed"
 _EXPERTS: Final = "experts are trained like all parameters: engine.load_checkpoint loads them, too"
+_LOSSES: Final = "add it to what loss_fn returns, or mark it with dsprof.mark(name, value=...)"
+_PLAN: Final = "engine.plan.actions has what each rank does in a step, in order"
+_PRINT: Final = "print where engine.stage_id and engine.grid.get_data_parallel_id() are those you want"
 _SECTION: Final = "engine.config has the configuration, section by section"
 
 UNSUPPORTED: Final[Mapping[str, str]] = {
@@ -70,3 +73,17 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
     "timers": _TIMES,
 }  # fmt: skip
 """Name -> what to write in its place."""
+
+IN_PIPELINES: Final[Mapping[str, str]] = {
+    "agg_additional_losses": _LOSSES,
+    "batch_timer": _TIMES,
+    "dp_group_loss": "train_batch returns the mean over all replicas, on every rank",
+    "log_for_device": _PRINT,
+    "mem_status": "write deepspeed.runtime.utils.see_memory_usage(message, force=True)",
+    "num_pipe_buffers": _PLAN,
+    "pipe_buffers": _PLAN,
+    "total_additional_losses": _LOSSES,
+    "total_loss": "train_batch returns the mean loss, and engine.agg_train_loss keeps it",
+    "tput_log": _PRINT,
+}
+"""The same of PipelineEngine's own names."""

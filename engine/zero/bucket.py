@@ -56,7 +56,7 @@ class Bucket:
     def seal(self) -> None:
         for param in self.params:
             self.offsets.append(self.width)
-            self.width += param.cut.chunk
+            self.width += param.partition.chunk
         self.waiting = set(self.params)
 
     @property
@@ -106,7 +106,7 @@ class Bucket:
         if len(rows) == 1:
             source = torch._utils._flatten_dense_tensors(grads)[None]
         else:
-            parts = [self.params[at].cut.to_rows(grad) for at, grad in zip(places, grads, strict=True)]
+            parts = [self.params[at].partition.to_rows(grad) for at, grad in zip(places, grads, strict=True)]
             source = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         start = self.offsets[places[0]]
         target = rows[:, start : start + source.shape[1]]
@@ -122,9 +122,27 @@ class Bucket:
         rows[:, self.width :] = 1
         for place in self.absent:
             start = self.offsets[place]
-            rows[:, start : start + self.params[place].cut.chunk] = 0
+            rows[:, start : start + self.params[place].partition.chunk] = 0
             rows[:, self.width + place] = 0
         rows[:, -1] = float(left)
+
+
+def divide(order: Iterable[ShardedParam], settings: ZeroSettings) -> list[Bucket]:
+    """Buckets of parameters whose gradients come in this `order`."""
+    open_buckets: dict[tuple[torch.dtype, torch.device, torch.device | None], Bucket] = {}
+    buckets: list[Bucket] = []
+    for param in order:
+        owner = None if param.master is None else param.master.device
+        key = (settings.communication_dtype or param.dtype, param.device, owner)
+        bucket = open_buckets.setdefault(key, Bucket([], key[0]))
+        bucket.params.append(param)
+        bucket.numel += param.numel
+        if bucket.numel >= settings.reduce_bucket_size:
+            buckets.append(open_buckets.pop(key))
+    buckets += open_buckets.values()
+    for bucket in buckets:
+        bucket.seal()
+    return buckets
 
 
 class BucketExchange:
@@ -143,7 +161,7 @@ class BucketExchange:
         if bucket.rows is None and bucket.own is not None and not bucket.holds:
             bucket.rows = bucket.own
         if bucket.rows is None:
-            pieces = bucket.params[0].cut.pieces
+            pieces = bucket.params[0].partition.pieces
             bucket.buffer = self._buffer(pieces * bucket.columns, bucket)
             bucket.rows = bucket.buffer[: pieces * bucket.columns].view(pieces, bucket.columns)
         return bucket.rows

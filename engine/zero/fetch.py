@@ -137,7 +137,7 @@ class Fetcher:
         for name, module in root.named_modules():
             if any(self.sharded(param) is not None for param in module._parameters.values()):
                 self._replaced.append((module, module._parameters))
-                module._parameters = WatchedParameters(module._parameters, self)
+                module._parameters = WatchedParameters(module._parameters, self._read)
             if module is not root and not any(self.sharded(param) is not None for param in module.parameters()):
                 continue
             owner = Owner(
@@ -233,6 +233,12 @@ class Fetcher:
         if not param.users:
             param.users = 1
             self._fetch([param], param.name.rpartition(".")[0])
+
+    def _read(self, param: nn.Parameter | None, by_name: bool) -> None:
+        """A module's parameter was read. To list them is no sign that the module uses them each time."""
+        sharded = self.sharded(param)
+        if sharded is not None:
+            self.used_elsewhere(sharded, remember=by_name)
 
     def used_elsewhere(self, param: ShardedParam, *, remember: bool) -> None:
         """A parameter was read while a module ran that it does not belong to, or whose turn it is not.

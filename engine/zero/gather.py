@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from operator import attrgetter
 from typing import Final
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.comm import Comm, Content
-from ..comm.consensus import gather_objects
 from ..comm.lane import Ticket
-from .shard import Cut, ShardedParam
+from ..tree import batches
+from .order_check import OrderCheck
+from .shard import Partition, ShardedParam
 
 KEPT_BUFFERS: Final = 2
 """Of those that have been read: one is being filled while the other is."""
@@ -39,13 +39,13 @@ class _Persistent:
         self.params = params
         self.content = content_of(params)
         self.packed = all(
-            param.home is None and param.shard.device == param.device and param.shard.numel() == param.cut.chunk
+            param.home is None and param.shard.device == param.device and param.shard.numel() == param.partition.chunk
             for param in params
         )
         """Whether the pieces fill their columns, so that they can be copied there together."""
-        self.even = [at for at, param in enumerate(params) if param.cut.even]
-        self.uneven = [at for at, param in enumerate(params) if not param.cut.even]
-        whole = [params[at].flat.view(comm.size, params[at].cut.chunk) for at in self.even]
+        self.even = [at for at, param in enumerate(params) if param.partition.even]
+        self.uneven = [at for at, param in enumerate(params) if not param.partition.even]
+        whole = [params[at].flat.view(comm.size, params[at].partition.chunk) for at in self.even]
         ranks = [slice(comm.rank), slice(comm.rank + 1, comm.size)]
         self.others = [(some, [param[some] for param in whole]) for some in ranks if whole and range(comm.size)[some]]
         """The ranks before and after this one, and where their rows go in the even parameters."""
@@ -61,18 +61,9 @@ class _Persistent:
                 self.params[at].fill(columns[at])
 
 
-def batches(params: Iterable[ShardedParam], limit: int) -> Iterator[list[ShardedParam]]:
-    """Cut `params` into batches of one dtype, of at most `limit` elements (one parameter at least), in order."""
-    batch: list[ShardedParam] = []
-    size = 0
-    for param in params:
-        if batch and (size + param.numel > limit or param.dtype != batch[0].dtype):
-            yield batch
-            batch, size = [], 0
-        batch.append(param)
-        size += param.numel
-    if batch:
-        yield batch
+def _batches(params: Iterable[ShardedParam], limit: int) -> list[list[ShardedParam]]:
+    """Batches of one dtype, of at most `limit` elements (one parameter at least), in order."""
+    return batches(params, limit, attrgetter("numel"), attrgetter("dtype"))
 
 
 class Gatherer:
@@ -89,13 +80,13 @@ class Gatherer:
         self._inflight: dict[ShardedParam, _Batch] = {}
         self._free: list[Tensor] = []
         self._published: dict[tuple[ShardedParam, ...], list[_Persistent]] = {}
-        self.trail: Trail | None = None
-        """What has been gathered, where that is to be checked."""
+        self.order_check: OrderCheck | None = None
+        """Where what was gathered is to be checked."""
 
     @property
-    def tells_apart(self) -> bool:
+    def separates_contents(self) -> bool:
         """Whether what ranks gather does not mix if it differs."""
-        return self._comm.tells_apart and not self._with_broadcasts
+        return self._comm.separates_contents and not self._with_broadcasts
 
     def under_way(self, param: ShardedParam) -> bool:
         return param in self._inflight
@@ -125,7 +116,7 @@ class Gatherer:
         key = tuple(params)
         if key not in self._published:
             persistent = (param for param in params if param.persistent)
-            self._published[key] = [_Persistent(batch, self._comm) for batch in batches(persistent, limit)]
+            self._published[key] = [_Persistent(batch, self._comm) for batch in _batches(persistent, limit)]
         for batch in self._published[key]:
             self._start(batch.params, self._comm, None, batch)
             self.finish_all_but(leave)
@@ -155,7 +146,7 @@ class Gatherer:
 
     def bring(self, params: Sequence[ShardedParam], limit: int) -> None:
         """Gather all of `params` now, at most `limit` elements at a time."""
-        for batch in batches(params, limit):
+        for batch in _batches(params, limit):
             self.start(batch)
             self.finish(batch)
 
@@ -163,7 +154,7 @@ class Gatherer:
         self, params: list[ShardedParam], comm: Comm, module: str | None, persistent: _Persistent | None = None
     ) -> None:
         near = comm is self._near
-        widths = [near_cut(p, comm).chunk if near else p.cut.chunk for p in params]
+        widths = [near_partition(p, comm).chunk if near else p.partition.chunk for p in params]
         # One buffer: this rank's row is what it sends.
         rows = self._buffer(comm.size * sum(widths), params[0]).view(comm.size, -1)
         if persistent is not None and persistent.packed:
@@ -172,8 +163,8 @@ class Gatherer:
             self._read_pieces(params, rows[comm.rank].split(widths), near)
         ticket: Ticket
         content = content_of(params) if persistent is None else persistent.content
-        if self.trail is not None:
-            self.trail.add(content)
+        if self.order_check is not None:
+            self.order_check.add(content)
         if self._with_broadcasts:
             for source in range(comm.size):
                 ticket = comm.broadcast(rows[source], source, "parameter")
@@ -213,14 +204,14 @@ class Gatherer:
         else:
             near = batch.comm is self._near
             for param, column in zip(batch.params, batch.rows.split(batch.widths, 1), strict=True):
-                param.fill(column, near_cut(param, batch.comm) if near else param.cut)
+                param.fill(column, near_partition(param, batch.comm) if near else param.partition)
                 self._keep_near(param)
         self._keep(batch.rows)
 
     def _keep_near(self, param: ShardedParam) -> None:
         """Keep this rank's piece of the hierarchical partition, where there is one, for the next gather."""
         if self._near is not None and param.secondary is None and not param.persistent:
-            start, stop = near_cut(param, self._near).bounds(self._near.rank)
+            start, stop = near_partition(param, self._near).bounds(self._near.rank)
             with torch.inference_mode(False):
                 param.secondary = param.flat[start:stop].clone()
 
@@ -231,53 +222,9 @@ def content_of(params: Sequence[ShardedParam]) -> Content:
     return Content(crc32(numbers.encode()) & 0x7FFFFFFF, tuple([param.name for param in params]))
 
 
-def near_cut(param: ShardedParam, near: Comm) -> Cut:
-    """How a parameter is cut in the hierarchical partition."""
-    return Cut(param.numel, near.size)
+def near_partition(param: ShardedParam, near: Comm) -> Partition:
+    """How a parameter is sharded in the hierarchical partition."""
+    return Partition(param.numel, near.size)
 
 
 # --- what was gathered, where gathers of different content can mix
-
-NOTHING: Final = Content(0, ("nothing",))
-
-
-class Trail:
-    """The gathers of this rank with the others of `comm` since the last step, to be held against theirs: NCCL has no
-    tags, nor have broadcasts. What mixed is found before the optimizer steps by it."""
-
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        self._contents: list[Content] = []
-
-    def add(self, content: Content) -> None:
-        """It is being gathered."""
-        self._contents.append(content)
-
-    def check(self, everyone: Comm) -> None:
-        """Begin anew. Raises RuntimeError on all ranks of the job if ranks that share parameters gathered different
-        ones. On all ranks; costs one collective of 16 bytes a rank."""
-        contents, self._contents = self._contents, []
-        rows = torch.zeros(everyone.size, 2, dtype=torch.int64, device=everyone.device)
-        tags = ",".join([str(content.tag) for content in contents])
-        mine = [self._first_rank, crc32(tags.encode())]
-        rows[everyone.rank] = torch.tensor(mine, device=everyone.device)
-        everyone.all_gather(rows, "parameter").wait()
-        found = [tuple(row) for row in rows.tolist()]
-        if len(set(found)) == len({first for first, _ in found}):
-            return
-        everybody = gather_objects((mine[0], contents), everyone)
-        for rank, (first, theirs) in enumerate(everybody):
-            for here, there in zip_longest(everybody[first][1], theirs, fillvalue=NOTHING):
-                if here.tag != there.tag:
-                    raise RuntimeError(
-                        "ZeRO stage 3: the ranks ran different modules in this step, and what they gathered for each "
-                        f"other is mixed up, first where rank {first} wanted {', '.join(here.names[:4])}, and rank "
-                        f"{rank} {', '.join(there.names[:4])}. All must run the same modules in the same order: where "
-                        "the data decide, run the branch on all ranks (times 0 where it is not wanted), or write a "
-                        "lower stage. The weights are those before this step"
-                    )
-        raise AssertionError("equal trails have equal digests")
-
-    @property
-    def _first_rank(self) -> int:
-        return 0 if self._comm.group is None else dist.get_global_rank(self._comm.group, 0)

@@ -1,5 +1,5 @@
-"""`zero.Init`: parameters cut as they are made, so no rank ever holds the whole model. `zero.GatheredParameters`: whole
-for a while, to look at or to change."""
+"""`zero.Init`: parameters sharded as they are made, so no rank ever holds the whole model. `zero.GatheredParameters`:
+whole for a while, to look at or to change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from ..config import load
 from ..hooks import Hooks
 from ..optim.loss_scaler import model_dtype
 from .gather import Gatherer
-from .registry import EarlyParam, Holder, holder
+from .holder import EarlyParam, Holder, holder
+from .param_hooks import WatchedParameters
 
 __all__ = ["GatheredParameters", "Holder", "Init", "holder"]
 
@@ -44,14 +45,24 @@ INSTEAD: Final = {
 
 @dataclass(eq=False, slots=True)
 class _InitCall:
-    """An `__init__` or `apply` under way in the block, and the parameters it gathered or replaced in cut modules."""
+    """An `__init__` or `apply` under way in the block, and the parameters it gathered or replaced in sharded
+    modules."""
 
     module: nn.Module | None
     touched: dict[nn.Parameter, None] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """Those that parameters are sharded over, and this one's device."""
+
+    comm: Comm
+    gatherer: Gatherer
+    device: torch.device
+
+
 class Init:
-    """Within this block every module that is made has its parameters cut over the ranks, and freed, as soon as its
+    """Within this block every module that is made has its parameters sharded over the ranks, and freed, as soon as its
     `__init__` is over (stage 3).
 
         with dsprof.engine.zero.Init(config_dict_or_path="ds.json"):
@@ -60,7 +71,7 @@ class Init:
     Rank 0's values are everybody's. Reading a parameter of such a module (`self.apply(init_weights)`, tied weights)
     brings it back, until the `__init__` or `apply` that read it is over; every rank has to read the same ones.
 
-    `module`: cut one that exists already. `config_dict_or_path`, or `config`: another stage than 3 turns this off, as
+    `module`: shard one that exists already. `config_dict_or_path`, or `config`: another stage than 3 turns this off, as
     `enabled=False` does. `dtype`: of the parameters; the configuration's by default. `mem_efficient_linear` changes
     nothing: no linear layer keeps a copy of its weight here. DeepSpeed's other arguments raise ValueError.
     """
@@ -107,23 +118,22 @@ class Init:
                 raise ValueError(f"zero.Init: dtype={dtype}, and the configuration asks for {asked}; leave dtype out")
             self._dtype = dtype or asked
         self._enabled = enabled
-        self._comm: Comm | None = None
+        self._ranks: _Ranks | None = None
         self._restore: list[Callable[[], None]] = []
         self._calls: list[_InitCall] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         if module is not None and enabled:
-            self._open()
             for inner in module.modules():
                 for name, param in inner._parameters.items():
                     if param is not None and holder(param) is None:
-                        self._cut(param, name)
+                        self._shard(param, name)
 
     def __enter__(self) -> Init:
         if not self._enabled:
             return self
         if "__init_subclass__" in vars(nn.Module):
-            raise ValueError("zero.Init: this block is inside another one, which cuts the same modules; leave it out")
-        self._open()
+            raise ValueError("zero.Init: this block is inside another one, which shards the same modules; leave it out")
+        self._opened()  # here, where every rank comes
         self._calls = [_InitCall(None)]
         for kind in _subclasses(nn.Module):
             if "__init__" in vars(kind):
@@ -143,7 +153,7 @@ class Init:
         try:
             if kind is None:  # after an error the other ranks may be elsewhere
                 for param in touched:
-                    self._cut(param)
+                    self._shard(param)
         finally:
             for module in self._modules:
                 if isinstance(module._parameters, _Gathering):
@@ -154,28 +164,27 @@ class Init:
         """The configuration as it is to be read."""
         return source
 
-    def bring(self, params: Iterable[nn.Parameter | None]) -> None:
-        """Have those of `params` that are in pieces whole, until the call under way is over."""
-        for param in params:
-            found = None if param is None else holder(param)
-            if self._calls and param is not None and found is not None and not found.sharded.resident:
-                found.gatherer.bring([found.sharded], found.sharded.numel)
-                self._calls[-1].touched[param] = None
+    def bring(self, param: nn.Parameter | None, by_name: bool = True) -> None:
+        """Have `param`, if it is in pieces, whole until the call under way is over."""
+        found = None if param is None else holder(param)
+        if self._calls and param is not None and found is not None and not found.sharded.resident:
+            found.gatherer.bring([found.sharded], found.sharded.numel)
+            self._calls[-1].touched[param] = None
 
     def replace(self, param: nn.Parameter | None) -> None:
-        """`param` was put into a module that is cut already: cut it when the call under way is over."""
+        """`param` was put into a module that is sharded already: shard it when the call under way is over."""
         if self._calls and param is not None and holder(param) is None:
             self._calls[-1].touched[param] = None
 
-    def _open(self) -> None:
-        if self._comm is not None:
-            return
-        init_distributed()
-        self._device = local_device()
-        self._comm = open_comm([range(dist.get_world_size())], lambda: Inline(Hooks()))
-        self._gatherer = Gatherer(self._comm)
+    def _opened(self) -> _Ranks:
+        if self._ranks is None:
+            init_distributed()
+            device = local_device()
+            comm = open_comm([range(dist.get_world_size())], lambda: Inline(Hooks()))
+            self._ranks = _Ranks(comm, Gatherer(comm), device)
+        return self._ranks
 
-    # --- when to cut
+    # --- when to shard
 
     def _watch(self, kind: type[nn.Module]) -> None:
         original = kind.__init__
@@ -239,12 +248,12 @@ class Init:
             raise
         self._calls.pop()
         for param in call.touched:
-            self._cut(param)
+            self._shard(param)
         if module is not None:
             self._finish(module)
 
     def _finish(self, module: nn.Module) -> None:
-        """`module` has all its parameters: cut them, and have them gathered when they are read."""
+        """`module` has all its parameters: shard them, and have them gathered when they are read."""
         params = vars(module).get("_parameters")
         if not isinstance(params, dict):
             return
@@ -253,56 +262,36 @@ class Init:
             return
         for name, param in params.items():
             if param is not None and holder(param) is None:
-                self._cut(param, name)
+                self._shard(param, name)
         module._parameters = _Gathering(params, self)
 
     @torch.no_grad()
-    def _cut(self, param: nn.Parameter, name: str | None = None) -> None:
-        """Cut rank 0's value of `param`, which is whole, and free it."""
+    def _shard(self, param: nn.Parameter, name: str | None = None) -> None:
+        """Shard rank 0's value of `param`, which is whole, and free it."""
         if is_lazy(param) or param.is_meta:
             return
-        assert self._comm is not None
-        known = holder(param)
+        ranks, known = self._opened(), holder(param)
         # In storage of its own: what it was made from, or what was made from it, may be in use.
         dtype = self._dtype if self._dtype is not None and param.is_floating_point() else param.dtype
-        param.data = torch.empty(param.shape, dtype=dtype, device=self._device).copy_(param.data)
-        self._comm.broadcast(param.data, 0, "parameter").wait()
+        param.data = torch.empty(param.shape, dtype=dtype, device=ranks.device).copy_(param.data)
+        ranks.comm.broadcast(param.data, 0, "parameter").wait()
         name = name or (known.sharded.name if known is not None else "parameter")
-        EarlyParam(name, param, self._gatherer, self._comm).release()
+        EarlyParam(name, param, ranks.gatherer, ranks.comm).release()
 
 
-class _Gathering(dict[str, "nn.Parameter | None"]):
-    """The parameters of a cut module, within the block: they are gathered when they are read."""
+class _Gathering(WatchedParameters):
+    """The parameters of a sharded module, within the block: they are gathered when they are read."""
 
     def __init__(self, params: Mapping[str, nn.Parameter | None], init: Init) -> None:
-        super().__init__(params)
+        super().__init__(params, init.bring)
         self._init = init
 
-    def plain(self) -> dict[str, nn.Parameter | None]:
-        return dict(super().items())
-
-    def __reduce__(self) -> tuple[type[dict[str, nn.Parameter | None]], tuple[dict[str, nn.Parameter | None]]]:
-        return dict, (dict(self.items()),)  # a copied or saved module has plain parameters
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        param = super().__getitem__(name)
-        self._init.bring([param])
-        return param
-
     def get(self, name: str, default: Any = None) -> Any:
-        self._init.bring([super().get(name)])
+        self._init.bring(super().get(name))
         return super().get(name, default)
 
-    def items(self) -> Any:
-        self._init.bring(super().values())
-        return super().items()
-
-    def values(self) -> Any:
-        self._init.bring(super().values())
-        return super().values()
-
     def pop(self, name: str, *default: Any) -> Any:
-        self._init.bring([super().get(name)])
+        self.get(name)
         return super().pop(name, *default)
 
     def __setitem__(self, name: str, param: nn.Parameter | None) -> None:

@@ -15,16 +15,10 @@ class Watcher(Protocol):
     """Who wants to know of them."""
 
     by_storage: dict[int, ShardedParam]
-    """Parameters by what tells their storage from all others."""
+    """Parameters by the identity of their storage."""
 
     def unpacked(self, param: ShardedParam) -> None:
         """Backward needs `param`."""
-
-    def sharded(self, param: nn.Parameter | None) -> ShardedParam | None:
-        """`param` as it is divided; None if it is always whole."""
-
-    def used_elsewhere(self, param: ShardedParam, *, remember: bool) -> None:
-        """A parameter was read while a module ran that it does not belong to, or whose turn it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,33 +55,30 @@ class SavedTensorsNet:
 
 
 class WatchedParameters(dict[str, "nn.Parameter | None"]):
-    """A module's parameters. Reading one while another module runs (tied weights, `self.head.weight`) fetches it."""
+    """A module's parameters. `read` is called with each that is read, and whether by its name."""
 
-    def __init__(self, params: Mapping[str, nn.Parameter | None], watcher: Watcher) -> None:
+    def __init__(
+        self, params: Mapping[str, nn.Parameter | None], read: Callable[[nn.Parameter | None, bool], None]
+    ) -> None:
         super().__init__(params)
-        self._watcher = watcher
+        self._read = read
+
+    def plain(self) -> dict[str, nn.Parameter | None]:
+        return dict(super().items())
 
     def __reduce__(self) -> tuple[type[dict[str, nn.Parameter | None]], tuple[dict[str, nn.Parameter | None]]]:
-        return dict, (dict(super().items()),)  # a copied or saved module has plain parameters
+        return dict, (dict(self.items()),)  # a copied or saved module has plain parameters
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
-        self._look(param, remember=True)
+        self._read(param, True)
         return param
 
-    # Listing them is no sign that the module uses them each time.
-
     def items(self) -> Any:
-        for param in super().values():
-            self._look(param, remember=False)
+        self.values()
         return super().items()
 
     def values(self) -> Any:
         for param in super().values():
-            self._look(param, remember=False)
+            self._read(param, False)
         return super().values()
-
-    def _look(self, param: nn.Parameter | None, *, remember: bool) -> None:
-        sharded = self._watcher.sharded(param)
-        if sharded is not None:
-            self._watcher.used_elsewhere(sharded, remember=remember)

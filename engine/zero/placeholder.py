@@ -1,16 +1,17 @@
-"""What a parameter of stage 3 is between its uses: it tells its shape, and is fetched, or refuses, when it is used."""
+"""What a parameter of stage 3 is between its uses: it has its shape, and is fetched, or refuses, when it is used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, Final, NoReturn, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
-TELLS: Final = frozenset({
+from .registry import holder_of
+
+METADATA: Final = frozenset({
     "size", "dim", "ndimension", "numel", "element_size", "stride", "storage_offset", "get_device", "dim_order",
     "is_contiguous", "is_floating_point", "is_complex", "is_signed", "__len__", "_has_compatible_shallow_copy_type",
     "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "untyped_storage", "data_ptr",
@@ -28,41 +29,6 @@ CONVERSIONS: Final = frozenset({"to", "cpu", "cuda", "float", "double", "half", 
 
 plainly: Final = torch._C.DisableTorchFunctionSubclass
 """A context in which attributes of many parameters are asked for faster, be they absent or not."""
-
-
-class UseListener(Protocol):
-    """What fetches absent parameters when they are used."""
-
-    def used(self, sharded: Any, /) -> Any:
-        """Have `sharded` whole, if something runs that it can be fetched for."""
-
-
-class Sharded(Protocol):
-    """What is known of an absent parameter: of `shard.ShardedParam`, that which is used here."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def fetches(self) -> UseListener | None: ...
-
-
-class HoldsSharded(Protocol):
-    """What keeps a parameter in pieces: of `registry.Holder`, that which is used here."""
-
-    @property
-    def sharded(self) -> Sharded: ...
-
-
-HOLDERS: Final[MutableMapping[Tensor, Callable[[], HoldsSharded | None]]] = WeakIdKeyDictionary()
-"""Parameter -> finds its holder. Beside the parameters, so they can be copied and saved like any other; the values must
-not lead back to their parameters: these would never be freed."""
-
-
-def holder_of(param: Tensor) -> HoldsSharded | None:
-    """What keeps `param` in pieces; None for one that is not under ZeRO, or no longer."""
-    find = HOLDERS.get(param)
-    return None if find is None else find()
 
 
 class Absent(nn.Parameter):
@@ -86,11 +52,13 @@ class Absent(nn.Parameter):
         if attribute == "data" and name == "__set__" and args[1] is args[0]:
             return None  # model.to(device) with nothing to do
         with plainly():
-            if name in TELLS or (name in ("__get__", "__set__", "__delete__") and attribute not in ELEMENTS):
+            if name in METADATA or (name in ("__get__", "__set__", "__delete__") and attribute not in ELEMENTS):
                 return func(*args, **more)
-            absent = _absent((args, more))
+            absent = [leaf for leaf in tree_leaves((args, more)) if isinstance(leaf, Absent)]
             for param in absent:
-                _fetch(param)
+                found = holder_of(param)
+                if found is not None:
+                    found.fetch()
             left = [param for param in absent if isinstance(param, cls)]
             if not left:
                 return func(*args, **more)
@@ -111,21 +79,9 @@ class Absent(nn.Parameter):
         raise _refusal(self, "pickle")
 
 
-def _absent(value: Any) -> list[Absent]:
-    """Those among a function's arguments."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Absent)]
-
-
-def _fetch(param: Tensor) -> None:
-    """Have `param` whole, if something runs that it can be fetched for."""
-    found = holder_of(param)
-    if found is not None and found.sharded.fetches is not None:
-        found.sharded.fetches.used(found.sharded)
-
-
 def _name(param: Tensor) -> str:
     found = holder_of(param)
-    return "of an engine that is gone" if found is None else found.sharded.name
+    return "of an engine that is gone" if found is None else found.name
 
 
 def _refusal(param: Tensor, what: str) -> RuntimeError:

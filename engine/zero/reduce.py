@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.comm import Comm
-from .bucket import Bucket, BucketExchange
+from .bucket import Bucket, BucketExchange, divide
 from .placeholder import plainly
 from .settings import ZeroSettings
 from .shard import ShardedParam
@@ -106,7 +106,7 @@ class Reducer:
         if self._settings.contiguous_gradients:
             for bucket, places in complete.items():
                 self._copy_in(bucket, places)
-        self._launch_complete(len(self._buckets) - 1)  # the last one tells whether anything was late
+        self._launch_complete(len(self._buckets) - 1)  # the last one shows whether anything was late
 
     def finish(self) -> None:
         """Backward is over: reduce what has not been yet, and wait for all of it.
@@ -287,29 +287,12 @@ class Reducer:
         return (1.0 / size, 1.0) if self._settings.prescale_gradients or exact else (1.0 / factor, factor / size)
 
     def _plan(self, order: Iterable[ShardedParam]) -> None:
-        self._buckets = self._divide(order)
+        self._buckets = divide(order, self._settings)
         self._places = {p: (bucket, place) for bucket in self._buckets for place, p in enumerate(bucket.params)}
         self._next = 0
         self._kept.clear()
         self._exchange.forget_buffers()
         self._place_looks()
-
-    def _divide(self, order: Iterable[ShardedParam]) -> list[Bucket]:
-        """Buckets of parameters whose gradients come in this `order`."""
-        open_buckets: dict[tuple[torch.dtype, torch.device, torch.device | None], Bucket] = {}
-        buckets: list[Bucket] = []
-        for param in order:
-            owner = None if param.master is None else param.master.device
-            key = (self._settings.communication_dtype or param.dtype, param.device, owner)
-            bucket = open_buckets.setdefault(key, Bucket([], key[0]))
-            bucket.params.append(param)
-            bucket.numel += param.numel
-            if bucket.numel >= self._settings.reduce_bucket_size:
-                buckets.append(open_buckets.pop(key))
-        buckets += open_buckets.values()
-        for bucket in buckets:
-            bucket.seal()
-        return buckets
 
     def _place_looks(self) -> None:
         """Have the list of gradients that have come looked at after the last one of each run and bucket."""
@@ -376,7 +359,7 @@ class Reducer:
         flags = torch.tensor([param in mine for param in self._params], device=self._params[0].device).int()
         self._comm.all_reduce(flags, "gradient").wait()
         late = list(compress(self._params, flags.tolist()))
-        for bucket in self._divide(late):
+        for bucket in divide(late, self._settings):
             bucket.absent = [at for at, param in enumerate(bucket.params) if param not in mine]
             if self._settings.contiguous_gradients:
                 self._copy_in(bucket, bucket.present)

@@ -1,62 +1,29 @@
-"""Who keeps a parameter in pieces: a mapping beside the parameters, so they can be copied and saved like any other."""
+"""Which parameters are in pieces: a mapping beside them, so that they can be copied and saved like any other."""
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable, MutableMapping
+from typing import Final, Protocol
 
-from torch import Tensor, nn
-
-from ..comm.comm import Comm
-from .gather import Gatherer
-from .placeholder import HOLDERS, holder_of
-from .shard import Cut, ShardedParam
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """What brings a parameter back."""
-
-    sharded: ShardedParam
-    gatherer: Gatherer
-    comm: Comm
-
-
-def holder(param: Tensor) -> Holder | None:
-    """What keeps `param` in pieces; None for one that is not under ZeRO, or no longer."""
-    return cast("Holder | None", holder_of(param))
-
-
-def hold(param: nn.Parameter, found: Holder) -> None:
-    """Have `holder(param)` return `found`, as long as what it consists of is alive: its parts keep their parameters."""
-    refs = weakref.ref(found.sharded), weakref.ref(found.gatherer), weakref.ref(found.comm)
-
-    def find() -> Holder | None:
-        sharded, gatherer, comm = refs[0](), refs[1](), refs[2]()
-        return None if sharded is None or gatherer is None or comm is None else Holder(sharded, gatherer, comm)
-
-    HOLDERS[param] = find
-
-
-def forget(param: nn.Parameter) -> None:
-    """`param` is whole, and nobody's."""
-    HOLDERS.pop(param, None)
-
-
-class EarlyParam(ShardedParam):
-    """A parameter cut before there is an engine. It does not keep its parameter alive, but lives as long as that."""
-
-    def __init__(self, name: str, param: nn.Parameter, gatherer: Gatherer, comm: Comm) -> None:
-        super().__init__(name, param, Cut(param.numel(), comm.size), comm.rank, persistent=False, index=0)
-        HOLDERS[param] = lambda: Holder(self, gatherer, comm)
+class InPieces(Protocol):
+    """What is known of a parameter in pieces, wherever it is used: see `holder.Holder`."""
 
     @property
-    def param(self) -> nn.Parameter:
-        found = self._param()
-        assert found is not None
-        return found
+    def name(self) -> str: ...
 
-    @param.setter
-    def param(self, value: nn.Parameter) -> None:
-        self._param = weakref.ref(value)
+    def fetch(self) -> None:
+        """Have the parameter whole, if something runs that it can be fetched for."""
+
+
+HOLDERS: Final[MutableMapping[Tensor, Callable[[], InPieces | None]]] = WeakIdKeyDictionary()
+"""Parameter -> finds its holder. The values must not lead back to their parameters: these would never be freed."""
+
+
+def holder_of(param: Tensor) -> InPieces | None:
+    """What keeps `param` in pieces; None for one that is not under ZeRO, or no longer."""
+    find = HOLDERS.get(param)
+    return None if find is None else find()

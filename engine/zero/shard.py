@@ -1,6 +1,6 @@
-"""How a parameter is cut: into equal pieces of its flattened elements, one a data-parallel rank.
+"""How a parameter is sharded: into equal pieces of its flattened elements, one a data-parallel rank.
 
-The cut depends on the parameter and the number of ranks alone. Bucket, prefetch and persistence sizes only decide what
+That depends on the parameter and the number of ranks alone. Bucket, prefetch and persistence sizes only decide what
 is communicated together, so they can change at any time and no checkpoint depends on them.
 """
 
@@ -18,15 +18,15 @@ from .placeholder import Absent
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Partition:
     """`numel` elements in `pieces` equal pieces of `chunk`; the last ones are shorter, or empty.
 
-    Row r of a communication buffer, that of rank r, holds piece (r + turn) modulo `pieces`.
+    Row r of a communication buffer, that of rank r, holds piece (r + rotation) modulo `pieces`.
     """
 
     numel: int
     pieces: int
-    turn: int = 0
+    rotation: int = 0
     chunk: int = field(init=False)
     even: bool = field(init=False)
     """Whether the rows one after the other are the flattened tensor."""
@@ -34,11 +34,11 @@ class Cut:
     def __post_init__(self) -> None:
         chunk = -(-self.numel // self.pieces)
         object.__setattr__(self, "chunk", chunk)
-        object.__setattr__(self, "even", self.turn == 0 and self.numel == self.pieces * chunk)
+        object.__setattr__(self, "even", self.rotation == 0 and self.numel == self.pieces * chunk)
 
     def bounds(self, row: int) -> tuple[int, int]:
         """First element of the piece in `row`, and the one after its last."""
-        piece = (row + self.turn) % self.pieces
+        piece = (row + self.rotation) % self.pieces
         return min(piece * self.chunk, self.numel), min((piece + 1) * self.chunk, self.numel)
 
     def to_rows(self, whole: Tensor) -> Tensor:
@@ -144,7 +144,9 @@ class ShardedParam:
     shape: `read_piece` works in either case.
     """
 
-    def __init__(self, name: str, param: nn.Parameter, cut: Cut, rank: int, *, persistent: bool, index: int) -> None:
+    def __init__(
+        self, name: str, param: nn.Parameter, partition: Partition, rank: int, *, persistent: bool, index: int
+    ) -> None:
         self.name = name
         self.param = param
         self.index = index
@@ -152,9 +154,9 @@ class ShardedParam:
         self.dtype = param.dtype
         self.device = param.device
         self.numel = param.numel()
-        self.cut = cut
+        self.partition = partition
         self.rank = rank
-        self.start, self.stop = cut.bounds(rank)
+        self.start, self.stop = partition.bounds(rank)
         self.persistent = persistent
         self.resident = True
         self.users = 0
@@ -193,7 +195,7 @@ class ShardedParam:
     @property
     def master_shape(self) -> torch.Size:
         """The parameter's, if one rank has the whole of it, else one dimension."""
-        return self.shape if self.cut.pieces == 1 else torch.Size((self.stop - self.start,))
+        return self.shape if self.partition.pieces == 1 else torch.Size((self.stop - self.start,))
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -208,7 +210,7 @@ class ShardedParam:
         """What the optimizer steps, on `device` (the parameter's own by default); `pin` locks its pages."""
         place = device or self.device
         if self.can_share_master(place):
-            self.master = self.param if self.cut.pieces == 1 and self.persistent else nn.Parameter(self.shard)
+            self.master = self.param if self.partition.pieces == 1 and self.persistent else nn.Parameter(self.shard)
             self.master_is_shard = True
         else:
             value = torch.empty(self.master_shape, dtype=self.master_dtype, device=place, pin_memory=pin)
@@ -238,7 +240,7 @@ class ShardedParam:
         self.secondary = None
 
     def take_from_whole(self) -> None:
-        """The whole parameter was written to: cut the shard from it anew, and the master from that."""
+        """The whole parameter was written to: take the shard from it anew, and the master from that."""
         piece = self.flat[self.start : self.stop]
         if not self.persistent:
             self.write_piece(piece)
@@ -263,11 +265,11 @@ class ShardedParam:
         """Whether `take_edits` may find something."""
         return self.persistent and not self.master_is_shard and self.param._version != self._version
 
-    def fill(self, rows: Tensor, cut: Cut | None = None) -> None:
-        """Write the gathered `rows` [pieces, chunk], cut as `cut` has it, to the parameter's own storage."""
+    def fill(self, rows: Tensor, partition: Partition | None = None) -> None:
+        """Write the gathered `rows` [pieces, chunk], divided as `partition` has it, to the parameter's own storage."""
         self.allocate()
         # A persistent parameter's own piece is already there: the shard is a view of it.
-        (cut or self.cut).from_rows(rows, self.flat, self.rank if self.persistent else None)
+        (partition or self.partition).from_rows(rows, self.flat, self.rank if self.persistent else None)
         self.resident = True
 
     def allocate(self) -> None:
@@ -306,7 +308,7 @@ class ShardedParam:
 
     @property
     def storage_key(self) -> int:
-        """What tells the parameter's own storage, full or emptied, from all others."""
+        """The identity of the parameter's own storage, full or emptied."""
         return int(self._whole.untyped_storage()._cdata)
 
     def __repr__(self) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.comm import Comm
+from ..tree import batches
 from .shard import ShardedParam
 
 STRETCH: Final = 1 << 24
@@ -63,26 +64,13 @@ class SharedParameters:
             if sharing.partial:
                 found = [find(param) for param in sharing.params]
                 masters = [each.master for each in found if each is not None and each.master is not None]
-                for batch in _batches(masters):
+                for batch in batches(masters, STRETCH, Tensor.numel, lambda master: (master.dtype, master.device)):
                     _sum(batch, sharing.comm)
 
     def close(self) -> None:
         """End the lanes, and destroy their groups. On all ranks."""
         for sharing in self._sharings:
             sharing.comm.close()
-
-
-def _batches(masters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Masters whose gradients are summed together: one dtype and device, and no more than a stretch if possible."""
-    batches: list[list[nn.Parameter]] = []
-    for master in masters:
-        last = batches[-1] if batches else []
-        fits = last and last[0].dtype == master.dtype and last[0].device == master.device
-        if fits and sum(other.numel() for other in last) + master.numel() <= STRETCH:
-            last.append(master)
-        else:
-            batches.append([master])
-    return batches
 
 
 def _sum(masters: Sequence[nn.Parameter], comm: Comm) -> None:
@@ -98,8 +86,4 @@ def _sum(masters: Sequence[nn.Parameter], comm: Comm) -> None:
     used = row[width:].tolist()
     for number, (master, part) in enumerate(parts):
         if used[number]:
-            master.grad = _like(part, master)
-
-
-def _like(part: Tensor, master: nn.Parameter) -> Tensor:
-    return part.view(master.shape).to(master.device)
+            master.grad = part.view(master.shape).to(master.device)

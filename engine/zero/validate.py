@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .registry import holder
+from .holder import holder
 
 
-class Newcomers:
+class NewParameterCheck:
     """Looks for parameters of `model` that are not `known`. Going through a model takes long, so that is done only when
     a dict of one of its modules has changed."""
 
@@ -28,7 +28,7 @@ class Newcomers:
 
     def check(self) -> None:
         """Before a step: raise RuntimeError if one of them has a gradient."""
-        if self._look() != self._contents:
+        if self._present() != self._contents:
             self._go_through()
         for name, param in self._found:
             if param.grad is not None:
@@ -38,12 +38,12 @@ class Newcomers:
                     "anew"
                 )
 
-    def _look(self) -> list[int]:
+    def _present(self) -> list[int]:
         return list(map(id, chain.from_iterable(map(dict.values, self._dicts))))
 
     def _go_through(self) -> None:
         self._dicts = [each for module in self._model.modules() for each in (module._modules, module._parameters)]
-        self._contents = self._look()
+        self._contents = self._present()
         self._found = [(name, param) for name, param in self._model.named_parameters() if param not in self._known]
 
 

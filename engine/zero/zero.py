@@ -1,6 +1,6 @@
 """ZeRO 0 to 3 over one model (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-Stage 0 replicates everything, 1 cuts the optimizer's state, 2 the gradients too, 3 the parameters too. One design for
+Stage 0 replicates everything, 1 shards the optimizer's state, 2 the gradients too, 3 the parameters too. One design for
 all: every trainable parameter has a master that the optimizer steps, the whole of it in stage 0, otherwise this rank's
 piece; the stages differ in when gradients are reduced and in how long parameters stay whole.
 """
@@ -8,7 +8,7 @@ piece; the stages differ in when gradients are reduced and in how long parameter
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,16 +19,18 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.comm import Comm
 from ..comm.deadlock import DeadlockWatch
 from ..hooks import Hooks, MemoryPart, holds_memory
+from ..tree import batches
 from .fetch import Fetcher
-from .gather import Gatherer, Trail
+from .gather import Gatherer
+from .holder import Holder, forget, hold, holder
+from .order_check import OrderCheck
 from .reduce import Reducer
-from .registry import Holder, forget, hold, holder
 from .settings import ZeroSettings
-from .shard import Cut, ShardedParam
+from .shard import Partition, ShardedParam
 from .sparse import SparseReducer, sparse_params
 
 if TYPE_CHECKING:
-    from ..config import Config
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Comms:
 
 
 class Zero:
-    """The parameters of `model`, cut for the ranks of `comms.gradients`."""
+    """The parameters of `model`, sharded for the ranks of `comms.gradients`."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class Zero:
         self.params: list[ShardedParam] = []
         sharded_size = 0
         for index, (name, param) in enumerate(model.named_parameters()):
-            early = holder(param)  # cut by zero.Init already
+            early = holder(param)  # sharded by zero.Init already
             if early is not None and not early.sharded.resident:
                 early.gatherer.bring([early.sharded], param.numel())
             name = name if names is None else names[param]
@@ -78,10 +80,10 @@ class Zero:
                 sharded = True
             if sharded and early is None:
                 param.data = param.data.clone()  # storage of its own, which can be emptied
-            cut = Cut(
+            partition = Partition(
                 param.numel(), size if settings.stage else 1, index % size if settings.round_robin_gradients else 0
             )
-            self.params.append(ShardedParam(name, param, cut, rank, persistent=not sharded, index=index))
+            self.params.append(ShardedParam(name, param, partition, rank, persistent=not sharded, index=index))
             if sharded:
                 self.params[-1].release()  # one at a time: the model need not fit whole
             if sharded and take_piece is not None:
@@ -94,8 +96,8 @@ class Zero:
             make_master(sharded_param)
         self.reducer = Reducer([p for p in self.trainable if p.param not in rows], comms.gradients, settings)
         self.gatherer = Gatherer(comms.parameters, comms.near, with_broadcasts=not settings.allgather_partitions)
-        if settings.stage == 3 and size > 1 and not self.gatherer.tells_apart:
-            self.gatherer.trail = Trail(comms.parameters)
+        if settings.stage == 3 and size > 1 and not self.gatherer.separates_contents:
+            self.gatherer.order_check = OrderCheck(comms.parameters)
         self.deadlocks = _watch(comms) if settings.stage == 3 and size > 1 else None
         self.fetcher: Fetcher | None = None
         self._handles: list[RemovableHandle] = []
@@ -146,10 +148,10 @@ class Zero:
         if self.fetcher is not None:
             self.fetcher.finish_backward()
 
-    def check_trail(self, everyone: Comm) -> None:
+    def check_order(self, everyone: Comm) -> None:
         """Before the step: raise RuntimeError on all ranks of the job if ranks were seen to run different modules."""
-        if self.gatherer.trail is not None:
-            self.gatherer.trail.check(everyone)
+        if self.gatherer.order_check is not None:
+            self.gatherer.order_check.check(everyone)
 
     def collect(self) -> None:
         """Put the step's reduced gradients on the masters' `grad`, to be multiplied by the reducer's `after`.
@@ -199,47 +201,19 @@ class Zero:
 
     @property
     def size(self) -> int:
-        """Ranks that the parameters are cut for."""
+        """Ranks that the parameters are sharded for."""
         return self._comm.size
 
 
 def _watch(comms: Comms) -> DeadlockWatch | None:
-    """Where the lanes are threads: a GPU's streams do not tell the host what they wait for."""
-    if not comms.parameters.tells_apart:
+    """Where the lanes are threads: a GPU's streams do not show the host what they wait for."""
+    if not comms.parameters.separates_contents:
         return None
     named = {"parameters": comms.parameters, "gradients": comms.gradients}
     return DeadlockWatch(named if comms.near is None else {**named, "near": comms.near})
 
 
 def tiles_of(params: Sequence[ShardedParam], size: int) -> list[list[ShardedParam]]:
-    """Cut `params` into tiles of at most `size` elements of masters, one parameter at least; the same on every rank."""
-    tiles: list[list[ShardedParam]] = [[]]
-    filled = 0
-    for param in params:
-        if tiles[-1] and filled + param.cut.chunk > size:
-            tiles.append([])
-            filled = 0
-        tiles[-1].append(param)
-        filled += param.cut.chunk
-    return tiles
-
-
-def idle_pipelines(config: Config, tiles: Sequence[Sequence[ShardedParam]]) -> Iterator[str]:
-    """A warning for each key that is to have the disk work beside the step, where a single tile leaves nothing to."""
-    zero = config.zero_optimization
-    section = zero.offload_optimizer
-    if section is None or section.device != "nvme" or zero.stage < 1 or len(tiles) != 1:
-        return
-    elements = sum(param.cut.chunk for param in tiles[0])
-    # As many tiles as there are buffers, so that one is read and one written while one is stepped.
-    size = max(1, -(-elements // max(3, section.buffer_count)))
-    if len(tiles_of(tiles[0], size)) > 1:
-        instead = f'write "sub_group_size": {size} or less'
-    else:
-        instead = "there is one parameter, and a tile has one at least"
-    for key in ("pipeline_read", "pipeline_write"):
-        if getattr(section, key):
-            yield (
-                f"zero_optimization.offload_optimizer.{key}: has no effect; what a rank steps, {elements} elements, is "
-                f"one tile of at most {zero.sub_group_size} (sub_group_size): {instead}"
-            )
+    """Divide `params` into tiles of at most `size` elements of masters, one parameter at least; the same on every
+    rank."""
+    return batches(params, size, lambda param: param.partition.chunk) or [[]]

@@ -1,4 +1,5 @@
-"""A small language model whose layers are cut over two ranks, with curves for TensorBoard, after DeepSpeed's tutorials.
+"""A small language model whose layers are sharded over two ranks, with curves for TensorBoard, after DeepSpeed's
+tutorials.
 
     deepspeed --num_gpus 2 tensor_parallel.py --deepspeed_config tensor_parallel.json
     dsprof run --engine dsprof --num_gpus 2 tensor_parallel.py --deepspeed_config tensor_parallel.json

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dsprof.engine import Engine, initialize
+from dsprof.engine import Engine, PipelineEngine, initialize
+from dsprof.engine.checkpoint import CheckpointError
 
 WIDTH = 8
 LAYER = WIDTH * WIDTH
@@ -55,3 +58,19 @@ def train(engine: Engine, steps: int, make_input: Callable[[], Tensor] | None = 
     for _ in range(steps * engine.gradient_accumulation_steps()):
         engine.backward(engine(torch.ones(2, WIDTH) if make_input is None else make_input()))
         engine.step()
+
+
+def save_on_small_disk(engine: Engine | PipelineEngine, small: bool, folder: Path) -> str:
+    """Save a checkpoint, and another one while this rank, if its disk is `small`, cannot write a file of more than a
+    few thousand bytes: the error that gave."""
+    engine.save_checkpoint(folder, "good")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if small:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        engine.save_checkpoint(folder, "bad")
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return "saved"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dsprof import engine as ds
 from dsprof.engine.comm.comm import Comm
 from dsprof.engine.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from dsprof.engine.tensor import cut_of
+from dsprof.engine.tensor import shard_of
 
 VOCABULARY: Final = 12
 WIDTH: Final = 16
@@ -142,7 +142,7 @@ def weights(engine: Any) -> dict[str, Tensor]:
 
 def whole(param: nn.Parameter, comm: Comm) -> Tensor:
     """A parameter with the parts that the other tensor-parallel ranks have."""
-    cut = cut_of(param)
+    cut = shard_of(param)
     if cut is None:
         return param.detach().clone()
     parts: list[Any] = [None] * comm.size

@@ -1,4 +1,4 @@
-"""Models that tensor parallelism has to cut, and the comparison of a cut model with the whole one."""
+"""Models that tensor parallelism has to shard, and the comparison of a sharded model with the whole one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dsprof.engine.comm.comm import Comm, open_comm
 from dsprof.engine.comm.lane import Inline
 from dsprof.engine.hooks import Hooks
-from dsprof.engine.tensor import TensorPlan, cut_of, parallelize, partial_parameters
+from dsprof.engine.tensor import TensorPlan, parallelize, partial_parameters, shard_of
 
 VOCABULARY = 30
 
@@ -160,7 +160,7 @@ def token_ids(rows: int = VOCABULARY) -> Tensor:
 
 
 def compare(whole: nn.Module, comm: Comm, *args: Any, tolerance: float = 1e-10, **options: Any) -> TensorPlan:
-    """Cut a copy of `whole`, which gets `args`, and hold outputs and gradients against it."""
+    """Shard a copy of `whole`, which gets `args`, and hold outputs and gradients against it."""
     whole = whole.double()
     whole.zero_grad()
     cut = copy.deepcopy(whole)
@@ -184,7 +184,7 @@ def compare_gradients(whole: nn.Module, cut: nn.Module, comm: Comm, tolerance: f
         if param.grad is None:
             assert mine.grad is None, name
             continue
-        layout, expected = cut_of(mine), param.grad
+        layout, expected = shard_of(mine), param.grad
         if layout is not None:
             assert torch.equal(mine.detach(), layout.take(param.detach())), name
             expected = layout.take(expected)

@@ -6,7 +6,6 @@ import errno
 import functools
 import itertools
 import os
-import resource
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
+from engines import save_on_small_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_models import (
@@ -34,17 +34,18 @@ from torch import Tensor, nn
 from dsprof import engine as ds
 from dsprof.engine.checkpoint import CheckpointError
 from dsprof.engine.checkpoint.dcp import Contents, Piece, write
-from dsprof.engine.checkpoint.reshard import Wanted, join, part_name, read, tensor_cut
+from dsprof.engine.checkpoint.reshard import Wanted, join, part_name, read, tensor_shard
 from dsprof.engine.checkpoint.serialize import unpack
 from dsprof.engine.comm.consensus import Team
 from dsprof.engine.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from dsprof.engine.tensor import TensorCut
+from dsprof.engine.tensor import TensorShard
 
 PLACES: Final = 9
 
 
 class Places(nn.Module):
-    """Adds to each element one of an odd number of vectors, which are padded where they are cut; counts its calls."""
+    """Adds to each element one of an odd number of vectors, which are padded where they are sharded; counts its
+    calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +172,7 @@ def wholes(path: Path) -> dict[str, Tensor]:
     """The same, with the whole of those that are in parts."""
     found = tensors(path)
     for param, saved in value(path, "training")["cuts"].items():
-        cut = TensorCut.from_dict(saved)
+        cut = TensorShard.from_dict(saved)
         first = f"@0/{cut.pieces}"
         for key in [name.removesuffix(first) for name in found if name.endswith(f"/{param}{first}")]:
             parts = [found.pop(f"{key}@{number}/{cut.pieces}") for number in range(cut.pieces)]
@@ -219,7 +220,7 @@ def reference(steps: int) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in whole.named_parameters()}
 
 
-Loaded = dict[str, tuple[TensorCut | None, Tensor]]
+Loaded = dict[str, tuple[TensorShard | None, Tensor]]
 """The parameters that a rank has, by name."""
 
 
@@ -233,7 +234,7 @@ def moved(rank: int, folder: Path, layout: Layout, step: int) -> Loaded:
         engine.save_checkpoint(folder, "again")
         for param in engine.zero.params:
             engine.zero.gatherer.bring([p for p in [param] if not p.resident], 10**9)
-            loaded[param.name] = tensor_cut(param), param.param.detach().view(-1).clone()
+            loaded[param.name] = tensor_shard(param), param.param.detach().view(-1).clone()
         assert (engine.global_steps, engine.get_lr()) == (step, [1e-2])
     train(engine, range(step, step + 1))
     engine.save_checkpoint(folder, str(step + 1))
@@ -576,23 +577,12 @@ def test_a_state_that_cannot_be_resharded_is_refused(ranks: Ranks, tmp_path: Pat
     told = ranks.run(2, factored, tmp_path, Layout(2, 1, 1), False)
     assert told[0] == told[1]
     assert told[0] is not None
-    assert "state 'rows' of 1.places.weight has shape (5,), which cannot be cut as parameters are" in told[0]
+    assert "state 'rows' of 1.places.weight has shape (5,), which cannot be sharded as parameters are" in told[0]
 
 
 def limited(rank: int, folder: Path) -> str:
-    """The rank of the last stage cannot write a file of more than a few thousand bytes."""
-    engine = start(Layout(2, 1, 1))
-    engine.save_checkpoint(folder, "good")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        engine.save_checkpoint(folder, "bad")
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    return "saved"
+    """It is the rank of the last stage that cannot write."""
+    return save_on_small_disk(start(Layout(2, 1, 1)), rank == 1, folder)
 
 
 def test_a_stage_that_cannot_write_fails_all_and_loses_nothing(ranks: Ranks, tmp_path: Path) -> None:
@@ -623,12 +613,12 @@ def test_what_several_ranks_have_is_written_once(ranks: Ranks, tmp_path: Path) -
     assert "weight/2.up.weight" not in contents
 
 
-# --- cuts
+# --- shards
 
 
 @st.composite
-def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> TensorCut | None:
-    """Some cut of a parameter, as the first rank has it."""
+def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> TensorShard | None:
+    """Some sharding of a parameter, as the first rank has it."""
     size, dim = draw(st.integers(1, 4)), draw(st.integers(0, len(shape) - 1))
     if size == 1:
         return None
@@ -636,12 +626,12 @@ def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> TensorCut | None:
     fitting = [copies for copies in (1, 2) if size % copies == 0 and length % (size // copies) == 0]
     if not fitting:
         padding = -length % size
-        return TensorCut(shape=shape, dim=dim, bands=(length + padding,), size=size, rank=0, padding=padding)
+        return TensorShard(shape=shape, dim=dim, bands=(length + padding,), size=size, rank=0, padding=padding)
     copies = draw(st.sampled_from(fitting))
     pieces = size // copies
     first = pieces * draw(st.integers(0, length // pieces))
     bands = tuple(band for band in (first, length - first) if band)
-    return TensorCut(shape=shape, dim=dim, bands=bands, size=size, rank=0, copies=copies)
+    return TensorShard(shape=shape, dim=dim, bands=bands, size=size, rank=0, copies=copies)
 
 
 @settings(max_examples=60, deadline=None)
@@ -651,7 +641,7 @@ def test_any_sharding_is_read_as_any_other(tmp_path_factory: pytest.TempPathFact
     saved, mine = data.draw(cuts(shape)), data.draw(cuts(shape))
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) + 1
 
-    def parts(cut: TensorCut | None) -> list[tuple[TensorCut | None, Tensor]]:
+    def parts(cut: TensorShard | None) -> list[tuple[TensorShard | None, Tensor]]:
         ranks = [None] if cut is None else [cut.of_rank(rank) for rank in range(cut.size)]
         return [(each, (whole if each is None else each.take(whole)).reshape(-1)) for each in ranks]
 

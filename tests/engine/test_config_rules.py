@@ -32,10 +32,10 @@ def zero(stage: int, **keys: Any) -> dict[str, Any]:
         (zero(3, zero_hpz_partition_size=4),
          "zero_optimization.zero_hpz_partition_size: 4 does not divide the 6 data-parallel ranks; write 1, 2, 3 or 6"),
         ({"sparse_gradients": True, **zero(2)},
-         'sparse_gradients: true, and "zero_optimization" has "stage": 2, which cuts gradients into pieces; write '
+         'sparse_gradients: true, and "zero_optimization" has "stage": 2, which shards gradients into pieces; write '
          '"stage": 0 or 1, or remove "sparse_gradients"'),
         ({"optimizer": {"type": "OneBitAdam"}, **zero(1)},
-         "optimizer.type: OneBitAdam compresses whole gradients on every rank, which ZeRO cuts into pieces; write "
+         "optimizer.type: OneBitAdam compresses whole gradients on every rank, which ZeRO shards; write "
          '"zero_optimization": {"stage": 0}, or "AdamW"'),
         ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}},
          'optimizer.params.nesterov: true, and it takes a "momentum" above 0 and no "dampening"; write "momentum": '
@@ -51,8 +51,8 @@ def zero(stage: int, **keys: Any) -> dict[str, Any]:
         ({"tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 2}},
          "pipeline.stages: 2 stages of 2 ranks each do not divide the 6 ranks; write 1 or 3"),
         ({"tensor_parallel": {"autotp_size": 2}, "optimizer": {"type": "LAMB"}},
-         'optimizer.type: "Lamb" looks at whole matrices, and "autotp_size": 2 cuts them; write "AdamW", "Adam", "SGD" '
-         'or "Lion"'),
+         'optimizer.type: "Lamb" looks at whole matrices, and "autotp_size": 2 shards them; write "AdamW", "Adam", '
+         '"SGD" or "Lion"'),
         ({"pipeline": {"stages": 2, "virtual_stages": 2}},
          'pipeline.virtual_stages: 2, and "1f1b" knows one stage a rank; write 1, or "schedule": "interleaved"'),
         ({"pipeline": {"partition_method": 3}},

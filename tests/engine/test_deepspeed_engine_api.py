@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from torch import nn
 from dsprof import engine as ds
 from dsprof.engine import Engine
 from dsprof.engine.data import ShardedLoader
-from dsprof.engine.train.deepspeed_api import ENGINE
+from dsprof.engine.train.deepspeed_api import ENGINE, PIPELINE_ENGINE
+from dsprof.engine.train.settings import SETTINGS
 
 TRAINED = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
 
@@ -92,13 +94,22 @@ def test_a_rank_alone_refuses_unused_parameters_too() -> None:
 
 def test_every_setting_is_answered() -> None:
     engine = start(nn.Linear(2, 2), stage=3)
-    assert len(ENGINE.settings) > 45
-    answers = {name: getattr(engine, name)() for name in ENGINE.settings}
+    assert len(SETTINGS) > 45
+    answers = {name: getattr(engine, name)() for name in SETTINGS}
     assert answers["zero_reduce_bucket_size"] == 500_000_000
     assert answers["zero_optimization_partition_weights"] is True
     assert engine.optimizer_name() is not None
     assert answers["get_data_types"] == (torch.float32, torch.float32)
     assert engine.communication_data_type == torch.float32
+
+
+def test_every_method_says_what_it_is_for() -> None:
+    engine = start(nn.Linear(2, 2))
+    shown = pydoc.render_doc(engine.zero_reduce_bucket_size, renderer=pydoc.plaintext)
+    assert "`zero_optimization.reduce_bucket_size` of the configuration." in shown
+    for names in (ENGINE, PIPELINE_ENGINE):
+        assert all(inspect.getdoc(function) and function.__name__ != "<lambda>" for function in names.methods.values())
+    assert inspect.getdoc(engine.get_lr) == "The learning rate of each parameter group."
 
 
 def test_what_there_is_not_says_what_to_write_instead() -> None:

@@ -289,7 +289,7 @@ def test_deepspeed_io_makes_a_loader_for_evaluation(ranks: Ranks) -> None:
     assert ranks.run(RANKS, _loads) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
 
 
-# --- layers cut over ranks
+# --- layers sharded over ranks
 
 
 TP = 2

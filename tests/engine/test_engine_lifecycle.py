@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -140,6 +143,48 @@ def test_the_models_own_methods_are_the_engines() -> None:
     assert engine.generate(2) == "word word "
     with pytest.raises(AttributeError, match="the engine has no 'sing', and neither has its Speaking"):
         engine.sing()
+
+
+class Copied(torch.nn.Linear):
+    def __deepcopy__(self, memo: object) -> Copied:
+        return Copied(2, 2)
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_is_not_copied(make: Callable[[object], object]) -> None:
+    """Two engines would train one model."""
+    engine = start(Copied(2, 2))
+    with pytest.raises(TypeError, match=r"an engine cannot be copied, pickled or .* write engine\.save_checkpoint"):
+        make(engine)
+
+
+def test_a_loss_without_a_graph_is_refused() -> None:
+    engine = start(torch.nn.Linear(2, 2))
+    loss = engine(torch.ones(1, 2)).sum()
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"engine\.backward is called under torch\.no_grad\(\)"):
+        engine.backward(loss)
+    with torch.no_grad():
+        detached = engine(torch.ones(1, 2)).sum()
+    with pytest.raises(RuntimeError, match="the loss depends on no parameter that is trained"):
+        engine.backward(detached)
+    with pytest.raises(TypeError, match=r"engine\.backward wants the loss, and got a tuple"):
+        engine.backward((loss,))
+    engine.backward(loss)
+
+
+class Mean(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).mean()
+
+
+def test_a_batch_is_trained_in_training_mode() -> None:
+    engine = start(Mean(2, 2))
+    engine.eval()
+    engine.eval_batch(iter([torch.ones(1, 2)]))
+    assert not engine.training
+    engine.train_batch(iter([torch.ones(1, 2)]))
+    assert engine.training
+    assert engine.module.training
 
 
 def test_train_batch_takes_what_models_return() -> None:

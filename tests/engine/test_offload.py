@@ -42,7 +42,7 @@ from dsprof.engine.optim import build as build_optimizer
 from dsprof.engine.zero import Comms, Zero, ZeroSettings
 from dsprof.engine.zero.bucket import Bucket
 from dsprof.engine.zero.settings import FetchSettings
-from dsprof.engine.zero.shard import Cut, ShardedParam
+from dsprof.engine.zero.shard import Partition, ShardedParam
 
 CPU = torch.device("cpu")
 ABOUT = About("other")
@@ -307,7 +307,7 @@ class Piece(ShardedParam):
 
     def __init__(self, values: Tensor, name: str = "weight") -> None:
         param = nn.Parameter(values.bfloat16())
-        super().__init__(name, param, Cut(values.numel(), 1), 0, persistent=True, index=0)
+        super().__init__(name, param, Partition(values.numel(), 1), 0, persistent=True, index=0)
 
     def made(self, store: OnDisk | InMemory) -> Piece:
         store.make_master(self)
@@ -545,7 +545,7 @@ def piece_file(opened: Disk, **section: int) -> PieceFile:
 
 def sharded(size: int, dtype: torch.dtype = torch.float32) -> ShardedParam:
     param = nn.Parameter(torch.arange(size).to(dtype))
-    return ShardedParam(f"p{size}", param, Cut(size, 2), 1, persistent=False, index=0)
+    return ShardedParam(f"p{size}", param, Partition(size, 2), 1, persistent=False, index=0)
 
 
 def piece_of(param: ShardedParam) -> list[float]:

@@ -39,7 +39,7 @@ tensor parallel plan over 2 ranks
   blocks.*.mlp.0             column         read by blocks.*.mlp.3
   blocks.*.mlp.3             row            reads blocks.*.mlp.0 in 32 independent parts
   head                       column_gather  tied to token
-  blocks.*.attention: n_head 4 -> 2, n_embd 16 -> 8, its input tells width 16 as 8"""
+  blocks.*.attention: n_head 4 -> 2, n_embd 16 -> 8, its input reports width 16 as 8"""
     )
 
 
@@ -147,7 +147,9 @@ def test_a_layer_whose_weight_is_used_elsewhere_stays_whole() -> None:
         "more": "its weight is used outside its forward"
     }
     message = error_of(lambda: plan_for(Borrowed(), 2, plan={"more": "column_gather"}))
-    assert message == "tensor parallel plan: more cannot be cut: its weight is used outside its forward; write whole"
+    assert (
+        message == "tensor parallel plan: more cannot be sharded: its weight is used outside its forward; write whole"
+    )
 
 
 def test_a_chain_of_layers_is_sharded_in_pairs() -> None:
@@ -311,7 +313,7 @@ def test_code_whose_sharding_cannot_be_derived_is_refused() -> None:
     model = Language([Block(16, Stubborn(16, 4), Gated(16, 24)) for _ in range(2)], 16)
     message = error_of(lambda: plan_for(model, 2))
     assert message.startswith(
-        "tensor parallelism: cannot tell how to cut blocks.0.attention: over 2 ranks it does not compute what it did ("
+        "tensor parallelism: cannot find out how to shard blocks.0.attention: over 2 ranks it does not compute"
     )
     assert message.endswith('or leave it whole with a plan: {"blocks.*.attention": "whole", "*": "auto"}')
     plan = plan_for(model, 2, plan={"blocks.*.attention": "whole", "*": "auto"})
@@ -344,7 +346,7 @@ def test_a_model_that_cannot_be_traced_takes_an_example() -> None:
 
     message = error_of(lambda: plan_for(Secret(), 2))
     assert message.startswith(
-        "tensor parallelism: cannot tell how to cut up: the model could not be tried on made-up inputs ("
+        "tensor parallelism: cannot find out how to shard up: the model could not be tried on made-up inputs ("
     )
     assert "Pass example=" in message
     plan = plan_for(Secret(), 2, example=({"x": torch.ones(2, 4, 8)},))
@@ -354,7 +356,7 @@ def test_a_model_that_cannot_be_traced_takes_an_example() -> None:
 
 def test_a_model_with_nothing_to_shard_is_refused() -> None:
     message = error_of(lambda: plan_for(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), 2))
-    assert "found nothing to cut (0: 2 reads its output whole; 2: writes the output)" in message
+    assert "found nothing to shard (0: 2 reads its output whole; 2: writes the output)" in message
 
 
 @pytest.mark.parametrize(
@@ -380,7 +382,7 @@ def test_plans_that_cannot_be_carried_out_are_refused(plan: dict[str, str] | str
 
 def test_zero_ranks_are_refused() -> None:
     assert "write 1 or more" in error_of(lambda: plan_for(language(), 0))
-    assert str(plan_for(language(), 1)) == "tensor parallel plan over 1 ranks: nothing is cut"
+    assert str(plan_for(language(), 1)) == "tensor parallel plan over 1 ranks: nothing is sharded"
 
 
 def test_sequences_that_cannot_be_sharded_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""The planner on models of many kinds: parameters that are cut with what they are applied to, adapters, layers that
+"""The planner on models of many kinds: parameters that are sharded with what they are applied to, adapters, layers that
 compute by themselves, decisions in Python, images and signals."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ranks import Ranks
 from tensor_models import Block, FusedAttention, Gated, compare_gradients, error_of, tensor_comm
 from torch import Tensor, nn
 
-from dsprof.engine.tensor import TensorPlan, cut_of, parallelize, plan_for
+from dsprof.engine.tensor import TensorPlan, parallelize, plan_for, shard_of
 
 torch.set_num_threads(1)
 
@@ -22,11 +22,11 @@ def styles(plan: TensorPlan) -> dict[str, str]:
     return {role.module: role.style for role in plan.roles}
 
 
-# --- what is cut with what it is applied to
+# --- what is sharded with what it is applied to
 
 
 def batch_norms() -> nn.Module:
-    """Between the layers that are cut: statistics, a gain for each feature, groups of features."""
+    """Between the layers that are sharded: statistics, a gain for each feature, groups of features."""
     torch.manual_seed(3)
     return nn.Sequential(
         nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8), nn.LayerNorm(8),
@@ -59,7 +59,7 @@ def test_parameters_of_sharded_features_are_sharded_with_them() -> None:
     assert {name: (share.dim, share.bands.sizes) for name, share in plan.arrangement.shares} == {
         "0.sinks": (0, (4,)), "0.gain": (0, (4,)), "0.table": (1, (4,)),
     }  # fmt: skip
-    assert "  cut with what they are applied to: 0.sinks, 0.gain, 0.table" in str(plan)
+    assert "  sharded with what they are applied to: 0.sinks, 0.gain, 0.table" in str(plan)
     assert plan.partial == ()
 
 
@@ -70,7 +70,7 @@ def cut_norms_and_sinks(rank: int) -> None:
     cut = copy.deepcopy(whole)
     plan = parallelize(cut, comm)
     assert sorted(styles(plan).values()) == ["column", "column", "row", "row"]
-    for training in (True, True, False):  # twice, for statistics that have been cut before
+    for training in (True, True, False):  # twice, for statistics that have been sharded before
         whole.train(training)
         cut.train(training)
         whole.zero_grad()
@@ -88,7 +88,7 @@ def cut_norms_and_sinks(rank: int) -> None:
     parallelize(cut, comm)
     assert isinstance(cut[0], Sinks)
     assert tuple(cut[0].table.shape) == (8, 2)
-    assert cut_of(cut[0].table) is not None
+    assert shard_of(cut[0].table) is not None
     x = torch.rand(2, 8, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     (whole(x) ** 2).sum().backward()
     (cut(x) ** 2).sum().backward()
@@ -137,7 +137,7 @@ def test_a_batch_norm_does_not_see_a_part_of_the_sequence() -> None:
 
 
 class Deciding(nn.Module):
-    """Between the layers that are cut, or beside them, code goes one way or another."""
+    """Between the layers that are sharded, or beside them, code goes one way or another."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -262,7 +262,9 @@ def test_a_subclass_that_computes_a_linear_layer_itself_is_sharded(ranks: Ranks)
 
 def test_the_advice_names_a_layer_where_the_model_is_all_there_is() -> None:
     message = error_of(lambda: plan_for(nn.Sequential(nn.Linear(8, 16), nn.PReLU(16), nn.Linear(16, 8)), 2))
-    assert message.startswith("tensor parallelism: cannot tell how to cut 2: over 2 ranks it does not compute what it")
+    assert message.startswith(
+        "tensor parallelism: cannot find out how to shard 2: over 2 ranks it does not compute what it"
+    )
     assert message.endswith(
         "Have it take its sizes from the outputs of its layers, or leave it whole with a plan: "
         '{"2": "whole", "*": "auto"}'
@@ -291,7 +293,7 @@ def test_groups_in_a_fused_projection_of_grouped_queries() -> None:
 def test_what_is_whole_for_being_no_layer_is_said() -> None:
     model = nn.Sequential(nn.Embedding(30, 8), nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
     model.append(nn.GRU(8, 8))
-    assert "  whole, for they are no layers that can be cut: 2 (GRU)" in str(plan_for(model, 2))
+    assert "  whole, for they are no layers that can be sharded: 2 (GRU)" in str(plan_for(model, 2))
 
 
 # --- trying

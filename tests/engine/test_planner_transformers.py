@@ -1,4 +1,4 @@
-"""Models of transformers, cut unaided: random weights from a configuration, nothing is downloaded.
+"""Models of transformers, sharded unaided: random weights from a configuration, nothing is downloaded.
 
 Importing transformers takes seconds, so only the ranks do it.
 """
@@ -145,7 +145,7 @@ CLIP = {"text_config": {**TEXT, "max_position_embeddings": 16, "projection_dim":
         "vision_config": {**IMAGE, "projection_dim": 16}, "projection_dim": 16}  # fmt: skip
 
 MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
-    # Model -> configuration, its sizes, and how many layers are cut over two ranks.
+    # Model -> configuration, its sizes, and how many layers are sharded over two ranks.
     "MistralForCausalLM": ("MistralConfig", {**GROUPED, "sliding_window": 4}, 16),
     "Qwen2ForCausalLM": ("Qwen2Config", GROUPED, 16),
     "Gemma2ForCausalLM": ("Gemma2Config", {**GROUPED, "head_dim": 16, "query_pre_attn_scalar": 16}, 16),
@@ -254,7 +254,9 @@ def test_what_is_refused_of_transformers_is_named() -> None:
 
     config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
     message = error_of(lambda: plan_for(transformers.BloomForCausalLM(config), 2))
-    assert message.startswith("tensor parallelism: cannot tell how to cut transformer.h.0.self_attention: over 2 ranks")
+    assert message.startswith(
+        "tensor parallelism: cannot find out how to shard transformer.h.0.self_attention: over 2 ranks"
+    )
     assert message.endswith('whole with a plan: {"transformer.h.*.self_attention": "whole", "*": "auto"}')
     whole = {"transformer.h.*.self_attention": "whole", "*": "auto"}
     found = _styles(plan_for(transformers.BloomForCausalLM(config), 2, plan=whole))

@@ -1,4 +1,4 @@
-"""Cut models on several ranks: the same outputs and gradients as the whole model's, and what travels for it."""
+"""Shard models on several ranks: the same outputs and gradients as the whole model's, and what travels for it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from dsprof.engine.pipe.module import PipelineModule
 from dsprof.engine.tensor import (
     PlanError,
     check_same,
-    cut_of,
     parallelize,
     partial_parameters,
     plan_for,
     same_random_numbers,
+    shard_of,
     vocabulary_cross_entropy,
 )
 from dsprof.engine.tensor.collectives import copy as copy_in
@@ -92,8 +92,8 @@ def operators_of_all_kinds(rank: int) -> None:
     assert x.grad.tolist() == [7, 7]
     message = error_of(lambda: split(torch.ones(2, 3), comm, 1, "blocks.0"))
     assert message == (
-        "blocks.0: dimension 1 of an activation of shape (2, 3) is cut over 2 tensor-parallel ranks, and 3 does not "
-        "divide by 2: pad it"
+        "blocks.0: dimension 1 of an activation of shape (2, 3) is sharded over 2 tensor-parallel ranks, and 3 does "
+        "not divide by 2: pad it"
     )
 
 
@@ -120,12 +120,12 @@ def equal_to_whole(rank: int, kinds: list[str]) -> None:
 )
 def test_a_sharded_model_computes_what_the_whole_one_does(ranks: Ranks, size: int, kinds: list[str]) -> None:
     """Fused, grouped (on four ranks with fewer key-value heads than ranks) and interleaved heads, a vocabulary that
-    does not divide, tied and untied heads, norms of queries; each also with the sequence cut."""
+    does not divide, tied and untied heads, norms of queries; each also with the sequence sharded."""
     ranks.run(size, equal_to_whole, kinds)
 
 
 class Pooled(Language):
-    """A cut region behind the blocks, where the sequence is whole again."""
+    """A sharded region behind the blocks, where the sequence is whole again."""
 
     def __init__(self) -> None:
         torch.manual_seed(6)
@@ -271,11 +271,11 @@ def test_the_examples_gpt_is_sharded(ranks: Ranks) -> None:
 
 def other_uses(rank: int) -> None:
     comm = tensor_comm()
-    # Evaluation, and a copy of the cut model.
+    # Evaluation, and a copy of the sharded model.
     model = language("grouped").double()
     expected = model(token_ids())
     parallelize(model, comm)
-    assert torch.equal(model.head.weight, cut_of(model.head.weight).take(language("grouped").double().head.weight))  # type: ignore[union-attr]
+    assert torch.equal(model.head.weight, shard_of(model.head.weight).take(language("grouped").double().head.weight))  # type: ignore[union-attr]
     for used in (model, copy.deepcopy(model)):
         for mode in (torch.no_grad(), torch.inference_mode()):
             with mode:
@@ -469,7 +469,7 @@ def refusals(rank: int) -> list[str]:
         error_of(lambda: parallelize(model, comm, plan_for(language("grouped"), 2))),
     ]
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
-    assert not [param for param in model.parameters() if cut_of(param)]
+    assert not [param for param in model.parameters() if shard_of(param)]
     return found
 
 
@@ -489,7 +489,7 @@ def test_a_plan_that_cannot_be_is_an_error_on_every_rank(ranks: Ranks) -> None:
 
 
 def other_stages(rank: int) -> str:
-    """Of a job of two stages, the second cannot be cut."""
+    """Of a job of two stages, the second cannot be sharded."""
     comm, everyone = tensor_comm(2), tensor_comm()
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
     if rank >= 2:
@@ -536,8 +536,8 @@ def uneven_sequence(rank: int) -> str:
 
 def test_a_sequence_that_does_not_divide_is_refused(ranks: Ranks) -> None:
     message = (
-        "blocks.0: dimension 1 of an activation of shape (2, 7, 16) is cut over 2 tensor-parallel ranks, and 7 does "
-        "not divide by 2: pad it"
+        "blocks.0: dimension 1 of an activation of shape (2, 7, 16) is sharded over 2 tensor-parallel ranks, and 7 "
+        "does not divide by 2: pad it"
     )
     assert ranks.run(2, uneven_sequence) == [message, message]
 
@@ -604,7 +604,7 @@ def test_one_rank_is_left_alone(ranks: Ranks) -> None:
     ranks.run(1, one_rank)
 
 
-# --- engines of models that are cut
+# --- engines of models that are sharded
 
 
 def refused_again(rank: int) -> None:
@@ -616,7 +616,7 @@ def refused_again(rank: int) -> None:
     before = [param.detach().clone() for param in model.parameters()]
     for size in (1, 2):
         config["tensor_parallel"] = {"autotp_size": size}
-        with pytest.raises(ValueError, match=r"initialize: 0\.weight is cut over tensor-parallel ranks already"):
+        with pytest.raises(ValueError, match=r"initialize: 0\.weight is sharded over tensor-parallel ranks already"):
             ds.initialize(model=model, config=config)
     for param, value in zip(model.parameters(), before, strict=True):
         assert torch.equal(param, value)

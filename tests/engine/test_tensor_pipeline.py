@@ -1,5 +1,5 @@
-"""Tensor parallelism across the stages of a pipeline: activations that stay cut along the sequence from one stage to
-the next, and weights tied across stages that are cut over the ranks of each."""
+"""Tensor parallelism across the stages of a pipeline: activations that stay sharded along the sequence from one stage
+to the next, and weights tied across stages that are sharded over the ranks of each."""
 
 from __future__ import annotations
 
@@ -221,8 +221,8 @@ def shared_norm() -> list[Any]:
 
 @pytest.mark.parametrize(
     ("row", "says"),
-    [(no_blocks, "sequence_parallel: the pipeline has no layers that are cut and keep the shape of activations"),
-     (shared_norm, r"sequence_parallel: 1.weight is used by layers 3, where the sequence is cut, and 1, where it is")],
+    [(no_blocks, "sequence_parallel: the pipeline has no layers that are sharded and keep the shape of activations"),
+     (shared_norm, r"sequence_parallel: 1.weight is used by layers 3, where the sequence is sharded, and 1, where it")],
 )  # fmt: skip
 def test_what_cannot_be_sharded_along_the_sequence_is_refused_on_every_rank(ranks: Ranks, row: Any, says: str) -> None:
     with pytest.raises(RankFailed, match=says) as error:
@@ -445,7 +445,7 @@ def test_a_vocabulary_tied_across_stages_is_sharded_on_each(ranks: Ranks, case: 
         assert shapes[name] == (-(-VOCABULARY // case.parts), WIDTH)
         last = rank >= (case.stages - 1) * case.parts
         assert bool(gathered) == (last and not case.parallel_loss)
-        assert (f"{name}, tied over the pipeline: cut by rows wherever it is used" in printed) == (rank == 0)
+        assert (f"{name}, tied over the pipeline: sharded by rows wherever it is used" in printed) == (rank == 0)
     assert seen == expected.keys()
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that is cut, against F.cross_entropy of the whole."""
+"""Cross-entropy over a vocabulary that is sharded, against F.cross_entropy of the whole."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from dsprof import engine as ds
 from dsprof.engine.train.engine import Engine
 from dsprof.engine.zero.fetch_order import Owner, Pass, Walk
-from dsprof.engine.zero.shard import Cut, ShardedParam
+from dsprof.engine.zero.shard import Partition, ShardedParam
 
 WIDTH = 8
 LAYER = WIDTH * WIDTH + WIDTH
@@ -434,7 +434,7 @@ def test_listing_parameters_is_no_use_of_each_call(ranks: Ranks) -> None:
 
 def sharded(count: int) -> list[ShardedParam]:
     return [
-        ShardedParam(str(n), nn.Parameter(torch.zeros(10)), Cut(10, 2), 0, persistent=False, index=n)
+        ShardedParam(str(n), nn.Parameter(torch.zeros(10)), Partition(10, 2), 0, persistent=False, index=n)
         for n in range(count)
     ]
 

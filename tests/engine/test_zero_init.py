@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, weight_norm
 
 from dsprof import engine as ds
+from dsprof.engine.zero.holder import forget, holder
 from dsprof.engine.zero.init import GatheredParameters, Init
-from dsprof.engine.zero.registry import forget, holder
 
 WIDTH = 6
 
@@ -485,7 +485,7 @@ def _gather(**arguments: Any) -> None:
 def test_contradicting_settings_are_errors(ranks: Ranks) -> None:
     assert ranks.run(2, told) == [[
         "zero.Init: dtype=torch.float16, and the configuration asks for torch.bfloat16; leave dtype out",
-        "zero.Init: this block is inside another one, which cuts the same modules; leave it out",
+        "zero.Init: this block is inside another one, which shards the same modules; leave it out",
         "GatheredParameters: modifier_rank=2, of 2 ranks",
     ]] * 2  # fmt: skip
 
