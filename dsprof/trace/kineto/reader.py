@@ -113,7 +113,7 @@ class _EventReader:
     def take(self, piece: memoryview) -> None:
         """Add the events in a piece of text. Raises TraceError."""
         first = FIRST.match(piece)
-        if first is not None and piece[-len(LAST) :] == LAST:
+        if first is not None and bytes(piece[-len(LAST) :]) == LAST:
             self._sort_texts(SPLIT.split(piece[first.end() : -len(LAST)]))
         else:
             self._sort_events(_parsed(bytes(piece)))
