@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """`value` with `change` made to each tensor in it, at any depth of tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, MutableMapping):
+    if isinstance(value, dict | UserDict):
         changed = {} if type(value) is dict else copy.copy(value)
         for key, item in value.items():
             changed[key] = each_tensor(item, change)
@@ -53,7 +54,7 @@ def loss_of(model: Callable[..., Any], batch: Any) -> Tensor:
 
     Raises TypeError for anything else.
     """
-    if isinstance(batch, Mapping):
+    if isinstance(batch, dict | UserDict):
         output = model(**batch)
     elif isinstance(batch, tuple | list):
         output = model(*batch)

@@ -413,7 +413,7 @@ def test_leaves_are_marked_and_stage_3_says_what_it_cannot_do_with_them(deepspee
     assert utils.set_z3_leaf_modules_by_suffix(model, ["experts.0"], flag=False) == ([model[0].experts[0]], [])
     with pytest.raises(ValueError, match=r"no module of \['MoE'\]; it has Experts, Linear, ModuleList, Sequential"):
         utils.set_z3_leaf_modules(model, ["MoE"])
-    with pytest.raises(ValueError, match=r"no module \['7'\]; named_modules\(\) tells their names"):
+    with pytest.raises(ValueError, match=r"no module \['7'\]; named_modules\(\) has their names"):
         utils.set_z3_leaf_modules_by_name(model, ["7"])
 
     def made(stage: int) -> Any:

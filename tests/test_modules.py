@@ -399,7 +399,8 @@ def test_backward_goes_through_the_modules_in_reverse(backward: Callable[[], lis
 def test_a_module_computes_before_and_after_those_that_it_calls(backward: Callable[[], list[tuple[str, str]]]) -> None:
     doubled = nn.Sequential(Doubled())
     doubled(torch.ones(2, 4)).sum().backward()
-    assert gradients(backward()) == (["0", "0.inner"] if "0" in dict(backward()) else ["Sequential", "0.inner"])
+    # What is doubled is so outside of the inherited `__call__`, which Python 3.11 does not show anyway.
+    assert gradients(backward()) == ["Sequential", "0.inner"]
 
 
 def test_outputs_may_be_changed_in_place_and_be_anything(backward: Callable[[], list[tuple[str, str]]]) -> None:

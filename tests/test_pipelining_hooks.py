@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from armed import ALONE, both, captured, inside, train
 from captures import Row
 
@@ -30,6 +31,12 @@ for _ in range(2):
     print(sum(loss.item() for loss in losses))
 dist.destroy_process_group()
 """
+
+
+stages_of_one_rank = pytest.mark.skipif(
+    torch.__version__.startswith("2.11."),
+    reason="torch 2.11 sends what stages of one rank exchange, and gloo refuses what a rank sends to itself",
+)
 
 
 def script(schedule: str, stages: int, *, early: bool) -> str:
@@ -69,6 +76,7 @@ def test_stages_and_micro_batches(native: str, early: bool, tmp_path: Path) -> N
     ]  # fmt: skip
 
 
+@stages_of_one_rank
 @both
 def test_a_backward_in_two_parts_on_several_stages(native: str, tmp_path: Path) -> None:
     done = train(tmp_path, script("ScheduleInterleavedZeroBubble", 2, early=True), native=native)
@@ -82,6 +90,7 @@ def test_a_backward_in_two_parts_on_several_stages(native: str, tmp_path: Path) 
     assert (fact["stages"], fact["stage_indices"]) == (2, [0, 1])
 
 
+@stages_of_one_rank
 def test_losses_are_those_of_the_job_alone(tmp_path: Path) -> None:
     code = script("ScheduleInterleaved1F1B", 2, early=True)
     said = {

@@ -37,12 +37,16 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Returns what it returns, but, as DeepSpeed does, a tuple for a list, and the single element for a tuple of one.
     """
-    name = getattr(function, "__qualname__", type(function).__name__)
-    region = Region(_settings.hooks, name, on_host=_settings.on_host)
-    outputs = region(function, *args, **kwargs)
+    outputs = region_of(function)(function, *args, **kwargs)
     if isinstance(outputs, (tuple, list)):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
     return outputs
+
+
+def region_of(function: Callable[..., Any]) -> Region:
+    """What calls `function` so, and returns what it returns."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return Region(_settings.hooks, name, on_host=_settings.on_host)
 
 
 def configure(

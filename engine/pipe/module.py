@@ -285,14 +285,9 @@ class PipelineModule(nn.Module):
         return run
 
     def _checkpointed(self, stretch: Callable[[Any], Any], inputs: Any) -> Any:
-        if self._checkpoint is not activation_checkpoint.checkpoint:
-            return self._checkpoint(stretch, inputs)
-
-        def alone(inputs: Any) -> tuple[Any]:
-            return (stretch(inputs),)  # of which it returns what is in it, as it is; of a list it would make a tuple
-
-        alone.__qualname__ = stretch.__qualname__
-        return self._checkpoint(alone, inputs)
+        if self._checkpoint is activation_checkpoint.checkpoint:  # which would make a tuple of a list
+            return activation_checkpoint.region_of(stretch)(stretch, inputs)
+        return self._checkpoint(stretch, inputs)
 
     def _is_worth_it(self, start: int, stop: int) -> bool:
         layers = self._layers[start:stop]

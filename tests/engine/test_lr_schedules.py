@@ -148,7 +148,7 @@ def test_build_takes_torchs_own_schedules() -> None:
     ("type", "params", "message"),
     [
         ("WarmUpLR", {}, r"scheduler.type is 'WarmUpLR'; write one of LRRangeTest, OneCycle, WarmupLR, "),
-        ("ReduceLROnPlateau", {}, "must be told a metric at each step"),
+        ("ReduceLROnPlateau", {}, "must be given a metric at each step"),
         ("Optimizer", {}, "scheduler.type is 'Optimizer'"),
         ("WarmupLR", {"warmup_steps": 3}, "scheduler.params for WarmupLR: got an unexpected keyword argument"),
         ("WarmupDecayLR", {}, "scheduler.params for WarmupDecayLR: missing a required argument: 'total_num_steps'"),
