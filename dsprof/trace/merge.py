@@ -28,7 +28,7 @@ from .files import brief, write_parquet
 from .memory import save_memory
 from .snapshot import read_snapshot
 
-MERGE_VERSION = 10
+MERGE_VERSION = 11
 """Part of the signature that tells whether a Parquet file is up to date: raise it when merging changes."""
 MAPPED_CHUNKS = 4
 """Those that a process may have mapped: the last three, and one that is prepared."""
