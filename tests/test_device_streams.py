@@ -98,7 +98,8 @@ def test_findings_are_ranked_and_say_that_one_step_was_traced(analysis: Analysis
         ("compute.launch-bound", "high", 0.15), ("rank.straggler", "medium", 0.05), ("comm.exposed", "info", 0.05),
     ]  # fmt: skip
     assert analysis.verdict.status == "bottleneck"
-    assert "waits for its host between kernels for 15 % of the step, in the one step traced" in analysis.verdict.headline
+    headline = analysis.verdict.headline
+    assert "waits for its host between kernels for 15 % of the step, in the one step traced" in headline
     straggler = analysis.findings[1]
     assert straggler.where.ranks == (1,)
     assert "rank 1 comes late to most collectives (1 of 1)" in straggler.title
