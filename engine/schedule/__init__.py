@@ -7,17 +7,19 @@ one_f_one_b.py  1F1B: one forward, one backward
 interleaved.py  1F1B with several parts of the model on each rank
 zero_bubble.py  ZB-H1: the backward in two parts, the second of which fills the pipeline's end
 check.py        whether a plan is whole and can finish; what waits for whom where it cannot
+closed_form.py  what the papers say of bubbles and of activations held
 simulate.py     when everything would happen, given what it costs, as text too; how much is held at once
 
 The engine runs a plan, the analyzer simulates it. A schedule is one file here and one line in `make.SCHEDULES`.
 """
 
+from . import closed_form
 from .check import ScheduleError, check
 from .make import SCHEDULES, make_plan
 from .plan import COMPUTE, TRANSFERS, Action, Plan, with_transfers
 from .simulate import Simulation, peak_activations, render, simulate
 
 __all__ = [
-    "COMPUTE", "SCHEDULES", "TRANSFERS", "Action", "Plan", "ScheduleError", "Simulation", "check", "make_plan",
-    "peak_activations", "render", "simulate", "with_transfers",
+    "COMPUTE", "SCHEDULES", "TRANSFERS", "Action", "Plan", "ScheduleError", "Simulation", "check", "closed_form",
+    "make_plan", "peak_activations", "render", "simulate", "with_transfers",
 ]  # fmt: skip

@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import get_args
 
-import closed_form
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -21,6 +20,7 @@ from dsprof.engine.schedule import (
     Plan,
     ScheduleError,
     check,
+    closed_form,
     make_plan,
     peak_activations,
     render,
