@@ -44,7 +44,7 @@ class PythonHooks:
         self._targets = recorder.targets
         self._backward = BackwardDone(recorder)
         self._p2p: dict[tuple[int, int, int, bool], itertools.count[int]] = {}
-        self._pending: OrderedDict[int, _UnderWay] = OrderedDict()
+        self._pending: OrderedDict[int, _Pending] = OrderedDict()
         """By the id of the work."""
         self._reaper = Reaper(self.waited, self._failed)
         self._libraries: list[Any] = []
@@ -231,10 +231,10 @@ class PythonHooks:
         # Sends, receives and gloo's composite works (no type) do their last part in the caller's own wait. So does
         # whoever does not ask for a work, and at once. What nobody waits for must not have its tensors kept.
         if issued.asynchronous and issued.group.gloo and op_type != UNKNOWN and not SEND <= op_type <= RECV_ANY:
-            self._pending[key] = _UnderWay(work, issued)
+            self._pending[key] = _Pending(work, issued)
             self._reaper.add(work)
         else:
-            self._pending[key] = _UnderWay(weakref.ref(work, functools.partial(self._gone, key)), issued)
+            self._pending[key] = _Pending(weakref.ref(work, functools.partial(self._gone, key)), issued)
         if len(self._pending) > MAX_PENDING:
             self._recorder.comm_end(self._pending.popitem(last=False)[1].issued.handle, 0)
 
@@ -288,7 +288,7 @@ class _Issued(NamedTuple):
     target: Target
 
 
-class _UnderWay(NamedTuple):
+class _Pending(NamedTuple):
     work: Any
     """What is given to the reaper, else a weak reference. Either keeps the work's id its own."""
     issued: _Issued
