@@ -209,6 +209,18 @@ def test_kernels_of_a_few_steps_and_whole_phases() -> None:
     assert "kernels were not recorded" in unseen.not_judged["compute.host-sync"]
 
 
+def test_kernels_of_steps_that_are_no_ordinary_ones() -> None:
+    """As those that `--deep` looks at: how long and how often it waits is of the others."""
+    trace = job(ranks=1, data=constant(0), jitter=0.0).trace()
+    rows = waits(trace, 0, 10, 31)
+    steps = trace.rows.loc[trace.rows["kind"] == "step", "start_ns"].sort_values()
+    traced = [row for row in kernels(trace, 0, (1, 40), (47, 80)) if row["start_ns"] < steps.iloc[1]]
+    (finding,) = [item for item in syncs(trace, rows + traced).findings if item.code == "compute.host-sync"]
+    assert finding.title.endswith("the device then stands idle for 7.00 ms at most, in the steps that were traced")
+    assert measured(finding)["such waits a step"] == (1.0, None)
+    assert measured(finding)["item at train.py:31, 1.00 a step"] == (31.0, None)
+
+
 def test_a_wait_now_and_then_is_divided_over_all_steps() -> None:
     trace = job(ranks=1, data=constant(0), jitter=0.0).trace()
     rows = kernels(trace, 0, (1, 40), (47, 80)) + waits(trace, 0, 10, 31)[::5]

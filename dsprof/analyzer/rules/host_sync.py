@@ -56,9 +56,10 @@ def stops(context: Context) -> list[Finding]:
     if not watched and not len(found):
         raise NotJudged("what the host waits for the device in was not captured")
     operators = all(fact.get("operators") for fact in watched)
-    by_rank = found.groupby("rank")["ms"].sum().reindex(context.ranks, fill_value=0.0) / len(context.step_numbers)
+    ordinary = found[found["ordinary"]]
+    by_rank = ordinary.groupby("rank")["ms"].sum().reindex(context.ranks, fill_value=0.0) / len(context.step_numbers)
     findings = []
-    if len(found) and float(by_rank.max()) >= LEAST_SHARE * context.step_ms:
+    if len(ordinary) and float(by_rank.max()) >= LEAST_SHARE * context.step_ms:
         findings.append(_finding(context, found, by_rank))
     if not operators:
         reason = "without the native helper only synchronize is seen, not .item() and copies"
@@ -74,19 +75,23 @@ def stops(context: Context) -> list[Finding]:
 
 @once
 def _stops(context: Context) -> pd.DataFrame:
-    """Waits for the device on training threads in ordinary steps: rank, step, call, site, ms; idle_ms, for how long the
-    device stood idle after it, NaN in steps whose kernels were not recorded; traced_steps, of how many they were."""
+    """Waits for the device on training threads: rank, step, call, site, ms; whether in an `ordinary` step; idle_ms, for
+    how long the device stood idle after it, NaN in steps whose kernels were not recorded; traced_steps, of how many
+    they were: ordinary ones, or else those that `--deep` looked at."""
     tables = []
     for rank in context.ranks:
         rows = context.trace.read(rank, COLUMNS)
-        here = (rows["lane"] == MAIN) & rows["dur_ns"].notna() & rows["step"].isin(context.step_numbers)
+        traced = _traced(rows)
+        known = traced["step"][traced["kind"] == "kernel"].unique().astype(np.int64)
+        known = np.intersect1d(known, context.step_numbers) if np.isin(known, context.step_numbers).any() else known
+        here = rows["step"].isin(context.step_numbers) | rows["step"].isin(known)
+        here &= (rows["lane"] == MAIN) & rows["dur_ns"].notna()
         mine = rows[here & (rows["kind"] == "mark") & (rows["name"] == HOST_SYNC) & rows["purpose"].notna()]
         if mine.empty:
-            traced = rows[here & (rows["kind"] == "wait")]
-            mine = traced[traced["name"].astype(str).str.match(TRACED)]
+            waits = rows[here & (rows["kind"] == "wait")]
+            mine = waits[waits["name"].astype(str).str.match(TRACED)]
             mine = mine.assign(purpose=mine["name"].astype(object))
         end = (mine["start_ns"] + mine["dur_ns"]).to_numpy(np.int64)
-        idle, known = _idle_after(rows, end)
         step = mine["step"].to_numpy(np.int64)
         tables.append(
             pd.DataFrame({
@@ -95,21 +100,23 @@ def _stops(context: Context) -> pd.DataFrame:
                 "call": mine["purpose"].astype(str).to_numpy(object),
                 "site": mine["site"].astype(object).where(mine["site"].notna(), UNKNOWN).to_numpy(object),
                 "ms": mine["dur_ns"].to_numpy(np.float64) / 1e6,
-                "idle_ms": np.where(np.isin(step, known), idle, np.nan),
-                "traced_steps": int(np.isin(context.step_numbers, known).sum()),
+                "ordinary": np.isin(step, context.step_numbers),
+                "idle_ms": np.where(np.isin(step, known), _idle_after(traced, end), np.nan),
+                "traced_steps": len(known),
             })
         )  # fmt: skip
     return pd.concat(tables, ignore_index=True)
 
 
-def _idle_after(rows: pd.DataFrame, moments: Int) -> tuple[Float, Int]:
+def _traced(rows: pd.DataFrame) -> pd.DataFrame:
+    """What the device did, by its own kernels: what is measured is whole phases, by events."""
+    own = rows[rows["kind"].isin(DEVICES_OWN) & rows["dur_ns"].notna() & (rows["source"] != "measured")]
+    return own[own["lane"].astype(str).str.startswith(STREAM)]
+
+
+def _idle_after(traced: pd.DataFrame, moments: Int) -> Float:
     """For how long the device had nothing to do around each of these moments, when a wait for it was over, ms: from the
-    end of what it did last to the next. Of waits that end in one such time, the first has it. And the steps of which
-    kernels were recorded: else it is not known."""
-    # What is measured is whole phases, by events.
-    traced = rows[rows["kind"].isin(DEVICES_OWN) & rows["dur_ns"].notna() & (rows["source"] != "measured")]
-    traced = traced[traced["lane"].astype(str).str.startswith(STREAM)]
-    known = traced["step"][traced["kind"] == "kernel"].unique().astype(np.int64)
+    end of what it did last to the next. Of waits that end in one such time, the first has it."""
     start = traced["start_ns"].to_numpy(np.int64)
     busy = Intervals.union(start, start + traced["dur_ns"].to_numpy(np.int64))
     following = np.searchsorted(busy.start, moments, "right")
@@ -121,20 +128,23 @@ def _idle_after(rows: pd.DataFrame, moments: Int) -> tuple[Float, Int]:
     taken = np.zeros(int(between.sum()), bool)
     taken[first] = True
     idle[between] = np.where(drained & taken, after - before, 0) / 1e6
-    return idle, known
+    return idle
 
 
 def _finding(context: Context, found: pd.DataFrame, by_rank: pd.Series[float]) -> Finding:
     steps = len(context.step_numbers)
     a_rank = steps * len(context.ranks)
-    lines = found.groupby(["site", "call"])[["ms", "idle_ms"]].agg({"ms": ["sum", "size"], "idle_ms": "sum"})
-    lines.columns = pd.Index(["ms", "times", "idle_ms"])
+    ordinary = found[found["ordinary"]]
+    by_line = ordinary.groupby(["site", "call"])["ms"]
+    lines = pd.DataFrame({
+        "ms": by_line.sum(), "times": by_line.size(), "idle_ms": found.groupby(["site", "call"])["idle_ms"].sum(),
+    }).fillna(0.0)  # fmt: skip
     known = bool(found["idle_ms"].notna().any())
     lines = lines.sort_values("idle_ms" if known else "ms", ascending=False, kind="stable")
     listed = [(str(site), str(call), line) for (site, call), line in lines.head(SHOWN).iterrows()]
     site, call, _ = listed[0]
     idle_ms = found.groupby("rank")["idle_ms"].sum() / found.groupby("rank")["traced_steps"].first().clip(lower=1)
-    times = len(found) / a_rank
+    times = len(ordinary) / a_rank
     evidence = [
         Evidence("waiting for the device a step, the rank that does most", round(float(by_rank.max()), 3), "ms"),
         Evidence("such waits a step", round(times, 2), "count"),
@@ -150,6 +160,8 @@ def _finding(context: Context, found: pd.DataFrame, by_rank: pd.Series[float]) -
     )
     if known:
         title += f"; the device then stands idle for {ms(float(idle_ms.max()))} at most"
+        if not found["idle_ms"][found["ordinary"]].notna().any():
+            title += ", in the steps that were traced"
     # What is waited for may be needed, so that nothing is gained; more than the idle time cannot be.
     most = float(idle_ms.max()) if known else 0.0
     gain = Gain(most, 100 * most / context.step_ms, 0.0, most, method="upper bound")
