@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from .. import activation_checkpoint, optim
@@ -72,13 +73,20 @@ def initialize(
     """
     if model is None:
         raise ValueError("initialize: no model; pass model=")
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}; make one of it" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise TypeError(f"initialize: model must be an nn.Module, and is {what}")
+    if training_data is not None and train_dataloader is not None:
+        raise ValueError("initialize: training_data and train_dataloader: pass one of them")
     for name, given in (("mpu", mpu), ("mesh_param", mesh_param)):
         if given is not None:
             raise ValueError(
                 f"initialize: {name} is not supported: ranks are divided by the configuration; write "
                 '"tensor_parallel": {"autotp_size": ...} and "pipeline": {"stages": ...} there, and leave it out'
             )
-    for param in model.parameters():
+    for name, param in model.named_parameters():
+        if is_lazy(param):
+            raise ValueError(f"initialize: {name} has no shape yet: run the lazy module's forward once before")
         found = holder(param)
         if found is not None and not isinstance(found.sharded, EarlyParam):
             raise ValueError("initialize: the model has an engine already; call its destroy() first, on all ranks")
@@ -126,8 +134,6 @@ def initialize(
         warnings.warn(note, stacklevel=2)
     loader = train_dataloader
     if training_data is not None:
-        if train_dataloader is not None:
-            raise ValueError("initialize: training_data and train_dataloader: pass one of them")
         loader = _loader(training_data, settings, mesh, collate_fn)
     training = Training(
         model,

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from .. import checkpoint
-from ..config import Config
 from ..data import WORKERS, ShardedLoader
 from ..pipe.deepspeed_names import UNSUPPORTED as UNSUPPORTED_OF_MODULE
 from ..pipe.module import PipelineModule
@@ -95,25 +94,18 @@ def _set_train_batch_size(training: Training, train_batch_size: int) -> None:
     """Have a step take so many samples from now on, in more or fewer micro-batches of the same size.
 
     Raises ValueError if they do not make up whole micro-batches on every replica, RuntimeError within a step."""
-    config = with_train_batch_size(training, train_batch_size)
-    before = training.config.gradient_accumulation_steps
-    if training.micro_steps % before:
-        raise RuntimeError("set_train_batch_size in the middle of a step: call it after a step has been taken")
-    training.config = config
-    training.micro_steps = training.micro_steps // before * config.gradient_accumulation_steps  # so that a step begins
-
-
-def with_train_batch_size(training: Training, train_batch_size: int) -> Config:
-    """The configuration with another `train_batch_size`, in micro-batches of the same size. Raises ValueError if it
-    does not make up whole micro-batches on every replica."""
     each = training.config.train_micro_batch_size_per_gpu * training.parallel.mesh.dp
     if train_batch_size < 1 or train_batch_size % each:
         raise ValueError(
             f"set_train_batch_size: {train_batch_size} samples are no multiple of the {each} of a micro-batch over "
             f"the {training.parallel.mesh.dp} replicas; write {max(1, round(train_batch_size / each)) * each}"
         )
-    sizes = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": train_batch_size // each}
-    return training.config.model_copy(update=sizes)
+    before, after = training.config.gradient_accumulation_steps, train_batch_size // each
+    if training.micro_steps % before:
+        raise RuntimeError("set_train_batch_size in the middle of a step: call it after a step has been taken")
+    sizes = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": after}
+    training.config = training.config.model_copy(update=sizes)
+    training.micro_steps = training.micro_steps // before * after  # so that a step begins
 
 
 def _set_train_micro_batch_size(training: Training, micro_batch_size: int) -> None:

@@ -24,7 +24,7 @@ from ..pipe.topology import PipelineGrid
 from ..schedule import Plan, check, make_plan
 from ..training import Training
 from .base_engine import BaseEngine
-from .deepspeed_api import PIPELINE_ENGINE, Names, with_train_batch_size
+from .deepspeed_api import PIPELINE_ENGINE, Names
 
 
 class PipelineEngine(BaseEngine):
@@ -181,7 +181,7 @@ class PipelineEngine(BaseEngine):
         """Have a step take so many samples, in more or fewer micro-batches of the same size.
 
         Raises ValueError if they do not make up whole micro-batches on every replica."""
-        self.config = with_train_batch_size(self.state, train_batch_size)
+        self.names.find("set_train_batch_size", self.state)(train_batch_size)
         self.plan = self._planned(self.config.gradient_accumulation_steps)
 
     def destroy(self) -> None:

@@ -225,6 +225,3 @@ def content_of(params: Sequence[ShardedParam]) -> Content:
 def near_partition(param: ShardedParam, near: Comm) -> Partition:
     """How a parameter is sharded in the hierarchical partition."""
     return Partition(param.numel, near.size)
-
-
-# --- what was gathered, where gathers of different content can mix

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -28,9 +27,6 @@ from .reduce import Reducer
 from .settings import ZeroSettings
 from .shard import Partition, ShardedParam
 from .sparse import SparseReducer, sparse_params
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
