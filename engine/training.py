@@ -41,7 +41,24 @@ class Training:
     """Samples seen, over all replicas."""
     micro_steps: int = 0
     """Micro-batches seen on this rank."""
+    under_way: int = 0
+    """Of them, those of a step that is not complete yet."""
     skipped_steps: int = 0
+
+    def count_microbatch(self) -> None:
+        """One more of the step under way has been seen."""
+        self.micro_steps += 1
+        self.under_way += 1
+        self.global_samples += self.samples
+
+    def begin_step(self) -> None:
+        """The micro-batches so far made a step, or are to be forgotten."""
+        self.under_way = self.hooks.microbatch = 0
+
+    @property
+    def samples(self) -> int:
+        """Of a micro-batch, over all replicas."""
+        return self.config.train_micro_batch_size_per_gpu * self.zero.size
 
     @property
     def device(self) -> torch.device:

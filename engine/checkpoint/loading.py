@@ -186,10 +186,8 @@ class _Loading:
             training.scaler.load_state_dict(self._training["loss_scaler"])
         for name in COUNTERS:
             setattr(training, name, self._training["counters"][name])
-        # Gradients are not saved, so a step begins anew; and it may have another number of micro-batches now.
-        training.micro_steps -= training.micro_steps % training.config.gradient_accumulation_steps
+        training.begin_step()
         training.hooks.step = training.global_steps
-        training.hooks.microbatch = 0
         loader = loader_of(training)
         if loader is not None:
             loader.load_state_dict(self._training.get("data"))

@@ -40,7 +40,7 @@ def save(
     team = Team(CheckpointError)
     with training.hooks.span("phase", "checkpoint", purpose="checkpoint"):
         name = _agree_on_tag(training, f"global_step{training.global_steps}" if tag is None else str(tag), team)
-        if training.micro_steps % training.config.gradient_accumulation_steps:
+        if training.under_way:
             warnings.warn(
                 "save_checkpoint in the middle of a step: the gradients of its micro-batches so far are not saved, and "
                 "a restart begins that step anew; save after a step has been taken",
@@ -157,7 +157,11 @@ def _values(
     about_training = {
         "format": FORMAT,
         "mesh": (mesh.pp, mesh.dp, mesh.tp),
-        "counters": {name: getattr(training, name) for name in COUNTERS},
+        "counters": {
+            **{name: getattr(training, name) for name in COUNTERS},  # those of a step under way come again
+            "micro_steps": training.micro_steps - training.under_way,
+            "global_samples": training.global_samples - training.under_way * training.samples,
+        },
         "data": _data(training),
         "weights": merged(each.weights for each in held),
         "cuts": merged(each.shards for each in held),
@@ -187,8 +191,7 @@ def _values(
 def _data(training: Training) -> dict[str, Any] | None:
     """Where the engine's own loader stands. A step that is under way begins anew, so its micro-batches come again."""
     loader = loader_of(training)
-    under_way = training.micro_steps % training.config.gradient_accumulation_steps
-    return None if loader is None else loader.state_dict(behind=under_way)
+    return None if loader is None else loader.state_dict(behind=training.under_way)
 
 
 def _finish(training: Training, place: Place, save_latest: bool) -> None:

@@ -2,6 +2,6 @@
 
 initialize   the way from one to the other
 parallelize  leaves a rank its stages, and its shard of each layer
-sync         the same model on every rank
+sync         the same configuration and model on every rank
 replicas     parameters that several ranks of a replica hold
 """

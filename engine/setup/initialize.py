@@ -39,7 +39,7 @@ from ..zero.shard import ShardedParam
 from ..zero.validate import refuse_overlaps
 from .parallelize import arrange, shard_layers, stages_of
 from .replicas import share
-from .sync import broadcast_model, check_same_model
+from .sync import broadcast_model, check_same_config, check_same_model
 
 
 def initialize(
@@ -97,6 +97,7 @@ def initialize(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     settings = load(source, world_size=world_size, pipeline_stages=stages_of(model))
+    check_same_config(settings)
     if rank == 0:
         for warning in settings.warnings:
             warnings.warn(warning, stacklevel=2)

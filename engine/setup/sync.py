@@ -1,10 +1,13 @@
-"""Ranks that are to have the same model are held to that before anything is sent, and begin with the same weights."""
+"""Ranks that are to have the same configuration and model are held to that before anything is sent, and begin with the
+same weights."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -12,6 +15,44 @@ from torch.nn.parameter import is_lazy
 
 from ..comm.consensus import gather_objects
 from ..comm.mesh import Parallel
+from ..config import Config
+
+OF_A_RANK: Final[Any] = {
+    **dict.fromkeys(
+        ("steps_per_print", "dump_state", "wall_clock_breakdown", "memory_breakdown", "aio", "comms_logger",
+         "flops_profiler", "tensorboard", "csv_monitor"), True,
+    ),
+    "zero_optimization": {
+        name: {"nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read",
+               "pipeline_write", "fast_init"}
+        for name in ("offload_param", "offload_optimizer")
+    },
+}  # fmt: skip
+"""Keys that may differ between ranks: what is reported, and where a host has its disks and memory."""
+
+
+def check_same_config(config: Config) -> None:
+    """Raise ValueError on all ranks of the job if they do not train by the same configuration. On all ranks."""
+    mine = _flat(config.model_dump(mode="json", exclude=OF_A_RANK))
+    digest = hashlib.blake2b(json.dumps(mine).encode(), digest_size=8).digest()
+    if len(set(gather_objects(digest))) == 1:
+        return
+    every = gather_objects(mine)
+    key = next(key for one in every for key in one if len({json.dumps(of_rank.get(key)) for of_rank in every}) > 1)
+    values = [of_rank.get(key) for of_rank in every]
+    other = next(rank for rank, value in enumerate(values) if value != values[0])
+    raise ValueError(
+        f"initialize: the ranks have different configurations, first in {key}: {json.dumps(values[0])} on rank 0, "
+        f"{json.dumps(values[other])} on rank {other}: pass the same one on every rank"
+    )
+
+
+def _flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Keys as in `zero_optimization.stage` -> values."""
+    flat: dict[str, Any] = {}
+    for name, value in section.items():
+        flat |= _flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
+    return flat
 
 
 def check_same_model(model: nn.Module, parallel: Parallel, names: Mapping[nn.Parameter, str] | None = None) -> None:

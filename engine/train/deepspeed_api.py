@@ -100,12 +100,10 @@ def _set_train_batch_size(training: Training, train_batch_size: int) -> None:
             f"set_train_batch_size: {train_batch_size} samples are no multiple of the {each} of a micro-batch over "
             f"the {training.parallel.mesh.dp} replicas; write {max(1, round(train_batch_size / each)) * each}"
         )
-    before, after = training.config.gradient_accumulation_steps, train_batch_size // each
-    if training.micro_steps % before:
+    if training.under_way:
         raise RuntimeError("set_train_batch_size in the middle of a step: call it after a step has been taken")
-    sizes = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": after}
+    sizes = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": train_batch_size // each}
     training.config = training.config.model_copy(update=sizes)
-    training.micro_steps = training.micro_steps // before * after  # so that a step begins
 
 
 def _set_train_micro_batch_size(training: Training, micro_batch_size: int) -> None:

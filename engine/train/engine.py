@@ -30,6 +30,8 @@ class Engine(BaseEngine):
         self._frozen = [param for param in training.zero.params if param.master is None]
         self._in_no_sync = False
         self._boundary_override: bool | None = None
+        self._counted = False
+        """Whether the micro-batch under way has been counted."""
         self._backward_done = False
         self._synchronized = False
         """Whether a backward outside `no_sync` has come since the last step."""
@@ -80,6 +82,11 @@ class Engine(BaseEngine):
         self._backward_done = True
         self._synchronized = self._synchronized or not self._in_no_sync
         self.metrics.note_loss(loss, self.config.gradient_accumulation_steps if scale_wrt_gas else 1)
+        if self._boundary_override is not None:  # who sets it, as Accelerate does, need not step before the boundary
+            self.state.count_microbatch()
+            self._counted = True
+            if not self._boundary_override:
+                self.hooks.microbatch = self.state.under_way
         return loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -109,13 +116,15 @@ class Engine(BaseEngine):
             )
         self._backward_done = False
         self._stepped = False
-        self.global_samples += self.config.train_micro_batch_size_per_gpu * self.zero.size
+        if not self._counted:
+            self.state.count_microbatch()
+        self._counted = False
         if boundary:
             self._synchronized = False
             with self.hooks.span("phase", "step"):
                 self._take_step(lr_kwargs or {})
-        self.micro_steps += 1
-        self.hooks.microbatch = self.micro_steps % self.config.gradient_accumulation_steps
+            self.state.begin_step()
+        self.hooks.microbatch = self.state.under_way
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One whole step: `gradient_accumulation_steps` micro-batches of `data_iter`; their mean loss on this rank.
@@ -152,7 +161,7 @@ class Engine(BaseEngine):
         """Whether the micro-batch under way is the last of its step."""
         if self._boundary_override is not None:
             return self._boundary_override
-        return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
+        return self.state.under_way + 1 >= self.config.gradient_accumulation_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say from outside whether the micro-batch under way is the last of its step."""
@@ -192,7 +201,7 @@ class Engine(BaseEngine):
         """The data have ended after so many of a step's micro-batches: be as before the first."""
         self.zero.clear()
         self.micro_steps -= microbatches
-        self.global_samples -= microbatches * self.config.train_micro_batch_size_per_gpu * self.zero.size
-        self.hooks.microbatch = self.micro_steps % self.config.gradient_accumulation_steps
+        self.global_samples -= microbatches * self.state.samples
+        self.state.begin_step()
         if microbatches:
             self.metrics.forget_losses()

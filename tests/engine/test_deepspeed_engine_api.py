@@ -185,3 +185,33 @@ def test_numbers_of_numpys_are_saved(tmp_path: Path) -> None:
     _, back = engine.load_checkpoint(tmp_path)
     assert back == {"loss": 0.25, "best": 0.5, "n": 3, "done": True}
     assert {type(value) for value in (back or {}).values()} == {float, int, bool}
+
+
+@pytest.mark.parametrize("stepped_each", [False, True])
+def test_a_boundary_that_is_set_from_outside_counts_every_microbatch(tmp_path: Path, stepped_each: bool) -> None:
+    """As Accelerate does, which steps at a boundary only; an epoch may end a step early."""
+    model = nn.Linear(2, 2)
+    engine, *_ = ds.initialize(model=model, config={**TRAINED, "gradient_accumulation_steps": 3})
+
+    def train(boundary: bool) -> None:
+        engine.set_gradient_accumulation_boundary(boundary)
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        if boundary or stepped_each:
+            engine.step()
+
+    for boundary in (False, False, True, False, True):
+        train(boundary)
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (2, 5, 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.save_checkpoint(tmp_path, "whole")
+    train(False)
+    with pytest.warns(UserWarning, match="in the middle of a step"):
+        engine.save_checkpoint(tmp_path, "begun")
+    with pytest.raises(RuntimeError, match="in the middle of a step"):
+        engine.set_train_batch_size(4)
+    engine.load_checkpoint(tmp_path, "begun")
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (2, 5, 5)
+    engine.set_train_batch_size(4)
+    assert engine.gradient_accumulation_steps() == 4
+    engine.destroy()

@@ -1,4 +1,5 @@
-"""Ranks that have different models, or run different modules: an error on each, before a wrong number or a time-out."""
+"""Ranks with different configurations or models, or that run different modules: an error on each, before a wrong number
+or a time-out."""
 
 from __future__ import annotations
 
@@ -23,6 +24,27 @@ def message(model: nn.Module, config: dict[str, Any]) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+# --- different configurations
+
+
+def different_configurations(rank: int) -> list[str]:
+    mine = (
+        configuration(2 if rank else 0), configuration(gradient_clipping=0.5 + rank),
+        configuration(wall_clock_breakdown=bool(rank)),
+    )  # fmt: skip
+    return [message(nn.Linear(4, 4), config) for config in mine]
+
+
+def test_ranks_with_different_configurations_are_told_at_once(ranks: Ranks) -> None:
+    """But for what each rank reports."""
+    expected = [
+        f"initialize: the ranks have different configurations, first in {key}: {first} on rank 0, {second} on rank 1: "
+        "pass the same one on every rank"
+        for key, first, second in (("zero_optimization.stage", 0, 2), ("gradient_clipping", 0.5, 1.5))
+    ]
+    assert ranks.run(2, different_configurations) == [[*expected, ""]] * 2
 
 
 # --- different models
