@@ -87,7 +87,7 @@ class Adopted:
         """State of parameters that are not trained."""
 
     def settle(self) -> None:
-        """The engine is there: the optimizer is not given back as it was any more, but as it is then."""
+        """The engine is made: the optimizer is given back with what it has then, and not as it was."""
         left = {id(param) for param in self._params.values()}
         self._others = {param: state for param, state in (self._state or {}).items() if id(param) not in left}
         self._state = None

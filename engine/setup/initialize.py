@@ -95,7 +95,9 @@ def initialize(
         if found is not None and not isinstance(found.sharded, EarlyParam):
             raise ValueError("initialize: the model has an engine already; call its destroy() first, on all ranks")
     if (piece := abandoned(model)) is not None:
-        raise ValueError(f"initialize: {piece} is in pieces (ZeRO stage 3) of an engine that is gone; build it anew")
+        raise ValueError(
+            f"initialize: {piece} is in pieces (ZeRO stage 3) of an engine that is gone; build the model anew"
+        )
     if not (optimizer is None or callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer)):
         raise TypeError(f"initialize: optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer")
     refuse_sharded(model)

@@ -68,7 +68,7 @@ def test_wrong_arguments_leave_the_model_to_the_next(stage: int) -> None:
     model = layers()
     offload = {"zero_optimization": {"stage": 3, **SMALL, "offload_param": {"device": "cpu"}}} if stage == 3 else {}
     config = {**configured(stage), **offload}
-    recomputed = {"activation_checkpointing": {"policy": "full", "blocks": ["0"]}}
+    recomputed = {**config, "activation_checkpointing": {"policy": "full", "blocks": ["0"]}}
     unknown = {"type": "SGD", "params": {"lr": 0.1, "speed": 2}}
     wrong: list[tuple[str, type[Exception], dict[str, Any]]] = [
         ("model_parameters has a parameter", ValueError, {"model_parameters": layers().parameters()}),
@@ -76,8 +76,8 @@ def test_wrong_arguments_leave_the_model_to_the_next(stage: int) -> None:
         ("that the model does not have", ValueError, {"optimizer": torch.optim.SGD(layers().parameters(), lr=0.1)}),
         ("optimizer is a str", TypeError, {"optimizer": "SGD"}),
         ("data", TypeError, {"training_data": 3}),
-        ("speed", ValueError, {"config": {**config, **recomputed, "optimizer": unknown}}),
-        ("no schedule", ValueError, {"config": {**config, **recomputed, "optimizer": SGD}, "lr_scheduler": no_schedule}),
+        ("speed", ValueError, {"config": {**recomputed, "optimizer": unknown}}),
+        ("no schedule", ValueError, {"config": {**recomputed, "optimizer": SGD}, "lr_scheduler": no_schedule}),
     ]  # fmt: skip
     for text, error, arguments in wrong:
         assert text in refused(model, error, **{"config": {**config, "optimizer": SGD}, **arguments})
@@ -198,7 +198,7 @@ def test_weights_that_are_left_in_pieces_are_told(ranks: Ranks) -> None:
     (first, again), (second, _) = ranks.run(2, halfway)
     assert first == f"initialize: failed on rank 1: MemoryError: no memory\n{note}"
     assert second == f"no memory\n{note}"
-    assert again == "initialize: 0.0.weight is in pieces (ZeRO stage 3) of an engine that is gone; build it anew"
+    assert again == "initialize: 0.0.weight is in pieces (ZeRO stage 3) of an engine that is gone; build the model anew"
 
 
 # --- the script's optimizer
