@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .comm.comm import Comm
 from .comm.mesh import Parallel
 from .config import Config
 from .hooks import Hooks
@@ -69,6 +70,11 @@ class Training:
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's; none without one."""
         return [] if self.optimizer is None else self.optimizer.param_groups
+
+    def comms(self) -> list[Comm]:
+        """Every communicator of this rank, its lanes' too."""
+        parallel = self.parallel
+        return [parallel.data, parallel.model, parallel.tensor, parallel.everyone, *self.zero.comms]
 
     def learning_rates(self) -> list[float]:
         """The learning rate of each parameter group."""

@@ -3,8 +3,9 @@ and none waits for one that has given up."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
 import torch.distributed as dist
@@ -35,6 +36,29 @@ def gather_objects(value: T, comm: Comm | None = None) -> list[T]:
 
 class SharedError(RuntimeError):
     """Something failed on a rank. Raised on every rank, with the reason of the first that failed."""
+
+
+@contextlib.contextmanager
+def failing_together(doing: str, everyone: Comm) -> Iterator[None]:
+    """What fails in this block on one rank fails on all. On all of them; they must not communicate in it, except in its
+    first lines.
+
+    A rank raises its own error, or SharedError, beginning with `doing`, if only others failed.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    reasons = gather_objects(None if failure is None else reason(failure), everyone)
+    if failure is not None:
+        try:
+            raise failure
+        finally:
+            del failure  # which leads to this frame, and to all that it was raised in
+    for rank, text in enumerate(reasons):
+        if text is not None:
+            raise SharedError(f"{doing}: failed on rank {rank}: {text}")
 
 
 class Team:

@@ -12,6 +12,6 @@ parameters by `ShardedParam.read_piece`.
 
 from .build import Offload, open_offload
 from .disk import OffloadError
-from .optimizer import States
+from .optimizer import InMemory, States
 
-__all__ = ["Offload", "OffloadError", "States", "open_offload"]
+__all__ = ["InMemory", "Offload", "OffloadError", "States", "open_offload"]

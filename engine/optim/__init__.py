@@ -14,8 +14,8 @@ Every optimizer may be stepped in tiles: several calls of `step` a training step
 masters only. So nothing is counted per call; a master without a gradient is left alone.
 """
 
-from .adopt import StepGuard, adopt, renew, settles_groups
+from .adopt import Adopted, StepGuard, adopt, check_client, renew, settles_groups
 from .build import build
 from .shard import Shard, wants_muon
 
-__all__ = ["Shard", "StepGuard", "adopt", "build", "renew", "settles_groups", "wants_muon"]
+__all__ = ["Adopted", "Shard", "StepGuard", "adopt", "build", "check_client", "renew", "settles_groups", "wants_muon"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Final
 
 import torch
@@ -39,41 +39,94 @@ def adopt(
     *,
     shards: Shards | None = None,
     allow_untested: bool = False,
-) -> None:
+) -> Adopted:
     """Put masters where the optimizer's parameter groups have parameters of the model, in place.
 
     `replace` maps the latter to the former; frozen parameters are dropped. The groups keep their options, and state
     that the optimizer already has is sharded as its master is. `shards` says which masters are pieces;
-    `allow_untested` is `zero_allow_untested_optimizer`.
+    `allow_untested` is `zero_allow_untested_optimizer`. What is returned gives the optimizer back.
 
-    Raises ValueError for an optimizer that cannot work on masters, or on pieces, or of which that is not known, and for
-    a parameter that the model does not have.
+    Raises ValueError as `check_client` does, and for state that cannot be sharded.
     """
     pieces = shards or {}
-    _check(optimizer, any(not shard.whole for shard in pieces.values()), allow_untested)
+    check_client(optimizer, replace, any(not shard.whole for shard in pieces.values()), allow_untested)
     states: dict[Tensor, dict[str, Any]] = {}
     chosen: list[list[int]] = []
-    for number, group in enumerate(optimizer.param_groups):
-        kept = [at for at, param in enumerate(group["params"]) if param in replace or param.requires_grad]
+    for group in optimizer.param_groups:
+        kept = [at for at, param in enumerate(group["params"]) if param in replace]
         chosen.append(kept)
         for param in (group["params"][at] for at in kept):
-            if param not in replace:
-                raise ValueError(
-                    f"the optimizer's parameter group {number} has a parameter of shape {tuple(param.shape)} that the "
-                    "model does not have; make the optimizer from the parameters of the model given to initialize"
-                )
             master = replace[param]
             if param in optimizer.state:
                 states[master] = _shard_state(
                     optimizer.state[param], param, master, pieces.get(master) or whole(master)
                 )
     # Nothing is changed before all of it is known to be right.
+    adopted = Adopted(optimizer, {master: param for param, master in replace.items()}, pieces)
     for group, kept in zip(optimizer.param_groups, chosen, strict=True):
         group["params"] = [replace[group["params"][at]] for at in kept]
         if "param_names" in group:
             group["param_names"] = [group["param_names"][at] for at in kept]
     optimizer.state.clear()
     optimizer.state.update(states)
+    return adopted
+
+
+class Adopted:
+    """A script's optimizer, from the moment before it is adopted until it is given back."""
+
+    def __init__(self, optimizer: Optimizer, params: Mapping[Tensor, nn.Parameter], shards: Shards) -> None:
+        """`params`: master -> parameter of the model."""
+        self._optimizer = optimizer
+        self._params = params
+        self._shards = shards
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        self._state: dict[Tensor, Any] | None = dict(optimizer.state)
+        """None once the engine trains: it would keep as much as sharding saves."""
+        self._others: dict[Tensor, Any] = {}
+        """State of parameters that are not trained."""
+
+    def settle(self) -> None:
+        """The engine is made: the optimizer is given back with what it has then, and not as it was."""
+        left = {id(param) for param in self._params.values()}
+        self._others = {param: state for param, state in (self._state or {}).items() if id(param) not in left}
+        self._state = None
+        self._groups = [
+            {
+                key: [(at, item) for at, item in enumerate(group[key]) if id(group["params"][at]) not in left]
+                for key in ("params", "param_names")
+                if key in group
+            }
+            for group in self._groups
+        ]
+
+    def give_back(self, *, in_memory: bool = True) -> None:
+        """Put the model's parameters where their masters are, and the frozen ones where they were.
+
+        State of masters that are whole, and where their parameters are, goes with them, in the parameters' precision;
+        what else masters have is dropped, all of it if states are not `in_memory`. If the engine never came to be
+        everything is as before.
+        """
+        optimizer = self._optimizer
+        if self._state is not None:
+            for group, before in zip(optimizer.param_groups, self._groups, strict=False):
+                group.clear()
+                group.update(before)
+            optimizer.state.clear()
+            optimizer.state.update(self._state)
+            return
+        for group in optimizer.param_groups:
+            group["params"] = [self._params.get(param, param) for param in group["params"]]
+        for group, frozen in zip(optimizer.param_groups, self._groups, strict=False):
+            for key, items in frozen.items():
+                for at, item in items:
+                    group[key].insert(at, item)
+        for master in [key for key in optimizer.state if key in self._params]:
+            state, param = optimizer.state.pop(master), self._params[master]
+            shard = self._shards.get(master)
+            if in_memory and (shard is None or shard.whole) and master.device == param.device:
+                optimizer.state[param] = _whole_state(state, param, master)
+        optimizer.state.update(self._others)
 
 
 def settles_groups(optimizer: Optimizer) -> bool:
@@ -112,7 +165,22 @@ def renew(optimizer: Optimizer, replace: Mapping[nn.Parameter, nn.Parameter]) ->
         group["params"] = params
 
 
-def _check(optimizer: Optimizer, in_pieces: bool, allow_untested: bool) -> None:
+def check_client(
+    optimizer: Optimizer, known: Container[nn.Parameter], in_pieces: bool, allow_untested: bool = False
+) -> None:
+    """Raise ValueError for an optimizer that cannot work on masters, or if they are `in_pieces` on pieces, or of which
+    that is not known, and for one with a parameter to train that is not `known`."""
+    _check_kind(optimizer, in_pieces, allow_untested)
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param not in known and param.requires_grad:
+                raise ValueError(
+                    f"the optimizer's parameter group {number} has a parameter of shape {tuple(param.shape)} that the "
+                    "model does not have; make the optimizer from the parameters of the model given to initialize"
+                )
+
+
+def _check_kind(optimizer: Optimizer, in_pieces: bool, allow_untested: bool) -> None:
     name = type(optimizer).__name__
     for kind, why in _NEVER.items():
         if isinstance(optimizer, kind):
@@ -143,6 +211,16 @@ def _shard_state(state: dict[str, Any], param: Tensor, master: Tensor, shard: Sh
                 f"the optimizer's state {key!r} has shape {tuple(value.shape)}, for a parameter of shape "
                 f"{tuple(param.shape)}: it cannot be carried over to its master. Give initialize a fresh optimizer"
             )
+    return result
+
+
+def _whole_state(state: dict[str, Any], param: Tensor, master: Tensor) -> dict[str, Any]:
+    """The parameter's state, from that of a master which is the whole of it."""
+    result = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == master.shape and key not in _SCALARS:
+            value = value.reshape(param.shape).to(dtype=param.dtype if value.is_floating_point() else value.dtype)
+        result[key] = value
     return result
 
 

@@ -1,6 +1,7 @@
 """From a model and a configuration to an engine.
 
 initialize   the way from one to the other
+arguments    what it is given, refused before anything is opened
 parallelize  leaves a rank its stages, and its shard of each layer
 sync         the same configuration and model on every rank
 replicas     parameters that several ranks of a replica hold

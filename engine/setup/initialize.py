@@ -3,40 +3,42 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from .. import activation_checkpoint, optim
 from ..activation_checkpoint import policies
 from ..comm.comm import Comm, open_comm
+from ..comm.consensus import failing_together
 from ..comm.lane import open_lane
 from ..comm.launch import init_distributed, local_device
 from ..comm.mesh import Mesh, mesh_of, open_parallel
 from ..config import Config, load
 from ..data import ShardedLoader
 from ..hooks import Hooks
-from ..offload import open_offload
+from ..offload import InMemory, open_offload
 from ..offload.build import idle_pipelines
 from ..optim import lr
 from ..optim.loss_scaler import loss_scaler, model_dtype
 from ..pipe.module import PipelineModule
-from ..pipe.p2p import open_links
-from ..tensor.sharding import sharded_parameters
+from ..pipe.p2p import Links, open_links
 from ..train.engine import Engine
 from ..train.pipeline_engine import PipelineEngine
 from ..training import Training
 from ..zero import Comms, Zero, ZeroSettings
 from ..zero.holder import EarlyParam, holder
 from ..zero.shard import ShardedParam
-from ..zero.validate import refuse_overlaps
+from ..zero.validate import abandoned, refuse_overlaps
+from .arguments import check_listed, check_parameters, compare, config_of, groups_of, in_vain, refuse_sharded
 from .parallelize import arrange, shard_layers, stages_of
 from .replicas import share
 from .sync import broadcast_model, check_same_config, check_same_model
@@ -69,7 +71,9 @@ def initialize(
     a tuple of arguments or a dict of them by name, and of a pipeline the input of its first layer: needed where layers
     are sharded over ranks and no input can be made up. `link` (bytes/s) models an interconnect on CPUs: gradients and
     parameters then take at least their bytes over it, so that overlap and bucket sizes can be tried on one machine.
-    Raises ConfigError for a configuration that cannot be, ValueError for arguments that contradict each other.
+    Raises ConfigError for a configuration that cannot be, ValueError for arguments that contradict each other. Then
+    the model and the optimizer are as before, but where they are and in which precision, and what pipelines and tensor
+    parallelism divided. Once layers are divided, what fails on one rank fails on all: SharedError on the others.
     """
     if model is None:
         raise ValueError("initialize: no model; pass model=")
@@ -90,8 +94,14 @@ def initialize(
         found = holder(param)
         if found is not None and not isinstance(found.sharded, EarlyParam):
             raise ValueError("initialize: the model has an engine already; call its destroy() first, on all ranks")
-    _refuse_sharded(model)
-    source = _config_of(args, config, config_params)
+    if (piece := abandoned(model)) is not None:
+        raise ValueError(
+            f"initialize: {piece} is in pieces (ZeRO stage 3) of an engine that is gone; build the model anew"
+        )
+    if not (optimizer is None or callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer)):
+        raise TypeError(f"initialize: optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer")
+    refuse_sharded(model)
+    source = config_of(args, config, config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -104,7 +114,7 @@ def initialize(
         if settings.dump_state:
             print(settings.model_dump_json(indent=2))
 
-    vain = list(_in_vain(optimizer, lr_scheduler, settings))
+    vain = list(in_vain(optimizer, lr_scheduler, settings))
     own = {"optimizer": optimizer, "scheduler": lr_scheduler}
     settings = settings.model_copy(update={name: None for name, passed in own.items() if passed is not None})
 
@@ -113,86 +123,98 @@ def initialize(
     mesh = mesh_of(settings.pipeline.stages, settings.tensor_parallel.size)
     arrange(model, settings, mesh)
     refuse_overlaps(model)
-    _place(model, device, model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled))
-    parallel = open_parallel(mesh, hooks)
-    check_same_model(model, parallel, model.names() if isinstance(model, PipelineModule) else None)
-    broadcast_model([*(p for p in model.parameters() if holder(p) is None), *model.buffers()], parallel)
-    shard_layers(model, settings, parallel, device, example)
-    shared = share(model, parallel, hooks)
-    shared.agree()
-    activation_checkpoint.attach(hooks, settings.activation_checkpointing)
-    undo = policies.from_config(settings.activation_checkpointing).apply(model, hooks)
-    offload = open_offload(settings, device, hooks, rank)
-    _check_parameters(model, settings)
-    zero = Zero(
-        model, ZeroSettings.of(settings), _open_comms(settings, mesh, device, hooks, link), hooks,
-        make_master=offload.states.make_master, take_piece=offload.take_piece,
-        names=model.names() if isinstance(model, PipelineModule) else None,
-    )  # fmt: skip
-    made = _optimizer(optimizer, model_parameters, settings, zero, parallel.data, hooks)
-    scheduler = _scheduler(lr_scheduler, settings, made)
-    for note in (*vain, *offload.notes) if rank == 0 else ():
-        warnings.warn(note, stacklevel=2)
+    listed = None if model_parameters is None else list(model_parameters)
+    check_parameters(model, settings)
+    check_listed(listed, model)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        trained = any(param.requires_grad for param in model.parameters())
+        in_pieces = settings.zero_optimization.stage > 0 and mesh.dp > 1 and trained
+        optim.check_client(optimizer, set(model.parameters()), in_pieces, settings.zero_allow_untested_optimizer)
     loader = train_dataloader
     if training_data is not None:
         loader = _loader(training_data, settings, mesh, collate_fn)
-    training = Training(
-        model,
-        settings,
-        zero,
-        parallel,
-        shared,
-        made,
-        scheduler,
-        loss_scaler(settings.fp16),
-        offload.states,
-        hooks,
-        loader,
-    )
-    engine: Engine | PipelineEngine
-    if isinstance(model, PipelineModule):
-        links = open_links(mesh, device, hooks, wraps=model.placement.virtual_stages > 1)
-        engine = PipelineEngine(training, offload, undo, links=links)
-    else:
-        engine = Engine(training, offload, undo)
-    for note in idle_pipelines(settings, engine.optimizer_step.tiles) if rank == 0 else ():
-        warnings.warn(note, stacklevel=2)
+    _place(model, device, model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled))
+    with _closed_on_failure(model) as opened:
+        parallel = open_parallel(mesh, hooks)
+        opened.callback(parallel.close)
+        check_same_model(model, parallel, model.names() if isinstance(model, PipelineModule) else None)
+        broadcast_model([*(p for p in model.parameters() if holder(p) is None), *model.buffers()], parallel)
+        shard_layers(model, settings, parallel, device, example)
+        shared = share(model, parallel, hooks)
+        opened.callback(shared.close)
+        shared.agree()
+        links = Links()
+        if isinstance(model, PipelineModule):
+            links = open_links(mesh, device, hooks, wraps=model.placement.virtual_stages > 1)
+        for way in links:
+            opened.callback(way.close)
+        comms = _open_comms(settings, mesh, device, hooks, link)
+        for comm in comms.all():
+            opened.callback(comm.close)
+        with failing_together("initialize", parallel.everyone):
+            activation_checkpoint.attach(hooks, settings.activation_checkpointing)
+            opened.callback(policies.from_config(settings.activation_checkpointing).apply(model, hooks))
+            offload = open_offload(settings, device, hooks, rank)
+            opened.callback(offload.close)
+        with failing_together("initialize", parallel.everyone):
+            zero = Zero(
+                model, ZeroSettings.of(settings), comms, hooks,
+                make_master=offload.states.make_master, take_piece=offload.take_piece,
+                names=model.names() if isinstance(model, PipelineModule) else None,
+            )  # fmt: skip
+            opened.callback(zero.close, whole=False)  # others may have none
+        opened.callback(zero.close)
+        with failing_together("initialize", parallel.everyone):
+            made, adopted = _optimizer(optimizer, listed, settings, zero, parallel.data, hooks)
+            if adopted is not None:
+                opened.callback(adopted.give_back, in_memory=isinstance(offload.states, InMemory))
+            scheduler = _scheduler(lr_scheduler, settings, made)
+            for note in (*vain, *offload.notes) if rank == 0 else ():
+                warnings.warn(note, stacklevel=2)
+            training = Training(
+                model,
+                settings,
+                zero,
+                parallel,
+                shared,
+                made,
+                scheduler,
+                loss_scaler(settings.fp16),
+                offload.states,
+                hooks,
+                loader,
+            )
+        with failing_together("initialize", parallel.everyone):
+            engine: Engine | PipelineEngine
+            if isinstance(model, PipelineModule):
+                engine = PipelineEngine(training, opened, links=links)
+            else:
+                engine = Engine(training, opened)
+            for note in idle_pipelines(settings, engine.optimizer_step.tiles) if rank == 0 else ():
+                warnings.warn(note, stacklevel=2)
+        if adopted is not None:
+            adopted.settle()
     return engine, made, loader, scheduler
 
 
-def _config_of(args: Any, config: Any, config_params: Any) -> Any:
-    by_args = getattr(args, "deepspeed_config", None)
-    given = [name for name, value in
-             (("config", config), ("config_params", config_params), ("args.deepspeed_config", by_args))
-             if value is not None]  # fmt: skip
-    if not given:
-        raise ValueError("initialize: no configuration; pass config= (a dict or the path of a JSON file)")
-    if len(given) > 1:
-        raise ValueError(f"initialize: {' and '.join(given)}: pass one of them")
-    return next(value for value in (config, config_params, by_args) if value is not None)
-
-
-def _refuse_sharded(model: nn.Module) -> None:
-    """Raise ValueError for a model whose layers an engine has sharded: destroy() does not make them whole again."""
-    name = next((name for name, _, _ in sharded_parameters(model)), None)
-    if name is not None:
-        raise ValueError(
-            f"initialize: {name} is sharded over tensor-parallel ranks already, by an engine before: build the model "
-            "anew, and load_checkpoint what that one saved"
-        )
-
-
-def _check_parameters(model: nn.Module, config: Config) -> None:
-    """Raise ValueError for what no setting of the engine can train."""
-    for name, param in model.named_parameters():
-        if param.is_complex():
-            raise ValueError(f"initialize: {name} is complex, which the engine does not train; keep its real view")
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and config.zero_optimization.stage >= 2:
-            raise ValueError(
-                f"initialize: {name or 'the model'} is an embedding with sparse=True, and its gradients travel as rows "
-                "in ZeRO stages 0 and 1 only: write one of these, or sparse=False"
+@contextlib.contextmanager
+def _closed_on_failure(model: nn.Module) -> Iterator[contextlib.ExitStack]:
+    """What takes an engine off its model again; closed if the block raises, and left open for the engine if not."""
+    opened = contextlib.ExitStack()
+    try:
+        yield opened
+    except BaseException as error:
+        if dist.is_initialized() and not isinstance(error, Exception):
+            raise  # an interrupt, perhaps of this rank alone: the others would not come
+        try:
+            opened.close()
+        except Exception as another:
+            error.add_note(f"initialize, leaving the model: {type(another).__name__}: {another}")
+        if (piece := abandoned(model)) is not None:
+            error.add_note(
+                f"initialize left {piece}, and perhaps others, in pieces (ZeRO stage 3): build the model anew"
             )
+        raise
 
 
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -226,49 +248,27 @@ def _open_comms(config: Config, mesh: Mesh, device: torch.device, hooks: Hooks, 
 
 
 def _optimizer(
-    given: Any, model_parameters: Iterable[Any] | None, config: Config, zero: Zero, main: Comm, hooks: Hooks
-) -> torch.optim.Optimizer | None:
-    """The script's optimizer or the configuration's, over the masters."""
+    given: Any, parameters: list[Any] | None, config: Config, zero: Zero, main: Comm, hooks: Hooks
+) -> tuple[torch.optim.Optimizer | None, optim.Adopted | None]:
+    """The script's optimizer, and what gives it back, or the configuration's, over the masters."""
     masters = {p.param: p.master for p in zero.trainable if p.master is not None}
     shards = {p.master: _shard(p, zero, main) for p in zero.trainable if p.master is not None}
-    listed = list(masters) if model_parameters is None else list(model_parameters)
-    for param in [p for group in _groups(listed) for p in group["params"]]:
-        if param not in zero.by_param:
-            raise ValueError(
-                f"initialize: model_parameters has a parameter of shape {tuple(param.shape)} that the model does not "
-                "have; pass those of the same model"
-            )
-    if model_parameters is not None and not listed and masters:
-        raise ValueError(
-            "initialize: model_parameters is empty, and the model has parameters to train: leave it out, or list them "
-            "when the model has its layers (a PipelineModule without num_stages has none before)"
-        )
+    listed = list(masters) if parameters is None else parameters
     if given is not None:
         client = given if isinstance(given, torch.optim.Optimizer) else given(listed)
-        if client is given and model_parameters is not None and main.rank == 0:
-            _compare(_groups(listed), client.param_groups)
-        optim.adopt(client, masters, shards=shards, allow_untested=config.zero_allow_untested_optimizer)
-        return client
+        if client is given and parameters is not None and main.rank == 0:
+            compare(groups_of(listed), client.param_groups)
+        allow = config.zero_allow_untested_optimizer
+        return client, optim.adopt(client, masters, shards=shards, allow_untested=allow)
     if config.optimizer is None:
-        return None
+        return None, None
     if not listed:
         listed = [{"params": []}]  # a pipeline stage without parameters steps with the others
-    groups = [{**group, "params": [masters[p] for p in group["params"] if p in masters]} for group in _groups(listed)]
-    return optim.build(
+    groups = [{**group, "params": [masters[p] for p in group["params"] if p in masters]} for group in groups_of(listed)]
+    built = optim.build(
         config.optimizer.type, config.optimizer.params.arguments(), groups, shards=shards, group=main.group, hooks=hooks
     )
-
-
-def _groups(parameters: Sequence[Any]) -> list[dict[str, Any]]:
-    """Parameters, or (name, parameter) pairs, or parameter groups, as parameter groups."""
-    if parameters and isinstance(parameters[0], dict):
-        return [{**group, "params": _plain(group["params"])} for group in parameters]
-    return [{"params": _plain(parameters)}]
-
-
-def _plain(parameters: Any) -> list[Any]:
-    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    return [item[1] if isinstance(item, tuple) else item for item in listed]
+    return built, None
 
 
 def _shard(param: ShardedParam, zero: Zero, main: Comm) -> optim.Shard:
@@ -277,28 +277,6 @@ def _shard(param: ShardedParam, zero: Zero, main: Comm) -> optim.Shard:
     bounds = tuple(param.partition.bounds(row) for row in range(pieces))
     group = main.group if pieces > 1 else None
     return optim.Shard(param.shape, bounds, group, optim.wants_muon(param.name, param.param))
-
-
-def _compare(listed: list[dict[str, Any]], stepped: list[dict[str, Any]]) -> None:
-    """Warn if `model_parameters` are others than those of the script's optimizer, which counts."""
-    ours, theirs = ({id(p) for group in groups for p in group["params"] if p.requires_grad}
-                    for groups in (listed, stepped))  # fmt: skip
-    if ours != theirs:
-        warnings.warn(
-            f"initialize: model_parameters has {len(ours - theirs)} parameters to train that optimizer= has not, and "
-            f"not {len(theirs - ours)} that it has; it has no effect: the optimizer's own are trained",
-            stacklevel=4,
-        )
-
-
-def _in_vain(optimizer: Any, scheduler: Any, config: Config) -> Iterator[str]:
-    """What the configuration says without effect beside what the script passes."""
-    if optimizer is not None and config.optimizer is not None:
-        yield "optimizer: has no effect; the script passes its own to initialize"
-    if scheduler is not None and config.scheduler is not None:
-        yield "scheduler: has no effect; the script passes its own to initialize"
-    elif optimizer is None and config.optimizer is None and config.scheduler is not None:
-        yield 'scheduler: has no effect; there is no optimizer: write "optimizer" too, or pass one to initialize'
 
 
 def _scheduler(given: Any, config: Config, optimizer: torch.optim.Optimizer | None) -> Any:

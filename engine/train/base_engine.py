@@ -15,7 +15,7 @@ from ..comm.mesh import Parallel
 from ..config import Config
 from ..data import endless
 from ..hooks import Hooks
-from ..offload import Offload, States
+from ..offload import States
 from ..optim.loss_scaler import LossScaler
 from ..tensor.check_data import check_same
 from ..training import Training
@@ -93,19 +93,19 @@ class BaseEngine(nn.Module):
     def __init__(
         self,
         training: Training,
-        offload: Offload,
-        undo: Callable[[], None],
+        opened: contextlib.ExitStack,
         progress: Callable[[], str] | None = None,
     ) -> None:
-        """`undo` takes from the model what was put around its modules. `progress`: see Metrics."""
+        """`opened` takes the training off its model when it is closed. `progress`: see Metrics."""
         super().__init__()
         self.state = training
         self.module = training.module
+        self._opened = opened
         self.optimizer_step = OptimizerStep(training)
+        opened.callback(self.optimizer_step.close)
         self.metrics = Metrics(training, progress)
+        opened.callback(self.metrics.close)
         self.tput_timer = Throughput()
-        self._offload = offload
-        self._undo = undo
         self._own_data: Iterator[Any] | None = None
         self._norm: float | None = None
         self._stepped = False
@@ -148,18 +148,14 @@ class BaseEngine(nn.Module):
         its process groups. On all ranks; again is of no effect.
 
         What ZeRO has sharded is whole again; a pipeline's rank keeps its layers, and a tensor-parallel one its shard of
-        each: `save_16bit_model` writes the whole model. To train on is an error."""
+        each: `save_16bit_model` writes the whole model. An optimizer of the script's has the model's parameters again,
+        and what it keeps of those that this rank stepped whole, in their precision; what was in pieces or offloaded
+        begins anew. To train on is an error."""
         if self._destroyed:
             return
         self._destroyed = True
         self._own_data = None  # ends its workers, for which a garbage collection would wait
-        state = self.state
-        with contextlib.ExitStack() as rest:  # the others are closed even if one fails
-            for close in (
-                self._undo, self._offload.close, state.parallel.close, state.shared.close, state.zero.close,
-                self.metrics.close, self.optimizer_step.close,
-            ):  # fmt: skip
-                rest.callback(close)
+        self._opened.close()
 
     # --- names of DeepSpeed's, and of the model's
 

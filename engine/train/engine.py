@@ -7,14 +7,13 @@ the end of `gradient_accumulation_steps` of them the step is taken.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import activation_checkpoint
-from ..offload import Offload
 from ..optim.loss_scaler import cast_floating
 from ..training import Training
 from ..tree import loss_of, to_device
@@ -25,8 +24,8 @@ from .base_engine import BaseEngine
 class Engine(BaseEngine):
     """A model that trains as its configuration says. Made by `dsprof.engine.initialize`."""
 
-    def __init__(self, training: Training, offload: Offload, undo: Callable[[], None] = lambda: None) -> None:
-        super().__init__(training, offload, undo)
+    def __init__(self, training: Training, opened: contextlib.ExitStack) -> None:
+        super().__init__(training, opened)
         self._frozen = [param for param in training.zero.params if param.master is None]
         self._in_no_sync = False
         self._boundary_override: bool | None = None

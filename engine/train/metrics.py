@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import monitors
-from ..comm.comm import Comm
 from ..comm.consensus import gather_objects
 from ..training import Training
 
@@ -30,11 +29,6 @@ class Metrics:
         self._curves = self._rank == 0 and (config.tensorboard.enabled or config.csv_monitor.enabled)
         """Whether anybody reads the losses: on a GPU that is a synchronization."""
         self._monitors = self._start_monitors()
-
-    def comms(self) -> list[Comm]:
-        """Every communicator of this rank, its lanes' too."""
-        parallel = self._training.parallel
-        return [parallel.data, parallel.model, parallel.tensor, parallel.everyone, *self._training.zero.comms]
 
     def start_clock(self) -> None:
         """A first micro-batch begins: samples a second count from here."""
@@ -79,7 +73,9 @@ class Metrics:
 
     def _start_monitors(self) -> monitors.Monitors:
         training = self._training
-        sizes: dict[str, int] = {comm.group.group_name: comm.size for comm in self.comms() if comm.group is not None}
+        sizes: dict[str, int] = {
+            comm.group.group_name: comm.size for comm in training.comms() if comm.group is not None
+        }
         everyone = training.parallel.everyone
         world_size = dist.get_world_size() if dist.is_initialized() else 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar
 
@@ -11,8 +12,6 @@ import torch
 from torch import Tensor
 
 from .. import activation_checkpoint
-from ..forward import last_first
-from ..offload import Offload
 from ..optim.loss_scaler import cast_floating
 from ..pipe import split_backward
 from ..pipe.failure import FailureConsensus
@@ -33,26 +32,26 @@ class PipelineEngine(BaseEngine):
     names: ClassVar[Names] = PIPELINE_ENGINE
     module: PipelineModule
 
-    def __init__(
-        self, training: Training, offload: Offload, undo: Callable[[], None] = lambda: None, *, links: Links
-    ) -> None:
-        super().__init__(training, offload, undo, self._seconds_per_step)
+    def __init__(self, training: Training, opened: ExitStack, *, links: Links) -> None:
+        # What all ranks do together comes first: what may fail on one of them comes behind it.
+        parallel, mesh = training.parallel, training.parallel.mesh
+        groups = [*(comm.group for comm in training.comms()), *links.groups]
+        failures = FailureConsensus(parallel.everyone, groups, apart=mesh.dp * mesh.tp > 1)
+        double = torch.tensor(float(any(param.dtype is torch.float64 for param in training.module.parameters())))
+        double = double.to(training.device)
+        parallel.everyone.all_reduce(double, "pipeline").wait()  # a rank without parameters is to know
+        super().__init__(training, opened, self._seconds_per_step)
         self.forward = self.names.find("forward", training)  # nn.Module has one, so the table would not be asked
-        module, mesh = self.module, training.parallel.mesh
+        module = self.module
         module.hooks = training.hooks
-        module.placement.grid = PipelineGrid(training.parallel)
-        self._links = links
+        module.placement.grid = PipelineGrid(parallel)
         self._plans: dict[tuple[int, bool], Plan] = {}
         self.plan = self._planned(training.config.gradient_accumulation_steps)
         """What every rank of the pipeline does in a step."""
         if self.plan.splits:
-            self._undo = last_first([undo, split_backward.install(module)])
-        groups = [*(comm.group for comm in self.metrics.comms()), *links.groups]
-        self._failures = FailureConsensus(training.parallel.everyone, groups, apart=mesh.dp * mesh.tp > 1)
+            opened.callback(split_backward.install(module))
+        self._failures = failures
         self._runner = Runner(module, mesh.pp_rank, links, training.hooks, training.device, self._failures)
-        double = torch.tensor(float(any(param.dtype is torch.float64 for param in module.parameters())))
-        double = double.to(training.device)
-        training.parallel.everyone.all_reduce(double, "pipeline").wait()  # a rank without parameters is to know
         self._loss_dtype = torch.float64 if double.item() else torch.float32
         """Of losses that are returned: float64 in models of it."""
         training.hooks.stage = mesh.pp_rank
@@ -183,14 +182,6 @@ class PipelineEngine(BaseEngine):
         Raises ValueError if they do not make up whole micro-batches on every replica."""
         self.names.find("set_train_batch_size", self.state)(train_batch_size)
         self.plan = self._planned(self.config.gradient_accumulation_steps)
-
-    def destroy(self) -> None:
-        """As Engine.destroy; the model keeps the layers of this rank."""
-        if self._destroyed:
-            return
-        super().destroy()
-        for link in self._links:
-            link.close()
 
     # --- inside
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .holder import holder
+from .placeholder import Absent
 
 
 class NewParameterCheck:
@@ -45,6 +46,12 @@ class NewParameterCheck:
         self._dicts = [each for module in self._model.modules() for each in (module._modules, module._parameters)]
         self._contents = self._present()
         self._found = [(name, param) for name, param in self._model.named_parameters() if param not in self._known]
+
+
+def abandoned(model: nn.Module) -> str | None:
+    """The name of a parameter that is in pieces (ZeRO stage 3), of an engine that is gone; None if there is none."""
+    named = model.named_parameters()
+    return next((name for name, param in named if type(param) is Absent and holder(param) is None), None)
 
 
 def refuse_overlaps(model: nn.Module) -> None:

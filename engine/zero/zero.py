@@ -38,6 +38,10 @@ class Comms:
     near: Comm | None = None
     """Ranks that share a second partition of the parameters (hierarchical partition)."""
 
+    def all(self) -> list[Comm]:
+        """Those that there are."""
+        return [comm for comm in (self.gradients, self.parameters, self.near) if comm is not None]
+
 
 class Zero:
     """The parameters of `model`, sharded for the ranks of `comms.gradients`."""
@@ -57,7 +61,7 @@ class Zero:
         `names` are those of the parameters in the whole model, where this is a part of it."""
         self.settings = settings
         self._hooks = hooks
-        self.comms = [comm for comm in (comms.gradients, comms.parameters, comms.near) if comm is not None]
+        self.comms = comms.all()
         self._comm = comms.gradients
         self._last_microbatch = True
         size, rank = self._comm.size, self._comm.rank
@@ -180,10 +184,12 @@ class Zero:
         """Wait for what `publish` started."""
         self.gatherer.finish(self.gatherer.pending)
 
-    def close(self) -> None:
-        """Leave the model whole and without hooks; end the lanes, and destroy their groups. On all ranks."""
+    def close(self, *, whole: bool = True) -> None:
+        """Leave the model whole and without hooks; end the lanes, and destroy their groups. On all ranks; again is of
+        no effect. Not `whole`: this rank may be alone in it, so what is in pieces is lost."""
         try:
-            self.gatherer.bring([p for p in self.params if not p.resident], self.settings.allgather_bucket_size)
+            if whole:
+                self.gatherer.bring([p for p in self.params if not p.resident], self.settings.allgather_bucket_size)
         finally:
             for handle in self._handles:
                 handle.remove()
