@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
@@ -37,6 +37,7 @@ from ..zero import Comms, Zero, ZeroSettings
 from ..zero.holder import EarlyParam, holder
 from ..zero.shard import ShardedParam
 from ..zero.validate import refuse_overlaps
+from .arguments import check_arguments, parameter_groups
 from .parallelize import arrange, shard_layers, stages_of
 from .replicas import share
 from .sync import broadcast_model, check_same_model
@@ -71,6 +72,7 @@ def initialize(
     parameters then take at least their bytes over it, so that overlap and bucket sizes can be tried on one machine.
     Raises ConfigError for a configuration that cannot be, ValueError for arguments that contradict each other.
     """
+    check_arguments(args, model_parameters)
     if model is None:
         raise ValueError("initialize: no model; pass model=")
     if not isinstance(model, nn.Module):
@@ -231,7 +233,8 @@ def _optimizer(
     masters = {p.param: p.master for p in zero.trainable if p.master is not None}
     shards = {p.master: _shard(p, zero, main) for p in zero.trainable if p.master is not None}
     listed = list(masters) if model_parameters is None else list(model_parameters)
-    for param in [p for group in _groups(listed) for p in group["params"]]:
+    groups = parameter_groups(listed)
+    for param in [p for group in groups for p in group["params"]]:
         if param not in zero.by_param:
             raise ValueError(
                 f"initialize: model_parameters has a parameter of shape {tuple(param.shape)} that the model does not "
@@ -243,31 +246,18 @@ def _optimizer(
             "when the model has its layers (a PipelineModule without num_stages has none before)"
         )
     if given is not None:
-        client = given if isinstance(given, torch.optim.Optimizer) else given(listed)
+        several = any(isinstance(item, Mapping) for item in listed)  # whose parameters may have been a generator's
+        client = given if isinstance(given, torch.optim.Optimizer) else given(groups if several else listed)
         if client is given and model_parameters is not None and main.rank == 0:
-            _compare(_groups(listed), client.param_groups)
+            _compare(groups, client.param_groups)
         optim.adopt(client, masters, shards=shards, allow_untested=config.zero_allow_untested_optimizer)
         return client
     if config.optimizer is None:
         return None
-    if not listed:
-        listed = [{"params": []}]  # a pipeline stage without parameters steps with the others
-    groups = [{**group, "params": [masters[p] for p in group["params"] if p in masters]} for group in _groups(listed)]
+    groups = [{**group, "params": [masters[p] for p in group["params"] if p in masters]} for group in groups]
     return optim.build(
         config.optimizer.type, config.optimizer.params.arguments(), groups, shards=shards, group=main.group, hooks=hooks
     )
-
-
-def _groups(parameters: Sequence[Any]) -> list[dict[str, Any]]:
-    """Parameters, or (name, parameter) pairs, or parameter groups, as parameter groups."""
-    if parameters and isinstance(parameters[0], dict):
-        return [{**group, "params": _plain(group["params"])} for group in parameters]
-    return [{"params": _plain(parameters)}]
-
-
-def _plain(parameters: Any) -> list[Any]:
-    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    return [item[1] if isinstance(item, tuple) else item for item in listed]
 
 
 def _shard(param: ShardedParam, zero: Zero, main: Comm) -> optim.Shard:

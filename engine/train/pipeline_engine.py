@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -188,9 +189,10 @@ class PipelineEngine(BaseEngine):
         """As Engine.destroy; the model keeps the layers of this rank."""
         if self._destroyed:
             return
-        super().destroy()
-        for link in self._links:
-            link.close()
+        with contextlib.ExitStack() as rest:
+            for link in self._links:
+                rest.callback(link.close)
+            super().destroy()
 
     # --- inside
 

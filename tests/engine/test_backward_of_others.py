@@ -63,6 +63,42 @@ def test_another_engines_backward_leaves_the_buckets_alone(ranks: Ranks, stage: 
         assert found == pytest.approx(norms, rel=1e-9)
 
 
+def square(seed: int) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(4, 4, bias=False).double()
+
+
+def penalty(first: nn.Module, second: nn.Module, x: Tensor, weights: list[Tensor]) -> Tensor:
+    """A loss that needs each of the weights of `first` and `second` for the other's gradient."""
+    return (weights[0] * weights[1]).square().sum() + second(torch.tanh(first(x))).square().mean()
+
+
+def gathered_of_two(rank: int, swapped: bool) -> tuple[float, list[int]]:
+    """The norm of the first engine's gradients, and the bytes of each weight after its step."""
+    engines = [engine_of(square(seed), 3) for seed in (1, 2)]
+    weights = [engine.module.weight for engine in engines]
+    with ds.zero.GatheredParameters(weights[::-1] if swapped else weights):
+        loss = penalty(*engines, samples(0, rank), weights)
+    engines[0].backward(loss)
+    engines[0].step()
+    left = [weight.untyped_storage().nbytes() for weight in weights]
+    norm = engines[0].get_global_grad_norm()
+    for engine in engines:
+        engine.destroy()
+    return norm, left
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_penalty_on_weights_of_two_engines_is_differentiated_after_the_block(ranks: Ranks, swapped: bool) -> None:
+    first, second = square(1), square(2)
+    x = torch.cat([samples(0, rank) for rank in range(2)])
+    penalty(first, second, x, [first.weight, second.weight]).backward()
+    assert first.weight.grad is not None
+    for norm, left in ranks.run(2, gathered_of_two, swapped):
+        assert norm == pytest.approx(first.weight.grad.norm().item(), rel=1e-9)
+        assert left == [0, 0]
+
+
 class Failing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
