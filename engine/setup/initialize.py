@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from .. import activation_checkpoint, optim
@@ -36,7 +35,7 @@ from ..training import Training
 from ..zero import Comms, Zero, ZeroSettings
 from ..zero.holder import EarlyParam, holder
 from ..zero.shard import ShardedParam
-from ..zero.validate import refuse_overlaps
+from ..zero.validate import refuse_lazy, refuse_overlaps
 from .arguments import check_arguments, parameter_groups
 from .parallelize import arrange, shard_layers, stages_of
 from .replicas import share
@@ -86,9 +85,8 @@ def initialize(
                 f"initialize: {name} is not supported: ranks are divided by the configuration; write "
                 '"tensor_parallel": {"autotp_size": ...} and "pipeline": {"stages": ...} there, and leave it out'
             )
-    for name, param in model.named_parameters():
-        if is_lazy(param):
-            raise ValueError(f"initialize: {name} has no shape yet: run the lazy module's forward once before")
+    refuse_lazy(model)
+    for param in model.parameters():
         found = holder(param)
         if found is not None and not isinstance(found.sharded, EarlyParam):
             raise ValueError("initialize: the model has an engine already; call its destroy() first, on all ranks")
@@ -113,6 +111,7 @@ def initialize(
     device = local_device()
     mesh = mesh_of(settings.pipeline.stages, settings.tensor_parallel.size)
     arrange(model, settings, mesh)
+    refuse_lazy(model)  # a pipeline's layers may be new
     refuse_overlaps(model)
     _place(model, device, model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled))
     parallel = open_parallel(mesh, hooks)

@@ -16,7 +16,7 @@ holder         and what brings them back
 sparse         gradients of embeddings, as rows
 init           zero.Init and zero.GatheredParameters
 shared_params  parameters that several ranks of a replica hold
-validate       parameters that are refused: in shared memory, or newer than the engine
+validate       parameters that are refused: without a shape, in shared memory, or newer than the engine
 """
 
 from .init import GatheredParameters, Init

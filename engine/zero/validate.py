@@ -1,4 +1,4 @@
-"""Parameters that came into a model after its engine was made: nothing would train them."""
+"""What of a model no engine can train: parameters without a shape, two in one memory, those that came later."""
 
 from __future__ import annotations
 
@@ -47,12 +47,21 @@ class NewParameterCheck:
         self._found = [(name, param) for name, param in self._model.named_parameters() if param not in self._known]
 
 
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise ValueError for parameters and buffers that get their shape when the model first runs."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"initialize: {name} has no shape yet: run the lazy module's forward once before, or give it its sizes"
+            )
+
+
 def refuse_overlaps(model: nn.Module) -> None:
     """Raise ValueError for two that have elements in common, as `b.weight = nn.Parameter(a.weight.data)` makes them:
     torch trains these as one, and an engine, which moves them, as two."""
     spans: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
     for name, param in model.named_parameters():
-        if is_lazy(param) or param.is_meta or param.layout != torch.strided or holder(param) is not None:
+        if param.is_meta or param.layout != torch.strided or holder(param) is not None:
             continue
         if param.numel() == 0:
             continue

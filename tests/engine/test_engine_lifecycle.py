@@ -113,6 +113,23 @@ def test_a_model_that_cannot_be_trained_is_refused() -> None:
         start(model, model_parameters=torch.nn.Linear(3, 3).parameters())
 
 
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: torch.nn.Sequential(torch.nn.LazyLinear(2)), "0.weight"),
+        (lambda: torch.nn.LazyBatchNorm1d(affine=False), "running_mean"),
+        (
+            lambda: ds.PipelineModule([ds.pipe.LayerSpec(torch.nn.LazyLinear, 2)], partition_method="uniform"),
+            "0.weight",
+        ),
+    ],
+    ids=["parameter", "buffer", "pipeline"],
+)
+def test_a_lazy_model_is_refused(make: Callable[[], torch.nn.Module], name: str) -> None:
+    with pytest.raises(ValueError, match=f"initialize: {name} has no shape yet: run the lazy module's forward once"):
+        start(make(), model_parameters=None)
+
+
 def test_arguments_of_another_kind_are_refused() -> None:
     model = torch.nn.Linear(2, 2)
     for parameters, text in [
