@@ -322,7 +322,8 @@ def GatheredParameters(
     if isinstance(params, nn.Module):
         params = params.parameters()
     several = isinstance(params, Iterable) and not isinstance(params, Tensor | str | Mapping)
-    for param in (listed := [param for param in params if param is not None] if several else [params]):
+    listed: list[Any] = [param for param in params if param is not None] if several else [params]
+    for param in listed:
         if not isinstance(param, Tensor):
             where = f" in a {type(params).__name__}" if several else ""
             raise TypeError(
