@@ -26,7 +26,7 @@ _reduce_scatter: Final[Callable[..., Any]] = getattr(dist, "reduce_scatter_singl
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a communication brings, where that depends on what the model does: the same on every rank, or in vain."""
+    """What a communication brings, where that depends on what the model does: it has to be the same on every rank."""
 
     tag: int
     """A hash of it, as a message's tag: below 2^31."""

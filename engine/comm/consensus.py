@@ -1,5 +1,5 @@
 """What ranks exchange before one waits for another, and what they do together: what fails on one fails on all,
-and none waits for one that has given up."""
+and none waits for one that has failed."""
 
 from __future__ import annotations
 

@@ -101,8 +101,9 @@ def stuck(posts: Mapping[int, Post]) -> set[int]:
 class DeadlockWatch:
     """Waits for the communications of one rank with the others of `comms`, gloo groups whose lanes are threads."""
 
-    def __init__(self, comms: Mapping[str, Comm]) -> None:
+    def __init__(self, comms: Mapping[str, Comm], hooks: Hooks) -> None:
         """`comms`: by the name of what they bring; of the first all ranks are members."""
+        self._hooks = hooks
         group = next(iter(comms.values())).group
         assert group is not None
         self._store = dist.distributed_c10d._get_default_store()
@@ -162,7 +163,7 @@ class DeadlockWatch:
             except dist.DistError:  # the store's host has ended, which the connections will show
                 continue
             self._error = _error_of({rank: posts[rank] for rank in sorted(stuck(posts))})
-            Hooks().mark(f"{DEADLOCK}{self._error}")
+            self._hooks.mark(f"{DEADLOCK}{self._error}")
             for ref in self._comms.values():
                 comm = ref()
                 if comm is not None:

@@ -1,4 +1,4 @@
-"""The global L2 norm of gradients that lie in pieces on several ranks, and clipping by it.
+"""The global L2 norm of gradients that are sharded over several ranks, and clipping by it.
 
 DeepSpeed knows no other norm. What is passed in is counted, so of a parameter that several ranks hold (tied across
 pipeline stages, replicated over tensor-parallel ranks) exactly one of them passes the gradient.

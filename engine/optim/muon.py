@@ -1,6 +1,6 @@
 """Muon for hidden matrices, AdamW for everything else.
 
-Muon's update is the momentum of a whole matrix, orthogonalized. Where matrices lie in pieces, the momenta stay so, and
+Muon's update is the momentum of a whole matrix, orthogonalized. Where matrices are sharded, so are the momenta, and
 each matrix of a tile has one owner: the pieces of the updates travel to their owners, which orthogonalize, and back, in
 two all-to-alls for all matrices. Both ways in bf16, the precision of the orthogonalization, so nothing is lost. On
 average a rank receives two pieces of each matrix; gathering would bring it the whole, and every rank the same work.

@@ -53,7 +53,7 @@ class FailureConsensus:
         self._runs += 1
 
     def deadline(self) -> float | None:
-        """Until when, by `time.monotonic`, who fails now waits for others; None if that cannot be in vain."""
+        """Until when, by `time.monotonic`, who fails now waits for others; None if they are sure to come."""
         return None if self._grace is None else time.monotonic() + self._grace
 
     def report(self, error: BaseException, where: str) -> None:

@@ -26,7 +26,7 @@ def measure(module: PipelineModule, inputs: Any, path: str | Path | None = None,
 
     In one process, layer by layer, so the whole model need not fit, on the device that `inputs` are on. Returns, and
     writes as JSON to `path`, {"layers": [{"name": ..., "forward_s": ..., "backward_s": ...}, ...]}: medians of
-    `repeats` calls. Gradients that there are, of parameters that are here, are given up. Raises PipelineError, naming
+    `repeats` calls. Gradients that there are, of parameters that are here, are dropped. Raises PipelineError, naming
     the layer, for one that fails or whose output cannot be sent, and ValueError for a module that an engine has.
     """
     if repeats < 1:

@@ -313,9 +313,7 @@ class PipelineModule(nn.Module):
 
     def _build(self, at: int, layer: PipelineLayer) -> Callable[..., Any]:
         if layer.source is None:
-            raise RuntimeError(
-                f"PipelineModule: layer {layer.name} was given up when the engine was made; build it anew"
-            )
+            raise RuntimeError(f"PipelineModule: layer {layer.name} was freed when the engine was made; build it anew")
         if not isinstance(layer.source, LayerSpec):
             return layer.source  # type: ignore[no-any-return]
         same = [place for place, other in enumerate(self._layers) if layer.key is not None and other.key == layer.key]

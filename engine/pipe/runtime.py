@@ -70,7 +70,7 @@ class _Input:
     grad: Tensor | None = None
 
     def back(self) -> Tensor:
-        """What goes back: zeros if the tensor was of no consequence."""
+        """What goes back: zeros if the loss does not depend on the tensor."""
         if self.grad is None:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         return self.grad

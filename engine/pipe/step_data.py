@@ -12,7 +12,7 @@ from .p2p import PipelineError
 
 
 class StepData:
-    """The micro-batches of one run, read when they are needed, and given up when they have been used."""
+    """The micro-batches of one run, read when they are needed, and released when they have been used."""
 
     def __init__(
         self,

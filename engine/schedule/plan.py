@@ -64,7 +64,7 @@ class Plan:
         return self.ranks * self.virtual_stages
 
     def owner(self, stage: int) -> int:
-        """The rank that holds `stage`: they are dealt out in turn, as Megatron-LM does."""
+        """The rank that holds `stage`: assigned round-robin, as in Megatron-LM."""
         return stage % self.ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

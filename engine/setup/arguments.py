@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from torch import Tensor, nn
 
 from ..config import Config
 from ..tensor.sharding import sharded_parameters
+
+PARAMETERS: Final = (
+    "write model_parameters=model.parameters(), a list of parameters, or parameter groups such as "
+    '[{"params": [...], "lr": 0.1}]'
+)
+
+
+def check_arguments(args: Any, model_parameters: Any) -> None:
+    """Raise TypeError for an `args` without attributes, which cannot have a `deepspeed_config`, and for
+    `model_parameters` that are no list or other iterable."""
+    if isinstance(args, nn.Module):
+        raise TypeError(f"initialize: args is a {type(args).__name__}, a module; write model= before it")
+    if args is not None and not (isinstance(args, Mapping) or hasattr(args, "__dict__") or hasattr(args, "__slots__")):
+        raise TypeError(
+            f"initialize: args={args!r}; pass what parser.parse_args() returns, or leave it out and write config="
+        )
+    many = isinstance(model_parameters, Iterable) and not isinstance(model_parameters, str | bytes | Mapping | Tensor)
+    if model_parameters is not None and not many:
+        raise TypeError(f"initialize: model_parameters is a {type(model_parameters).__name__}; {PARAMETERS}")
 
 
 def config_of(args: Any, config: Any, config_params: Any) -> Any:
@@ -53,7 +72,7 @@ def check_listed(listed: list[Any] | None, model: nn.Module) -> None:
     if listed is None:
         return
     known = set(model.parameters())
-    for param in [p for group in groups_of(listed) for p in group["params"]]:
+    for param in [p for group in parameter_groups(listed) for p in group["params"]]:
         if param not in known:
             raise ValueError(
                 f"initialize: model_parameters has a parameter of shape {tuple(param.shape)} that the model does not "
@@ -88,13 +107,29 @@ def compare(listed: list[dict[str, Any]], stepped: list[dict[str, Any]]) -> None
         )
 
 
-def groups_of(parameters: Sequence[Any]) -> list[dict[str, Any]]:
-    """Parameters, or (name, parameter) pairs, or parameter groups, as parameter groups."""
-    if parameters and isinstance(parameters[0], dict):
-        return [{**group, "params": _plain(group["params"])} for group in parameters]
-    return [{"params": _plain(parameters)}]
+def parameter_groups(parameters: Sequence[Any]) -> list[dict[str, Any]]:
+    """Parameters, or (name, parameter) pairs, or parameter groups, as parameter groups; one without
+    parameters if there are none, as of a pipeline stage that has none. Raises TypeError for others."""
+    if not any(isinstance(given, Mapping) for given in parameters):
+        return [{"params": _plain(parameters)}]
+    groups = []
+    for number, group in enumerate(parameters):
+        if not isinstance(group, Mapping) or "params" not in group:
+            what = "a dict without 'params'" if isinstance(group, Mapping) else f"a {type(group).__name__}"
+            raise TypeError(f"initialize: model_parameters[{number}] is {what} among parameter groups; {PARAMETERS}")
+        groups.append({**group, "params": _plain(group["params"], f"[{number}]['params']")})
+    return groups
 
 
-def _plain(parameters: Any) -> list[Any]:
+def _plain(parameters: Any, where: str = "") -> list[Any]:
+    """The parameters in what is one, or several. `where` that is, for the error."""
+    if not isinstance(parameters, Iterable):
+        raise TypeError(f"initialize: model_parameters{where} is a {type(parameters).__name__}; {PARAMETERS}")
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    return [item[1] if isinstance(item, tuple) else item for item in listed]
+    plain = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in listed]
+    for number, param in enumerate(plain):
+        if not isinstance(param, Tensor):
+            raise TypeError(
+                f"initialize: model_parameters{where}[{number}] is a {type(param).__name__}, no parameter; {PARAMETERS}"
+            )
+    return plain

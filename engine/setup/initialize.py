@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from .. import activation_checkpoint, optim
@@ -37,8 +36,17 @@ from ..training import Training
 from ..zero import Comms, Zero, ZeroSettings
 from ..zero.holder import EarlyParam, holder
 from ..zero.shard import ShardedParam
-from ..zero.validate import abandoned, refuse_overlaps
-from .arguments import check_listed, check_parameters, compare, config_of, groups_of, in_vain, refuse_sharded
+from ..zero.validate import abandoned, refuse_lazy, refuse_overlaps
+from .arguments import (
+    check_arguments,
+    check_listed,
+    check_parameters,
+    compare,
+    config_of,
+    in_vain,
+    parameter_groups,
+    refuse_sharded,
+)
 from .parallelize import arrange, shard_layers, stages_of
 from .replicas import share
 from .sync import broadcast_model, check_same_config, check_same_model
@@ -75,6 +83,7 @@ def initialize(
     the model and the optimizer are as before, but where they are and in which precision, and what pipelines and tensor
     parallelism divided. Once layers are divided, what fails on one rank fails on all: SharedError on the others.
     """
+    check_arguments(args, model_parameters)
     if model is None:
         raise ValueError("initialize: no model; pass model=")
     if not isinstance(model, nn.Module):
@@ -88,9 +97,8 @@ def initialize(
                 f"initialize: {name} is not supported: ranks are divided by the configuration; write "
                 '"tensor_parallel": {"autotp_size": ...} and "pipeline": {"stages": ...} there, and leave it out'
             )
-    for name, param in model.named_parameters():
-        if is_lazy(param):
-            raise ValueError(f"initialize: {name} has no shape yet: run the lazy module's forward once before")
+    refuse_lazy(model)
+    for param in model.parameters():
         found = holder(param)
         if found is not None and not isinstance(found.sharded, EarlyParam):
             raise ValueError("initialize: the model has an engine already; call its destroy() first, on all ranks")
@@ -122,8 +130,11 @@ def initialize(
     device = local_device()
     mesh = mesh_of(settings.pipeline.stages, settings.tensor_parallel.size)
     arrange(model, settings, mesh)
+    refuse_lazy(model)  # a pipeline's layers may be new
     refuse_overlaps(model)
     listed = None if model_parameters is None else list(model_parameters)
+    if listed and any(isinstance(item, Mapping) for item in listed):
+        listed = parameter_groups(listed)  # whose parameters may be a generator's
     check_parameters(model, settings)
     check_listed(listed, model)
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -257,14 +268,16 @@ def _optimizer(
     if given is not None:
         client = given if isinstance(given, torch.optim.Optimizer) else given(listed)
         if client is given and parameters is not None and main.rank == 0:
-            compare(groups_of(listed), client.param_groups)
+            compare(parameter_groups(listed), client.param_groups)
         allow = config.zero_allow_untested_optimizer
         return client, optim.adopt(client, masters, shards=shards, allow_untested=allow)
     if config.optimizer is None:
         return None, None
     if not listed:
         listed = [{"params": []}]  # a pipeline stage without parameters steps with the others
-    groups = [{**group, "params": [masters[p] for p in group["params"] if p in masters]} for group in groups_of(listed)]
+    groups = [
+        {**group, "params": [masters[p] for p in group["params"] if p in masters]} for group in parameter_groups(listed)
+    ]
     built = optim.build(
         config.optimizer.type, config.optimizer.params.arguments(), groups, shards=shards, group=main.group, hooks=hooks
     )

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ..comm.consensus import gather_objects
 from ..comm.mesh import Parallel
@@ -101,8 +100,6 @@ def _described(model: nn.Module, names: Mapping[nn.Parameter, str] | None) -> li
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    if is_lazy(tensor):
-        return "without a shape yet"
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 

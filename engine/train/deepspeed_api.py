@@ -6,6 +6,7 @@ Accelerate, Transformers and Lightning ask for much of it.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,11 +41,6 @@ class Names:
     unsupported: Mapping[str, str]
     """Name -> what to write in its place."""
 
-    def __post_init__(self) -> None:
-        for name, function in self.methods.items():
-            if function.__name__ == "<lambda>":
-                function.__name__ = name  # for `help`
-
     def __contains__(self, name: object) -> bool:
         return name in self.attributes or name in self.methods
 
@@ -55,7 +51,18 @@ class Names:
         """What the engine of `training` has by `name`, which is in this."""
         if name in self.attributes:
             return self.attributes[name](training)
-        return MethodType(self.methods[name], training)
+        return MethodType(_by_name(name, self.methods[name]), training)
+
+
+def _by_name(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with the name that it has in a table, for `help` and tracebacks: it may be in several."""
+
+    @functools.wraps(function)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    method.__name__ = method.__qualname__ = name
+    return method
 
 
 @dataclass
@@ -160,10 +167,10 @@ def _deepspeed_io(
 
 
 def _module_state_dict(training: Training, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-    """The state dict of the model as this rank has it. Raises RuntimeError in stage 3, where that is pieces."""
+    """The state dict of the model as this rank has it. Raises RuntimeError in stage 3, where that is shards."""
     if training.zero.settings.stage >= 3:
         raise RuntimeError(
-            "engine.module_state_dict: in ZeRO stage 3 parameters are in pieces: write engine.save_16bit_model, or "
+            "engine.module_state_dict: in ZeRO stage 3 parameters are sharded: write engine.save_16bit_model, or "
             "ask for it within zero.GatheredParameters(engine.module.parameters())"
         )
     state: dict[str, Tensor] = training.module.state_dict()

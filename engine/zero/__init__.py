@@ -11,12 +11,12 @@ fetch          stage 3: when a module's parameters come and go
 fetch_order    one way through a model, as data
 param_hooks    uses of parameters that no module's call announces
 placeholder    what a parameter is between its uses
-registry       which parameters are in pieces
+registry       which parameters are sharded
 holder         and what brings them back
 sparse         gradients of embeddings, as rows
 init           zero.Init and zero.GatheredParameters
 shared_params  parameters that several ranks of a replica hold
-validate       parameters that are refused: in shared memory, or newer than the engine
+validate       parameters that are refused: without a shape, in shared memory, or newer than the engine
 """
 
 from .init import GatheredParameters, Init

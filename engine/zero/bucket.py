@@ -26,6 +26,14 @@ class Bucket:
     The columns from `width` on are flags, one for each parameter: 1 from a rank that has a gradient for it. What
     arrives says whether any had. The last column is a flag of the bucket: 1 from a rank that is left with parts of
     gradients that came after their bucket had been sent.
+
+    Its tensors, those of BucketExchange.rows, launch and drain; the last two are kept from step to step:
+
+    buffer   [at least rows]    a free one of the exchange, or new; from the first copy until it is reduced and read
+    rows     [pieces, columns]  the beginning of `buffer`, or `own`; what is sent
+    landing  [columns]          new, from launch to drain; what a reduce-scatter brings for masters on another device
+    reduced  [columns]          new, where the masters are; or the row of `own`
+    own      [1, columns]       the first `rows`: only in stage 0, with masters of the bucket's dtype
     """
 
     params: list[ShardedParam]
@@ -36,19 +44,16 @@ class Bucket:
     waiting: set[ShardedParam] = field(default_factory=set)
     absent: list[int] = field(default_factory=list)
     """Places of the parameters that this rank has no gradient for."""
-    rows: Tensor | None = None
     buffer: Tensor | None = None
-    """What `rows` is the beginning of."""
-    own: Tensor | None = None
-    """Rows that stay this bucket's, because `reduced` is in them."""
+    rows: Tensor | None = None
+    landing: Tensor | None = None
     reduced: Tensor | None = None
-    """The reduced gradients [columns], this rank's row: from the first micro-batch of a step to the step's end."""
+    """The reduced gradients, this rank's row: they are there from the first micro-batch of a step to its end."""
+    own: Tensor | None = None
     grads: list[Tensor] = field(default_factory=list)
     """Each parameter's part of `reduced`, in the shape of its master."""
     collected: list[Tensor | None] = field(default_factory=list)
     """What the masters were given as gradients at the last step."""
-    landing: Tensor | None = None
-    """Where a reduce-scatter writes what is on its way to host memory."""
     holds: bool = False
     """Whether `reduced` has the sum of earlier micro-batches, to be added to."""
     ticket: Ticket | None = None

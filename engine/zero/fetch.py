@@ -258,7 +258,7 @@ class Fetcher:
         self._fetch([param], name)
 
     def used(self, param: ShardedParam) -> None:
-        """`param` is used while it is in pieces."""
+        """`param` is used while it is sharded."""
         self.used_elsewhere(param, remember=True)
 
     # --- fetching

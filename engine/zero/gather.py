@@ -27,7 +27,7 @@ class _Batch:
     widths: list[int]
     """Columns of each."""
     rows: Tensor
-    ticket: Ticket
+    tickets: list[Ticket]
     comm: Comm
     persistent: _Persistent | None
 
@@ -135,7 +135,8 @@ class Gatherer:
             batch = self._inflight.get(param)
             if batch is None:
                 continue
-            batch.ticket.wait()
+            for ticket in batch.tickets:
+                ticket.wait()
             self._write(batch)
 
     def finish_all_but(self, leave: int) -> None:
@@ -161,16 +162,14 @@ class Gatherer:
             torch.cat([param.shard for param in params], out=rows[comm.rank])
         else:
             self._read_pieces(params, rows[comm.rank].split(widths), near)
-        ticket: Ticket
         content = content_of(params) if persistent is None else persistent.content
         if self.order_check is not None:
             self.order_check.add(content)
         if self._with_broadcasts:
-            for source in range(comm.size):
-                ticket = comm.broadcast(rows[source], source, "parameter")
+            tickets = [comm.broadcast(rows[source], source, "parameter") for source in range(comm.size)]
         else:
-            ticket = comm.all_gather(rows, "parameter", module, content)
-        batch = _Batch(params, widths, rows, ticket, comm, persistent)
+            tickets = [comm.all_gather(rows, "parameter", module, content)]
+        batch = _Batch(params, widths, rows, tickets, comm, persistent)
         self._inflight.update(dict.fromkeys(params, batch))
 
     def _read_pieces(self, params: Sequence[ShardedParam], columns: Sequence[Tensor], near: bool) -> None:

@@ -1,4 +1,4 @@
-"""What brings a parameter in pieces back, and finds it by the parameter."""
+"""What brings a sharded parameter back, and finds it by the parameter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Holder:
 
 
 def holder(param: Tensor) -> Holder | None:
-    """What keeps `param` in pieces; None for one that is not under ZeRO, or no longer."""
+    """What keeps `param` sharded; None for one that is not under ZeRO, or no longer."""
     return cast("Holder | None", holder_of(param))
 
 

@@ -165,7 +165,7 @@ class Init:
         return source
 
     def bring(self, param: nn.Parameter | None, by_name: bool = True) -> None:
-        """Have `param`, if it is in pieces, whole until the call under way is over."""
+        """Have `param`, if it is sharded, whole until the call under way is over."""
         found = None if param is None else holder(param)
         if self._calls and param is not None and found is not None and not found.sharded.resident:
             found.gatherer.bring([found.sharded], found.sharded.numel)
@@ -308,7 +308,7 @@ def GatheredParameters(
 ) -> Iterator[None]:
     """Within this block `params` are whole. What rank `modifier_rank` writes to them is then every rank's.
 
-    Without one they are to be read only: what is written is lost where they are in pieces, and where they are not,
+    Without one they are to be read only: what is written is lost where they are sharded, and where they are not,
     ranks come to differ. What is computed from them may be differentiated after the block. Every rank must take part.
     Parameters that are not under ZeRO pass unchanged, and so does None, a bias that is not there. `fwd_module` is an
     error: parameters that are used outside their module are found without it. Raises RuntimeError if a backward in the
@@ -321,10 +321,15 @@ def GatheredParameters(
         return
     if isinstance(params, nn.Module):
         params = params.parameters()
-    listed = [params] if isinstance(params, Tensor) else [param for param in params if param is not None]
+    several = isinstance(params, Iterable) and not isinstance(params, Tensor | str | Mapping)
+    listed: list[Any] = [param for param in params if param is not None] if several else [params]
     for param in listed:
         if not isinstance(param, Tensor):
-            raise TypeError(f"GatheredParameters: {type(param).__name__} is not a parameter, nor a module")
+            where = f" in a {type(params).__name__}" if several else ""
+            raise TypeError(
+                f"GatheredParameters wants a parameter, several, or a module, and got a {type(param).__name__}{where}: "
+                "write GatheredParameters(module.parameters())"
+            )
     held = [found for param in dict.fromkeys(listed) if (found := holder(param)) is not None]
     for found in held:
         if modifier_rank is not None and not 0 <= modifier_rank < found.comm.size:
@@ -335,9 +340,12 @@ def GatheredParameters(
         if not found.sharded.resident:
             found.gatherer.bring([found.sharded], found.sharded.numel)
         found.sharded.users += 1
-    nets = (f.sharded.fetches.spread_net() for f in held if f.sharded.fetches is not None)
+    fetchers = dict.fromkeys(found.sharded.fetches for found in held)  # one for each engine
     try:
-        with next(nets, None) or contextlib.nullcontext():  # a backward after the block finds what was used in it
+        with contextlib.ExitStack() as nets:  # a backward after the block finds what was used in it
+            for fetcher in fetchers:
+                if fetcher is not None and (net := fetcher.spread_net()) is not None:
+                    nets.enter_context(net)
             yield
         if modifier_rank is not None:
             for found in held:

@@ -25,6 +25,8 @@ class Watcher(Protocol):
 class _Saved:
     """What autograd keeps in the place of a parameter, or a view of it."""
 
+    net: SavedTensorsNet
+    """Whose this is: nets of several engines may be around each other."""
     param: ShardedParam
     kept: Any
 
@@ -44,10 +46,10 @@ class SavedTensorsNet:
         except NotImplementedError:  # a sparse one, or a wrapper of others
             param = None
         kept = tensor if self.outer is None else self.outer[0](tensor)
-        return kept if param is None else _Saved(param, kept)
+        return kept if param is None else _Saved(self, param, kept)
 
     def unpack(self, packed: Any) -> Tensor:
-        if type(packed) is not _Saved:
+        if type(packed) is not _Saved or packed.net is not self:
             return packed if self.outer is None else self.outer[1](packed)
         tensor: Tensor = packed.kept if self.outer is None else self.outer[1](packed.kept)
         self.watcher.unpacked(packed.param)

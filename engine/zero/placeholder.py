@@ -70,7 +70,7 @@ class Absent(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with plainly():
-            return f"Parameter {_name(self)} in pieces (ZeRO stage 3), shape {tuple(self.shape)}, {self.dtype}"
+            return f"Parameter {_name(self)}, sharded (ZeRO stage 3), shape {tuple(self.shape)}, {self.dtype}"
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise _refusal(self, "deepcopy")
@@ -86,7 +86,7 @@ def _name(param: Tensor) -> str:
 
 def _refusal(param: Tensor, what: str) -> RuntimeError:
     return RuntimeError(
-        f"the parameter {_name(param)} is in pieces (ZeRO stage 3), and is fetched while the model's modules or a "
+        f"the parameter {_name(param)} is sharded (ZeRO stage 3), and is fetched while the model's modules or a "
         f"backward run; `{what}` of it at another time takes `with zero.GatheredParameters(parameters):` around it, on "
         "all ranks, and modifier_rank=0 there to change it. engine.save_16bit_model saves the whole model"
     )

@@ -1,4 +1,4 @@
-"""Parameters that came into a model after its engine was made: nothing would train them."""
+"""What of a model no engine can train: parameters without a shape, two in one memory, those that came later."""
 
 from __future__ import annotations
 
@@ -52,6 +52,15 @@ def abandoned(model: nn.Module) -> str | None:
     """The name of a parameter that is in pieces (ZeRO stage 3), of an engine that is gone; None if there is none."""
     named = model.named_parameters()
     return next((name for name, param in named if type(param) is Absent and holder(param) is None), None)
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise ValueError for parameters and buffers that get their shape when the model first runs."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"initialize: {name} has no shape yet: run the lazy module's forward once before, or give it its sizes"
+            )
 
 
 def refuse_overlaps(model: nn.Module) -> None:

@@ -98,7 +98,7 @@ class Zero:
         self.gatherer = Gatherer(comms.parameters, comms.near, with_broadcasts=not settings.allgather_partitions)
         if settings.stage == 3 and size > 1 and not self.gatherer.separates_contents:
             self.gatherer.order_check = OrderCheck(comms.parameters)
-        self.deadlocks = _watch(comms) if settings.stage == 3 and size > 1 else None
+        self.deadlocks = _watch(comms, hooks) if settings.stage == 3 and size > 1 else None
         self.fetcher: Fetcher | None = None
         self._handles: list[RemovableHandle] = []
         for sharded_param in self.params:
@@ -112,7 +112,7 @@ class Zero:
         holds_memory(self)
 
     def memory(self) -> Iterator[tuple[MemoryPart, torch.Tensor]]:
-        """What parameters in pieces, their masters and the buffers take, for `hooks.memory_held`."""
+        """What sharded parameters, their masters and the buffers take, for `hooks.memory_held`."""
         for param in self.params:
             yield "parameters", param.shard
             if param.secondary is not None:
@@ -207,12 +207,12 @@ class Zero:
         return self._comm.size
 
 
-def _watch(comms: Comms) -> DeadlockWatch | None:
+def _watch(comms: Comms, hooks: Hooks) -> DeadlockWatch | None:
     """Where the lanes are threads: a GPU's streams do not show the host what they wait for."""
     if not comms.parameters.separates_contents:
         return None
     named = {"parameters": comms.parameters, "gradients": comms.gradients}
-    return DeadlockWatch(named if comms.near is None else {**named, "near": comms.near})
+    return DeadlockWatch(named if comms.near is None else {**named, "near": comms.near}, hooks)
 
 
 def tiles_of(params: Sequence[ShardedParam], size: int) -> list[list[ShardedParam]]:

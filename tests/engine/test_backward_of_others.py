@@ -63,6 +63,50 @@ def test_another_engines_backward_leaves_the_buckets_alone(ranks: Ranks, stage: 
         assert found == pytest.approx(norms, rel=1e-9)
 
 
+def square(seed: int) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(4, 4, bias=False).double()
+
+
+def penalty(first: nn.Module, second: nn.Module, weights: list[Tensor], x: Tensor | None) -> Tensor:
+    """A loss that needs each weight for the other's gradient; with `x`, one that the modules are called for, too."""
+    loss = (weights[0] * weights[1]).square().sum()
+    return loss if x is None else loss + second(torch.tanh(first(x))).square().mean()
+
+
+def gathered_of_two(rank: int, calls: bool, swapped: bool) -> tuple[float, list[float], list[int]]:
+    """The norm of the first engine's gradients, those of the second, and how many elements each has whole
+    afterwards."""
+    engines = [engine_of(square(seed), 3) for seed in (1, 2)]
+    weights = [engine.module.weight for engine in engines]
+    with ds.zero.GatheredParameters(weights[::-1] if swapped else weights):
+        loss = penalty(*engines, weights, samples(0, rank) if calls else None)
+    engines[0].backward(loss)
+    other = weights[1].grad.flatten().tolist()
+    engines[0].step()
+    whole = [engine.zero.fetcher.live for engine in engines]
+    norm = engines[0].get_global_grad_norm()
+    for engine in engines:
+        engine.destroy()
+    return norm, other, whole
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("calls", [False, True])
+def test_a_penalty_on_weights_of_two_engines_is_differentiated_after_the_block(
+    ranks: Ranks, calls: bool, swapped: bool
+) -> None:
+    first, second = square(1), square(2)
+    x = torch.cat([samples(0, rank) for rank in range(2)]) if calls else None
+    penalty(first, second, [first.weight, second.weight], x).backward()
+    assert first.weight.grad is not None
+    assert second.weight.grad is not None
+    norms, others, wholes = zip(*ranks.run(2, gathered_of_two, calls, swapped), strict=True)
+    assert norms == pytest.approx([first.weight.grad.norm().item()] * 2, rel=1e-9)
+    torch.testing.assert_close(torch.tensor(others, dtype=torch.float64).mean(0), second.weight.grad.flatten())
+    assert wholes == ([0, 0],) * 2
+
+
 class Failing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

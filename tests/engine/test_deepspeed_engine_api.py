@@ -108,8 +108,13 @@ def test_every_method_says_what_it_is_for() -> None:
     shown = pydoc.render_doc(engine.zero_reduce_bucket_size, renderer=pydoc.plaintext)
     assert "`zero_optimization.reduce_bucket_size` of the configuration." in shown
     for names in (ENGINE, PIPELINE_ENGINE):
-        assert all(inspect.getdoc(function) and function.__name__ != "<lambda>" for function in names.methods.values())
+        for name in names.methods:
+            method = names.find(name, engine.state)
+            assert inspect.getdoc(method)
+            assert (method.__name__, method.__qualname__) == (name, name)
     assert inspect.getdoc(engine.get_lr) == "The learning rate of each parameter group."
+    assert pydoc.render_doc(engine.get_lr, renderer=pydoc.plaintext).splitlines()[2].startswith("get_lr() -> ")
+    assert str(inspect.signature(engine.set_train_batch_size)) == "(train_batch_size: 'int') -> 'None'"
 
 
 def test_what_there_is_not_says_what_to_write_instead() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -110,6 +111,53 @@ def test_a_model_that_cannot_be_trained_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"model_parameters has a parameter of shape \(3, 3\) that the model does not"):
         start(model, model_parameters=torch.nn.Linear(3, 3).parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: torch.nn.Sequential(torch.nn.LazyLinear(2)), "0.weight"),
+        (lambda: torch.nn.LazyBatchNorm1d(affine=False), "running_mean"),
+        (
+            lambda: ds.PipelineModule([ds.pipe.LayerSpec(torch.nn.LazyLinear, 2)], partition_method="uniform"),
+            "0.weight",
+        ),
+    ],
+    ids=["parameter", "buffer", "pipeline"],
+)
+def test_a_lazy_model_is_refused(make: Callable[[], torch.nn.Module], name: str) -> None:
+    with pytest.raises(ValueError, match=f"initialize: {name} has no shape yet: run the lazy module's forward once"):
+        start(make(), model_parameters=None)
+
+
+def test_arguments_of_another_kind_are_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    for parameters, text in [
+        ("abc", " is a str; write model_parameters=model.parameters(), a list of parameters, or parameter groups"),
+        (model, " is a Linear; write model_parameters=model.parameters()"),
+        (model.weight, " is a Parameter; write"),
+        ({"params": model.parameters()}, " is a dict; write"),
+        (["weight"], "[0] is a str, no parameter; write"),
+        ([model.weight, {"params": []}], "[0] is a Parameter among parameter groups; write"),
+        ([{"lr": 0.1}], "[0] is a dict without 'params' among parameter groups; write"),
+        ([{"params": 3}], "[0]['params'] is a int; write"),
+        ([{"params": [model.weight, 3]}], "[0]['params'][1] is a int, no parameter; write"),
+    ]:
+        with pytest.raises(TypeError, match=f"initialize: model_parameters{re.escape(text)}"):
+            start(model, model_parameters=parameters)
+        model = torch.nn.Linear(2, 2)
+    for args, text in [(3, "args=3; pass what"), ("ds.json", "args='ds.json'; pass"), (model, "args is a Linear")]:
+        with pytest.raises(TypeError, match=f"initialize: {text}"):
+            start(model, args=args)
+
+
+@pytest.mark.parametrize("optimizer", [None, lambda params: torch.optim.SGD(params, lr=0.1)])
+def test_parameters_of_a_group_may_be_a_generator(optimizer: Any) -> None:
+    model = torch.nn.Linear(2, 2)
+    groups = [{"params": model.parameters(), "weight_decay": 0.5}]
+    arguments = {} if optimizer is None else {"optimizer": optimizer}
+    group = start(model, model_parameters=groups, **arguments).optimizer.param_groups[0]
+    assert (len(group["params"]), group["weight_decay"]) == (2, 0.5)
 
 
 def test_parameters_that_no_optimizer_has_do_not_count_into_the_norm() -> None:
@@ -281,6 +329,25 @@ def test_destroy_leaves_no_process_group_and_an_engine_that_says_so(
         assert set(said) == {
             "the engine was destroyed: its model, engine.module, is as any other; to train on, call initialize again"
         }
+
+
+def failing_end(rank: int) -> int:
+    before = len(dist.distributed_c10d._world.pg_map)
+    model = ds.PipelineModule([torch.nn.Linear(4, 4) for _ in range(2)], num_stages=2, loss_fn=torch.nn.MSELoss())
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = ds.initialize(model=model, config=config)
+
+    def fail() -> None:
+        raise OSError("the disk is gone")
+
+    engine.metrics.close = fail
+    with pytest.raises(OSError, match="the disk is gone"):
+        engine.destroy()
+    return len(dist.distributed_c10d._world.pg_map) - before
+
+
+def test_a_pipelines_links_are_closed_if_something_else_fails(ranks: Ranks) -> None:
+    assert ranks.run(2, failing_end) == [0, 0]
 
 
 @pytest.mark.parametrize("what", ["step", "train_batch"])

@@ -230,7 +230,7 @@ def pairs_job(rank: int, schedule: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_tuples_of_any_tensors_are_passed_on(ranks: Ranks, schedule: str) -> None:
-    """`b` is of no consequence in the end, so what goes back for it is zero."""
+    """The loss does not depend on `b` in the end, so what goes back for it is zero."""
     first, last = ranks.run(2, pairs_job, schedule)
     torch.manual_seed(3)
     whole = nn.Sequential(Pair(), Pair(), Pair())

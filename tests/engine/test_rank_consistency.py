@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dsprof import engine as ds
 from dsprof.engine.comm import deadlock
 from dsprof.engine.comm.deadlock import Front, Post, stuck
+from dsprof.engine.hooks import DEADLOCK, Span
 
 
 def message(model: nn.Module, config: dict[str, Any]) -> str:
@@ -183,6 +184,40 @@ def test_three_ranks_of_which_one_takes_another_branch(ranks: Ranks) -> None:
     found = ranks.run(3, branches, [["left"], ["left"], ["right"]], {}, [])
     waits = "rank 0 waits for the parameter left.weight; rank 1 waits for the parameter left.weight; rank 2 waits for"
     assert [text.startswith(WAITS + waits) for text, _, _ in found] == [True] * 3
+
+
+class Marks:
+    """The steps that marks for deadlocks say."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def begin(self, span: Span) -> None:
+        pass
+
+    def end(self, span: Span) -> None:
+        if span.name.startswith(DEADLOCK):
+            self.steps.append(span.step)
+
+
+def steps_of_marks(rank: int) -> list[int]:
+    model = Branches(["left"])
+    config = configuration(3, zero={"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0})
+    engine = ds.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    marks = Marks()
+    engine.hooks.subscribe(marks)
+    x = torch.ones(2, 8)
+    for _ in range(2):
+        engine.backward(engine(x))
+        engine.step()
+    model.taken = [["left"], ["right"]][rank]
+    with mock.patch.object(deadlock, "PATIENCE_S", 0.2), pytest.raises(RuntimeError, match="now wait for each other"):
+        engine.backward(engine(x))
+    return marks.steps
+
+
+def test_the_mark_for_a_deadlock_is_of_the_step_that_it_is_in(ranks: Ranks) -> None:
+    assert ranks.run(2, steps_of_marks) == [[2], [2]]
 
 
 def test_what_broadcasts_mix_does_not_reach_the_weights(ranks: Ranks) -> None:

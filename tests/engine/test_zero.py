@@ -16,11 +16,13 @@ from spans import comms as sent
 from spans import names, recorded
 from torch.utils.checkpoint import checkpoint
 
-from dsprof.engine.comm.comm import open_comm
-from dsprof.engine.comm.lane import CpuLane
-from dsprof.engine.hooks import Hooks
+from dsprof.engine.comm.comm import Comm, open_comm
+from dsprof.engine.comm.lane import CpuLane, Label, LaneTicket
+from dsprof.engine.hooks import Hooks, Purpose
 from dsprof.engine.zero import Comms, Zero, ZeroSettings
+from dsprof.engine.zero.gather import Gatherer
 from dsprof.engine.zero.settings import FetchSettings
+from dsprof.engine.zero.shard import Partition, ShardedParam
 
 STEPS, ACCUMULATE = 3, 2
 LARGE = 10**9
@@ -264,3 +266,29 @@ def test_buckets_overlap_and_prefetch_move_time_on_a_link(ranks: Ranks) -> None:
     prefetching, _ = ms(3, 10_000, overlap=True, prefetch=30_000)
     assert fetching >= 400  # ten gathers in the way, but for what they overlap with
     assert prefetching < fetching - 100
+
+
+# --- gathers that are several communications
+
+
+class FirstBroadcastFails(Comm):
+    """Of two ranks; what the lane runs after a failure may still succeed."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
+        self.size = 2
+
+    def broadcast(self, tensor: torch.Tensor, source: int, purpose: Purpose) -> LaneTicket:
+        ticket = LaneTicket(Hooks(), Label("broadcast", purpose), None)
+        ticket.error = ConnectionError("of the first") if source == 0 else None
+        ticket.finish()
+        return ticket
+
+
+def test_an_error_of_any_broadcast_is_raised() -> None:
+    param = torch.nn.Parameter(torch.ones(8))
+    sharded = ShardedParam("weight", param, Partition(8, 2), 0, persistent=False, index=0)
+    sharded.release()
+    gatherer = Gatherer(FirstBroadcastFails(), with_broadcasts=True)
+    with pytest.raises(ConnectionError, match="of the first"):
+        gatherer.bring([sharded], 8)

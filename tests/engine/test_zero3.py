@@ -303,10 +303,10 @@ def reads(rank: int) -> tuple[list[str], list[Any]]:
 def test_a_sharded_parameter_has_its_shape_and_refuses_to_be_used(ranks: Ranks) -> None:
     for said, asked in ranks.run(2, reads):
         for text in said:
-            assert "the parameter first.weight is in pieces (ZeRO stage 3), and is fetched while the model's" in text
+            assert "the parameter first.weight is sharded (ZeRO stage 3), and is fetched while the model's" in text
             assert "takes `with zero.GatheredParameters(parameters):` around it, on all ranks" in text
         assert asked == [
-            "Parameter first.weight in pieces (ZeRO stage 3), shape (8, 8), torch.float32", (8, 8), 64,
+            "Parameter first.weight, sharded (ZeRO stage 3), shape (8, 8), torch.float32", (8, 8), 64,
             torch.float32, True, None, True, True, True, 0, True, True,
         ]  # fmt: skip
 

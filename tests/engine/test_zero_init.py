@@ -1,4 +1,4 @@
-"""zero.Init and GatheredParameters: what modules do while they are made, and what may be done to what is in pieces."""
+"""zero.Init and GatheredParameters: what modules do while they are made, and what may be done to what is sharded."""
 
 from __future__ import annotations
 
@@ -507,5 +507,8 @@ def switched_off(rank: int) -> list[bool]:
 def test_gathered_parameters_takes_parameters_only() -> None:
     with pytest.raises(ValueError, match="fwd_module"), GatheredParameters([], fwd_module=nn.Linear(1, 1)):
         pass
-    with pytest.raises(TypeError, match="str is not a parameter, nor a module"), GatheredParameters(["weight"]):
-        pass
+    for params, got in ((["weight"], "a str in a list"), ([nn.Linear(1, 1)], "a Linear in a list"), (3, "a int"),
+                        ("weight", "a str"), (nn.Linear(1, 1).state_dict(), "a OrderedDict")):  # fmt: skip
+        text = f"wants a parameter, several, or a module, and got {got}: write Gathered"
+        with pytest.raises(TypeError, match=text), GatheredParameters(params):
+            pass
