@@ -340,7 +340,7 @@ def failing_end(rank: int) -> int:
     def fail() -> None:
         raise OSError("the disk is gone")
 
-    engine.metrics.close = fail
+    engine._opened.callback(fail)
     with pytest.raises(OSError, match="the disk is gone"):
         engine.destroy()
     return len(dist.distributed_c10d._world.pg_map) - before
