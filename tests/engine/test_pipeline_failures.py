@@ -152,8 +152,6 @@ def different_job(rank: int) -> list[str]:
         lambda: begun([*row(), nn.Tanh() if other else nn.ReLU()], {}),
         lambda: begun(tied("last" if other else "first"), {}),
         lambda: begun([LayerSpec(nn.Linear, 4, 40 if other else 4), LayerSpec(nn.Linear, 4, 4), *row()], {}),
-        lambda: begun(row(), {"pipeline": {"schedule": "gpipe" if other else "1f1b"}}),
-        lambda: begun(row(), {"gradient_accumulation_steps": 3 if other else 4}),
     ):
         with pytest.raises(PipelineError) as refused:
             attempt()
@@ -173,8 +171,6 @@ def test_ranks_with_different_pipelines_are_told_so_on_all(ranks: Ranks) -> None
             "layers: rank 1 has 4 (Tanh), and rank 0 has 4 (ReLU)",
             "layers: rank 1 has 2 (Linear, tied as 'last'), and rank 0 has 2 (Linear, tied as 'first')",
             "bounds: rank 1 has [0, 1, 6], and rank 0 has [0, 3, 6]",
-            "pipeline.schedule: rank 1 has gpipe, and rank 0 has 1f1b",
-            "gradient_accumulation_steps: rank 1 has 3, and rank 0 has 4",
         )
     ]
 

@@ -33,6 +33,8 @@ def message(model: nn.Module, config: dict[str, Any]) -> str:
 def different_configurations(rank: int) -> list[str]:
     mine = (
         configuration(2 if rank else 0), configuration(gradient_clipping=0.5 + rank),
+        configuration(gradient_accumulation_steps=3 + rank),
+        configuration(pipeline={"schedule": "gpipe" if rank else "1f1b"}),
         configuration(wall_clock_breakdown=bool(rank)),
     )  # fmt: skip
     return [message(nn.Linear(4, 4), config) for config in mine]
@@ -43,8 +45,11 @@ def test_ranks_with_different_configurations_are_told_at_once(ranks: Ranks) -> N
     expected = [
         f"initialize: the ranks have different configurations, first in {key}: {first} on rank 0, {second} on rank 1: "
         "pass the same one on every rank"
-        for key, first, second in (("zero_optimization.stage", 0, 2), ("gradient_clipping", 0.5, 1.5))
-    ]
+        for key, first, second in (
+            ("zero_optimization.stage", 0, 2), ("gradient_clipping", 0.5, 1.5),
+            ("train_batch_size", 12, 16), ("pipeline.schedule", '"1f1b"', '"gpipe"'),
+        )
+    ]  # fmt: skip
     assert ranks.run(2, different_configurations) == [[*expected, ""]] * 2
 
 
