@@ -30,11 +30,8 @@ def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
     if not isinstance(model, PipelineModule):
         return
     given = {key: getattr(pipeline, key) for key in pipeline.model_fields_set}
+    # Their values agree (`check_same_config`); that a rank gives one, and another leaves it to the model, is no value.
     check_agreement(gather_objects({
-        "pipeline.stages": mesh.pp,
-        "tensor_parallel.autotp_size": mesh.tp,
-        "pipeline.schedule": pipeline.schedule,
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
         **{f"pipeline.{key}": given.get(key) for key in ("virtual_stages", "partition_method")},
         "pipeline.layer_costs": "a file" if pipeline.layer_costs is not None else None,
     }))  # fmt: skip

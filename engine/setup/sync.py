@@ -26,6 +26,7 @@ OF_A_RANK: Final[Any] = {
                "pipeline_write", "fast_init"}
         for name in ("offload_param", "offload_optimizer")
     },
+    "pipeline": {"layer_costs"},
 }  # fmt: skip
 """Keys that may differ between ranks: what is reported, and where a host has its disks and memory."""
 
