@@ -115,16 +115,16 @@ def ddp_buffers(rank: int) -> None:
 
 
 def ddp_late_peer(rank: int) -> None:
-    """Rank 1 computes its gradients 0.2 s late; the reducer of rank 0 waits in C++."""
+    """Rank 1 computes its gradients 0.5 s late; the reducer of rank 0 waits in C++."""
     model = DistributedDataParallel(torch.nn.Linear(10, 1))
     loss = model(torch.ones(4, 10)).sum()
-    loss.register_hook(lambda gradient: time.sleep(0.2 * rank))
+    loss.register_hook(lambda gradient: time.sleep(0.5 * rank))
     dist.barrier()
     loss.backward()
 
 
 class Reentrant(torch.nn.Module):
-    """Its first gradients are made in the outer backward, its last in one inside, on rank 1 after 0.2 s."""
+    """Its first gradients are made in the outer backward, its last in one inside, on rank 1 after 0.5 s."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Reentrant(torch.nn.Module):
     def slowly(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.first(x)
         if out.requires_grad:
-            out.register_hook(lambda gradient: time.sleep(0.2 * self.rank))
+            out.register_hook(lambda gradient: time.sleep(0.5 * self.rank))
         return out
 
 

@@ -266,13 +266,13 @@ def test_backwards_with_collectives_are_marked(job: Job, section: str, marks: in
 
 @pytest.mark.parametrize("section", ["ddp_late_peer", "ddp_reentrant"])
 def test_backward_is_done_where_the_reducer_begins_to_wait(job: Job, section: str) -> None:
-    """Rank 1 issues its last all-reduce 200 ms late."""
+    """Rank 1 issues its last all-reduce 500 ms late."""
     for rank in range(2):
         issued = job.rows(rank, section)[-1]
         mark = job.rows(rank, section, Kind.MARK)[-1]
         assert issued.issue_ns < mark.start_ns
-        assert mark.start_ns - issued.issue_ns < 100 * MS
-        assert (issued.end_ns - mark.start_ns > 100 * MS) is (rank == 0)
+        assert mark.start_ns - issued.issue_ns < 250 * MS
+        assert (issued.end_ns - mark.start_ns > 250 * MS) is (rank == 0)
 
 
 def test_starts_on_gloo_are_measured_natively(jobs: dict[str, Job]) -> None:

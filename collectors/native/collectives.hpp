@@ -20,7 +20,6 @@
 #include <torch/library.h>
 
 #include "device_times.hpp"
-#include "observers.hpp"
 #include "recorder.hpp"
 #include "waits.hpp"
 
@@ -127,7 +126,8 @@ struct Scope final : at::ObserverContext {
   std::shared_ptr<Issued> issued;
 };
 
-// gloo opens a scope where the work is really begun: on its worker thread (collectives), or in the call (p2p).
+// gloo opens a scope where the work is really begun: on its worker thread (collectives), or in the call (p2p). Who is
+// called then is settled in the call.
 inline std::unique_ptr<at::ObserverContext> scope_begin(const at::RecordFunction& scope) {
   if (strncmp(scope.name(), "gloo:", 5) != 0) return nullptr;
   auto* issued = static_cast<Issued*>(c10::ThreadLocalDebugInfo::get(debug_slot<c10::DebugInfoKind>()));
@@ -147,6 +147,28 @@ inline void scope_end(const at::RecordFunction&, at::ObserverContext* context) {
   Issued& issued = *static_cast<Scope*>(context)->issued;
   if (issued.ends_with_scope) complete(issued.record, now_ns());
 }
+
+// Listens to the scopes of what this thread issues meanwhile. It does so no longer than that: as long as anybody listens,
+// on any thread, torch spends ten times as much on each node of a backward, where it sets its thread's state anew.
+class ScopesOfThisThread {
+ public:
+  ScopesOfThisThread() try {
+    handle_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(&scope_begin, &scope_end).scopes({at::RecordScope::USER_SCOPE}));
+  } catch (...) {
+    count_error("gloo's scopes");
+  }
+
+  ~ScopesOfThisThread() {
+    if (handle_ != at::INVALID_CALLBACK_HANDLE) at::removeCallback(handle_);
+  }
+
+  ScopesOfThisThread(const ScopesOfThisThread&) = delete;
+  ScopesOfThisThread& operator=(const ScopesOfThisThread&) = delete;
+
+ private:
+  at::CallbackHandle handle_ = at::INVALID_CALLBACK_HANDLE;
+};
 
 struct Payload {
   int64_t bytes = 0;
@@ -268,6 +290,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
     auto issued = std::make_shared<Issued>(record);
     {
       c10::DebugInfoGuard guard(debug_slot<c10::DebugInfoKind>(), issued);
+      ScopesOfThisThread scopes;
       op.redispatchBoxed(keys & after, stack);
     }
     try {
@@ -452,7 +475,6 @@ class WaitKernel final : public c10::OperatorKernel {
 // Deleted on uninstall only: at process exit the dispatcher may be gone before them.
 inline torch::Library* c10d_library = nullptr;
 inline torch::Library* functional_library = nullptr;
-inline Observer scopes_observer;
 inline uint64_t libraries_made = 0;  // `forks` then: in a child they stay, as the dispatcher has a lock, too
 
 template <class Kernel, class... Args>
@@ -462,7 +484,6 @@ torch::CppFunction kernel(Args&&... args) {
 }
 
 inline void uninstall_collectives() {
-  scopes_observer.remove();
   if (libraries_made != forks.load()) return;
   delete c10d_library;
   delete functional_library;
@@ -493,8 +514,6 @@ inline void install_collectives(const std::vector<std::pair<std::string, std::st
     if (op.name.rfind("_c10d_functional::", 0) == 0 && op.name != "_c10d_functional::wait_tensor")
       functional_library->impl(text.c_str() + strlen("_c10d_functional::"), kernel<FunctionalKernel>());
   }
-  at::RecordFunctionCallback callback(&scope_begin, &scope_end);
-  scopes_observer.add(callback.scopes({at::RecordScope::USER_SCOPE}));
 }
 
 }  // namespace dsprof
