@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm.comm import close_group, open_group, open_host_group
-from ..comm.lane import Label, Lane, Ticket, open_lane
+from ..comm.lane import Lane, Ticket, open_lane
 from ..comm.mesh import Mesh
-from ..hooks import Hooks, Place
+from ..hooks import Attributes, Hooks, Place
 from . import treespec
 from .treespec import SEVERAL, SINGLE
 
@@ -128,7 +128,7 @@ class Link:
             _wait([dist.isend(_bytes(t), group=self.group, group_dst=self._to) for t in tensors if t.numel()])
             _wait(heads)
 
-        return self._out.submit(work, self._label("send", self._to, message, at))
+        return self._out.submit(work, "send", at, **self._attributes("send", self._to, message))
 
     def receive(self, at: Place) -> Arrival:
         """Have the next message received as soon as it is there."""
@@ -155,7 +155,7 @@ class Link:
                 )
             box.append(message)
 
-        return Arrival(self._in.submit(work, self._label("recv", self._from, None, at)), box)
+        return Arrival(self._in.submit(work, "recv", at, **self._attributes("recv", self._from)), box)
 
     def fail(self, reason: str, at: Place) -> Ticket:
         """In the place of the next message: say that no more will come in this step."""
@@ -166,7 +166,7 @@ class Link:
             head[0], head[1] = FAILED, text.numel()
             _wait(self._post([head, text]))
 
-        return self._out.submit(work, self._label("send", self._to, None, at))
+        return self._out.submit(work, "send", at, **self._attributes("send", self._to))
 
     def begin(self) -> None:
         """A new step: messages come again, whatever became of the last."""
@@ -207,16 +207,17 @@ class Link:
         self._posted += [(work, part) for work, part in zip(works, parts, strict=True) if work is not None]
         return []
 
-    def _label(self, name: str, peer: int, message: Message | None, at: Place) -> Label:
+    def _attributes(self, name: str, peer: int, message: Message | None = None) -> Attributes:
         if name == "send":
             seq, self._sent = self._sent, self._sent + 1
         else:
             seq, self._received = self._received, self._received + 1
-        return Label(
-            name, "pipeline", -1 if message is None else message.nbytes,
-            str(message.tensors[0].dtype).removeprefix("torch.") if message is not None and message.tensors else None,
-            None, self.group.group_name, seq, peer, at,
-        )  # fmt: skip
+        tensors = [] if message is None else message.tensors
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else None
+        return {
+            "purpose": "pipeline", "bytes": -1 if message is None else message.nbytes, "dtype": dtype,
+            "group": self.group.group_name, "seq": seq, "peer": peer,
+        }  # fmt: skip
 
 
 @dataclass(slots=True)
