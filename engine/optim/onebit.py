@@ -52,8 +52,6 @@ class OneBitAdam(TiledOptimizer):
         group: dist.ProcessGroup | None = None,
         hooks: Hooks | None = None,
     ) -> None:
-        if freeze_step < 1:
-            raise ValueError(f"optimizer.params.freeze_step is {freeze_step}; the variance needs at least 1 step")
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "freeze_step": freeze_step,
             "bias_correction": bias_correction, "training_steps": 0,
