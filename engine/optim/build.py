@@ -44,7 +44,7 @@ def build(
     Options of a group win over `params`. `shards` describes masters that are pieces to LAMB and Muon; `group` is the
     data-parallel one, for OneBitAdam. Raises ValueError for values that the optimizer cannot take.
     """
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
+    options: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
     own = _as_groups(groups)
     if type in ("Adam", "AdamW"):
         return _adam(options, own)

@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine has and this one has not, and what to write instead; plain data."""
+"""What DeepSpeed's engines and PipelineModule have and these have not, and what to write instead; plain data."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ _PRECISION: Final = "engine.get_data_types() has what the model runs in, and wha
 _SEQUENCE: Final = "sequences are not split over ranks: leave it out"
 _TIMES: Final = 'write "wall_clock_breakdown": true in the configuration, or train under dsprof run'
 _TUNING: Final = "try values one by one under dsprof run, which says what each of them changed"
+_CHECKPOINTS: Final = (
+    "engine.save_checkpoint(folder) writes the layers of all stages under their names in the whole model, and "
+    "engine.load_checkpoint(folder) reads them, however they are divided"
+)
 _EXPERTS: Final = "experts are trained like all parameters: engine.load_checkpoint loads them, too"
 _LOSSES: Final = "add it to what loss_fn returns, or mark it with dsprof.mark(name, value=...)"
 _PLAN: Final = "engine.plan.actions has what each rank does in a step, in order"
 _PRINT: Final = "print where engine.stage_id and engine.grid.get_data_parallel_id() are those you want"
+_TIED: Final = "train_batch sums the gradients of layers of one TiedLayerSpec key: leave it out"
 _SECTION: Final = "engine.config has the configuration, section by section"
 
-UNSUPPORTED: Final[Mapping[str, str]] = {
+ENGINE: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         ("allreduce_gradients", "allreduce_bucket", "allreduce_and_copy", "allreduce_no_retain",
          "buffered_allreduce_fallback", "coalesce_grad_reduction", "scale", "sparse_allreduce",
@@ -72,9 +77,9 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
     "monitor": 'write "tensorboard" or "csv_monitor" in the configuration',
     "timers": _TIMES,
 }  # fmt: skip
-"""Name -> what to write in its place."""
+"""Name -> what to write in its place, of any engine."""
 
-IN_PIPELINES: Final[Mapping[str, str]] = {
+PIPELINE_ENGINE: Final[Mapping[str, str]] = {
     "agg_additional_losses": _LOSSES,
     "batch_timer": _TIMES,
     "dp_group_loss": "train_batch returns the mean over all replicas, on every rank",
@@ -86,4 +91,16 @@ IN_PIPELINES: Final[Mapping[str, str]] = {
     "total_loss": "train_batch returns the mean loss, and engine.agg_train_loss keeps it",
     "tput_log": _PRINT,
 }
-"""The same of PipelineEngine's own names."""
+"""Of PipelineEngine besides."""
+
+PIPELINE_MODULE: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        ("ckpt_layer_path", "ckpt_layer_path_list", "ckpt_prefix", "load_state_dir", "save_state_dict"), _CHECKPOINTS
+    ),
+    **dict.fromkeys(
+        ("allreduce_tied_weight_gradients", "get_tied_weights_and_groups", "tied_comms", "tied_weight_attrs"), _TIED
+    ),
+    "fwd_map": "module.forward_funcs has the layers that are here, module.stage_owner(n) says who has layer n",
+    "get_additional_losses": _LOSSES,
+}
+"""Of PipelineModule."""
