@@ -25,7 +25,7 @@ Purpose = Literal[
 
 MemoryPart = Literal["parameters", "gradients", "optimizer_states"]
 
-Place = tuple[int, int, int]
+Position = tuple[int, int, int]
 """Step, micro-batch and pipeline stage."""
 
 
@@ -159,7 +159,7 @@ class Hooks:
         return bool(_listeners or self._own)
 
     @property
-    def place(self) -> Place:
+    def position(self) -> Position:
         """Where training stands: step, micro-batch and pipeline stage."""
         return self.step, self.microbatch, self.stage
 
@@ -170,14 +170,14 @@ class Hooks:
         *,
         lane: str = "main",
         issue_ns: int | None = None,
-        at: Place | None = None,
+        at: Position | None = None,
         **attributes: Unpack[Attributes],
     ) -> Span | None:
-        """Open a span; None, for `end` to pass over, if nobody listens. `at` is the present place, unless it is work
+        """Open a span; None, for `end` to pass over, if nobody listens. `at` is the present position, unless it is work
         that was submitted at another."""
         if not (_listeners or self._own):
             return None
-        span = Span(kind, name, lane, *(at or self.place), self._clock(), None, issue_ns, **attributes)
+        span = Span(kind, name, lane, *(at or self.position), self._clock(), None, issue_ns, **attributes)
         if kind == "comm" and span.group is not None and span.seq is None:
             span.seq = self._seqs[span.group] = self._seqs.get(span.group, -1) + 1
         for listener in (*_listeners, *self._own):
@@ -201,7 +201,7 @@ class Hooks:
         name: str,
         *,
         lane: str = "main",
-        at: Place | None = None,
+        at: Position | None = None,
         **attributes: Unpack[Attributes],
     ) -> Iterator[None]:
         """`begin` and `end` around a block."""
@@ -221,7 +221,7 @@ class Hooks:
         if not (_listeners or self._own):
             return
         now = self._clock()
-        span = Span(kind, name, "main", *self.place, now, now, None, **attributes)
+        span = Span(kind, name, "main", *self.position, now, now, None, **attributes)
         self._ended(span)
 
     def _ended(self, span: Span) -> None:

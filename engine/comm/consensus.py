@@ -121,25 +121,13 @@ class Team:
 
         Raises `error` on all of them, beginning with `doing`, if it raised on any.
         """
-        result: T | None = None
-        cause: Exception | None = None
-        try:
-            result = work()
-        except Exception as error:
-            cause = error
-        reasons = gather_objects(None if cause is None else reason(cause))
-        self._raise_first(doing, reasons, cause)
+        result, cause = _tried(work)
+        self._raise_first(doing, gather_objects(None if cause is None else reason(cause)), cause)
         return result  # type: ignore[return-value]
 
     def from_first(self, doing: str, work: Callable[[], T]) -> T:
         """What `work` returns on rank 0, which alone does it, on every rank; raises as `together` does."""
-        result: T | None = None
-        cause: Exception | None = None
-        if self.rank == 0:
-            try:
-                result = work()
-            except Exception as error:
-                cause = error
+        result, cause = _tried(work) if self.rank == 0 else (None, None)
         answers = [(result, None if cause is None else reason(cause))]
         if self.size > 1:
             dist.broadcast_object_list(answers, src=0)
@@ -152,6 +140,14 @@ class Team:
             others = f" (and {len(failed) - 1} other ranks failed)" if len(failed) > 1 else ""
             where = f"rank {failed[0]}: " if self.size > 1 else ""
             raise self._error(f"{doing}: {where}{reasons[failed[0]]}{others}") from cause
+
+
+def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What `work` returned, or what it raised."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
 
 
 def reason(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from typing import Final, Literal, Protocol, Unpack
 
 import torch
 
-from ..hooks import Attributes, Hooks, Place
+from ..hooks import Attributes, Hooks, Position
 
 Work = Callable[[], object]
 """A blocking communication, read or write; what it returns is dropped."""
@@ -45,7 +45,7 @@ class Lane(Protocol):
 
     name: str
 
-    def submit(self, work: Work, name: str, at: Place | None = None, **attributes: Unpack[Attributes]) -> Ticket:
+    def submit(self, work: Work, name: str, at: Position | None = None, **attributes: Unpack[Attributes]) -> Ticket:
         """Run `work` after what was submitted before. It must not touch what the caller still writes.
 
         It is reported under `name`, with these attributes, as of where training stands now, or of `at`.
@@ -65,7 +65,7 @@ class Lane(Protocol):
 class _LaneJob:
     work: Work
     issue_ns: int
-    place: Place
+    position: Position
     ticket: LaneTicket
 
 
@@ -142,11 +142,11 @@ class CpuLane:
         # The thread holds the queue, not the lane: an engine that is dropped takes its threads along.
         weakref.finalize(self, self._jobs.put, None)
 
-    def submit(self, work: Work, name: str, at: Place | None = None, **attributes: Unpack[Attributes]) -> LaneTicket:
+    def submit(self, work: Work, name: str, at: Position | None = None, **attributes: Unpack[Attributes]) -> LaneTicket:
         if not self._thread.is_alive():
             raise RuntimeError(f"the lane {self.name!r} is closed: the engine was destroyed")
         ticket = LaneTicket(self._hooks, name, attributes, self.waiter)
-        self._jobs.put(_LaneJob(work, time.monotonic_ns(), at or self._hooks.place, ticket))
+        self._jobs.put(_LaneJob(work, time.monotonic_ns(), at or self._hooks.position, ticket))
         return ticket
 
     def poll(self) -> None:
@@ -169,7 +169,7 @@ def _run_jobs(
         while (job := jobs.get()) is not None:
             begin, ticket = time.monotonic_ns(), job.ticket
             span = hooks.begin(
-                kind, ticket.name, lane=lane, issue_ns=job.issue_ns, at=job.place, **ticket.attributes
+                kind, ticket.name, lane=lane, issue_ns=job.issue_ns, at=job.position, **ticket.attributes
             )  # fmt: skip
             try:
                 if broken:
@@ -213,7 +213,7 @@ class _Timed:
     name: str
     attributes: Attributes
     issue_ns: int
-    place: Place
+    position: Position
 
 
 class CudaLane:
@@ -230,7 +230,7 @@ class CudaLane:
         self._timed: list[_Timed] = []
         self._origin: tuple[torch.cuda.Event, int] | None = None
 
-    def submit(self, work: Work, name: str, at: Place | None = None, **attributes: Unpack[Attributes]) -> Ticket:
+    def submit(self, work: Work, name: str, at: Position | None = None, **attributes: Unpack[Attributes]) -> Ticket:
         listening = self._hooks.listening
         if listening and self._origin is None:
             self._origin = self._set_origin()
@@ -247,7 +247,7 @@ class CudaLane:
                 work()
             end.record()
         if begin is not None:
-            self._timed.append(_Timed(begin, end, name, attributes, issue_ns, at or self._hooks.place))
+            self._timed.append(_Timed(begin, end, name, attributes, issue_ns, at or self._hooks.position))
         return _CudaTicket(end, work)
 
     def poll(self) -> None:
@@ -259,7 +259,7 @@ class CudaLane:
             end_ns = start_ns + round(1e6 * timed.begin.elapsed_time(timed.end))
             self._origin = timed.end, end_ns  # a device's times are floats: those of an hour come in quarters of a ms
             span = self._hooks.begin(
-                "comm", timed.name, lane=f"comm.{self.name}", issue_ns=timed.issue_ns, at=timed.place,
+                "comm", timed.name, lane=f"comm.{self.name}", issue_ns=timed.issue_ns, at=timed.position,
                 **timed.attributes,
             )  # fmt: skip
             if span is not None:
@@ -296,7 +296,7 @@ class Inline:
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
 
-    def submit(self, work: Work, name: str, at: Place | None = None, **attributes: Unpack[Attributes]) -> Ticket:
+    def submit(self, work: Work, name: str, at: Position | None = None, **attributes: Unpack[Attributes]) -> Ticket:
         attributes["seq"] = None  # its number is among all calls in the group, not all of which come through here
         with self._hooks.span("comm", name, at=at, **attributes):
             work()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..comm.comm import close_group, open_group, open_host_group
 from ..comm.lane import Lane, Ticket, open_lane
 from ..comm.mesh import Mesh
-from ..hooks import Attributes, Hooks, Place
+from ..hooks import Attributes, Hooks, Position
 from . import treespec
 from .treespec import SEVERAL, SINGLE
 
@@ -119,7 +119,7 @@ class Link:
         self._out, self._in = make_lane(f"pipe.send_{name}"), make_lane(f"pipe.recv_{name}")
         self._sent = self._received = 0
 
-    def send(self, message: Message, at: Place) -> Ticket:
+    def send(self, message: Message, at: Position) -> Ticket:
         """Start sending. The tensors must not be written to before the ticket is done."""
         tensors = [tensor.detach().contiguous() for tensor in message.tensors]
 
@@ -130,7 +130,7 @@ class Link:
 
         return self._out.submit(work, "send", at, **self._attributes("send", self._to, message))
 
-    def receive(self, at: Place) -> Arrival:
+    def receive(self, at: Position) -> Arrival:
         """Have the next message received as soon as it is there."""
         box: list[Message] = []
 
@@ -157,7 +157,7 @@ class Link:
 
         return Arrival(self._in.submit(work, "recv", at, **self._attributes("recv", self._from)), box)
 
-    def fail(self, reason: str, at: Place) -> Ticket:
+    def fail(self, reason: str, at: Position) -> Ticket:
         """In the place of the next message: say that no more will come in this step."""
         text = _text(reason)
 
@@ -273,7 +273,7 @@ def _text(text: str) -> Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def _heads(message: Message, at: Place) -> list[Tensor]:
+def _heads(message: Message, at: Position) -> list[Tensor]:
     """The head, and if the form is not a plain one its text, whose length the head has."""
     more = [] if message.form in PLAIN else [_text(message.form)]
     kind = len(PLAIN) + more[0].numel() if more else PLAIN.index(message.form)
