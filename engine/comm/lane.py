@@ -168,9 +168,11 @@ def _run_jobs(
     with torch.no_grad():
         while (job := jobs.get()) is not None:
             begin, ticket = time.monotonic_ns(), job.ticket
-            span = hooks.begin(
-                kind, ticket.name, lane=lane, issue_ns=job.issue_ns, at=job.position, **ticket.attributes
-            )  # fmt: skip
+            span = None
+            if hooks.listening:  # before the attributes are unpacked, which costs more than to ask
+                span = hooks.begin(
+                    kind, ticket.name, lane=lane, issue_ns=job.issue_ns, at=job.position, **ticket.attributes
+                )
             try:
                 if broken:
                     raise broken[0]
