@@ -216,7 +216,7 @@ def offload(arm: str, size: Size, device: Device, args: argparse.Namespace) -> d
 
 def lane(device: Device) -> dict[str, Any]:
     """Copies to pinned memory and back on a lane, in order, and what was told of them."""
-    from dsprof.engine.comm.lane import Label, open_lane
+    from dsprof.engine.comm.lane import open_lane
     from dsprof.engine.hooks import Hooks
 
     hooks, told = Hooks(), []
@@ -233,8 +233,8 @@ def lane(device: Device) -> dict[str, Any]:
     right = 0
     for number in range(8):
         here.fill_(number)  # in the computation's stream: the lane has to wait for it
-        out = beside.submit(lambda: host.copy_(here, non_blocking=True), Label("out", "other", host.nbytes))
-        again = beside.submit(lambda: back.copy_(host, non_blocking=True), Label("back", "other", host.nbytes))
+        out = beside.submit(lambda: host.copy_(here, non_blocking=True), "out", bytes=host.nbytes)
+        again = beside.submit(lambda: back.copy_(host, non_blocking=True), "back", bytes=host.nbytes)
         out.wait()
         again.wait()
         right += bool((back == number).all())  # in the computation's stream: it has to wait for the lane

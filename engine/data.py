@@ -102,7 +102,7 @@ class ShardedLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return _Pass(self)
+        return _EpochIterator(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Have the next pass shuffle as that of `epoch`, and the ones after it count on."""
@@ -194,14 +194,14 @@ class ShardedLoader:
         return batches, self._progress
 
 
-class _Pass:
+class _EpochIterator:
     """One pass over a ShardedLoader, which knows how far it is."""
 
     def __init__(self, loader: ShardedLoader) -> None:
         self._loader = loader
         self._batches, self._progress = loader._open()
 
-    def __iter__(self) -> _Pass:
+    def __iter__(self) -> _EpochIterator:
         return self
 
     def __next__(self) -> Any:

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, Protocol, TypedDict, Unpack
 
 Kind = Literal["phase", "comm", "launch", "wait", "module", "pipe", "copy", "mem", "mark", "gauge"]
 """Of the trace's kinds (docs/trace.md), those that an engine can report."""
@@ -25,7 +25,7 @@ Purpose = Literal[
 
 MemoryPart = Literal["parameters", "gradients", "optimizer_states"]
 
-Place = tuple[int, int, int]
+Position = tuple[int, int, int]
 """Step, micro-batch and pipeline stage."""
 
 
@@ -66,6 +66,20 @@ class Span:
     def dur_ns(self) -> int:
         """Nanoseconds it took; 0 while it is under way."""
         return 0 if self.end_ns is None else self.end_ns - self.start_ns
+
+
+class Attributes(TypedDict, total=False):
+    """What a span is about: its fields of these names."""
+
+    module: str | None
+    purpose: Purpose | None
+    group: str | None
+    seq: int | None
+    bytes: int | None
+    dtype: str | None
+    value: float | None
+    peer: int | None
+    corr: int | None
 
 
 class Listener(Protocol):
@@ -145,7 +159,7 @@ class Hooks:
         return bool(_listeners or self._own)
 
     @property
-    def place(self) -> Place:
+    def position(self) -> Position:
         """Where training stands: step, micro-batch and pipeline stage."""
         return self.step, self.microbatch, self.stage
 
@@ -156,27 +170,16 @@ class Hooks:
         *,
         lane: str = "main",
         issue_ns: int | None = None,
-        module: str | None = None,
-        purpose: Purpose | None = None,
-        group: str | None = None,
-        seq: int | None = None,
-        bytes: int | None = None,
-        dtype: str | None = None,
-        value: float | None = None,
-        peer: int | None = None,
-        corr: int | None = None,
-        at: Place | None = None,
+        at: Position | None = None,
+        **attributes: Unpack[Attributes],
     ) -> Span | None:
-        """Open a span; None, for `end` to pass over, if nobody listens. `at` is the present place, unless it is work
+        """Open a span; None, for `end` to pass over, if nobody listens. `at` is the present position, unless it is work
         that was submitted at another."""
         if not (_listeners or self._own):
             return None
-        if kind == "comm" and group is not None and seq is None:
-            seq = self._seqs[group] = self._seqs.get(group, -1) + 1
-        span = Span(
-            kind, name, lane, *(at or self.place), self._clock(), None, issue_ns, module, purpose, group,
-            seq, bytes, dtype, value, peer, corr,
-        )  # fmt: skip
+        span = Span(kind, name, lane, *(at or self.position), self._clock(), None, issue_ns, **attributes)
+        if kind == "comm" and span.group is not None and span.seq is None:
+            span.seq = self._seqs[span.group] = self._seqs.get(span.group, -1) + 1
         for listener in (*_listeners, *self._own):
             try:
                 listener.begin(span)
@@ -192,36 +195,33 @@ class Hooks:
         self._ended(span)
 
     @contextlib.contextmanager
-    def span(self, kind: Kind, name: str, **about: object) -> Iterator[None]:
-        """`begin` and `end` around a block; the arguments are those of `begin`."""
+    def span(
+        self,
+        kind: Kind,
+        name: str,
+        *,
+        lane: str = "main",
+        at: Position | None = None,
+        **attributes: Unpack[Attributes],
+    ) -> Iterator[None]:
+        """`begin` and `end` around a block."""
         if not (_listeners or self._own):
             yield
             return
-        span = self.begin(kind, name, **about)  # type: ignore[arg-type]
+        span = self.begin(kind, name, lane=lane, at=at, **attributes)
         try:
             yield
         finally:
             self.end(span)
 
     def mark(
-        self,
-        name: str,
-        *,
-        kind: Literal["mark", "gauge", "mem"] = "mark",
-        lane: str = "main",
-        module: str | None = None,
-        purpose: Purpose | None = None,
-        bytes: int | None = None,
-        value: float | None = None,
+        self, name: str, *, kind: Literal["mark", "gauge", "mem"] = "mark", **attributes: Unpack[Attributes]
     ) -> None:
         """Something without duration: an overflow, a parameter released, a loss scale."""
         if not (_listeners or self._own):
             return
         now = self._clock()
-        span = Span(
-            kind, name, lane, *self.place, now, now, None, module, purpose,
-            None, None, bytes, None, value,
-        )  # fmt: skip
+        span = Span(kind, name, "main", *self.position, now, now, None, **attributes)
         self._ended(span)
 
     def _ended(self, span: Span) -> None:

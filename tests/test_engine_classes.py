@@ -83,7 +83,7 @@ def test_attributes_are_born_in_init() -> None:
 
 
 def test_no_method_is_there_only_to_refuse() -> None:
-    """What DeepSpeed has and the engine has not is in a table (`train/unsupported`), and `hasattr` tells the truth."""
+    """What DeepSpeed has and the engine has not is in a table (`unsupported`), and `hasattr` tells the truth."""
     only = {
         f"{name}.{method.name}"
         for name, node in CLASSES.items()

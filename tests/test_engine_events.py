@@ -297,15 +297,16 @@ import torch
 from captures import open_recorder
 from dsprof.collectors import engine_events
 from dsprof.engine.hooks import Hooks
-from dsprof.engine.comm.lane import CpuLane, Label
+from dsprof.engine.comm.lane import CpuLane
 engine_events.install(open_recorder(sys.argv[1], Path(sys.argv[2])), lambda: None)
 lane = CpuLane("gradients", Hooks())
 begun = threading.Event()
 def work():
     begun.set()
     threading.Event().wait()  # a peer that never comes
-lane.submit(lambda: None, Label("all_reduce", "gradient", 400, "float32", None, "1", 0)).wait()
-lane.submit(work, Label("all_reduce", "gradient", 800, "float32", None, "1", 1))
+about = {"purpose": "gradient", "dtype": "float32", "group": "1"}
+lane.submit(lambda: None, "all_reduce", bytes=400, seq=0, **about).wait()
+lane.submit(work, "all_reduce", bytes=800, seq=1, **about)
 begun.wait()
 os.kill(os.getpid(), signal.SIGKILL)
 """

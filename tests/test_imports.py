@@ -125,7 +125,7 @@ ROOMS: Final = (
 """Inside one, imports are relative; between two, by full name. The last is what lies in dsprof/ itself."""
 
 ENGINE_FLOORS: Final = (
-    {"config", "data", "forward", "hooks", "partition", "schedule", "tree"},
+    {"config", "data", "forward", "hooks", "partition", "schedule", "tree", "unsupported"},
     {"comm", "monitors", "optim"},
     {"activation_checkpoint", "tensor", "zero"},
     {"offload", "pipe"},

@@ -10,7 +10,6 @@ A policy finds the blocks and wraps each one's forward. The wrapping is inside t
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import functools
 from collections import Counter
@@ -26,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from ..config.keys import nearest
 from ..forward import Undo, last_first, wrap_forward
 from ..hooks import Hooks
 from ..monitors.flops import has_formula
@@ -252,8 +252,8 @@ def named_blocks(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
     for pattern in patterns:
         fitting = [name for name in modules if fits(name, pattern)]
         if not fitting:
-            near = difflib.get_close_matches(pattern, modules, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the topmost are {[n for n, _ in model.named_children()]}"
+            near = nearest(pattern, modules)
+            hint = f"did you mean {near!r}?" if near else f"the topmost are {[n for n, _ in model.named_children()]}"
             raise ValueError(f"blocks to checkpoint: the model has no module {pattern!r}; {hint}")
         for name in fitting:
             if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):

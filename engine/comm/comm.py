@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..hooks import Purpose
-from .lane import CpuLane, Done, Label, Lane, Patience, Ticket, Work
+from .lane import CpuLane, Done, Lane, Ticket, Waiter, Work
 
 # torch 2.13 renamed the first two and warns of the old names; 2.11 has only those.
 _all_gather: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -134,11 +134,11 @@ class Comm:
         """Whether gathers of different content do not mix."""
         return self._direct
 
-    def watch(self, patience: Patience) -> None:
-        """From now on whoever waits for this lane does it with `patience`, and `begun` and `under_way` are known."""
+    def watch(self, waiter: Waiter) -> None:
+        """From now on whoever waits for this lane does it by `waiter`, and `begun` and `under_way` are known."""
         if isinstance(self._lane, CpuLane):
             self._begun = deque()
-            self._lane.patience = patience
+            self._lane.waiter = waiter
 
     @property
     def begun(self) -> int:
@@ -155,10 +155,10 @@ class Comm:
         while self._begun and self._begun[0][1].done:
             self._begun.popleft()
 
-    def break_off(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """Have everything that is under way on this lane, or comes later, fail. On all ranks."""
         if isinstance(self._lane, CpuLane):
-            self._lane.break_off(error)
+            self._lane.abort(error)
         if self.group is not None:
             break_connections(self.group)
 
@@ -179,11 +179,10 @@ class Comm:
     ) -> Ticket:
         if self.group is None or self._lane is None:
             return Done()
-        label = Label(
-            name, purpose, payload.numel() * payload.element_size(), str(payload.dtype).removeprefix("torch."),
-            module, self.group.group_name, self._seq,
+        ticket = self._lane.submit(
+            work, name, purpose=purpose, bytes=payload.numel() * payload.element_size(),
+            dtype=str(payload.dtype).removeprefix("torch."), module=module, group=self.group.group_name, seq=self._seq,
         )  # fmt: skip
-        ticket = self._lane.submit(work, label)
         if self._begun is not None:
             self._forget_ended()
             self._begun.append((UnderWay(self._seq, content), ticket))

@@ -167,7 +167,7 @@ class DeadlockWatch:
             for ref in self._comms.values():
                 comm = ref()
                 if comm is not None:
-                    comm.break_off(self._error)
+                    comm.abort(self._error)
             raise self._error
 
     def _post(self, kind: str) -> Post:

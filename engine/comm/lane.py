@@ -13,35 +13,20 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol, Unpack
 
 import torch
 
-from ..hooks import Hooks, Place, Purpose, Span
+from ..hooks import Attributes, Hooks, Position
 
 Work = Callable[[], object]
 """A blocking communication, read or write; what it returns is dropped."""
 
-Patience = Callable[[Callable[[float], bool]], None]
+Waiter = Callable[[Callable[[float], bool]], None]
 """Waits: it is given what waits for at most so many seconds and says whether that was enough. May raise instead."""
 
-
-@dataclass(frozen=True, slots=True)
-class Label:
-    """What is reported of one communication: see `hooks.Span`."""
-
-    name: str
-    purpose: Purpose
-    bytes: int = 0
-    dtype: str | None = None
-    module: str | None = None
-    group: str | None = None
-    seq: int | None = None
-    peer: int | None = None
-    at: Place | None = None
-    """Where it belongs, if not where training stands when it is submitted."""
-    value: float | None = None
-    corr: int | None = None
+AMOUNTS: Final = ("bytes", "dtype", "value")
+"""Attributes of a communication that are not those of a wait for it."""
 
 
 class Ticket(Protocol):
@@ -60,8 +45,11 @@ class Lane(Protocol):
 
     name: str
 
-    def submit(self, work: Work, label: Label) -> Ticket:
-        """Run `work` after what was submitted before. It must not touch what the caller still writes."""
+    def submit(self, work: Work, name: str, at: Position | None = None, **attributes: Unpack[Attributes]) -> Ticket:
+        """Run `work` after what was submitted before. It must not touch what the caller still writes.
+
+        It is reported under `name`, with these attributes, as of where training stands now, or of `at`.
+        """
 
     def poll(self) -> None:
         """Report what has ended since, where nobody waits for that."""
@@ -76,19 +64,19 @@ class Lane(Protocol):
 @dataclass(slots=True)
 class _LaneJob:
     work: Work
-    label: Label
     issue_ns: int
-    place: Place
+    position: Position
     ticket: LaneTicket
 
 
 class LaneTicket:
     """What was submitted to a lane that is a thread."""
 
-    def __init__(self, hooks: Hooks, label: Label, patience: Patience | None) -> None:
+    def __init__(self, hooks: Hooks, name: str, attributes: Attributes, waiter: Waiter | None) -> None:
+        self.name = name
+        self.attributes = attributes
         self._hooks = hooks
-        self._label = label
-        self._patience = patience
+        self._waiter = waiter
         self._lock = threading.Lock()  # an Event costs three times as much
         self._lock.acquire()
         self._finished = False
@@ -108,14 +96,15 @@ class LaneTicket:
         # to.
         if not self._finished or (not self._reported and self._hooks.listening):
             self._reported = True
-            label = self._label
-            span = self._hooks.begin("wait", label.name, module=label.module, purpose=label.purpose, group=label.group,
-                                     seq=label.seq, peer=label.peer, corr=label.corr)  # fmt: skip
+            span = None
+            if self._hooks.listening:
+                about = {key: value for key, value in self.attributes.items() if key not in AMOUNTS}
+                span = self._hooks.begin("wait", self.name, **about)  # type: ignore[arg-type]
             try:
-                if self._patience is None:
+                if self._waiter is None:
                     self._lock.acquire()
                 else:
-                    self._patience(lambda seconds: self._lock.acquire(timeout=seconds))
+                    self._waiter(lambda seconds: self._lock.acquire(timeout=seconds))
                 self._lock.release()
             finally:
                 self._hooks.end(span)
@@ -139,7 +128,7 @@ class CpuLane:
         lane: str | None = None,
     ) -> None:  # fmt: skip
         self.name = name
-        self.patience: Patience | None = None
+        self.waiter: Waiter | None = None
         """How whoever waits for a communication does it, if not simply for as long as it takes."""
         self._hooks = hooks
         self._jobs: queue.SimpleQueue[_LaneJob | None] = queue.SimpleQueue()
@@ -153,17 +142,17 @@ class CpuLane:
         # The thread holds the queue, not the lane: an engine that is dropped takes its threads along.
         weakref.finalize(self, self._jobs.put, None)
 
-    def submit(self, work: Work, label: Label) -> LaneTicket:
+    def submit(self, work: Work, name: str, at: Position | None = None, **attributes: Unpack[Attributes]) -> LaneTicket:
         if not self._thread.is_alive():
             raise RuntimeError(f"the lane {self.name!r} is closed: the engine was destroyed")
-        ticket = LaneTicket(self._hooks, label, self.patience)
-        self._jobs.put(_LaneJob(work, label, time.monotonic_ns(), label.at or self._hooks.place, ticket))
+        ticket = LaneTicket(self._hooks, name, attributes, self.waiter)
+        self._jobs.put(_LaneJob(work, time.monotonic_ns(), at or self._hooks.position, ticket))
         return ticket
 
     def poll(self) -> None:
         return
 
-    def break_off(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """Run nothing any more: what has not begun fails with `error`."""
         self._broken.append(error)
 
@@ -178,29 +167,24 @@ def _run_jobs(
 ) -> None:  # fmt: skip
     with torch.no_grad():
         while (job := jobs.get()) is not None:
-            begin = time.monotonic_ns()
-            span = _open(hooks, kind, lane, job.label, job.issue_ns, job.place)
+            begin, ticket = time.monotonic_ns(), job.ticket
+            span = None
+            if hooks.listening:  # before the attributes are unpacked, which costs more than to ask
+                span = hooks.begin(
+                    kind, ticket.name, lane=lane, issue_ns=job.issue_ns, at=job.position, **ticket.attributes
+                )
             try:
                 if broken:
                     raise broken[0]
                 job.work()
                 if link is not None:
-                    time.sleep(max(0.0, job.label.bytes / link - (time.monotonic_ns() - begin) / 1e9))
+                    size = ticket.attributes.get("bytes") or 0
+                    time.sleep(max(0.0, size / link - (time.monotonic_ns() - begin) / 1e9))
             except BaseException as error:
-                job.ticket.error = error
+                ticket.error = error
             hooks.end(span)
-            job.ticket.finish()
-            del job, span  # until the next job comes: their tensors would stay alive
-
-
-def _open(
-    hooks: Hooks, kind: Literal["comm", "copy"], lane: str, label: Label, issue_ns: int, place: Place
-) -> Span | None:
-    return hooks.begin(
-        kind, label.name, lane=lane, issue_ns=issue_ns, at=place, module=label.module,
-        purpose=label.purpose, group=label.group, seq=label.seq, bytes=label.bytes, dtype=label.dtype, peer=label.peer,
-        value=label.value, corr=label.corr,
-    )  # fmt: skip
+            ticket.finish()
+            del job, ticket, span  # until the next job comes: their tensors would stay alive
 
 
 # --- on a GPU: a stream
@@ -222,6 +206,18 @@ class _CudaTicket:
         self._work = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """A communication whose end on the device is still to be reported."""
+
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    name: str
+    attributes: Attributes
+    issue_ns: int
+    position: Position
+
+
 class CudaLane:
     """A stream beside the computation's. A wait is a wait of the stream, not of the host.
 
@@ -233,10 +229,10 @@ class CudaLane:
         self.name = name
         self._hooks = hooks
         self._stream = torch.cuda.Stream()
-        self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event, Label, int, Place]] = []
+        self._timed: list[_Timed] = []
         self._origin: tuple[torch.cuda.Event, int] | None = None
 
-    def submit(self, work: Work, label: Label) -> Ticket:
+    def submit(self, work: Work, name: str, at: Position | None = None, **attributes: Unpack[Attributes]) -> Ticket:
         listening = self._hooks.listening
         if listening and self._origin is None:
             self._origin = self._set_origin()
@@ -247,22 +243,27 @@ class CudaLane:
             begin = torch.cuda.Event(enable_timing=True) if listening else None
             if begin is not None:
                 begin.record()
-            with self._hooks.span("launch", label.name, module=label.module, purpose=label.purpose):
+            with self._hooks.span(
+                "launch", name, module=attributes.get("module"), purpose=attributes.get("purpose")
+            ):  # fmt: skip
                 work()
             end.record()
         if begin is not None:
-            self._timed.append((begin, end, label, issue_ns, label.at or self._hooks.place))
+            self._timed.append(_Timed(begin, end, name, attributes, issue_ns, at or self._hooks.position))
         return _CudaTicket(end, work)
 
     def poll(self) -> None:
         """Report the communications that have ended; never waits for one."""
-        while self._origin is not None and self._timed and self._timed[0][1].query():
-            begin, end, label, issue_ns, place = self._timed.pop(0)
+        while self._origin is not None and self._timed and self._timed[0].end.query():
+            timed = self._timed.pop(0)
             origin, origin_ns = self._origin
-            start_ns = origin_ns + round(1e6 * origin.elapsed_time(begin))
-            end_ns = start_ns + round(1e6 * begin.elapsed_time(end))
-            self._origin = end, end_ns  # a device's times are floats: those of an hour come in quarters of a ms
-            span = _open(self._hooks, "comm", f"comm.{self.name}", label, issue_ns, place)
+            start_ns = origin_ns + round(1e6 * origin.elapsed_time(timed.begin))
+            end_ns = start_ns + round(1e6 * timed.begin.elapsed_time(timed.end))
+            self._origin = timed.end, end_ns  # a device's times are floats: those of an hour come in quarters of a ms
+            span = self._hooks.begin(
+                "comm", timed.name, lane=f"comm.{self.name}", issue_ns=timed.issue_ns, at=timed.position,
+                **timed.attributes,
+            )  # fmt: skip
             if span is not None:
                 span.start_ns = start_ns
             self._hooks.end(span, at_ns=end_ns)
@@ -297,11 +298,9 @@ class Inline:
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
 
-    def submit(self, work: Work, label: Label) -> Ticket:
-        with self._hooks.span(
-            "comm", label.name, purpose=label.purpose, group=label.group, bytes=label.bytes, dtype=label.dtype,
-            module=label.module,
-        ):  # fmt: skip
+    def submit(self, work: Work, name: str, at: Position | None = None, **attributes: Unpack[Attributes]) -> Ticket:
+        attributes["seq"] = None  # its number is among all calls in the group, not all of which come through here
+        with self._hooks.span("comm", name, at=at, **attributes):
             work()
         return Done()
 

@@ -136,14 +136,14 @@ ALIASES: Final = {
 """Word, in lower case -> the key of that meaning, however unlike."""
 
 
-def nearest(word: str, words: Iterable[str]) -> str | None:
+def nearest(word: str, words: Iterable[str], above: float = ALIKE_ABOVE) -> str | None:
     """The one of `words` that means what `word` does, or is most like it, among equals the first; None if none is."""
     listed = list(words)
     meant = ALIASES.get(word.lower())
     if meant in listed:
         return meant
     found = max(listed, key=lambda other: likeness(word, other), default=None)
-    return None if found is None or likeness(word, found) < ALIKE_ABOVE else found
+    return None if found is None or likeness(word, found) < above else found
 
 
 def likeness(one: str, other: str) -> float:

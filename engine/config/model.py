@@ -74,10 +74,13 @@ class TorchParams(Params):
     model_config = ConfigDict(use_attribute_docstrings=False)
 
 
-def torch_params(type: str, names: str) -> type[TorchParams]:
-    """A model with these names, none of them needed, for a class of torch's."""
-    fields: dict[str, Any] = dict.fromkeys(names.split(), (Any, None))
-    return create_model(f"{type}Params", __base__=TorchParams, __module__=__name__, **fields)
+def torch_params(**types: str) -> dict[str, type[TorchParams]]:
+    """For each class of torch's a model with its parameters' names, none of them needed."""
+    models = {}
+    for type, names in types.items():
+        fields: dict[str, Any] = dict.fromkeys(names.split(), (Any, None))
+        models[type] = create_model(f"{type}Params", __base__=TorchParams, __module__=__name__, **fields)
+    return models
 
 
 def sections(model: type[Section], where: str = "") -> Iterator[tuple[str, type[Section]]]:

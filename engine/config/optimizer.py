@@ -134,19 +134,16 @@ OPTIMIZERS: Final[ParamsTypes] = {
     "Lamb": LambParams,
     "Muon": MuonParams,
     "OneBitAdam": OneBitAdamParams,
-    **{
-        type: torch_params(type, names)
-        for type, names in {
-            "Adadelta": "lr rho eps weight_decay",
-            "Adagrad": "lr lr_decay weight_decay initial_accumulator_value eps",
-            "Adamax": "lr betas eps weight_decay",
-            "ASGD": "lr lambd alpha t0 weight_decay",
-            "NAdam": "lr betas eps weight_decay momentum_decay decoupled_weight_decay",
-            "RAdam": "lr betas eps weight_decay decoupled_weight_decay",
-            "RMSprop": "lr alpha eps weight_decay momentum centered",
-            "Rprop": "lr etas step_sizes",
-        }.items()
-    },
+    **torch_params(
+        Adadelta="lr rho eps weight_decay",
+        Adagrad="lr lr_decay weight_decay initial_accumulator_value eps",
+        Adamax="lr betas eps weight_decay",
+        ASGD="lr lambd alpha t0 weight_decay",
+        NAdam="lr betas eps weight_decay momentum_decay decoupled_weight_decay",
+        RAdam="lr betas eps weight_decay decoupled_weight_decay",
+        RMSprop="lr alpha eps weight_decay momentum centered",
+        Rprop="lr etas step_sizes",
+    ),
 }
 """Type, as `OptimizerConfig.type` spells it -> its parameters: DeepSpeed's, then what else of torch takes each element
 of a parameter by itself, and so can be sharded."""

@@ -119,23 +119,19 @@ SCHEDULERS: Final[ParamsTypes] = {
     "WarmupCosineLR": WarmupCosineLRParams,
     "OneCycle": OneCycleParams,
     "LRRangeTest": LRRangeTestParams,
-    **{
-        type: torch_params(type, names)
-        for type, names in {
-            "ConstantLR": "factor total_iters",
-            "CosineAnnealingLR": "T_max eta_min",
-            "CosineAnnealingWarmRestarts": "T_0 T_mult eta_min",
-            "CyclicLR": "base_lr max_lr step_size_up step_size_down mode gamma cycle_momentum"
-            " base_momentum max_momentum",
-            "ExponentialLR": "gamma",
-            "LinearLR": "start_factor end_factor total_iters",
-            "MultiStepLR": "milestones gamma",
-            "OneCycleLR": "max_lr total_steps epochs steps_per_epoch pct_start anneal_strategy cycle_momentum"
-            " base_momentum max_momentum div_factor final_div_factor three_phase",
-            "PolynomialLR": "total_iters power",
-            "StepLR": "step_size gamma",
-        }.items()
-    },
+    **torch_params(
+        ConstantLR="factor total_iters",
+        CosineAnnealingLR="T_max eta_min",
+        CosineAnnealingWarmRestarts="T_0 T_mult eta_min",
+        CyclicLR="base_lr max_lr step_size_up step_size_down mode gamma cycle_momentum base_momentum max_momentum",
+        ExponentialLR="gamma",
+        LinearLR="start_factor end_factor total_iters",
+        MultiStepLR="milestones gamma",
+        OneCycleLR="max_lr total_steps epochs steps_per_epoch pct_start anneal_strategy cycle_momentum"
+        " base_momentum max_momentum div_factor final_div_factor three_phase",
+        PolynomialLR="total_iters power",
+        StepLR="step_size gamma",
+    ),
 }
 """Type, as `SchedulerConfig.type` spells it -> its parameters: DeepSpeed's, then those of torch that JSON can write."""
 

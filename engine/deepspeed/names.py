@@ -12,6 +12,8 @@ from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Final
 
+from ..unsupported import by_name
+
 VERSION: Final = "0.19.8+dsprof"
 """DeepSpeed's, whose names these are, so that scripts may compare it; and whose the work is."""
 
@@ -219,121 +221,99 @@ _WEIGHTS: Final = (
     "engine.load_checkpoint reads a checkpoint at any number of ranks and any stage, and "
     "engine.save_16bit_model(folder) writes the weights to one file, in fp32 if there is neither fp16 nor bf16"
 )
-_MEMORY: Final = "it needs no engine: run that line without --engine dsprof"
-_CONFIG_SCHEDULE: Final = 'write "scheduler": {"type": ..., "params": {...}} in the configuration'
 _EXPERTS: Final = "experts are trained like all parameters, not spread over ranks: write the layer with torch.nn"
 _SEQUENCES: Final = "write tensor_parallel in the configuration; Ulysses is not there"
 _TENSOR_PARALLEL: Final = "tensor_parallel in the configuration shards the model's own layers: leave it out"
 
-ABSENT_MODULES: Final[Mapping[str, str]] = {
-    "deepspeed.autotuning": "try values one by one under dsprof run, which says what each of them changed",
-    **dict.fromkeys(
-        ("deepspeed.checkpoint.constants", "deepspeed.checkpoint.deepspeed_checkpoint",
-         "deepspeed.checkpoint.ds_to_universal", "deepspeed.checkpoint.reshape_utils",
-         "deepspeed.checkpoint.universal_checkpoint", "deepspeed.checkpoint.zero_checkpoint", "deepspeed.nebula",
-         "deepspeed.runtime.state_dict_factory"), _WEIGHTS,
+ABSENT_MODULES: Final = by_name({
+    "try values one by one under dsprof run, which says what each of them changed": "autotuning",
+    _WEIGHTS: (
+        "checkpoint.constants checkpoint.deepspeed_checkpoint checkpoint.ds_to_universal checkpoint.reshape_utils "
+        "checkpoint.universal_checkpoint checkpoint.zero_checkpoint nebula runtime.state_dict_factory"
     ),
-    "deepspeed.compile": "pass torch.compile(model) to deepspeed.initialize",
-    "deepspeed.runtime.compiler": "pass torch.compile(model) to deepspeed.initialize",
-    "deepspeed.compression": "quantize or prune the model itself",
-    "deepspeed.elasticity": "a checkpoint loads at any number of ranks: write the batch sizes themselves",
-    "deepspeed.env_report": "dsprof doctor ds.json checks configuration and machine",
-    "deepspeed.inference": _SERVING,
-    "deepspeed.model_implementations": _SERVING,
-    "deepspeed.runtime.hybrid_engine": _SERVING,
-    "deepspeed.io": "write zero_optimization.offload_optimizer or offload_param with a path",
-    "deepspeed.nvme": "write zero_optimization.offload_optimizer or offload_param with a path",
-    "deepspeed.ops.aio": "write zero_optimization.offload_optimizer or offload_param with a path",
-    "deepspeed.runtime.swap_tensor": "write zero_optimization.offload_optimizer or offload_param with a path",
-    "deepspeed.launcher": "dsprof run starts the ranks: dsprof run --engine dsprof --num_gpus N train.py",
-    "deepspeed.linear": _KERNELS,
-    "deepspeed.ops.fp_quantizer": _KERNELS,
-    "deepspeed.ops.quantizer": _KERNELS,
-    "deepspeed.ops.transformer": _KERNELS,
-    **dict.fromkeys(("deepspeed.module_inject.auto_tp", "deepspeed.module_inject.replace_module"), _TENSOR_PARALLEL),
-    "deepspeed.moe": _EXPERTS,
-    "deepspeed.monitor": 'write "tensorboard" or "csv_monitor" in the configuration',
-    "deepspeed.ops.op_builder": "the engine builds no kernels of DeepSpeed's: leave it out",
-    "deepspeed.ops.random_ltd": "drop tokens in the model itself",
-    "deepspeed.ops.sparse_attention": "use torch.nn.functional.scaled_dot_product_attention, or flex_attention",
-    "deepspeed.profiling": 'write "flops_profiler": {"enabled": true} in the configuration',
-    "deepspeed.runtime.activation_checkpointing.config": 'write "activation_checkpointing" in the configuration',
-    "deepspeed.runtime.bf16_optimizer": "the engine's optimizer is the one that deepspeed.initialize returns",
-    "deepspeed.runtime.fp16": "the engine's optimizer is the one that deepspeed.initialize returns",
-    "deepspeed.runtime.zero.utils": "the engine's optimizer is the one that deepspeed.initialize returns",
-    "deepspeed.runtime.data_pipeline": "let the data set or its sampler choose, and pass it as training_data=",
-    "deepspeed.runtime.domino": "write tensor_parallel in the configuration",
-    "deepspeed.runtime.tensor_parallel": "write tensor_parallel in the configuration",
-    "deepspeed.runtime.fp16.onebit": 'write "optimizer": {"type": "OneBitAdam", ...} in the configuration',
-    "deepspeed.runtime.pipe.schedule": "dsprof.engine.schedule has the schedules: make_plan and its actions",
-    "deepspeed.runtime.pipe.p2p": "the pipeline sends by itself: leave it out",
-    **dict.fromkeys(("deepspeed.runtime.sequence_parallel", "deepspeed.sequence"), _SEQUENCES),
-    "deepspeed.runtime.superoffload": "write zero_optimization.offload_optimizer",
-    "deepspeed.runtime.zenflow": "write zero_optimization.offload_optimizer",
-    "deepspeed.runtime.zero.config": "dsprof.engine.config.ZeroConfig is the section as the engine has it",
-    "deepspeed.runtime.zero.linear": "no linear layer keeps a copy of its weight here: use torch.nn.Linear",
-    "deepspeed.runtime.zero.offload_config": "write zero_optimization.offload_optimizer or offload_param",
-    **dict.fromkeys(("deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.stage_1_and_2"), _MEMORY),
-    "deepspeed.runtime.zero.tiling": "stage 3 fetches by module: split a large layer into several",
-    "deepspeed.utils.timer": "dsprof run times every phase of a step; dsprof.span(name) adds one of the script's own",
-}  # fmt: skip
-"""Module -> what to write in the place of anything that is in it or below it."""
+    "pass torch.compile(model) to deepspeed.initialize": "compile runtime.compiler",
+    "quantize or prune the model itself": "compression",
+    "a checkpoint loads at any number of ranks: write the batch sizes themselves": "elasticity",
+    "dsprof doctor ds.json checks configuration and machine": "env_report",
+    _SERVING: "inference model_implementations runtime.hybrid_engine",
+    "write zero_optimization.offload_optimizer or offload_param with a path": "io nvme ops.aio runtime.swap_tensor",
+    "dsprof run starts the ranks: dsprof run --engine dsprof --num_gpus N train.py": "launcher",
+    _KERNELS: "linear ops.fp_quantizer ops.quantizer ops.transformer",
+    _TENSOR_PARALLEL: "module_inject.auto_tp module_inject.replace_module",
+    _EXPERTS: "moe",
+    'write "tensorboard" or "csv_monitor" in the configuration': "monitor",
+    "the engine builds no kernels of DeepSpeed's: leave it out": "ops.op_builder",
+    "drop tokens in the model itself": "ops.random_ltd",
+    "use torch.nn.functional.scaled_dot_product_attention, or flex_attention": "ops.sparse_attention",
+    'write "flops_profiler": {"enabled": true} in the configuration': "profiling",
+    'write "activation_checkpointing" in the configuration': "runtime.activation_checkpointing.config",
+    "the engine's optimizer is the one that deepspeed.initialize returns": (
+        "runtime.bf16_optimizer runtime.fp16 runtime.zero.utils"
+    ),
+    "let the data set or its sampler choose, and pass it as training_data=": "runtime.data_pipeline",
+    "write tensor_parallel in the configuration": "runtime.domino runtime.tensor_parallel",
+    'write "optimizer": {"type": "OneBitAdam", ...} in the configuration': "runtime.fp16.onebit",
+    "dsprof.engine.schedule has the schedules: make_plan and its actions": "runtime.pipe.schedule",
+    "the pipeline sends by itself: leave it out": "runtime.pipe.p2p",
+    _SEQUENCES: "runtime.sequence_parallel sequence",
+    "write zero_optimization.offload_optimizer": "runtime.superoffload runtime.zenflow",
+    "dsprof.engine.config.ZeroConfig is the section as the engine has it": "runtime.zero.config",
+    "no linear layer keeps a copy of its weight here: use torch.nn.Linear": "runtime.zero.linear",
+    "write zero_optimization.offload_optimizer or offload_param": "runtime.zero.offload_config",
+    "it needs no engine: run that line without --engine dsprof": "runtime.zero.stage3 runtime.zero.stage_1_and_2",
+    "stage 3 fetches by module: split a large layer into several": "runtime.zero.tiling",
+    "dsprof run times every phase of a step; dsprof.span(name) adds one of the script's own": "utils.timer",
+})  # fmt: skip
+"""Module below `deepspeed` -> what to write in the place of anything that is in it or below it."""
 
-ABSENT_NAMES: Final[Mapping[str, str]] = {
-    "CheckpointFunction": "write deepspeed.checkpointing.checkpoint(function, *args)",
-    **dict.fromkeys(("DeepSpeedCheckpoint", "ZeROCheckpoint", "enable_universal_checkpoint"), _WEIGHTS),
-    "DeepSpeedAccelerator": "get_accelerator() has the accelerator; it cannot be replaced",
-    "DeepSpeedDataLoader": "pass training_data= to deepspeed.initialize, or a DataLoader of your own",
-    **dict.fromkeys(
-        ("DeepSpeedHybridEngine", "DeepSpeedInferenceConfig", "InferenceEngine", "default_inference_config",
-         "init_inference"), _SERVING,
+ABSENT_NAMES: Final = by_name({
+    "write deepspeed.checkpointing.checkpoint(function, *args)": "CheckpointFunction",
+    _WEIGHTS: "DeepSpeedCheckpoint ZeROCheckpoint enable_universal_checkpoint",
+    "get_accelerator() has the accelerator; it cannot be replaced": "DeepSpeedAccelerator",
+    "pass training_data= to deepspeed.initialize, or a DataLoader of your own": "DeepSpeedDataLoader",
+    _SERVING: "DeepSpeedHybridEngine DeepSpeedInferenceConfig InferenceEngine default_inference_config init_inference",
+    "the engine's optimizer is a torch.optim.Optimizer": "DeepSpeedOptimizer",
+    _KERNELS: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer replace_transformer_layer revert_transformer_layer",
+    'write "pipeline": {"schedule": "zero-bubble"} in the configuration': "DualPipeVEngine",
+    'write deepspeed.pipe.PipelineModule, and "pipeline": {"schedule": "zero-bubble"}': "DualPipeVModule",
+    "initialize makes it: engine.grid of a pipeline has its methods; of other engines, deepspeed.utils.groups": (
+        "PipelineParallelGrid"
     ),
-    "DeepSpeedOptimizer": "the engine's optimizer is a torch.optim.Optimizer",
-    "DeepSpeedTransformerConfig": _KERNELS,
-    "DeepSpeedTransformerLayer": _KERNELS,
-    "replace_transformer_layer": _KERNELS,
-    "revert_transformer_layer": _KERNELS,
-    "DualPipeVEngine": 'write "pipeline": {"schedule": "zero-bubble"} in the configuration',
-    "DualPipeVModule": 'write deepspeed.pipe.PipelineModule, and "pipeline": {"schedule": "zero-bubble"}',
-    "PipelineParallelGrid": (
-        "initialize makes it: engine.grid of a pipeline has its methods; of other engines, deepspeed.utils.groups"
+    "dsprof run times every phase of a step, and waits for no device to do so": "SynchronizedWallClockTimer",
+    "dsprof run times every step": "ThroughputTimer",
+    "stage 3 fetches by module: split a large layer into several": "TiledLinear TiledLinearReturnBias",
+    "write zero_optimization.offload_optimizer": "ZenFlowCPUAdam ZenFlowSelectiveAdamW",
+    _EXPERTS: (
+        "_create_expert_and_data_parallel _create_expert_data_and_model_parallel _get_expert_data_parallel_group "
+        "_get_expert_data_parallel_rank _get_expert_data_parallel_world_size _get_expert_parallel_group "
+        "_get_expert_parallel_rank _get_expert_parallel_world_size"
     ),
-    "SynchronizedWallClockTimer": "dsprof run times every phase of a step, and waits for no device to do so",
-    "ThroughputTimer": "dsprof run times every step",
-    "TiledLinear": "stage 3 fetches by module: split a large layer into several",
-    "TiledLinearReturnBias": "stage 3 fetches by module: split a large layer into several",
-    **dict.fromkeys(("ZenFlowCPUAdam", "ZenFlowSelectiveAdamW"), "write zero_optimization.offload_optimizer"),
-    **dict.fromkeys(
-        ("_create_expert_and_data_parallel", "_create_expert_data_and_model_parallel",
-         "_get_expert_data_parallel_group", "_get_expert_data_parallel_rank", "_get_expert_data_parallel_world_size",
-         "_get_expert_parallel_group", "_get_expert_parallel_rank", "_get_expert_parallel_world_size"), _EXPERTS,
+    _TENSOR_PARALLEL: (
+        "_create_model_parallel _init_tp_mesh_device set_tensor_model_parallel_rank "
+        "set_tensor_model_parallel_world_size"
     ),
-    "_create_model_parallel": _TENSOR_PARALLEL,
-    "_init_tp_mesh_device": _TENSOR_PARALLEL,
-    "set_tensor_model_parallel_rank": _TENSOR_PARALLEL,
-    "set_tensor_model_parallel_world_size": _TENSOR_PARALLEL,
-    "_get_sequence_parallel_group": _SEQUENCES,
-    **dict.fromkeys(("add_tuning_arguments", "get_config_from_args", "get_lr_from_config"), _CONFIG_SCHEDULE),
-    "all_gather_coalesced": "write all_gather_into_tensor for each",
-    "all_reduce_coalesced": "write all_reduce for each",
-    "clip_grad_norm_": 'write "gradient_clipping": 1.0 in the configuration',
-    "configure": 'write "comms_logger": {"enabled": true} in the configuration',
-    "create_op_builder": "the engine builds no kernels of DeepSpeed's: leave it out",
-    "get_op_builder": "the engine builds no kernels of DeepSpeed's: leave it out",
-    "dist": "write deepspeed.comm",
-    "inference_all_reduce": "write all_reduce",
-    "initialize_mesh_device": "write torch.distributed.device_mesh.init_device_mesh",
-    "instrument_w_nvtx": "write dsprof.span(name) around it",
-    "memory_status": "write deepspeed.runtime.utils.see_memory_usage(message, force=True)",
-    "partition_activations_in_checkpoint": 'write "cpu_checkpointing": true in activation_checkpointing',
-    "partition_balanced": "dsprof.engine.partition has the ways of dividing layers",
-    "partition_uniform": "dsprof.engine.partition has the ways of dividing layers",
-    "set_accelerator": "GPUs are used if torch sees any, else the CPU; CUDA_VISIBLE_DEVICES chooses",
-    "set_num_layers": "nothing outlives a backward here: leave it out",
-    "unwrap_model_for_generation": (
-        "write deepspeed.zero.GatheredParameters(engine.module.parameters()), and call engine.module in that block"
+    _SEQUENCES: "_get_sequence_parallel_group",
+    'write "scheduler": {"type": ..., "params": {...}} in the configuration': (
+        "add_tuning_arguments get_config_from_args get_lr_from_config"
     ),
-}  # fmt: skip
+    "write all_gather_into_tensor for each": "all_gather_coalesced",
+    "write all_reduce for each": "all_reduce_coalesced",
+    'write "gradient_clipping": 1.0 in the configuration': "clip_grad_norm_",
+    'write "comms_logger": {"enabled": true} in the configuration': "configure",
+    "the engine builds no kernels of DeepSpeed's: leave it out": "create_op_builder get_op_builder",
+    "write deepspeed.comm": "dist",
+    "write all_reduce": "inference_all_reduce",
+    "write torch.distributed.device_mesh.init_device_mesh": "initialize_mesh_device",
+    "write dsprof.span(name) around it": "instrument_w_nvtx",
+    "write deepspeed.runtime.utils.see_memory_usage(message, force=True)": "memory_status",
+    'write "cpu_checkpointing": true in activation_checkpointing': "partition_activations_in_checkpoint",
+    "dsprof.engine.partition has the ways of dividing layers": "partition_balanced partition_uniform",
+    "GPUs are used if torch sees any, else the CPU; CUDA_VISIBLE_DEVICES chooses": "set_accelerator",
+    "nothing outlives a backward here: leave it out": "set_num_layers",
+    "write deepspeed.zero.GatheredParameters(engine.module.parameters()), and call engine.module in that block": (
+        "unwrap_model_for_generation"
+    ),
+})  # fmt: skip
 """Name in a module -> what to write in its place."""
 
 OTHERWISE: Final = "leave it out, or run the script on DeepSpeed itself, without --engine dsprof"
@@ -342,7 +322,7 @@ OTHERWISE: Final = "leave it out, or run the script on DeepSpeed itself, without
 def refusal(name: str) -> str:
     """What is to be said to who asks for `name` (`deepspeed.moe.layer.MoE`)."""
     words = name.split(".")
-    above = [".".join(words[:count]) for count in range(len(words), 1, -1)]
+    above = [".".join(words[1:count]) for count in range(len(words), 1, -1)]
     instead = next((ABSENT_MODULES[module] for module in above if module in ABSENT_MODULES), None)
     return f"{name}: dsprof's engine, which stands in for DeepSpeed, does not have it: " + (
         instead or ABSENT_NAMES.get(words[-1]) or OTHERWISE

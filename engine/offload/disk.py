@@ -15,15 +15,14 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 from torch import Tensor
 
-from ..comm.lane import CpuLane, Label, LaneTicket
-from ..hooks import Hooks, Purpose
+from ..comm.lane import CpuLane, LaneTicket
+from ..hooks import Attributes, Hooks
 from .buffers import PAGE, aligned, as_bytes, round_up
 
 if TYPE_CHECKING:
@@ -32,15 +31,6 @@ if TYPE_CHECKING:
 
 class OffloadError(RuntimeError):
     """A folder or disk that cannot take what is offloaded to it. The text says what to change."""
-
-
-@dataclass(frozen=True, slots=True)
-class About:
-    """What is reported of a read or write: see `hooks.Span`."""
-
-    purpose: Purpose
-    module: str | None = None
-    value: float | None = None
 
 
 FIRST_NUMBER: Final = 1 << 40
@@ -59,7 +49,7 @@ class _Way:
         self._lane = CpuLane(f"nvme-{direction}", hooks, kind="copy", lane=f"io.nvme.{direction}")
         self._helpers = concurrent.futures.ThreadPoolExecutor(aio.intra_op_parallelism, f"dsprof-{direction}")
 
-    def submit(self, file: File, offset: int, memory: Tensor, about: About) -> LaneTicket:
+    def submit(self, file: File, offset: int, memory: Tensor, about: Attributes) -> LaneTicket:
         """Begin one: see `File.read` and `File.write`."""
         move, aio, helpers = self._move, self._aio, self._helpers
 
@@ -69,9 +59,8 @@ class _Way:
             except OSError as error:
                 raise file.explain(error, memory.nbytes) from error
 
-        return self._lane.submit(work, Label(
-            self._direction, about.purpose, memory.nbytes, module=about.module, value=about.value, corr=next(_numbers)
-        ))  # fmt: skip
+        attributes: Attributes = {**about, "bytes": memory.nbytes, "corr": next(_numbers)}
+        return self._lane.submit(work, self._direction, **attributes)
 
     def close(self) -> None:
         self._lane.close()
@@ -188,11 +177,11 @@ class File:
         self.size += nbytes
         return offset
 
-    def read(self, offset: int, memory: Tensor, about: About) -> LaneTicket:
+    def read(self, offset: int, memory: Tensor, about: Attributes) -> LaneTicket:
         """Begin to read to `memory`: whole, aligned pages (`buffers.aligned`), not to be touched before the end."""
         return self._disk.reads.submit(self, offset, memory, about)
 
-    def write(self, offset: int, memory: Tensor, about: About) -> LaneTicket:
+    def write(self, offset: int, memory: Tensor, about: Attributes) -> LaneTicket:
         """Begin to write `memory`: whole, aligned pages, not to be changed before the end."""
         return self._disk.writes.submit(self, offset, memory, about)
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm.lane import LaneTicket
-from ..hooks import MemoryPart, holds_memory
+from ..hooks import Attributes, MemoryPart, holds_memory
 from ..optim.build import bytes_per_element
 from ..zero.shard import ShardedParam
 from .buffers import Buffer, Pool, hollow, round_up
-from .disk import About, Disk, File, OffloadError
+from .disk import Disk, File, OffloadError
 
 if TYPE_CHECKING:
     from ..config.zero import OffloadOptimizerConfig
@@ -127,8 +127,8 @@ class _Tile:
         return place
 
     @property
-    def about(self) -> About:
-        return About("optimizer", value=float(self.number))
+    def about(self) -> Attributes:
+        return {"purpose": "optimizer", "value": float(self.number)}
 
 
 class OnDisk:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..comm.lane import LaneTicket
-from ..hooks import MemoryPart, holds_memory
+from ..hooks import Attributes, MemoryPart, holds_memory
 from ..zero.shard import ShardedParam
 from .buffers import Buffer, Pool, hollow, round_up
-from .disk import About, Disk
+from .disk import Disk
 
 if TYPE_CHECKING:
     from ..config.zero import OffloadParamConfig
@@ -177,5 +177,5 @@ def _view(buffer: Buffer, param: ShardedParam, part: _Part) -> Tensor:
     return buffer.view(0, param.shard.dtype, (part.stop - part.start,))
 
 
-def _about(param: ShardedParam) -> About:
-    return About("parameter", module=param.name)
+def _about(param: ShardedParam) -> Attributes:
+    return {"purpose": "parameter", "module": param.name}

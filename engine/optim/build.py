@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -29,12 +28,6 @@ ELEMENTWISE: Final = tuple(
 )  # fmt: skip
 """torch's optimizers that treat each element by itself, so that they can step pieces of parameters."""
 
-NAMES: Final = {
-    **{optimizer.__name__.lower(): optimizer.__name__ for optimizer in ELEMENTWISE},
-    "lion": "Lion", "lamb": "Lamb", "muon": "Muon", "onebitadam": "OneBitAdam",
-}  # fmt: skip
-"""`optimizer.type`, which may be written in any case -> the usual way."""
-
 
 def build(
     type: str,
@@ -45,41 +38,39 @@ def build(
     group: dist.ProcessGroup | None = None,
     hooks: Hooks | None = None,
 ) -> Optimizer:
-    """The optimizer `type` with the options `params` of a config, over masters or parameter groups of masters.
+    """The optimizer `type` with the options `params` of a config, which has checked them, over masters or parameter
+    groups of masters.
 
     Options of a group win over `params`. `shards` describes masters that are pieces to LAMB and Muon; `group` is the
-    data-parallel one, for OneBitAdam. Raises ValueError for a type or option that does not exist.
+    data-parallel one, for OneBitAdam. Raises ValueError for values that the optimizer cannot take.
     """
-    name = NAMES.get(type.lower())
-    if name is None:
-        known = list(NAMES.values())
-        raise ValueError(f"optimizer.type is {type!r}{_nearest(type, known)}; write one of {', '.join(known)}")
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
-    tiles = _as_groups(groups)
-    if name in ("Adam", "AdamW"):
-        return _adam(name, options, tiles)
-    if name == "Muon":
-        return _muon(options, tiles, shards, hooks)
-    if name == "OneBitAdam":
-        return _make(OneBitAdam, name, options, tiles, {"group": group, "hooks": hooks})
-    if name == "Lamb":
-        return _make(Lamb, name, options, tiles, {"shards": shards, "hooks": hooks})
-    if name == "Lion":
-        return _make(Lion, name, options, tiles, {})
-    if name == "SGD":
-        _fuse(options, tiles)
-    return _make(getattr(torch.optim, name), name, options, tiles, {})
+    options: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
+    own = _as_groups(groups)
+    if type in ("Adam", "AdamW"):
+        return _adam(options, own)
+    if type == "Muon":
+        return _muon(options, own, shards, hooks)
+    if type == "OneBitAdam":
+        return OneBitAdam(own, **options, group=group, hooks=hooks)
+    if type == "Lamb":
+        return Lamb(own, **options, shards=shards, hooks=hooks)
+    if type == "Lion":
+        return Lion(own, **options)
+    if type == "SGD":
+        _fuse(options, own)
+    optimizer: Optimizer = getattr(torch.optim, type)(own, **options)
+    return optimizer
 
 
-def _adam(name: str, options: dict[str, Any], groups: Groups) -> Optimizer:
+def _adam(options: dict[str, Any], groups: Groups) -> Optimizer:
     """torch's Adam or AdamW as DeepSpeed understands them: `Adam` is AdamW unless `adam_w_mode` is false, and weight
     decay is 0 by default.
     """
-    decoupled = options.pop("adam_w_mode", True) if name == "Adam" else True
+    adam = torch.optim.AdamW if options.pop("adam_w_mode", True) else torch.optim.Adam
     options.setdefault("weight_decay", 0.0)
     corrected = options.pop("bias_correction", True)
     _fuse(options, groups)
-    optimizer = _make(torch.optim.AdamW if decoupled else torch.optim.Adam, name, options, groups, {})
+    optimizer = adam(groups, **options)
     if not corrected:
         optimizer.register_step_pre_hook(_start_at_infinity)
     return optimizer
@@ -101,9 +92,8 @@ def _start_at_infinity(optimizer: Optimizer, *_: Any) -> None:
 
 def _muon(options: dict[str, Any], groups: Groups, shards: Shards | None, hooks: Hooks | None) -> Optimizer:
     """Every group falls into the matrices that Muon steps and the rest; `muon_lr` and `adam_lr` go before `lr`."""
-    decoupled = options.pop("adam_w_mode", True)
+    adam = torch.optim.AdamW if options.pop("adam_w_mode", True) else torch.optim.Adam
     rates = {key: options.pop(key, None) for key in ("lr", "muon_lr", "adam_lr")}
-    _check(options, [*MUON_DEFAULTS, *ADAM_DEFAULTS, "muon_lr", "adam_lr", "adam_w_mode"], "Muon")
     pieces = shards or {}
     if any(param not in pieces for group in groups for param in group["params"]):
         raise ValueError("Muon must know of every master whether it is a hidden matrix: give `shards` for all of them")
@@ -115,24 +105,7 @@ def _muon(options: dict[str, Any], groups: Groups, shards: Shards | None, hooks:
             rate = next((rates[key] for key in (own_rate, "lr") if rates[key] is not None), defaults["lr"])
             shared = {key: value for key, value in options.items() if key in defaults}
             halves.append({**shared, "lr": rate, **group, "params": params, "use_muon": use_muon})
-    adam = torch.optim.AdamW if decoupled else torch.optim.Adam
     return Muon(halves, adam, fused=_can_fuse(groups), shards=shards, hooks=hooks)
-
-
-def _make(
-    make: Callable[..., Optimizer], name: str, options: dict[str, Any], groups: Groups, context: dict[str, Any]
-) -> Optimizer:
-    _check(options, [key for key in inspect.signature(make).parameters if key not in ("params", *context)], name)
-    return make(groups, **options, **context)
-
-
-def _check(options: Mapping[str, Any], known: Sequence[str], name: str) -> None:
-    for key in options:
-        if key not in known:
-            raise ValueError(
-                f"optimizer.params.{key}: {name} has no such option{_nearest(key, known)}; "
-                f"it takes {', '.join(dict.fromkeys(known))}"
-            )
 
 
 def _fuse(options: dict[str, Any], groups: Groups) -> None:
@@ -157,11 +130,6 @@ def _as_groups(groups: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> Gro
         else:
             loose.append(item)
     return [*result, {"params": loose}] if loose else result
-
-
-def _nearest(written: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(written, list(known), 1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..hooks import Hooks
+from .tiled import collective
 
 _STRETCH: Final = 1 << 16
 
@@ -39,8 +40,7 @@ def global_norm(
     total = _sum_of_squares(grads, device)
     hooks = hooks or Hooks()
     for group in groups:
-        about = {"purpose": "norm", "bytes": total.nbytes, "dtype": "float64", "group": group.group_name}
-        with hooks.span("comm", "all_reduce", **about):
+        with collective(hooks, "all_reduce", "norm", total, group):
             work = dist.all_reduce(total, group=group, async_op=wait is not None)
             if wait is not None and work is not None:
                 wait(work, group)

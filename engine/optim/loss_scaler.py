@@ -21,9 +21,7 @@ DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfl
 
 
 def model_dtype(*, fp16: bool, bf16: bool) -> torch.dtype | None:
-    """What the model's floating-point parameters are cast to; None leaves each as it is. Raises ValueError for both."""
-    if fp16 and bf16:
-        raise ValueError("fp16.enabled and bf16.enabled are both true; write true for one of them")
+    """What the model's floating-point parameters are cast to; None leaves each as it is."""
     return torch.float16 if fp16 else torch.bfloat16 if bf16 else None
 
 
@@ -43,8 +41,6 @@ class LossScaler:
     dynamic = False
 
     def __init__(self, scale: float = 1.0) -> None:
-        if not (scale > 0 and math.isfinite(scale)):
-            raise ValueError(f"fp16.loss_scale is {scale}; write a positive number, or 0 for a dynamic scale")
         self.scale = scale
         """What the loss is multiplied by."""
 
@@ -78,12 +74,6 @@ class DynamicLossScaler(LossScaler):
         consecutive_hysteresis: bool = False,
         min_scale: float = 1.0,
     ) -> None:
-        if window <= 0:
-            raise ValueError(f"fp16.loss_scale_window is {window}; it must be above 0")
-        if hysteresis < 1:
-            raise ValueError(f"fp16.hysteresis is {hysteresis}; it must be at least 1")
-        if not min_scale > 0:
-            raise ValueError(f"fp16.min_loss_scale is {min_scale}; it must be above 0")
         super().__init__(2.0**initial_scale_power)
         self.window = window
         self.hysteresis = hysteresis

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ..hooks import Hooks
 from .shard import Shard, Shards, whole
-from .tiled import Tile, TiledOptimizer
+from .tiled import Tile, TiledOptimizer, collective
 
 MUON_DEFAULTS: Final = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
 ADAM_DEFAULTS: Final = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
@@ -138,8 +138,7 @@ class Muon(TiledOptimizer):
         """Send rank r parts of `sizes[r]` elements of `sent`; the parts of `expected[r]` elements that it sends."""
         incoming = [sum(parts) for parts in expected]
         got = sent.new_empty(sum(incoming))
-        about = {"purpose": "optimizer", "bytes": max(sent.nbytes, got.nbytes), "dtype": "bfloat16"}
-        with self._hooks.span("comm", "all_to_all", group=group.group_name, **about):
+        with collective(self._hooks, "all_to_all", "optimizer", max(sent, got, key=len), group):
             # As bytes: not every backend takes bf16.
             dist.all_to_all_single(
                 got.view(torch.uint8), sent.view(torch.uint8),

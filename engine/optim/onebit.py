@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ..hooks import Hooks
-from .tiled import Tile, TiledOptimizer
+from .tiled import Tile, TiledOptimizer, collective
 
 _BITS = 8
 _SCALE_BYTES = 4
@@ -52,8 +52,6 @@ class OneBitAdam(TiledOptimizer):
         group: dist.ProcessGroup | None = None,
         hooks: Hooks | None = None,
     ) -> None:
-        if freeze_step < 1:
-            raise ValueError(f"optimizer.params.freeze_step is {freeze_step}; the variance needs at least 1 step")
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "freeze_step": freeze_step,
             "bias_correction": bias_correction, "training_steps": 0,
@@ -165,8 +163,7 @@ def compressed_mean_(
     _from_rows(wanted, widths, worker_errors)
 
     received = torch.empty_like(message)
-    about = {"purpose": "gradient", "bytes": message.nbytes, "dtype": "uint8", "group": group.group_name}
-    with hooks.span("comm", "all_to_all", **about):
+    with collective(hooks, "all_to_all", "gradient", message, group):
         dist.all_to_all_single(received, message, group=group)
 
     mean = decode(received, widths, wanted.dtype).mean(0, keepdim=True)
@@ -177,7 +174,7 @@ def compressed_mean_(
     for error, lost in zip(server_errors, torch.split(mean[0, : sum(widths)], widths), strict=True):
         error.copy_(lost)
 
-    with hooks.span("comm", "all_gather", **about):
+    with collective(hooks, "all_gather", "gradient", message, group):
         dist.all_gather(list(received.unbind()), answer[0], group=group)
     _from_rows(decode(received, widths, wanted.dtype).mul_(alive), widths, values)
 

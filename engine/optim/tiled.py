@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ..hooks import Hooks
+from ..hooks import Hooks, Purpose
 from .shard import Shards
+
+
+def collective(
+    hooks: Hooks, name: str, purpose: Purpose, payload: Tensor, group: dist.ProcessGroup
+) -> AbstractContextManager[None]:
+    """The span around a collective that runs here and now, on no lane. `payload` is the larger of what goes and
+    comes."""
+    dtype = str(payload.dtype).removeprefix("torch.")
+    return hooks.span("comm", name, purpose=purpose, bytes=payload.nbytes, dtype=dtype, group=group.group_name)
 
 
 class Tile(NamedTuple):
@@ -175,8 +185,7 @@ class Lamb(TiledOptimizer):
                 by_group.setdefault(shard.group, []).append(at)
         for group, columns in by_group.items():
             sums = squares[:, columns]
-            about = {"purpose": "optimizer", "bytes": sums.nbytes, "dtype": "float64", "group": group.group_name}
-            with self._hooks.span("comm", "all_reduce", **about):
+            with collective(self._hooks, "all_reduce", "optimizer", sums, group):
                 dist.all_reduce(sums, group=group)
             squares[:, columns] = sums
         return squares.sqrt_()

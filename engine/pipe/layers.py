@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..comm.consensus import first_difference
+from ..config.keys import nearest
 from .p2p import PipelineError
 
 TIED: Final = "tied_modules"
@@ -184,8 +185,8 @@ def of_model(model: nn.Module, names: Iterable[Any]) -> list[PipelineLayer]:
     layers: list[PipelineLayer] = []
     for name in names:
         if name not in modules:
-            near = difflib.get_close_matches(str(name), modules, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = nearest(str(name), modules)
+            hint = f"; did you mean {near}?" if near else ""
             raise ValueError(f"PipelineModule: the model has no module {name!r}{hint}")
         module = modules[name]
         inner = _children(module) if _is_list(module) else []
@@ -222,27 +223,20 @@ def shared_parameters(
 
 def described(layers: Sequence[PipelineLayer], shared: Mapping[str, Any]) -> dict[str, Any]:
     """The layers, each in words, and which parameters several of them share, for `check_agreement`."""
-    lines = [f"{each.name} ({each.kind}{'' if each.key is None else f', tied as {each.key!r}'})" for each in layers]
-    return {"layers": lines, "shared parameters": {name: list(where) for name, (_, where) in shared.items()}}
+    return {
+        "number of layers": len(layers),
+        **{
+            f"layer {number}": f"{each.name} ({each.kind}{'' if each.key is None else f', tied as {each.key!r}'})"
+            for number, each in enumerate(layers)
+        },
+        "shared parameters": {name: list(where) for name, (_, where) in shared.items()},
+    }
 
 
-def check_agreement(said: Sequence[Mapping[str, Any]]) -> None:
-    """Raise PipelineError if one of the ranks, all of which have said what they ask for, says otherwise than rank 0;
-    name the first that does, and what it says."""
-    for rank, other in enumerate(said):
-        for what in dict.fromkeys([*said[0], *other]):
-            one, two = said[0].get(what), other.get(what)
-            if one != two:
-                raise PipelineError(
-                    f"the ranks of the job have different pipelines: {_difference(what, one, two, rank)}; give all "
-                    "ranks the same"
-                )
-
-
-def _difference(what: str, one: Any, two: Any, rank: int) -> str:
-    """What rank 0 says and what `rank` does, in words; of lists of layers the first that differs."""
-    if what == "layers" and one is not None and two is not None:
-        if len(one) != len(two):
-            return f"layers: rank {rank} has {len(two)} of them, and rank 0 has {len(one)}"
-        one, two = next((mine, other) for mine, other in zip(one, two, strict=True) if mine != other)
-    return f"{what}: rank {rank} has {two}, and rank 0 has {one}"
+def check_agreement(mine: Mapping[str, Any]) -> None:
+    """Raise PipelineError on all ranks of the job unless all ask for the same; name the first that they do not."""
+    found = first_difference(mine)
+    if found is not None:
+        raise PipelineError(
+            f"the ranks of the job have different pipelines: {found.key}: {found.listed()}; give all ranks the same"
+        )

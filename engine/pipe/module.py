@@ -16,7 +16,7 @@ from ..comm.consensus import gather_objects
 from ..comm.launch import init_distributed
 from ..hooks import Hooks
 from ..partition import partition, read_costs
-from .deepspeed_names import UNSUPPORTED
+from ..unsupported import PIPELINE_MODULE
 from .layers import (
     TIED,
     LayerSpec,
@@ -169,28 +169,25 @@ class PipelineModule(nn.Module):
         Raises what failed here, and PipelineError, with what was said there, where it did not, and if the ranks'
         layers or what they ask for differ."""
         method_asked = self.partition_method if method is None else method
-        said = gather_objects((
-            {
-                "stages": num_stages,
-                "virtual_stages": virtual_stages or self.placement.virtual_stages,
-                "partition_method": method_asked if isinstance(method_asked, str) else list(method_asked),
-                **described(self._layers, self._shared),
-            },
-            self._costs if costs is None else costs,
-        ))  # fmt: skip
-        check_agreement([asked for asked, _ in said])
+        check_agreement({
+            "stages": num_stages,
+            "virtual_stages": virtual_stages or self.placement.virtual_stages,
+            "partition_method": method_asked if isinstance(method_asked, str) else list(method_asked),
+            **described(self._layers, self._shared),
+        })  # fmt: skip
+        costs = gather_objects(self._costs if costs is None else costs)[0]
         failed: Exception | None = None
         try:
-            self.arrange(num_stages, rank, virtual_stages, method, said[0][1])
+            self.arrange(num_stages, rank, virtual_stages, method, costs)
         except Exception as error:
             failed = error
-        outcomes = gather_objects((None if failed is None else str(failed), self.placement.bounds))
+        reasons = gather_objects(None if failed is None else str(failed))
         if failed is not None:
             raise failed
-        for number, (text, _) in enumerate(outcomes):
+        for number, text in enumerate(reasons):
             if text is not None:
                 raise PipelineError(f"PipelineModule: rank {number} has no layers: {text}")
-        check_agreement([{"bounds": bounds} for _, bounds in outcomes])
+        check_agreement({"bounds": self.placement.bounds})
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Layers between two activation checkpoints from now on; 0 keeps all activations."""
@@ -304,9 +301,9 @@ class PipelineModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name not in UNSUPPORTED:
+            if name not in PIPELINE_MODULE:
                 raise
-        raise AttributeError(f"PipelineModule.{name}: dsprof's engine does not have it: {UNSUPPORTED[name]}")
+        raise AttributeError(f"PipelineModule.{name}: dsprof's engine does not have it: {PIPELINE_MODULE[name]}")
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *NAMES})  # type: ignore[no-untyped-call]

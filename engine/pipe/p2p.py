@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm.comm import close_group, open_group, open_host_group
-from ..comm.lane import Label, Lane, Ticket, open_lane
+from ..comm.lane import Lane, Ticket, open_lane
 from ..comm.mesh import Mesh
-from ..hooks import Hooks, Place
+from ..hooks import Attributes, Hooks, Position
 from . import treespec
 from .treespec import SEVERAL, SINGLE
 
@@ -119,7 +119,7 @@ class Link:
         self._out, self._in = make_lane(f"pipe.send_{name}"), make_lane(f"pipe.recv_{name}")
         self._sent = self._received = 0
 
-    def send(self, message: Message, at: Place) -> Ticket:
+    def send(self, message: Message, at: Position) -> Ticket:
         """Start sending. The tensors must not be written to before the ticket is done."""
         tensors = [tensor.detach().contiguous() for tensor in message.tensors]
 
@@ -128,9 +128,9 @@ class Link:
             _wait([dist.isend(_bytes(t), group=self.group, group_dst=self._to) for t in tensors if t.numel()])
             _wait(heads)
 
-        return self._out.submit(work, self._label("send", self._to, message, at))
+        return self._out.submit(work, "send", at, **self._attributes("send", self._to, message))
 
-    def receive(self, at: Place) -> Arrival:
+    def receive(self, at: Position) -> Arrival:
         """Have the next message received as soon as it is there."""
         box: list[Message] = []
 
@@ -155,9 +155,9 @@ class Link:
                 )
             box.append(message)
 
-        return Arrival(self._in.submit(work, self._label("recv", self._from, None, at)), box)
+        return Arrival(self._in.submit(work, "recv", at, **self._attributes("recv", self._from)), box)
 
-    def fail(self, reason: str, at: Place) -> Ticket:
+    def fail(self, reason: str, at: Position) -> Ticket:
         """In the place of the next message: say that no more will come in this step."""
         text = _text(reason)
 
@@ -166,7 +166,7 @@ class Link:
             head[0], head[1] = FAILED, text.numel()
             _wait(self._post([head, text]))
 
-        return self._out.submit(work, self._label("send", self._to, None, at))
+        return self._out.submit(work, "send", at, **self._attributes("send", self._to))
 
     def begin(self) -> None:
         """A new step: messages come again, whatever became of the last."""
@@ -207,16 +207,17 @@ class Link:
         self._posted += [(work, part) for work, part in zip(works, parts, strict=True) if work is not None]
         return []
 
-    def _label(self, name: str, peer: int, message: Message | None, at: Place) -> Label:
+    def _attributes(self, name: str, peer: int, message: Message | None = None) -> Attributes:
         if name == "send":
             seq, self._sent = self._sent, self._sent + 1
         else:
             seq, self._received = self._received, self._received + 1
-        return Label(
-            name, "pipeline", -1 if message is None else message.nbytes,
-            str(message.tensors[0].dtype).removeprefix("torch.") if message is not None and message.tensors else None,
-            None, self.group.group_name, seq, peer, at,
-        )  # fmt: skip
+        tensors = [] if message is None else message.tensors
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else None
+        return {
+            "purpose": "pipeline", "bytes": -1 if message is None else message.nbytes, "dtype": dtype,
+            "group": self.group.group_name, "seq": seq, "peer": peer,
+        }  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -272,7 +273,7 @@ def _text(text: str) -> Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def _heads(message: Message, at: Place) -> list[Tensor]:
+def _heads(message: Message, at: Position) -> list[Tensor]:
     """The head, and if the form is not a plain one its text, whose length the head has."""
     more = [] if message.form in PLAIN else [_text(message.form)]
     kind = len(PLAIN) + more[0].numel() if more else PLAIN.index(message.form)

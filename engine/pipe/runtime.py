@@ -274,7 +274,7 @@ class _Step:
             return
         self._sends[way] += 1
         self._sent = [ticket for ticket in self._sent if not ticket.done]
-        self._sent.append(link.send(message, self._hooks.place))
+        self._sent.append(link.send(message, self._hooks.position))
 
     def _take(self, way: Way, stage: int, microbatch: int) -> Message:
         key = (way, stage, microbatch)
@@ -297,7 +297,7 @@ class _Step:
             return False
         link = self._runner._link(way, stage + (-1 if way == "F" else 1))
         assert link is not None
-        step, _, _ = self._hooks.place
+        step, _, _ = self._hooks.position
         self._arrivals[way, stage, microbatch] = link.receive((step, microbatch, stage))
         return True
 
@@ -321,7 +321,7 @@ class _Step:
             senders = [a.stage for a in self._actions if a.op == way and 0 <= a.stage + ahead <= self._last_stage]
             links = [link for stage in senders if (link := self._runner._link(way, stage)) is not None]
             for link in links[self._sends[way] :][:1]:
-                self._sent.append(link.fail(reason, self._hooks.place))
+                self._sent.append(link.fail(reason, self._hooks.position))
 
     def drain(self, deadline: float | None) -> None:
         """Receive what is still sent to this rank, to no purpose: its senders would wait for ever otherwise.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
@@ -10,6 +9,7 @@ from typing import Any, Final, Literal, get_args
 from torch import nn
 
 from ..activation_checkpoint.policies import fits
+from ..config.keys import nearest
 from ..tensor.layers import Layer, layers_of
 from .dependence import Bands, Share
 
@@ -59,8 +59,8 @@ def wanted_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Wanted
         style = _style(pattern, said)
         named = [name for name in modules if fits(name, pattern)]
         if not named:
-            near = difflib.get_close_matches(pattern, [name for name in modules if name], n=1, cutoff=0.3)
-            hint = f"did you mean {near[0]!r}?" if near else f"its parts are {[n for n, _ in model.named_children()]}"
+            near = nearest(pattern, modules, above=0.3)
+            hint = f"did you mean {near!r}?" if near else f"its parts are {[n for n, _ in model.named_children()]}"
             raise PlanError(f"tensor parallel plan: the model has no module {pattern!r}; {hint}")
         for name in named:
             inside = {layer for layer in layers if layer == name or layer.startswith(f"{name}.") or not name}
@@ -121,10 +121,10 @@ def _style(pattern: str, said: Any) -> Wanted:
         return said  # type: ignore[no-any-return]
     if said in HUGGING_FACE:
         return HUGGING_FACE[said]
-    near = difflib.get_close_matches(str(said), [*known, *HUGGING_FACE], n=1)
+    near = nearest(str(said), [*known, *HUGGING_FACE])
     raise PlanError(
         f"tensor parallel plan: {pattern!r} is {said!r}, which is no style"
-        f"{f'; did you mean {near[0]!r}?' if near else ''}; there are {', '.join(known)}"
+        f"{f'; did you mean {near!r}?' if near else ''}; there are {', '.join(known)}"
     )
 
 

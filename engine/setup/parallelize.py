@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from typing import Any
 
@@ -13,6 +12,7 @@ from ..activation_checkpoint.policies import fits
 from ..comm.consensus import gather_objects
 from ..comm.mesh import Mesh, Parallel
 from ..config import Config, ConfigError
+from ..config.keys import nearest
 from ..pipe.layers import check_agreement
 from ..pipe.module import PipelineModule
 from ..tensor.rng import same_random_numbers
@@ -31,10 +31,12 @@ def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
         return
     given = {key: getattr(pipeline, key) for key in pipeline.model_fields_set}
     # Their values agree (`check_same_config`); that a rank gives one, and another leaves it to the model, is no value.
-    check_agreement(gather_objects({
-        **{f"pipeline.{key}": given.get(key) for key in ("virtual_stages", "partition_method")},
-        "pipeline.layer_costs": "a file" if pipeline.layer_costs is not None else None,
-    }))  # fmt: skip
+    check_agreement(
+        {
+            **{f"pipeline.{key}": given.get(key) for key in ("virtual_stages", "partition_method")},
+            "pipeline.layer_costs": "a file" if pipeline.layer_costs is not None else None,
+        }
+    )
     virtual, method = given.get("virtual_stages"), given.get("partition_method")
     model.activation_checkpoint_interval = given.get(
         "activation_checkpoint_interval", model.activation_checkpoint_interval
@@ -106,7 +108,7 @@ def _here(plan: dict[str, str], model: nn.Module, parallel: Parallel) -> dict[st
     names = dict.fromkeys(name for stage in gather_objects(mine, parallel.everyone) for name in stage)
     for pattern in plan:
         if not any(fits(name, pattern) for name in names):
-            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = nearest(pattern, names, above=0.3)
+            hint = f"; did you mean {near}?" if near else ""
             raise ConfigError([f"tensor_parallel.plan: no stage has a module {pattern!r}{hint}"])
     return {pattern: style for pattern, style in plan.items() if any(fits(name, pattern) for name in mine)}

@@ -3,16 +3,14 @@ same weights."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from ..comm.consensus import gather_objects
+from ..comm.consensus import first_difference
 from ..comm.mesh import Parallel
 from ..config import Config
 
@@ -33,18 +31,12 @@ OF_A_RANK: Final[Any] = {
 
 def check_same_config(config: Config) -> None:
     """Raise ValueError on all ranks of the job if they do not train by the same configuration. On all ranks."""
-    mine = _flat(config.model_dump(mode="json", exclude=OF_A_RANK))
-    digest = hashlib.blake2b(json.dumps(mine).encode(), digest_size=8).digest()
-    if len(set(gather_objects(digest))) == 1:
-        return
-    every = gather_objects(mine)
-    key = next(key for one in every for key in one if len({json.dumps(of_rank.get(key)) for of_rank in every}) > 1)
-    values = [of_rank.get(key) for of_rank in every]
-    other = next(rank for rank, value in enumerate(values) if value != values[0])
-    raise ValueError(
-        f"initialize: the ranks have different configurations, first in {key}: {json.dumps(values[0])} on rank 0, "
-        f"{json.dumps(values[other])} on rank {other}: pass the same one on every rank"
-    )
+    found = first_difference(_flat(config.model_dump(mode="json", exclude=OF_A_RANK)))
+    if found is not None:
+        raise ValueError(
+            f"initialize: the ranks have different configurations, first in {found.key}: {found.listed(json.dumps)}: "
+            "pass the same one on every rank"
+        )
 
 
 def _flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -62,24 +54,15 @@ def check_same_model(model: nn.Module, parallel: Parallel, names: Mapping[nn.Par
     Before layers are sharded over tensor-parallel ranks; on all ranks. Where they agree, 8 bytes of each are sent.
     `names` are those of the parameters in the whole model, where this is a part of it.
     """
-    everyone = parallel.everyone
-    if everyone.group is None:
-        return
-    mine = _described(model, names)
-    digest = hashlib.blake2b("\n".join(mine).encode(), digest_size=8).digest()
-    said, stages = gather_objects(digest, everyone), parallel.mesh.sets("dp", "tp")
-    if all(len({said[rank] for rank in ranks}) == 1 for ranks in stages):
-        return
-    everybody = gather_objects(mine, everyone)
-    for stage, ranks in enumerate(stages):
-        found = _first_difference(ranks, [everybody[rank] for rank in ranks])
-        if found:
-            where = f" on the pipeline stage {stage}" if parallel.mesh.pp > 1 else ""
-            raise ValueError(
-                f"initialize: the ranks have different models{where}, first where {found}: build the same one on every "
-                "rank, from the same arguments, with the same parameters frozen"
-            )
-    raise AssertionError("equal descriptions have equal digests")
+    mesh, lines = parallel.mesh, dict(enumerate(_described(model, names)))
+    found = first_difference(lines, parallel.everyone, mesh.sets("dp", "tp"))
+    if found is not None:
+        where = f" on the pipeline stage {min(found.said) // (mesh.dp * mesh.tp)}" if mesh.pp > 1 else ""
+        raise ValueError(
+            f"initialize: the ranks have different models{where}, first where "
+            f"{found.listed(lambda line: line or 'nothing')}: build the same one on every rank, from the same "
+            "arguments, with the same parameters frozen"
+        )
 
 
 @torch.no_grad()
@@ -102,15 +85,3 @@ def _described(model: nn.Module, names: Mapping[nn.Parameter, str] | None) -> li
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _first_difference(ranks: Sequence[int], descriptions: Sequence[list[str]]) -> str:
-    """Where the descriptions part, in words; empty if they do not."""
-    for lines in zip_longest(*descriptions, fillvalue="nothing"):
-        if len(set(lines)) > 1:
-            having = {line: [rank for rank, other in zip(ranks, lines, strict=True) if other == line] for line in lines}
-            return ", and ".join(
-                f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))} ha{'ve' if len(who) > 1 else 's'} {line}"
-                for line, who in having.items()
-            )
-    return ""

@@ -7,5 +7,4 @@ optimizer_step   norm, overflow, clipping, update, and the new weights to where 
 metrics          what is reported after a step
 deepspeed_api    DeepSpeed's names, in tables
 settings         the same of the configuration
-unsupported      DeepSpeed's names that are not there, and what to write instead
 """

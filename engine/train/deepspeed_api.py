@@ -18,16 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from .. import checkpoint
+from .. import checkpoint, unsupported
 from ..data import WORKERS, ShardedLoader
-from ..pipe.deepspeed_names import UNSUPPORTED as UNSUPPORTED_OF_MODULE
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import PipelineError
 from ..pipe.placement import Placement
 from ..training import Training
 from ..zero import GatheredParameters
 from .settings import SETTINGS, communication_dtype, documented
-from .unsupported import IN_PIPELINES, UNSUPPORTED
 
 
 @dataclass(frozen=True)
@@ -225,7 +223,7 @@ _METHODS: Final[Mapping[str, Callable[..., Any]]] = {
     "_consolidated_16bit_state_dict": _consolidated,
 }
 
-ENGINE: Final = Names(_ATTRIBUTES, _METHODS, UNSUPPORTED)
+ENGINE: Final = Names(_ATTRIBUTES, _METHODS, unsupported.ENGINE)
 
 
 # --- pipelines
@@ -290,5 +288,5 @@ PIPELINE_ENGINE: Final = Names(
             'and 1; leave it out, and write "gradient_accumulation_steps" in the configuration'
         ),
     },
-    unsupported={**UNSUPPORTED, **IN_PIPELINES, **UNSUPPORTED_OF_MODULE},
+    unsupported={**unsupported.ENGINE, **unsupported.PIPELINE_ENGINE, **unsupported.PIPELINE_MODULE},
 )

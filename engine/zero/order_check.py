@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
 from typing import Final
 from zlib import crc32
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.comm import Comm, Content
-from ..comm.consensus import gather_objects
+from ..comm.consensus import difference, gather_objects
 
 NOTHING: Final = Content(0, ("nothing",))
 
@@ -37,20 +36,19 @@ class OrderCheck:
         rows[everyone.rank] = torch.tensor(mine, device=everyone.device)
         everyone.all_gather(rows, "parameter").wait()
         found = [tuple(row) for row in rows.tolist()]
-        if len(set(found)) == len({first for first, _ in found}):
+        firsts = {first for first, _ in found}
+        if len(set(found)) == len(firsts):
             return
-        everybody = gather_objects((mine[0], contents), everyone)
-        for rank, (first, theirs) in enumerate(everybody):
-            for here, there in zip_longest(everybody[first][1], theirs, fillvalue=NOTHING):
-                if here.tag != there.tag:
-                    raise RuntimeError(
-                        "ZeRO stage 3: the ranks ran different modules in this step, and what they gathered for each "
-                        f"other is mixed up, first where rank {first} wanted {', '.join(here.names[:4])}, and rank "
-                        f"{rank} {', '.join(there.names[:4])}. All must run the same modules in the same order: where "
-                        "the data decide, run the branch on all ranks (times 0 where it is not wanted), or write a "
-                        "lower stage. The weights are those before this step"
-                    )
-        raise AssertionError("equal contents have equal digests")
+        sets = [[rank for rank, (first, _) in enumerate(found) if first == each] for each in sorted(firsts)]
+        mixed = difference(gather_objects(dict(enumerate(contents)), everyone), sets)
+        assert mixed is not None  # equal contents have equal digests
+        wanted = mixed.listed(lambda content: ", ".join((content or NOTHING).names[:4]), ("wanted", "wanted"))
+        raise RuntimeError(
+            "ZeRO stage 3: the ranks ran different modules in this step, and what they gathered for each other is "
+            f"mixed up, first where {wanted}. All must run the same modules in the same order: where the data decide, "
+            "run the branch on all ranks (times 0 where it is not wanted), or write a lower stage. The weights are "
+            "those before this step"
+        )
 
     @property
     def _first_rank(self) -> int:

@@ -16,8 +16,8 @@ import pytest
 import torch
 from spans import recorded
 
-from dsprof.engine.comm.lane import CudaLane, Label
-from dsprof.engine.hooks import FAILURES, Hooks, Span
+from dsprof.engine.comm.lane import CudaLane
+from dsprof.engine.hooks import FAILURES, Attributes, Hooks, Span
 from dsprof.engine.monitors.comms_logger import CommsLogger, LoggedMessage
 from dsprof.engine.monitors.wall_clock import CudaTimer, WallClock, timer_for
 from dsprof.engine.zero.shard import ShardedParam
@@ -109,8 +109,8 @@ def comms(spans: list[Span]) -> list[tuple[float, float, int]]:
     return [(s.start_ns / 1e6, (s.end_ns or 0) / 1e6, s.bytes or 0) for s in spans if s.kind == "comm"]
 
 
-def label(size: int = 8) -> Label:
-    return Label("all_reduce", "gradient", size, group="dp", seq=0)
+def about(size: int = 8) -> Attributes:
+    return {"purpose": "gradient", "bytes": size, "group": "dp", "seq": 0}
 
 
 def test_a_lane_waits_for_the_computation_and_runs_beside_it(device: Device, hooks: Hooks) -> None:
@@ -118,9 +118,9 @@ def test_a_lane_waits_for_the_computation_and_runs_beside_it(device: Device, hoo
         lane = CudaLane("gradients", hooks)
         computing = device.current
         computing.run(10)
-        first = lane.submit(lambda: device.current.run(5), label(8))
+        first = lane.submit(lambda: device.current.run(5), "all_reduce", **about(8))
         computing.run(2)
-        second = lane.submit(lambda: device.current.run(4), label(16))
+        second = lane.submit(lambda: device.current.run(4), "all_reduce", **about(16))
         assert (computing.at, device.host) == (12, 0)  # neither the host nor the computation has waited
         assert not first.done
         lane.poll()
@@ -139,9 +139,9 @@ def test_a_lane_waits_for_the_computation_and_runs_beside_it(device: Device, hoo
 
 def test_communications_from_before_anybody_listened_are_passed_over(device: Device, hooks: Hooks) -> None:
     lane = CudaLane("gradients", hooks)
-    ticket = lane.submit(lambda: device.current.run(5), label())
+    ticket = lane.submit(lambda: device.current.run(5), "all_reduce", **about())
     with recorded(hooks) as spans:  # from now on
-        lane.submit(lambda: device.current.run(3), label(16))
+        lane.submit(lambda: device.current.run(3), "all_reduce", **about(16))
         lane.close()
         assert comms(spans) == [(5, 8, 16)]
         assert ticket.done
@@ -153,7 +153,7 @@ def test_times_are_as_exact_after_a_day(device: Device, hooks: Hooks) -> None:
         lane = CudaLane("gradients", hooks)
         for _ in range(24 * 60):
             device.current.run(60_000)
-            lane.submit(lambda: device.current.run(0.125), label()).wait()
+            lane.submit(lambda: device.current.run(0.125), "all_reduce", **about()).wait()
             device.host = device.current.at
             lane.poll()
         start, end, _ = comms(spans)[-1]
@@ -166,7 +166,7 @@ def test_memory_is_kept_until_its_communication_is_waited_for(device: Device, ho
 
     def send() -> tuple[Any, weakref.ref[torch.Tensor]]:
         sent = torch.ones(2)
-        return lane.submit(lambda: sent.sum(), label()), weakref.ref(sent)
+        return lane.submit(lambda: sent.sum(), "all_reduce", **about()), weakref.ref(sent)
 
     ticket, memory = send()
     gc.collect()

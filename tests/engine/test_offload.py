@@ -32,10 +32,10 @@ from dsprof.engine.comm.comm import open_comm
 from dsprof.engine.comm.lane import CpuLane
 from dsprof.engine.config import load
 from dsprof.engine.config.zero import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
-from dsprof.engine.hooks import Hooks, Span
+from dsprof.engine.hooks import Attributes, Hooks, Span
 from dsprof.engine.offload import Offload, OffloadError, open_offload
 from dsprof.engine.offload.buffers import PAGE, Pool, aligned, as_bytes, hollow
-from dsprof.engine.offload.disk import About, Disk
+from dsprof.engine.offload.disk import Disk
 from dsprof.engine.offload.optimizer import InMemory, OnDisk
 from dsprof.engine.offload.params import PieceFile
 from dsprof.engine.optim import build as build_optimizer
@@ -45,7 +45,7 @@ from dsprof.engine.zero.settings import FetchSettings
 from dsprof.engine.zero.shard import Partition, ShardedParam
 
 CPU = torch.device("cpu")
-ABOUT = About("other")
+ABOUT: Attributes = {"purpose": "other"}
 
 torch.set_num_threads(1)
 
@@ -106,8 +106,8 @@ def test_room_is_taken_at_once_and_no_file_is_left(tmp_path: Path) -> None:
 def test_transfers_are_told_of(tmp_path: Path, spans: list[Span]) -> None:
     with disk(tmp_path) as opened:
         file = opened.open("a test")
-        file.write(file.allocate(5000), numbers(5000), About("optimizer", value=3.0)).wait()
-        file.read(0, aligned(5000), About("parameter", "blocks.1.weight")).wait()
+        file.write(file.allocate(5000), numbers(5000), {"purpose": "optimizer", "value": 3.0}).wait()
+        file.read(0, aligned(5000), {"purpose": "parameter", "module": "blocks.1.weight"}).wait()
     wrote, read = named(spans, "copy", "write") + named(spans, "copy", "read")
     assert (wrote.lane, wrote.bytes, wrote.purpose, wrote.value) == ("io.nvme.write", 8192, "optimizer", 3.0)
     assert (read.lane, read.bytes, read.purpose, read.module) == ("io.nvme.read", 8192, "parameter", "blocks.1.weight")

@@ -166,11 +166,11 @@ def test_ranks_with_different_pipelines_are_told_so_on_all(ranks: Ranks) -> None
     assert first == [
         f"the ranks of the job have different pipelines: {what}; give all ranks the same"
         for what in (
-            "partition_method: rank 1 has [0, 1, 4], and rank 0 has [0, 3, 4]",
-            "layers: rank 1 has 5 of them, and rank 0 has 4",
-            "layers: rank 1 has 4 (Tanh), and rank 0 has 4 (ReLU)",
-            "layers: rank 1 has 2 (Linear, tied as 'last'), and rank 0 has 2 (Linear, tied as 'first')",
-            "bounds: rank 1 has [0, 1, 6], and rank 0 has [0, 3, 6]",
+            "partition_method: rank 0 has [0, 3, 4], and rank 1 has [0, 1, 4]",
+            "number of layers: rank 0 has 4, and rank 1 has 5",
+            "layer 4: rank 0 has 4 (ReLU), and rank 1 has 4 (Tanh)",
+            "layer 2: rank 0 has 2 (Linear, tied as 'first'), and rank 1 has 2 (Linear, tied as 'last')",
+            "bounds: rank 0 has [0, 3, 6], and rank 1 has [0, 1, 6]",
         )
     ]
 

@@ -43,8 +43,8 @@ def different_configurations(rank: int) -> list[str]:
 def test_ranks_with_different_configurations_are_told_at_once(ranks: Ranks) -> None:
     """But for what each rank reports."""
     expected = [
-        f"initialize: the ranks have different configurations, first in {key}: {first} on rank 0, {second} on rank 1: "
-        "pass the same one on every rank"
+        f"initialize: the ranks have different configurations, first in {key}: rank 0 has {first}, and rank 1 has "
+        f"{second}: pass the same one on every rank"
         for key, first, second in (
             ("zero_optimization.stage", 0, 2), ("gradient_clipping", 0.5, 1.5),
             ("train_batch_size", 12, 16), ("pipeline.schedule", '"1f1b"', '"gpipe"'),
@@ -229,7 +229,7 @@ def test_what_broadcasts_mix_does_not_reach_the_weights(ranks: Ranks) -> None:
     """They have no tags."""
     found = ranks.run(2, branches, [["left"], ["right"]], {"allgather_partitions": False}, [])
     for text, same, _ in found:
-        assert "mixed up, first where rank 0 wanted left.weight, and rank 1 right.weight" in text
+        assert "mixed up, first where rank 0 wanted left.weight, and rank 1 wanted right.weight" in text
         assert same
 
 

@@ -475,7 +475,7 @@ def refusals(rank: int) -> list[str]:
 
 def test_a_plan_that_cannot_be_is_an_error_on_every_rank(ranks: Ranks) -> None:
     first, second = ranks.run(2, refusals)
-    assert "the model has no module 'blocks.*.mpl.0'; did you mean 'blocks.1.mlp.0'?" in first[0]
+    assert "the model has no module 'blocks.*.mpl.0'; did you mean 'blocks.0.mlp.0'?" in first[0]
     assert "2 reads 3 features of 0, which cannot be shared out over 2; sizes that work: 3." in first[1]
     assert first[:2] == second[:2]
     assert first[2] == second[2]

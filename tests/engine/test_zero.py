@@ -17,7 +17,7 @@ from spans import names, recorded
 from torch.utils.checkpoint import checkpoint
 
 from dsprof.engine.comm.comm import Comm, open_comm
-from dsprof.engine.comm.lane import CpuLane, Label, LaneTicket
+from dsprof.engine.comm.lane import CpuLane, LaneTicket
 from dsprof.engine.hooks import Hooks, Purpose
 from dsprof.engine.zero import Comms, Zero, ZeroSettings
 from dsprof.engine.zero.gather import Gatherer
@@ -279,7 +279,7 @@ class FirstBroadcastFails(Comm):
         self.size = 2
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: Purpose) -> LaneTicket:
-        ticket = LaneTicket(Hooks(), Label("broadcast", purpose), None)
+        ticket = LaneTicket(Hooks(), "broadcast", {"purpose": purpose}, None)
         ticket.error = ConnectionError("of the first") if source == 0 else None
         ticket.finish()
         return ticket
