@@ -103,7 +103,7 @@ def consolidated(training: Training, *, with_frozen: bool) -> dict[str, Tensor]:
     for param in params:
         absent = not param.resident
         if absent:
-            zero.gatherer.bring([param], param.numel)
+            zero.gatherer.gather([param], param.numel)
         if receives:
             parts[param.name] = [_on_host(param.param)]
         elif first_replica:

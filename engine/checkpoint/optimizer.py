@@ -62,12 +62,12 @@ def optimizer_state(
             name = f"optimizer/{key}/{param.name}"
             if not isinstance(value, Tensor) or key in numbers:
                 entry[key] = ("value", value)
-            elif key in PER_RANK or (value.shape != master.shape and param.partition.pieces > 1):
+            elif key in PER_RANK or (value.shape != master.shape and param.partition.num_shards > 1):
                 entry[key] = ("rank", value.shape)
                 tensors.append(Piece(f"{name}/{rank}", value.reshape(-1), value.numel()))
             elif value.shape == master.shape:
                 entry[key] = ("elements",)
-                everywhere = param.partition.pieces == 1
+                everywhere = param.partition.num_shards == 1
                 if counted:
                     flat = value.reshape(-1)
                     tensors.append(Piece(part_name(name, shard), flat, param.numel, param.start, everywhere))
@@ -171,7 +171,7 @@ class OptimizerLoading:
         for key, (kind, *about) in self._saved.entries.get(param.name, {}).items():
             name, numel, start, shape = f"optimizer/{key}/{param.name}", param.numel, param.start, master.shape
             if kind == "whole":
-                if param.partition.pieces > 1 or not alike(shard, saved):
+                if param.partition.num_shards > 1 or not alike(shard, saved):
                     raise CheckpointError(
                         f"the optimizer's state {key!r} of {param.name} has shape {tuple(about[0])}, which cannot be "
                         "sharded as parameters are: load it with ZeRO stage 0 and as many tensor-parallel ranks as it "
@@ -207,7 +207,7 @@ class OptimizerLoading:
             return about.to("cpu" if on_host else master.device, copy=True)
         if kind == "rank" and not self._has_own(f"optimizer/{key}/{param.name}/{self._rank}"):
             # Nobody's any more; at first it is zero.
-            part = torch.Size([Partition(master.numel(), self._ranks).chunk])
+            part = torch.Size([Partition(master.numel(), self._ranks).shard_size])
             return master.new_zeros(master.shape if key == "worker_error" else part)
         return about
 

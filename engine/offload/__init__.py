@@ -7,7 +7,7 @@
     build       all of it, as a configuration says
 
 Nobody outside of it has to know where anything is: masters and states are seen in `States.through`, pieces of
-parameters by `ShardedParam.read_piece`.
+parameters by `ShardedParam.read_shard`.
 """
 
 from .build import Offload, open_offload

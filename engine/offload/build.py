@@ -15,7 +15,7 @@ from ..zero.shard import ShardedParam
 from ..zero.zero import tiles_of
 from .disk import Disk
 from .optimizer import InMemory, OnDisk, States
-from .params import PieceFile, to_host
+from .params import ShardFile, to_host
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -27,10 +27,10 @@ class Offload:
 
     states: States
     """Masters and the optimizer's states."""
-    take_piece: Callable[[ShardedParam], None] | None
+    offload_shard: Callable[[ShardedParam], None] | None
     """Moves this rank's piece of a parameter away; None where they stay."""
     disks: dict[Path, Disk] = field(default_factory=dict)
-    pieces: PieceFile | None = None
+    pieces: ShardFile | None = None
     """Where these pieces are, if it is a file."""
 
     @property
@@ -77,12 +77,12 @@ def open_offload(config: Config, device: torch.device, hooks: Hooks, rank: int =
         elif states.device == "nvme":
             store = OnDisk(disk("offload_optimizer", states.nvme_path), device, states)
     take: Callable[[ShardedParam], None] | None = None
-    file: PieceFile | None = None
+    file: ShardFile | None = None
     if pieces is not None and zero.stage == 3:
         if pieces.device == "cpu":
             take = partial(to_host, pin=pieces.pin_memory)
         elif pieces.device == "nvme":
-            file = PieceFile(disk("offload_param", pieces.nvme_path), device, pieces)
+            file = ShardFile(disk("offload_param", pieces.nvme_path), device, pieces)
             take = file.take
     return Offload(store, take, disks, file)
 
@@ -93,7 +93,7 @@ def idle_pipelines(config: Config, tiles: Sequence[Sequence[ShardedParam]]) -> I
     section = zero.offload_optimizer
     if section is None or section.device != "nvme" or zero.stage < 1 or len(tiles) != 1:
         return
-    elements = sum(param.partition.chunk for param in tiles[0])
+    elements = sum(param.partition.shard_size for param in tiles[0])
     # As many tiles as there are buffers, so that one is read and one written while one is stepped.
     size = max(1, -(-elements // max(3, section.buffer_count)))
     if len(tiles_of(tiles[0], size)) > 1:

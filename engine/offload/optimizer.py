@@ -274,7 +274,7 @@ class OnDisk:
         if not tile.written:
             for (param, key), place in tile.places.items():
                 if key == MASTER:
-                    param.read_piece(place.view(tile.buffer).view(-1))
+                    param.read_shard(place.view(tile.buffer).view(-1))
 
     def _install(self, tile: _Tile, buffer: Buffer) -> None:
         """Give masters and states the memory of a buffer that has the tile's image."""
@@ -322,7 +322,7 @@ class OnDisk:
             if place is not None and tile.written:
                 self._ready(tile)
                 assert tile.buffer is not None
-                param.read_piece(place.view(tile.buffer).view(-1))
+                param.read_shard(place.view(tile.buffer).view(-1))
                 self._write(tile)
 
     def _replace(self, tile: _Tile, memory: Tensor) -> None:

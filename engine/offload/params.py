@@ -48,7 +48,7 @@ class _Record:
         return all(ticket.done for ticket in self.writing)
 
 
-class PieceFile:
+class ShardFile:
     """Pieces in a file, but for the first `max_in_cpu` elements, which stay in host memory.
 
     A piece is read when it is gathered, or before that where it is expected, and passes through `buffer_count` buffers
@@ -92,7 +92,7 @@ class PieceFile:
             _Part(start, min(start + each, piece.numel()), offset + start * piece.element_size())
             for start in range(0, piece.numel(), each)
         ])  # fmt: skip
-        param.home = self
+        param.store = self
         param.shard = hollow(piece.shape, piece.dtype)
         self.write(param, piece)
 

@@ -34,8 +34,8 @@ from ..train.engine import Engine
 from ..train.pipeline_engine import PipelineEngine
 from ..training import Training
 from ..zero import Comms, Zero, ZeroSettings
-from ..zero.holder import EarlyParam, holder
-from ..zero.shard import ShardedParam
+from ..zero.init import EarlyParam
+from ..zero.shard import ShardedParam, find_sharded
 from ..zero.validate import abandoned, refuse_lazy, refuse_overlaps
 from .arguments import (
     check_arguments,
@@ -99,8 +99,7 @@ def initialize(
             )
     refuse_lazy(model)
     for param in model.parameters():
-        found = holder(param)
-        if found is not None and not isinstance(found.sharded, EarlyParam):
+        if not isinstance(find_sharded(param), EarlyParam | None):
             raise ValueError("initialize: the model has an engine already; call its destroy() first, on all ranks")
     if (piece := abandoned(model)) is not None:
         raise ValueError(
@@ -149,7 +148,7 @@ def initialize(
         parallel = open_parallel(mesh, hooks)
         opened.callback(parallel.close)
         check_same_model(model, parallel, model.names() if isinstance(model, PipelineModule) else None)
-        broadcast_model([*(p for p in model.parameters() if holder(p) is None), *model.buffers()], parallel)
+        broadcast_model([*(p for p in model.parameters() if find_sharded(p) is None), *model.buffers()], parallel)
         shard_layers(model, settings, parallel, device, example)
         shared = share(model, parallel, hooks)
         opened.callback(shared.close)
@@ -170,7 +169,7 @@ def initialize(
         with failing_together("initialize", parallel.everyone):
             zero = Zero(
                 model, ZeroSettings.of(settings), comms, hooks,
-                make_master=offload.states.make_master, take_piece=offload.take_piece,
+                make_master=offload.states.make_master, offload_shard=offload.offload_shard,
                 names=model.names() if isinstance(model, PipelineModule) else None,
             )  # fmt: skip
             opened.callback(zero.close, whole=False)  # others may have none
@@ -231,7 +230,7 @@ def _closed_on_failure(model: nn.Module) -> Iterator[contextlib.ExitStack]:
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     """Bring the model to `device` and its floating-point tensors to `dtype`; what zero.Init has sharded, it has
     placed."""
-    early = [param for param in model.parameters() if holder(param) is not None]
+    early = [param for param in model.parameters() if find_sharded(param) is not None]
     if not early:
         model.to(device=device, dtype=dtype)
         return
@@ -241,7 +240,7 @@ def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None) ->
                 f"initialize: zero.Init made parameters of {param.dtype}, and the configuration asks for {dtype}: "
                 "give zero.Init the same configuration (config_dict_or_path=)"
             )
-    for tensor in (*(p for p in model.parameters() if holder(p) is None), *model.buffers()):
+    for tensor in (*(p for p in model.parameters() if find_sharded(p) is None), *model.buffers()):
         tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
 
 
@@ -286,7 +285,7 @@ def _optimizer(
 
 def _shard(param: ShardedParam, zero: Zero, main: Comm) -> optim.Shard:
     """What the optimizer is to know of a master."""
-    pieces = param.partition.pieces
+    pieces = param.partition.num_shards
     bounds = tuple(param.partition.bounds(row) for row in range(pieces))
     group = main.group if pieces > 1 else None
     return optim.Shard(param.shape, bounds, group, optim.wants_muon(param.name, param.param))

@@ -16,7 +16,7 @@ from ..config import Config, ConfigError
 from ..pipe.layers import check_agreement
 from ..pipe.module import PipelineModule
 from ..tensor.rng import same_random_numbers
-from ..zero.holder import holder
+from ..zero.shard import find_sharded
 
 
 def stages_of(model: nn.Module) -> int | None:
@@ -64,7 +64,7 @@ def shard_layers(model: nn.Module, config: Config, parallel: Parallel, device: t
     section = config.tensor_parallel
     if section.size == 1:
         return
-    early = [name for name, param in model.named_parameters() if holder(param) is not None]
+    early = [name for name, param in model.named_parameters() if find_sharded(param) is not None]
     if early:
         raise ValueError(
             f"initialize: zero.Init has divided {early[0]} among all ranks, and with tensor parallelism it is to be "

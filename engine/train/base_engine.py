@@ -125,7 +125,7 @@ class BaseEngine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients there are."""
-        self.zero.clear()
+        self.zero.reducer.clear()
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Have the model compiled, with options of `torch.compile` as `compile_kwargs` or by name.

@@ -62,10 +62,10 @@ class OptimizerStep:
         self._new_parameters.check()
         stepped = self.stepped_masters()
         zero.check_order(training.parallel.everyone)
-        zero.collect()
+        reducer.collect()
         training.shared.sum_gradients(zero.by_param.get)
-        grads = zero.gradients(stepped)
-        counted = grads if stepped <= self._counted else zero.gradients(stepped & self._counted)
+        grads = reducer.gradients(stepped)
+        counted = grads if stepped <= self._counted else reducer.gradients(stepped & self._counted)
         scale = training.scaler.scale / reducer.after
         wait = None if zero.deadlocks is None else zero.deadlocks.wait
         value = global_norm(counted, self._norm_groups(), training.hooks, device=training.device, wait=wait).item()
@@ -79,10 +79,10 @@ class OptimizerStep:
             self._update()
             if training.lr_scheduler is not None:
                 training.lr_scheduler.step(**lr_kwargs)
-        reducer.settle()
-        zero.clear()
+        reducer.rebuild_buckets()
+        reducer.clear()
         if isinstance(training.optimizer, OneBitAdam):
-            reducer.keep_local(training.optimizer.wants_local_gradients)
+            reducer.leave_unreduced(training.optimizer.wants_local_gradients)
         training.scaler.update(overflow)
         self._show_scale()
         return StepResult(value / scale, overflow)
@@ -151,8 +151,8 @@ class OptimizerStep:
                     training.optimizer.step()
             if several:
                 _set_gradients(dict.fromkeys(tile))
-            zero.publish(tile)
-        zero.finish_publish()
+            zero.gatherer.publish(tile)
+        zero.gatherer.drain()
 
 
 def _set_gradients(grads: Mapping[ShardedParam, Tensor | None]) -> None:

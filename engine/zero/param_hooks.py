@@ -25,14 +25,14 @@ class Watcher(Protocol):
 class _Saved:
     """What autograd keeps in the place of a parameter, or a view of it."""
 
-    net: SavedTensorsNet
-    """Whose this is: nets of several engines may be around each other."""
+    hooks: SavedParamHooks
+    """Whose this is: hooks of several engines may be around each other."""
     param: ShardedParam
     kept: Any
 
 
 @dataclass(eq=False, slots=True)
-class SavedTensorsNet:
+class SavedParamHooks:
     """Hooks on what autograd saves, around those that were there."""
 
     watcher: Watcher
@@ -49,7 +49,7 @@ class SavedTensorsNet:
         return kept if param is None else _Saved(self, param, kept)
 
     def unpack(self, packed: Any) -> Tensor:
-        if type(packed) is not _Saved or packed.net is not self:
+        if type(packed) is not _Saved or packed.hooks is not self:
             return packed if self.outer is None else self.outer[1](packed)
         tensor: Tensor = packed.kept if self.outer is None else self.outer[1](packed.kept)
         self.watcher.unpacked(packed.param)
