@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 
 from ..comm.consensus import Team, reason
-from .errors import CheckpointError
+from .folder import CheckpointError
 
 CHUNK: Final = 1 << 24
 """Elements that are written, and so have to be read, at once: they are copied on the way."""

@@ -15,12 +15,11 @@ from torch import Tensor
 from ..comm.consensus import Team, gather_objects
 from ..optim.onebit import OneBitAdam
 from ..tensor.sharding import TensorShard
-from ..training import Training
+from ..training_state import Training
 from ..zero.gather import update_shards
 from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
-from .errors import CheckpointError
-from .folder import find, latest_tag
+from .folder import CheckpointError, find, latest_tag
 from .optimizer import OptimizerLoading, OptimizerState, group_names
 from .reshard import Wanted, read, tensor_shard
 from .saving import COUNTERS

@@ -14,7 +14,7 @@ from ..tensor.sharding import TensorShard
 from ..zero import Zero
 from ..zero.shard import Partition, ShardedParam
 from .dcp import Contents, Piece
-from .errors import CheckpointError
+from .folder import CheckpointError
 from .reshard import Wanted, alike, part_name, tensor_shard
 
 PER_RANK: Final = ("worker_error", "server_error")

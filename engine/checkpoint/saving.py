@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..comm.consensus import Team, gather_objects
-from ..training import Training
+from ..training_state import Training
 from .dcp import Piece, shares, write
-from .errors import CheckpointError
-from .folder import Place, check_tag, write_synced
+from .folder import CheckpointError, Place, check_tag, write_synced
 from .optimizer import optimizer_state
 from .reshard import part_name, tensor_shard
 from .serialize import pack, plain, random_states
@@ -160,7 +159,7 @@ def _values(
         "counters": {
             **{name: getattr(training, name) for name in COUNTERS},  # those of a step under way come again
             "micro_steps": training.micro_steps - training.under_way,
-            "global_samples": training.global_samples - training.under_way * training.samples,
+            "global_samples": training.global_samples - training.under_way * training.samples_per_microbatch,
         },
         "data": _data(training),
         "weights": merged(each.weights for each in held),

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from ..data import ShardedLoader
-from ..training import Training
+from ..training_state import Training
 from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
-from .errors import CheckpointError
+from .folder import CheckpointError
 from .reshard import tensor_shard, whole_shape
 from .serialize import unpack
 

@@ -32,7 +32,7 @@ from ..pipe.module import PipelineModule
 from ..pipe.p2p import Links, open_links
 from ..train.engine import Engine
 from ..train.pipeline_engine import PipelineEngine
-from ..training import Training
+from ..training_state import Training
 from ..zero import Comms, Zero, ZeroSettings
 from ..zero.init import EarlyParam
 from ..zero.shard import ShardedParam, find_sharded
@@ -47,8 +47,7 @@ from .arguments import (
     parameter_groups,
     refuse_sharded,
 )
-from .parallelize import arrange, shard_layers, stages_of
-from .replicas import share
+from .parallelize import arrange, shard_layers, share_parameters, stages_of
 from .sync import broadcast_model, check_same_config, check_same_model
 
 
@@ -150,7 +149,7 @@ def initialize(
         check_same_model(model, parallel, model.names() if isinstance(model, PipelineModule) else None)
         broadcast_model([*(p for p in model.parameters() if find_sharded(p) is None), *model.buffers()], parallel)
         shard_layers(model, settings, parallel, device, example)
-        shared = share(model, parallel, hooks)
+        shared = share_parameters(model, parallel, hooks)
         opened.callback(shared.close)
         shared.agree()
         links = Links()

@@ -24,7 +24,7 @@ from ..pipe.deepspeed_names import UNSUPPORTED as UNSUPPORTED_OF_MODULE
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import PipelineError
 from ..pipe.placement import Placement
-from ..training import Training
+from ..training_state import Training
 from ..zero import GatheredParameters
 from .settings import SETTINGS, communication_dtype, documented
 from .unsupported import IN_PIPELINES, UNSUPPORTED
@@ -101,7 +101,7 @@ def _set_train_batch_size(training: Training, train_batch_size: int) -> None:
     """Have a step take so many samples from now on, in more or fewer micro-batches of the same size.
 
     Raises ValueError if they do not make up whole micro-batches on every replica, RuntimeError within a step."""
-    each = training.config.train_micro_batch_size_per_gpu * training.parallel.mesh.dp
+    each = training.samples_per_microbatch
     if train_batch_size < 1 or train_batch_size % each:
         raise ValueError(
             f"set_train_batch_size: {train_batch_size} samples are no multiple of the {each} of a micro-batch over "

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import activation_checkpoint
 from ..optim.loss_scaler import cast_floating
-from ..training import Training
+from ..training_state import Training
 from ..tree import loss_of, to_device
 from ..zero.placeholder import no_torch_function
 from .base_engine import BaseEngine
@@ -200,7 +200,7 @@ class Engine(BaseEngine):
         """The data have ended after so many of a step's micro-batches: be as before the first."""
         self.zero.reducer.clear()
         self.micro_steps -= microbatches
-        self.global_samples -= microbatches * self.state.samples
+        self.global_samples -= microbatches * self.state.samples_per_microbatch
         self.state.begin_step()
         if microbatches:
             self.metrics.forget_losses()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import monitors
 from ..comm.consensus import gather_objects
-from ..training import Training
+from ..training_state import Training
 
 
 class Metrics:

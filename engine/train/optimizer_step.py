@@ -14,7 +14,7 @@ from ..optim import StepGuard, renew, settles_groups
 from ..optim.grad_norm import global_norm, unscale_and_clip_
 from ..optim.loss_scaler import overflowed
 from ..optim.onebit import OneBitAdam
-from ..training import Training
+from ..training_state import Training
 from ..zero.shard import ShardedParam
 from ..zero.validate import NewParameterCheck
 from ..zero.zero import tiles_of

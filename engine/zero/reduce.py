@@ -1,7 +1,7 @@
 """Gradients on their way from backward to the optimizer: batched into buckets, reduced on a lane.
 
-Backward runs the hooks of this file, the last of a run of parameters copies what has come (`process_ready`), complete
-buckets are launched (`bucket.BucketExchange`), and `collect` puts what comes back on the masters.
+Hooks on parameters note what has come; `process_ready` copies it to buckets, and launches those that are complete;
+`collect` puts what comes back on the masters.
 
 The buckets' composition and order are fixed before a backward begins and the same on all ranks, so ranks whose graphs
 differ (a branch not taken, an unused parameter) still run the same collectives. They follow the order in which
@@ -130,6 +130,7 @@ class Reducer:
         self._sparse.finish(self._last)  # behind all buckets, of which ranks may have launched others so far
 
     def _reduce_rest(self) -> None:
+        """Launch the buckets that are not complete, too, with zeros for gradients that have not come; await all."""
         for bucket in self._buckets[self._next :]:
             if not bucket.waiting:
                 continue
@@ -145,9 +146,9 @@ class Reducer:
         self._late = [param for param in self._late if self._has(param)]
         self._launch_complete(len(self._buckets))
         self._exchange.drain(0)
-        self._await_all()
+        self._begin_anew()
 
-    def _await_all(self) -> None:
+    def _begin_anew(self) -> None:
         """The next backward begins with the first bucket, and all of them wait."""
         self._next = 0
         for bucket in self._buckets:
@@ -229,8 +230,13 @@ class Reducer:
 
     def clear(self) -> None:
         """Forget the gradients there are, those of a backward that an error has ended too: then on all ranks."""
-        if self._open:
-            self._abandon()
+        if self._open:  # a backward has not come to its end: be as before it began
+            self._exchange.drain(0)
+            for bucket in self._buckets:
+                self._exchange.abandon(bucket)
+                bucket.absent.clear()
+            self._begin_anew()
+            self._open = False
         with no_torch_function():
             for tensor in self._with_grads:
                 tensor.grad = None
@@ -242,15 +248,6 @@ class Reducer:
             bucket.collected = []
         if self._order is not None:
             self._order = []
-
-    def _abandon(self) -> None:
-        """A backward has not come to its end: be as before it began."""
-        self._exchange.drain(0)
-        for bucket in self._buckets:
-            self._exchange.abandon(bucket)
-            bucket.absent.clear()
-        self._await_all()
-        self._open = False
 
     def rebuild_buckets(self) -> None:
         """A step's gradients have all come: the order in which they did is that of all later buckets, as rank 0 saw it.

@@ -182,7 +182,7 @@ def halfway(rank: int) -> tuple[str, str]:
         return shard(param, *args, **kwargs)
 
     with (
-        mock.patch("dsprof.engine.offload.optimizer.InMemory.make_master", lambda _, param: make_master(param)),
+        mock.patch("dsprof.engine.offload.build.InMemory.make_master", lambda _, param: make_master(param)),
         pytest.raises((MemoryError, SharedError)) as caught,
     ):
         ds.initialize(model=model, config=config)

@@ -34,10 +34,10 @@ from dsprof.engine.comm.lane import CpuLane
 from dsprof.engine.config import load
 from dsprof.engine.config.zero import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from dsprof.engine.hooks import Hooks, Span
-from dsprof.engine.offload import Offload, OffloadError, open_offload
+from dsprof.engine.offload import InMemory, Offload, OffloadError, open_offload
 from dsprof.engine.offload.buffers import PAGE, Pool, aligned, as_bytes, hollow
 from dsprof.engine.offload.disk import About, Disk
-from dsprof.engine.offload.optimizer import InMemory, OnDisk
+from dsprof.engine.offload.optimizer import OnDisk
 from dsprof.engine.offload.params import ShardFile
 from dsprof.engine.optim import build as build_optimizer
 from dsprof.engine.zero import Comms, Zero, ZeroSettings
