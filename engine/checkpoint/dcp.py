@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -260,26 +259,13 @@ class Contents:
             raise CheckpointError(f"{self._path}: cannot be read, so it is damaged ({reason(error)})") from error
 
 
-class _LoadPlanner(LoadPlanner):
+class _LoadPlanner(DefaultLoadPlanner):
     """Says where what is read goes. The plan is made by `Contents.plan`."""
 
     def __init__(self, targets: Mapping[str, Tensor]) -> None:
+        super().__init__()
         self._targets = targets
         self.values: dict[str, bytes] = {}
-
-    def set_up_planner(
-        self, state_dict: Any, metadata: described.Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        return
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.values[read_item.dest_index.fqn] = value.getvalue()
@@ -287,9 +273,6 @@ class _LoadPlanner(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         start = read_item.dest_offsets[0]
         return self._targets[read_item.dest_index.fqn][start : start + read_item.lengths[0]]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        return
 
 
 class _Reader(FileSystemReader):

@@ -44,7 +44,7 @@ def hollow(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class Buffer:
-    """One piece of memory of a pool."""
+    """Memory of a pool."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory

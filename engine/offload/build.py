@@ -92,28 +92,28 @@ class Offload:
     states: States
     """Masters and the optimizer's states."""
     offload_shard: Callable[[ShardedParam], None] | None
-    """Moves this rank's piece of a parameter away; None where they stay."""
+    """Moves this rank's shard of a parameter away; None where they stay."""
     disks: dict[Path, Disk] = field(default_factory=dict)
-    pieces: ShardFile | None = None
-    """Where these pieces are, if it is a file."""
+    shards: ShardFile | None = None
+    """Where these shards are, if it is a file."""
 
     @property
     def notes(self) -> list[str]:
-        """What the user may want to know, once pieces have been taken."""
+        """What the user may want to know, once shards have been taken."""
         found = [
             f"{disk.key}: {disk.note}, so files are read and written through the page cache"
             for disk in self.disks.values()
             if disk.note
         ]
-        if self.pieces is not None and self.pieces.in_memory and not self.pieces.in_file:
+        if self.shards is not None and self.shards.in_memory and not self.shards.in_file:
             found.append(
-                f"zero_optimization.offload_param.max_in_cpu: lets all {self.pieces.in_memory} elements of rank 0 stay "
+                f"zero_optimization.offload_param.max_in_cpu: lets all {self.shards.in_memory} elements of rank 0 stay "
                 "in host memory, so nothing is on disk; write a smaller number, or 0"
             )
         return found
 
     def close(self) -> None:
-        """Finish reading and writing, and free the room on the disks. Masters, states and pieces there are lost."""
+        """Finish reading and writing, and free the room on the disks. Masters, states and shards there are lost."""
         for disk in self.disks.values():
             disk.close()
 
@@ -124,7 +124,7 @@ def open_offload(config: Config, device: torch.device, hooks: Hooks, rank: int =
     Raises OffloadError if a file cannot be made where the configuration wants it.
     """
     zero = config.zero_optimization
-    states, pieces = zero.offload_optimizer, zero.offload_param
+    states, shards = zero.offload_optimizer, zero.offload_param
     disks: dict[Path, Disk] = {}
 
     def disk(name: str, folder: Path | None) -> Disk:
@@ -142,11 +142,11 @@ def open_offload(config: Config, device: torch.device, hooks: Hooks, rank: int =
             store = OnDisk(disk("offload_optimizer", states.nvme_path), device, states)
     take: Callable[[ShardedParam], None] | None = None
     file: ShardFile | None = None
-    if pieces is not None and zero.stage == 3:
-        if pieces.device == "cpu":
-            take = partial(to_host, pin=pieces.pin_memory)
-        elif pieces.device == "nvme":
-            file = ShardFile(disk("offload_param", pieces.nvme_path), device, pieces)
+    if shards is not None and zero.stage == 3:
+        if shards.device == "cpu":
+            take = partial(to_host, pin=shards.pin_memory)
+        elif shards.device == "nvme":
+            file = ShardFile(disk("offload_param", shards.nvme_path), device, shards)
             take = file.take
     return Offload(store, take, disks, file)
 

@@ -54,18 +54,17 @@ class _Way:
 
     def __init__(self, direction: Literal["read", "write"], aio: AioConfig, hooks: Hooks) -> None:
         self._direction = direction
-        self._move = os.preadv if direction == "read" else os.pwritev
+        self._call: Callable[[int, Sequence[memoryview], int], int] = os.preadv if direction == "read" else os.pwritev
         self._aio = aio
         self._lane = CpuLane(f"nvme-{direction}", hooks, kind="copy", lane=f"io.nvme.{direction}")
         self._helpers = concurrent.futures.ThreadPoolExecutor(aio.intra_op_parallelism, f"dsprof-{direction}")
 
     def submit(self, file: File, offset: int, memory: Tensor, about: About) -> LaneTicket:
         """Begin one: see `File.read` and `File.write`."""
-        move, aio, helpers = self._move, self._aio, self._helpers
 
         def work() -> None:
             try:
-                _share(move, file.descriptor, as_bytes(memory), offset, aio, helpers)
+                self._move(file.descriptor, as_bytes(memory), offset)
             except OSError as error:
                 raise file.explain(error, memory.nbytes) from error
 
@@ -76,6 +75,28 @@ class _Way:
     def close(self) -> None:
         self._lane.close()
         self._helpers.shutdown()
+
+    def _move(self, descriptor: int, memory: memoryview, offset: int) -> None:
+        """Move all of `memory`, the threads a share of it each."""
+        share = round_up(-(-len(memory) // self._aio.intra_op_parallelism))
+        starts = range(0, len(memory), share)
+        if len(starts) <= 1:
+            self._move_share(descriptor, memory, offset)
+            return
+        list(self._helpers.map(lambda at: self._move_share(descriptor, memory[at : at + share], offset + at), starts))
+
+    def _move_share(self, descriptor: int, memory: memoryview, offset: int) -> None:
+        """`queue_depth` blocks a system call, which the kernel passes to the disk together."""
+        block = round_up(self._aio.block_size)
+        depth = min(self._aio.queue_depth, os.sysconf("SC_IOV_MAX"))
+        at = 0
+        while at < len(memory):
+            stop = min(at + block * depth, len(memory))
+            blocks = [memory[place : min(place + block, stop)] for place in range(at, stop, block)]
+            moved = self._call(descriptor, blocks, offset + at)
+            if moved == 0:
+                raise OSError(errno.EIO, "the file ends early")
+            at += moved
 
 
 class Disk:
@@ -219,43 +240,6 @@ class File:
     def close(self) -> None:
         """Free the room it takes."""
         self._close()
-
-
-def _share(
-    move: Callable[[int, Sequence[memoryview], int], int],
-    descriptor: int,
-    memory: memoryview,
-    offset: int,
-    aio: AioConfig,
-    helpers: concurrent.futures.Executor,
-) -> None:
-    """Move all of `memory`, the threads a share of it each."""
-    share = round_up(-(-len(memory) // aio.intra_op_parallelism))
-    starts = range(0, len(memory), share)
-    if len(starts) <= 1:
-        _move(move, descriptor, memory, offset, aio)
-        return
-    list(helpers.map(lambda at: _move(move, descriptor, memory[at : at + share], offset + at, aio), starts))
-
-
-def _move(
-    move: Callable[[int, Sequence[memoryview], int], int],
-    descriptor: int,
-    memory: memoryview,
-    offset: int,
-    aio: AioConfig,
-) -> None:
-    """`queue_depth` blocks a system call, which the kernel passes to the disk together."""
-    block = round_up(aio.block_size)
-    depth = min(aio.queue_depth, os.sysconf("SC_IOV_MAX"))
-    at = 0
-    while at < len(memory):
-        stop = min(at + block * depth, len(memory))
-        moved = move(descriptor, [memory[place : min(place + block, stop)] for place in range(at, stop, block)],
-                     offset + at)  # fmt: skip
-        if moved == 0:
-            raise OSError(errno.EIO, "the file ends early")
-        at += moved
 
 
 def _close(*descriptors: int | None) -> None:

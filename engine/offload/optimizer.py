@@ -75,7 +75,7 @@ class OnDisk:
     """Masters and states in a file; only the tiles in flight are in memory, at most `buffer_count`.
 
     States are what an optimizer keeps in tensors of the master's shape; the rest (step counts) stays in memory. So does
-    a master that is the parameter's own piece: fp32 on a CPU.
+    a master that is the parameter's own shard: fp32 on a CPU.
     """
 
     def __init__(self, disk: Disk, device: torch.device, section: OffloadOptimizerConfig) -> None:
@@ -256,7 +256,7 @@ class OnDisk:
         tile.buffer = None
 
     def _reload(self, param: ShardedParam) -> None:
-        """Take a master from the parameter's piece anew."""
+        """Take a master from the parameter's shard anew."""
         for tile in self._tiles:
             place = tile.places.get((param, MASTER))
             if place is not None and tile.written:

@@ -100,9 +100,9 @@ def initialize(
     for param in model.parameters():
         if not isinstance(find_sharded(param), EarlyParam | None):
             raise ValueError("initialize: the model has an engine already; call its destroy() first, on all ranks")
-    if (piece := abandoned(model)) is not None:
+    if (left := abandoned(model)) is not None:
         raise ValueError(
-            f"initialize: {piece} is in pieces (ZeRO stage 3) of an engine that is gone; build the model anew"
+            f"initialize: {left} is sharded (ZeRO stage 3), by an engine that is gone; build the model anew"
         )
     if not (optimizer is None or callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer)):
         raise TypeError(f"initialize: optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer")
@@ -137,8 +137,8 @@ def initialize(
     check_listed(listed, model)
     if isinstance(optimizer, torch.optim.Optimizer):
         trained = any(param.requires_grad for param in model.parameters())
-        in_pieces = settings.zero_optimization.stage > 0 and mesh.dp > 1 and trained
-        optim.check_client(optimizer, set(model.parameters()), in_pieces, settings.zero_allow_untested_optimizer)
+        sharded = settings.zero_optimization.stage > 0 and mesh.dp > 1 and trained
+        optim.check_client(optimizer, set(model.parameters()), sharded, settings.zero_allow_untested_optimizer)
     loader = train_dataloader
     if training_data is not None:
         loader = _loader(training_data, settings, mesh, collate_fn)
@@ -219,10 +219,8 @@ def _closed_on_failure(model: nn.Module) -> Iterator[contextlib.ExitStack]:
             opened.close()
         except Exception as another:
             error.add_note(f"initialize, leaving the model: {type(another).__name__}: {another}")
-        if (piece := abandoned(model)) is not None:
-            error.add_note(
-                f"initialize left {piece}, and perhaps others, in pieces (ZeRO stage 3): build the model anew"
-            )
+        if (left := abandoned(model)) is not None:
+            error.add_note(f"initialize left {left}, and perhaps others, sharded (ZeRO stage 3): build the model anew")
         raise
 
 
@@ -284,9 +282,9 @@ def _optimizer(
 
 def _shard(param: ShardedParam, zero: Zero, main: Comm) -> optim.Shard:
     """What the optimizer is to know of a master."""
-    pieces = param.partition.num_shards
-    bounds = tuple(param.partition.bounds(row) for row in range(pieces))
-    group = main.group if pieces > 1 else None
+    ranks = param.partition.num_shards
+    bounds = tuple(param.partition.bounds(rank) for rank in range(ranks))
+    group = main.group if ranks > 1 else None
     return optim.Shard(param.shape, bounds, group, optim.wants_muon(param.name, param.param))
 
 

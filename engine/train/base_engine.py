@@ -139,7 +139,7 @@ class BaseEngine(nn.Module):
 
         What ZeRO has sharded is whole again; a pipeline's rank keeps its layers, and a tensor-parallel one its shard of
         each: `save_16bit_model` writes the whole model. An optimizer of the script's has the model's parameters again,
-        and what it keeps of those that this rank stepped whole, in their precision; what was in pieces or offloaded
+        and what it keeps of those that this rank stepped whole, in their precision; what was sharded or offloaded
         begins anew. To train on is an error."""
         if self._destroyed:
             return

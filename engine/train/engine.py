@@ -171,7 +171,7 @@ class Engine(BaseEngine):
         """Backwards in this block add to this rank's gradients and communicate nothing: stages 0 and 1 only."""
         if self.zero.settings.stage >= 2:
             raise RuntimeError(
-                f"engine.no_sync: ZeRO stage {self.zero.settings.stage} keeps only a piece of each gradient, so every "
+                f"engine.no_sync: ZeRO stage {self.zero.settings.stage} keeps only a shard of each gradient, so every "
                 "backward has to reduce; use stage 0 or 1, or gradient_accumulation_steps"
             )
         if self._in_no_sync:

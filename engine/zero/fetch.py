@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -176,13 +177,7 @@ class Fetcher:
 
     def _watch_outputs(self, owner: ModuleParams, output: Any) -> None:
         """Fetch for the module's backward when the first gradient of an output arrives."""
-        begun = -1
-
-        def before_backward(grad: Tensor) -> None:
-            nonlocal begun
-            if begun != (begun := torch._C._current_graph_task_id()):
-                self._need(owner)
-
+        before_backward = _once_a_backward(partial(self._need, owner))
         for tensor in _tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(before_backward)
@@ -192,14 +187,12 @@ class Fetcher:
         frozen = [param for param in owner.params if not param.trainable]
         if not frozen:
             return
-        ended = -1
 
-        def after_backward(grad: Tensor) -> None:
-            nonlocal ended
-            if ended != (ended := torch._C._current_graph_task_id()):
-                for param in frozen:
-                    self.gradient_taken(param)
+        def release() -> None:
+            for param in frozen:
+                self.gradient_taken(param)
 
+        after_backward = _once_a_backward(release)
         for tensor in _tensors(inputs):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(after_backward)
@@ -207,15 +200,15 @@ class Fetcher:
     # --- uses that no hook announces
 
     def hook_saved_tensors(self) -> saved_tensors_hooks | None:
-        """Have `unpacked` called for the parameters that autograd saves from now on; None if it is already.
+        """Have `_unpacked` called for the parameters that autograd saves from now on; None if it is already.
 
         Hooks that are there, as those of a checkpoint, do their part within ours.
         """
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         present = None if outer is None else getattr(outer[0], "__self__", None)
-        if isinstance(present, SavedParamHooks) and present.watcher is self:
+        if isinstance(present, SavedParamHooks) and present.by_storage is self.by_storage:
             return None
-        ours = SavedParamHooks(self, outer)
+        ours = SavedParamHooks(self.by_storage, self._unpacked, outer)
         return saved_tensors_hooks(ours.pack, ours.unpack)
 
     def sharded(self, param: nn.Parameter | None) -> ShardedParam | None:
@@ -223,7 +216,7 @@ class Fetcher:
         found = None if param is None else self._params.get(param)
         return None if found is None or found.persistent else found
 
-    def unpacked(self, param: ShardedParam) -> None:
+    def _unpacked(self, param: ShardedParam) -> None:
         """Backward needs `param`. It is in use until its gradient, or the backward, is complete."""
         if not param.users:
             param.users = 1
@@ -336,6 +329,18 @@ class Fetcher:
         if self._pass is not None:
             self._pass.released(param)
         self._hooks.mark("release", module=param.name, purpose="parameter", value=float(self.live))
+
+
+def _once_a_backward(do: Callable[[], object]) -> Callable[[Tensor], None]:
+    """A hook for several gradients, of which the first that comes in a backward calls `do`."""
+    last = -1
+
+    def hook(grad: Tensor) -> None:
+        nonlocal last
+        if last != (last := torch._C._current_graph_task_id()):
+            do()
+
+    return hook
 
 
 def _in_backward() -> bool:

@@ -38,7 +38,6 @@ class SparseReducer:
         self._params = list(params)
         self._comm = comm
         self._gathered: dict[ShardedParam, tuple[Tensor, Tensor]] = {}
-        self.local = comm.size == 1
 
     def finish(self, last: bool) -> None:
         """Backward is over; after the `last` micro-batch's, gather."""
@@ -47,17 +46,12 @@ class SparseReducer:
         rows = [_rows(param.param.grad) for param in self._params]
         for param in self._params:
             param.param.grad = None
-        if self.local:
-            counts = [[-1 if row is None else len(row[0]) for row in rows]]
-        else:
-            device = self._params[0].param.device
-            table = torch.empty(self._comm.size, len(rows), dtype=torch.int64, device=device)
-            mine = [-1 if row is None else len(row[0]) for row in rows]
-            table[self._comm.rank] = torch.tensor(mine, device=device)
-            self._comm.all_gather(table, "gradient").wait()
-            counts = table.tolist()
-        for number, (param, row) in enumerate(zip(self._params, rows, strict=True)):
-            of_ranks = [count[number] for count in counts]
+        device = self._params[0].param.device
+        counts = torch.empty(self._comm.size, len(rows), dtype=torch.int64, device=device)
+        mine = [-1 if row is None else len(row[0]) for row in rows]
+        counts[self._comm.rank] = torch.tensor(mine, device=device)
+        self._comm.all_gather(counts, "gradient").wait()
+        for param, row, of_ranks in zip(self._params, rows, counts.T.tolist(), strict=True):
             if max(of_ranks) >= 0:
                 more = self._gather(param, row, of_ranks)
                 before = self._gathered.get(param)
@@ -94,8 +88,6 @@ class SparseReducer:
         if mine is None:
             empty = param.param.new_empty((0, width))
             mine = torch.empty(0, dtype=torch.int64, device=empty.device), empty
-        if self.local:
-            return mine
         most = max(counts)
         if most == 0:
             return mine

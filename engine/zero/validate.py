@@ -49,7 +49,7 @@ class NewParameterCheck:
 
 
 def abandoned(model: nn.Module) -> str | None:
-    """The name of a parameter that is in pieces (ZeRO stage 3), of an engine that is gone; None if there is none."""
+    """The name of a parameter that is sharded (ZeRO stage 3), of an engine that is gone; None if there is none."""
     named = model.named_parameters()
     return next((name for name, param in named if type(param) is Absent and find_sharded(param) is None), None)
 

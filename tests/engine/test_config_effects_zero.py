@@ -28,7 +28,7 @@ class Seen:
 
     spans: list[Span]
     masters: list[tuple[int, int]]
-    """First element of each parameter's piece, and the one after its last."""
+    """First element of each parameter's shard, and the one after its last."""
     stored: list[int]
     """Bytes of each parameter's own storage after the last step."""
     in_forward: list[int] = field(default_factory=list)
