@@ -42,7 +42,7 @@ def open_comms(hooks: Hooks) -> Comms:
     )
 
 
-def fetching(prefetch: int, live: int, reuse: int) -> dict[str, Any]:
+def fetch_settings(prefetch: int, live: int, reuse: int) -> dict[str, Any]:
     return {
         "stage3_prefetch_bucket_size": prefetch,
         "stage3_max_live_parameters": live,
@@ -53,7 +53,7 @@ def fetching(prefetch: int, live: int, reuse: int) -> dict[str, Any]:
 def settings(stage: int, overlap: bool, sizes: str) -> ZeroSettings:
     reduce, gather, fetch, persistence = SIZES[sizes]
     return ZeroSettings(
-        stage, reduce, gather, overlap, stage3_param_persistence_threshold=persistence, **fetching(*fetch)
+        stage, reduce, gather, overlap, stage3_param_persistence_threshold=persistence, **fetch_settings(*fetch)
     )
 
 
@@ -184,7 +184,7 @@ def lives(rank: int, limit: int) -> tuple[int, int, int, int]:
     """Most elements live, those of the largest module, bytes of storage after a step and after an evaluation."""
     hooks = Hooks()
     model = build(odd=False)
-    fetch = fetching(10_000, limit, 10_000)
+    fetch = fetch_settings(10_000, limit, 10_000)
     chosen = replace(settings(3, True, "some"), stage3_param_persistence_threshold=0, **fetch)
     zero = Zero(model, chosen, open_comms(hooks), hooks)
     live = watch_peak(zero.fetcher)
@@ -258,7 +258,7 @@ def test_buckets_overlap_and_prefetch_move_time_on_a_link(ranks: Ranks) -> None:
     """Sleeping: 5 x 20 forward, 5 x 20 backward; each layer's communication takes 20. On a busy host, longer."""
 
     def ms(stage: int, bucket: int, overlap: bool, prefetch: int = 0) -> tuple[float, int]:
-        fetch = fetching(prefetch, LARGE, 0)
+        fetch = fetch_settings(prefetch, LARGE, 0)
         chosen = ZeroSettings(stage, bucket, LARGE, overlap, stage3_param_persistence_threshold=0, **fetch)
         found = ranks.run(2, on_a_link, chosen)
         return max(taken for taken, _ in found), len(found[0][1])
