@@ -22,14 +22,17 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
     ReadItem,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -116,17 +119,13 @@ class _Writer(FileSystemWriter):
         return described.StorageMeta(save_id=self.save_id)
 
 
-class _SavePlanner(SavePlanner):
+class _SavePlanner(DefaultSavePlanner):
     """Plans to write what it is given; the state dict that the library passes is empty."""
 
     def __init__(self, pieces: Iterable[Piece], values: Mapping[str, bytes]) -> None:
+        super().__init__()
         self._pieces = {described.MetadataIndex(piece.name, [piece.start]): piece for piece in pieces}
         self._values = values
-
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: described.StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        return
 
     def create_local_plan(self) -> SavePlan:
         items = [
@@ -146,9 +145,6 @@ class _SavePlanner(SavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], described.Metadata]:
         return create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:

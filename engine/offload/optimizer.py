@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm.lane import LaneTicket
-from ..hooks import MemoryPart, holds_memory
 from ..optim.build import bytes_per_element
 from ..zero.shard import ShardedParam
 from .buffers import Buffer, Pool, hollow, round_up
@@ -80,16 +79,10 @@ class OnDisk:
 
     def __init__(self, disk: Disk, device: torch.device, section: OffloadOptimizerConfig) -> None:
         self._file: File = disk.open("what the optimizer keeps")
-        self._pool = Pool(section.buffer_count, device, section.pin_memory)
+        self._pool = Pool("optimizer_states", section.buffer_count, device, section.pin_memory)
         self._section = section
         self._tiles: list[_Tile] = []
         self._optimizer: Optimizer | None = None
-        holds_memory(self)
-
-    def memory(self) -> Iterator[tuple[MemoryPart, Tensor]]:
-        """What masters and states pass through, for `hooks.memory_held`."""
-        for tensor in self._pool.at_rest:
-            yield "optimizer_states", tensor
 
     def make_master(self, param: ShardedParam) -> nn.Parameter:
         host = torch.device("cpu")

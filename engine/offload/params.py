@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..comm.lane import LaneTicket
-from ..hooks import MemoryPart, holds_memory
 from ..zero.shard import ShardedParam
 from .buffers import Buffer, Pool, hollow, round_up
 from .disk import About, Disk
@@ -57,19 +56,13 @@ class ShardFile:
 
     def __init__(self, disk: Disk, device: torch.device, section: OffloadParamConfig) -> None:
         self._file = disk.open("what this rank has of the parameters")
-        self._pool = Pool(section.buffer_count, device, section.pin_memory)
+        self._pool = Pool("parameters", section.buffer_count, device, section.pin_memory)
         self._section = section
         self._records: dict[ShardedParam, _Record] = {}
         self._ahead: dict[ShardedParam, deque[tuple[_Part, Buffer, LaneTicket]]] = {}
         """Parts that are being read, or have been, for shards that nobody has asked for yet; oldest first."""
         self.in_memory = 0
         """Elements that stay in host memory."""
-        holds_memory(self)
-
-    def memory(self) -> Iterator[tuple[MemoryPart, Tensor]]:
-        """What shards pass through, for `hooks.memory_held`."""
-        for tensor in self._pool.at_rest:
-            yield "parameters", tensor
 
     @property
     def in_file(self) -> bool:

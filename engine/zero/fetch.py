@@ -81,11 +81,6 @@ class Fetcher:
             param.release()
         self.by_storage = {param.storage_key: param for param in self._sharded}
 
-    @property
-    def live(self) -> int:
-        """Elements of sharded parameters that are whole at this moment, or on their way."""
-        return self.live_params.live
-
     def remove(self) -> None:
         """Take every hook out of the model."""
         for handle in self._handles:
@@ -328,7 +323,7 @@ class Fetcher:
         param.release()
         if self._pass is not None:
             self._pass.released(param)
-        self._hooks.mark("release", module=param.name, purpose="parameter", value=float(self.live))
+        self._hooks.mark("release", module=param.name, purpose="parameter", value=float(self.live_params.live))
 
 
 def _once_a_backward(do: Callable[[], object]) -> Callable[[Tensor], None]:

@@ -132,7 +132,7 @@ class Init:
             self._dtype = dtype or asked
         self._enabled = enabled
         self._gatherer: Gatherer | None = None
-        self._restore: list[Callable[[], None]] = []
+        self._patches = contextlib.ExitStack()
         self._calls: list[_InitCall] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         if module is not None and enabled:
@@ -159,8 +159,7 @@ class Init:
     ) -> None:
         if not self._enabled:
             return
-        while self._restore:
-            self._restore.pop()()
+        self._patches.close()
         touched = self._calls[0].touched
         self._calls.clear()
         try:
@@ -210,12 +209,7 @@ class Init:
                 with self._call(module):
                     original(module, *args, **kwargs)
 
-        kind.__init__ = __init__  # type: ignore[method-assign, assignment]
-
-        def restore() -> None:
-            kind.__init__ = original  # type: ignore[method-assign]
-
-        self._restore.append(restore)
+        self._patch(kind, "__init__", __init__)
 
     def _watch_torch(self) -> None:
         """Watch classes that are defined in the block, `apply`, and copies, which are made without `__init__`."""
@@ -235,16 +229,17 @@ class Init:
             original_setstate(module, state)  # type: ignore[no-untyped-call]
             finish(module)
 
-        nn.Module.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment, arg-type]
-        nn.Module.apply = apply  # type: ignore[method-assign, assignment]
-        nn.Module.__setstate__ = __setstate__  # type: ignore[method-assign]
+        self._patch(nn.Module, "__init_subclass__", classmethod(__init_subclass__))  # type: ignore[arg-type]
+        self._patch(nn.Module, "apply", apply)
+        self._patch(nn.Module, "__setstate__", __setstate__)
 
-        def restore() -> None:
-            del nn.Module.__init_subclass__
-            nn.Module.apply = original_apply  # type: ignore[method-assign]
-            nn.Module.__setstate__ = original_setstate  # type: ignore[method-assign]
-
-        self._restore.append(restore)
+    def _patch(self, kind: type[nn.Module], name: str, value: object) -> None:
+        """Have `value` as the attribute of a class, until the block is over."""
+        if name in vars(kind):
+            self._patches.callback(setattr, kind, name, vars(kind)[name])
+        else:
+            self._patches.callback(delattr, kind, name)
+        setattr(kind, name, value)
 
     @contextlib.contextmanager
     def _call(self, module: nn.Module | None) -> Iterator[None]:

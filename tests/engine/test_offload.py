@@ -168,7 +168,7 @@ def test_buffers_are_used_again_and_never_more_than_configured() -> None:
         def wait(self) -> None:
             self.done = True
 
-    pool = Pool(2, CPU)
+    pool = Pool("parameters", 2, CPU)
     first, second = pool.take(PAGE), pool.take(PAGE)
     assert first is not None
     assert second is not None

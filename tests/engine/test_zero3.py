@@ -257,7 +257,7 @@ def trains(rank: int, name: str, zero: dict[str, Any]) -> tuple[float, int]:
             step(expected, lambda loss, **how: (loss / 2).backward(**how), batch(number, other))
         optimizer.step()
     assert engine.zero.fetcher is not None
-    live = engine.zero.fetcher.live
+    live = engine.zero.fetcher.live_params.live
     with ds.zero.GatheredParameters(model.parameters()):
         pairs = zip(model.parameters(), expected.parameters(), strict=True)
         return max((mine - other).abs().max().item() for mine, other in pairs), live
@@ -323,10 +323,10 @@ def inside_gathered(rank: int) -> tuple[list[int], int, bool, int]:
             model.middle.weight.fill_(float(rank))
             engine(x)
         stored = list(map(stored_bytes, engine.zero.params))
-        live = engine.zero.fetcher.live
+        live = engine.zero.fetcher.live_params.live
     with torch.no_grad():
         engine(x)
-    after = engine.zero.fetcher.live
+    after = engine.zero.fetcher.live_params.live
     with ds.zero.GatheredParameters(model.middle.weight):
         same = bool((model.middle.weight == 1.0).all())
     return stored, live, same, after

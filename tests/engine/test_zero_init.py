@@ -402,7 +402,7 @@ def around_forward(rank: int, grad: bool) -> tuple[list[int], int, int, bool]:
             engine.backward(y.sum())
     with torch.set_grad_enabled(grad):
         right = torch.allclose(y, expected(x))
-    live = engine.zero.fetcher.live
+    live = engine.zero.fetcher.live_params.live
     users = sum(param.users for param in engine.zero.params)
     engine.destroy()
     return whole, live, users, right
