@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -172,7 +171,13 @@ class Fetcher:
 
     def _watch_outputs(self, owner: ModuleParams, output: Any) -> None:
         """Fetch for the module's backward when the first gradient of an output arrives."""
-        before_backward = _once_a_backward(partial(self._need, owner))
+        begun = -1
+
+        def before_backward(grad: Tensor) -> None:
+            nonlocal begun
+            if begun != (begun := torch._C._current_graph_task_id()):
+                self._need(owner)
+
         for tensor in _tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(before_backward)
@@ -182,12 +187,14 @@ class Fetcher:
         frozen = [param for param in owner.params if not param.trainable]
         if not frozen:
             return
+        ended = -1
 
-        def release() -> None:
-            for param in frozen:
-                self.gradient_taken(param)
+        def after_backward(grad: Tensor) -> None:
+            nonlocal ended
+            if ended != (ended := torch._C._current_graph_task_id()):
+                for param in frozen:
+                    self.gradient_taken(param)
 
-        after_backward = _once_a_backward(release)
         for tensor in _tensors(inputs):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(after_backward)
@@ -324,18 +331,6 @@ class Fetcher:
         if self._pass is not None:
             self._pass.released(param)
         self._hooks.mark("release", module=param.name, purpose="parameter", value=float(self.live_params.live))
-
-
-def _once_a_backward(do: Callable[[], object]) -> Callable[[Tensor], None]:
-    """A hook for several gradients, of which the first that comes in a backward calls `do`."""
-    last = -1
-
-    def hook(grad: Tensor) -> None:
-        nonlocal last
-        if last != (last := torch._C._current_graph_task_id()):
-            do()
-
-    return hook
 
 
 def _in_backward() -> bool:
