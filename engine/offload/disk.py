@@ -66,7 +66,7 @@ class _Way:
             try:
                 self._move(file.descriptor, as_bytes(memory), offset)
             except OSError as error:
-                raise file.explain(error, memory.nbytes) from error
+                raise file.disk.explain(error, file.what, memory.nbytes) from error
 
         return self._lane.submit(work, Label(
             self._direction, about.purpose, memory.nbytes, module=about.module, value=about.value, corr=next(_numbers)
@@ -186,13 +186,14 @@ class File:
     """A file of a disk: parts of it are allocated, read and written. Offsets and lengths are whole pages."""
 
     def __init__(self, disk: Disk, what: str, plain: int, direct: int | None) -> None:
-        self._disk = disk
-        self._what = what
+        self.disk = disk
+        self.what = what
         self._descriptors = plain, direct
         self.descriptor = plain if direct is None else direct
         self.size = 0
         """Bytes allocated."""
-        self._close = weakref.finalize(self, _close, plain, direct)
+        self.close = weakref.finalize(self, _close, plain, direct)
+        """Frees the room it takes."""
 
     def allocate(self, nbytes: int) -> int:
         """Room for `nbytes`, rounded up to whole pages, that nobody can take away any more; where it begins.
@@ -205,17 +206,17 @@ class File:
                 os.posix_fallocate(self._descriptors[0], offset, nbytes)
             except OSError as error:
                 whole = offset + nbytes if error.errno == errno.EFBIG else nbytes
-                raise self._disk.explain(error, self._what, whole) from error
+                raise self.disk.explain(error, self.what, whole) from error
         self.size += nbytes
         return offset
 
     def read(self, offset: int, memory: Tensor, about: About) -> LaneTicket:
         """Begin to read to `memory`: whole, aligned pages (`buffers.aligned`), not to be touched before the end."""
-        return self._disk.reads.submit(self, offset, memory, about)
+        return self.disk.reads.submit(self, offset, memory, about)
 
     def write(self, offset: int, memory: Tensor, about: About) -> LaneTicket:
         """Begin to write `memory`: whole, aligned pages, not to be changed before the end."""
-        return self._disk.writes.submit(self, offset, memory, about)
+        return self.disk.writes.submit(self, offset, memory, about)
 
     def mapped(self) -> Tensor:
         """All that is allocated, uint8, as memory that the system keeps in the file and can take back at any time.
@@ -231,15 +232,7 @@ class File:
         try:
             os.fdatasync(self._descriptors[0])
         except OSError as error:
-            raise self.explain(error, 0) from error
-
-    def explain(self, error: OSError, nbytes: int) -> OffloadError:
-        """The error for the user."""
-        return self._disk.explain(error, self._what, nbytes)
-
-    def close(self) -> None:
-        """Free the room it takes."""
-        self._close()
+            raise self.disk.explain(error, self.what) from error
 
 
 def _close(*descriptors: int | None) -> None:
