@@ -52,7 +52,6 @@ class InMemory:
     """
 
     def __init__(self, device: torch.device, ratio: float = 0.0, pin: bool = True) -> None:
-        self._device = device
         self._ratio = ratio
         self._pin = pin and device.type == "cuda"
         self._seen = 0

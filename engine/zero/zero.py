@@ -59,7 +59,6 @@ class Zero:
         """`make_master` decides where masters are. `offload_shard` moves shards of stage 3 away, of a single rank too.
         `names` are those of the parameters in the whole model, where this is a part of it."""
         self.settings = settings
-        self._hooks = hooks
         self.comms = comms.all()
         self._comm = comms.gradients
         self.gatherer = Gatherer(comms.parameters, settings, comms.near)
