@@ -100,7 +100,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     reduced = engine.zero.reducer.reduced_gradient(held)
     if reduced is None:
         return None
-    return reduced.to(held.master_dtype) * (engine.zero.reducer.after / engine.scaler.scale)
+    return reduced.to(held.master_dtype) * (engine.zero.reducer.postscale / engine.scaler.scale)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -122,7 +122,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
             "micro-batch in ZeRO stages 0 and 1, and engine.step"
         )
     _same_shape(held, value, reduced.shape)
-    reduced.copy_(value.detach() * (engine.scaler.scale / engine.zero.reducer.after))
+    reduced.copy_(value.detach() * (engine.scaler.scale / engine.zero.reducer.postscale))
 
 
 def safe_update_full_grad_vectorized(

@@ -48,7 +48,7 @@ class _Record:
 
 
 class ShardFile:
-    """Pieces in a file, but for the first `max_in_cpu` elements, which stay in host memory.
+    """Shards in a file, but for the first `max_in_cpu` elements, which stay in host memory.
 
     A shard is read when it is gathered, or before that where it is expected, and passes through `buffer_count` buffers
     of `buffer_size` elements; new weights are written behind.

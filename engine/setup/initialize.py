@@ -258,8 +258,8 @@ def _optimizer(
     given: Any, parameters: list[Any] | None, config: Config, zero: Zero, main: Comm, hooks: Hooks
 ) -> tuple[torch.optim.Optimizer | None, optim.Adopted | None]:
     """The script's optimizer, and what gives it back, or the configuration's, over the masters."""
-    masters = {p.param: p.master for p in zero.trainable if p.master is not None}
-    shards = {p.master: _shard(p, zero, main) for p in zero.trainable if p.master is not None}
+    masters = zero.masters
+    shards = {masters[p.param]: _shard(p, main) for p in zero.trainable}
     listed = list(masters) if parameters is None else parameters
     if given is not None:
         client = given if isinstance(given, torch.optim.Optimizer) else given(listed)
@@ -280,7 +280,7 @@ def _optimizer(
     return built, None
 
 
-def _shard(param: ShardedParam, zero: Zero, main: Comm) -> optim.Shard:
+def _shard(param: ShardedParam, main: Comm) -> optim.Shard:
     """What the optimizer is to know of a master."""
     ranks = param.partition.num_shards
     bounds = tuple(param.partition.bounds(rank) for rank in range(ranks))

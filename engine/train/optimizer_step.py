@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..optim import StepGuard, renew, settles_groups
 from ..optim.grad_norm import global_norm, unscale_and_clip_
@@ -45,12 +45,9 @@ class OptimizerStep:
             training.states.attach(optimizer, self.tiles)
             self._guard = StepGuard(optimizer)
         self._new_parameters = NewParameterCheck(training.module, zero.by_param)
-        self._masters: dict[nn.Parameter, nn.Parameter] = {
-            param.param: param.master for param in zero.trainable if param.master is not None
-        }
         may = (master for group in training.param_groups for master in group["params"])
         settled = optimizer is not None and settles_groups(optimizer)
-        self._may_step = frozenset(map(id, may if settled else self._masters.values()))
+        self._may_step = frozenset(map(id, may if settled else zero.masters.values()))
         """What the optimizer's groups may have."""
         self._counted = {id(p.master) for p in zero.trainable if training.shared.counts(p.param)}
         """What another rank of the same replica counts does not count into the norm here."""
@@ -66,7 +63,7 @@ class OptimizerStep:
         training.shared.sum_gradients(zero.by_param.get)
         grads = reducer.gradients(stepped)
         counted = grads if stepped <= self._counted else reducer.gradients(stepped & self._counted)
-        scale = training.scaler.scale / reducer.after
+        scale = training.scaler.scale / reducer.postscale
         wait = None if zero.deadlocks is None else zero.deadlocks.wait
         value = global_norm(counted, self._norm_groups(), training.hooks, device=training.device, wait=wait).item()
         overflow = self._skips and overflowed(value)
@@ -95,7 +92,7 @@ class OptimizerStep:
         training = self._training
         found = {id(master) for group in training.param_groups for master in group["params"]}
         if training.optimizer is not None and not found <= self._may_step:
-            renew(training.optimizer, self._masters)
+            renew(training.optimizer, training.zero.masters)
             return self.stepped_masters()
         return found
 

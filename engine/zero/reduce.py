@@ -51,7 +51,7 @@ class Reducer:
         """The first bucket that has not been sent in this backward."""
         self._order: list[ShardedParam] | None = []
         """In which gradients become ready, until it is settled."""
-        self.before, self._after = self._scales()
+        self._prescale, self._postscale = self._scales()
         self._last = self._complete = True
         self._open = False
         """Whether a backward of this engine is under way. What comes otherwise, as from the loss of another engine's
@@ -71,9 +71,9 @@ class Reducer:
         self._divide(list(reversed(self._params)))
 
     @property
-    def after(self) -> float:
+    def postscale(self) -> float:
         """What the collected gradients remain to be multiplied by, for the mean over the ranks."""
-        return 1.0 if self.local else self._after
+        return 1.0 if self.local else self._postscale
 
     def close(self) -> None:
         """Take every hook out of the model."""
@@ -171,7 +171,7 @@ class Reducer:
             )
 
     def reduced_gradient(self, param: ShardedParam) -> Tensor | None:
-        """This rank's shard [n] of a gradient that has been reduced, in its own memory, and before `after`; None where
+        """This rank's shard [n] of a gradient that has been reduced, in its own memory, before `postscale`; None where
         there is none. With one rank, or where the optimizer communicates, it is what this rank has [numel]."""
         if self.local:
             grad = self._accumulated.get(param, param.param.grad)
@@ -191,9 +191,9 @@ class Reducer:
     # --- at the step
 
     def collect(self) -> None:
-        """Put the step's reduced gradients on the masters' `grad`, to be multiplied by `after`: None for a parameter
-        that no rank used. On all ranks."""
-        self._sparse.collect(1.0 / self.after)
+        """Put the step's reduced gradients on the masters' `grad`, to be multiplied by `postscale`; None for a
+        parameter that no rank used. On all ranks."""
+        self._sparse.collect(1.0 / self.postscale)
         if self.local:
             for param in self._params:
                 self._collect_local(param)
@@ -351,7 +351,7 @@ class Reducer:
     def _copy_in(self, bucket: Bucket, places: Iterable[int]) -> None:
         rows = self._exchange.rows(bucket)
         for run in bucket.runs(places):
-            bucket.write(rows, run, self._take([bucket.params[at] for at in run]), self.before)
+            bucket.write(rows, run, self._take([bucket.params[at] for at in run]), self._prescale)
 
     def _launch_complete(self, stop: int) -> None:
         """Start every bucket before `stop` that is complete, in order: a complete one waits for those before it."""

@@ -633,7 +633,7 @@ def train(rank: int, zero_section: dict[str, Any], dtype: torch.dtype, accumulat
             zero.finish_backward()
         zero.reducer.collect()
         grads = [param.master.grad for param in zero.trainable if param.master is not None]
-        torch._foreach_mul_([grad for grad in grads if grad is not None], zero.reducer.after)
+        torch._foreach_mul_([grad for grad in grads if grad is not None], zero.reducer.postscale)
         hidden = {param: param.master.grad for param in zero.trainable if param.master is not None}
         for param in hidden:
             param.master.grad = None  # type: ignore[union-attr]

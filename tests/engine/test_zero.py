@@ -64,7 +64,9 @@ def train(model: Small, zero: Zero, optimizer: torch.optim.Optimizer, data: torc
             (model(microbatch[rank]) / len(step)).backward()
             zero.finish_backward()
         zero.reducer.collect()
-        torch._foreach_mul_([master.grad for master in masters(zero) if master.grad is not None], zero.reducer.after)
+        torch._foreach_mul_(
+            [master.grad for master in masters(zero) if master.grad is not None], zero.reducer.postscale
+        )
         optimizer.step()
         zero.gatherer.publish(zero.trainable)
         zero.gatherer.drain()
