@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..comm.comm import Comm
 from ..comm.lane import Ticket
@@ -77,10 +77,16 @@ class Bucket:
         return [tensor for tensor in (self.rows, self.own, self.reduced, self.landing) if tensor is not None]
 
     @property
+    def master(self) -> nn.Parameter:
+        """That of the first parameter; all are on its device."""
+        master = self.params[0].master
+        assert master is not None
+        return master
+
+    @property
     def apart(self) -> bool:
         """Whether the masters, and with them the reduced gradients, are on another device than the parameters."""
-        owner = self.params[0]
-        return owner.master is not None and owner.master.device != owner.device
+        return self.master.device != self.params[0].device
 
     def reduce_into(self, reduced: Tensor) -> None:
         """From now on have the reduced gradients in `reduced` [columns]."""
@@ -221,7 +227,7 @@ class BucketExchange:
             assert bucket.rows is not None
             bucket.ticket.wait()
             arrived = self._arrived(bucket)
-            if self._settings.stage == 0 and self._shares(bucket) and not bucket.holds:
+            if self._settings.stage == 0 and bucket.master.dtype == bucket.dtype and not bucket.holds:
                 if bucket.own is None:
                     bucket.own = bucket.rows
                     bucket.reduce_into(arrived)
@@ -247,13 +253,11 @@ class BucketExchange:
         masters, which may be in host memory.
         """
         if bucket.reduced is None:
-            whole = self._settings.stage == 0
-            own = bucket.params[0].master.dtype if bucket.params[0].master is not None else torch.float32
-            dtype = own if self._settings.accumulate_dtype is None or whole else self._settings.accumulate_dtype
-            param, master = bucket.params[0].param, bucket.params[0].master
-            device = param.device if master is None else master.device
-            pin = param.is_cuda and device.type == "cpu"
-            bucket.reduce_into(torch.empty(bucket.columns, dtype=dtype, device=device, pin_memory=pin))
+            master, dtype = bucket.master, self._settings.accumulate_dtype
+            if dtype is None or self._settings.stage == 0:
+                dtype = master.dtype
+            pin = bucket.params[0].device.type == "cuda" and master.device.type == "cpu"
+            bucket.reduce_into(torch.empty(bucket.columns, dtype=dtype, device=master.device, pin_memory=pin))
         assert bucket.reduced is not None
         return bucket.reduced
 
@@ -275,7 +279,3 @@ class BucketExchange:
             reduced.add_(arrived)
         else:
             reduced.copy_(arrived)
-
-    def _shares(self, bucket: Bucket) -> bool:
-        master = bucket.params[0].master
-        return master is not None and master.dtype == bucket.dtype
