@@ -81,25 +81,15 @@ class Gatherer:
     """
 
     def __init__(self, comm: Comm, settings: ZeroSettings, near: Comm | None = None) -> None:
-        self._comm = comm
+        self.comm = comm
         self._settings = settings
         self._near = near
-        self._with_broadcasts = not settings.allgather_partitions
         self._inflight: dict[ShardedParam, _Batch] = {}
         self.buffers = BufferPool(KEPT_BUFFERS)
         self._published: dict[tuple[ShardedParam, ...], list[_Persistent]] = {}
-        self.order_check: OrderCheck | None = None
-        """Where what was gathered is to be checked."""
-
-    @property
-    def comm(self) -> Comm:
-        """Of the ranks that have a shard each."""
-        return self._comm
-
-    @property
-    def separates_contents(self) -> bool:
-        """Whether what ranks gather does not mix if it differs."""
-        return self._comm.separates_contents and not self._with_broadcasts
+        mixes = not comm.separates_contents or not settings.allgather_partitions
+        self.order_check = OrderCheck(comm) if settings.stage == 3 and comm.size > 1 and mixes else None
+        """Where gathers of different content could mix, whether they did."""
 
     def under_way(self, param: ShardedParam) -> bool:
         """Whether its gather has been started and not finished."""
@@ -109,14 +99,14 @@ class Gatherer:
         """After the optimizer stepped `params`: bring their masters to the weights, and start gathering those that stay
         whole. `drain` ends it."""
         update_shards(params)
-        if self._comm.size == 1 or not self._settings.stage:
+        if self.comm.size == 1 or not self._settings.stage:
             return
         key = tuple(params)  # usually the same
         if key not in self._published:
             persistent = _batches((p for p in params if p.persistent), self._settings.allgather_bucket_size)
-            self._published[key] = [_Persistent(batch, self._comm) for batch in persistent]
+            self._published[key] = [_Persistent(batch, self.comm) for batch in persistent]
         for batch in self._published[key]:
-            self._start(batch.params, self._comm, None, batch)
+            self._start(batch.params, self.comm, None, batch)
             self.drain(2 if self._settings.overlap_comm else 0)
 
     def start(self, params: Sequence[ShardedParam], module: str | None = None) -> None:
@@ -126,7 +116,7 @@ class Gatherer:
             if param not in self._inflight:
                 kinds.setdefault((param.dtype, param.secondary is not None), []).append(param)
         for (_, near), batch in kinds.items():
-            self._start(batch, self._near if near and self._near is not None else self._comm, module)
+            self._start(batch, self._near if near and self._near is not None else self.comm, module)
 
     def expect(self, params: Iterable[ShardedParam]) -> None:
         """Have those of `params` that are on a disk read ahead, as far as there is room for them."""
@@ -173,7 +163,7 @@ class Gatherer:
         content = content_of(params) if persistent is None else persistent.content
         if self.order_check is not None:
             self.order_check.add(content)
-        if self._with_broadcasts:
+        if not self._settings.allgather_partitions:
             tickets = [comm.broadcast(rows[source], source, "parameter") for source in range(comm.size)]
         else:
             tickets = [comm.all_gather(rows, "parameter", module, content)]

@@ -193,7 +193,7 @@ class Init:
         if self._gatherer is None:
             init_distributed()
             comm = open_comm([range(dist.get_world_size())], lambda: Inline(Hooks()))
-            self._gatherer = Gatherer(comm, ZeroSettings(3))
+            self._gatherer = Gatherer(comm, ZeroSettings())
         return self._gatherer
 
     # --- when to shard

@@ -86,9 +86,8 @@ class ShardStore(Protocol):
 class ParamGatherer(Protocol):
     """What brings parameters back to full size: see `gather.Gatherer`."""
 
-    @property
-    def comm(self) -> Comm:
-        """Of the ranks that have a shard each."""
+    comm: Comm
+    """Of the ranks that have a shard each."""
 
     def gather(self, params: Sequence[ShardedParam], limit: int) -> None:
         """Have all of `params` whole now, by gathers of at most `limit` elements. On all ranks."""

@@ -21,7 +21,6 @@ from ..hooks import Hooks, MemoryPart, holds_memory
 from ..tree import batches
 from .fetch import Fetcher
 from .gather import Gatherer
-from .order_check import OrderCheck
 from .reduce import Reducer
 from .settings import ZeroSettings
 from .shard import Partition, ShardedParam, find_sharded, forget, register
@@ -95,8 +94,6 @@ class Zero:
         self.masters = {param.param: make_master(param) for param in self.trainable}
         dense = [p for p in self.trainable if p.param not in rows]
         self.reducer = Reducer(dense, sparse, comms.gradients, settings)
-        if settings.stage == 3 and size > 1 and not self.gatherer.separates_contents:
-            self.gatherer.order_check = OrderCheck(comms.parameters)
         self.deadlocks = _watch(comms, hooks) if settings.stage == 3 and size > 1 else None
         self.fetcher: Fetcher | None = None
         self._handles: list[RemovableHandle] = []

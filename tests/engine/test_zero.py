@@ -301,6 +301,6 @@ def test_an_error_of_any_broadcast_is_raised() -> None:
     param = torch.nn.Parameter(torch.ones(8))
     sharded = ShardedParam("weight", param, Partition(8, 2), 0, ALONE, persistent=False, index=0)
     sharded.release()
-    gatherer = Gatherer(FirstBroadcastFails(), ZeroSettings(3, allgather_partitions=False))
+    gatherer = Gatherer(FirstBroadcastFails(), ZeroSettings(allgather_partitions=False))
     with pytest.raises(ConnectionError, match="of the first"):
         gatherer.gather([sharded], 8)
