@@ -14,7 +14,6 @@ from types import MethodType
 from typing import Any, Final, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
@@ -80,9 +79,9 @@ _ATTRIBUTES: Final[Mapping[str, Callable[[Training], Any]]] = {
     "communication_data_type": communication_dtype,
     "device": lambda training: training.device,
     "loss_scale": lambda training: training.scaler.scale,
-    "global_rank": lambda training: dist.get_rank() if dist.is_initialized() else 0,
+    "global_rank": lambda training: training.parallel.mesh.rank,
     "local_rank": lambda training: int(os.environ.get("LOCAL_RANK", "0")),
-    "world_size": lambda training: dist.get_world_size() if dist.is_initialized() else 1,
+    "world_size": lambda training: training.parallel.mesh.size,
     "dp_world_size": lambda training: training.zero.size,
 }
 
