@@ -129,7 +129,7 @@ class _Loading:
             saved = self._optional("optimizer")
             if saved is not None:
                 self._optimizer = OptimizerLoading(
-                    training.optimizer, OptimizerState(**saved, tensors=[]), training.zero, self._contents,
+                    training.optimizer, OptimizerState(**saved), training.zero, self._contents,
                     rank=self._team.rank, same_ranks=self._same_ranks, shards=self._shards,
                     groups=[other.groups for other in self._replica],
                 )  # fmt: skip

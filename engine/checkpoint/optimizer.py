@@ -25,9 +25,9 @@ MACHINE: Final = ("foreach", "fused", "capturable", "differentiable")
 """Options of a parameter group that say how a step is computed here, not what it does."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OptimizerState:
-    """An optimizer's state, taken apart: `tensors`, and the rest of it as plain values."""
+    """An optimizer's state but for its tensors, as plain values."""
 
     kind: str
     """The name of the optimizer's class."""
@@ -35,12 +35,11 @@ class OptimizerState:
     """Of each pipeline stage's parameter groups the names of their `params`, and their `options`."""
     entries: dict[str, dict[str, tuple[Any, ...]]]
     """Parameter -> key -> ("elements",), ("value", value), ("whole", shape) or ("rank", shape)."""
-    tensors: list[Piece]
 
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer, zero: Zero, rank: int, counts: Callable[[nn.Parameter], bool]
-) -> OptimizerState:
+) -> tuple[OptimizerState, list[Piece]]:
     """Take the optimizer's state on this `rank` apart. What is one number for a parameter becomes a value, the rest
     tensors: those of parameters that this rank `counts`, and what is its own.
     """
@@ -75,7 +74,7 @@ def optimizer_state(
                 entry[key] = ("whole", value.shape)
                 if counted:
                     tensors.append(Piece(part_name(name, shard), value.reshape(-1), value.numel(), everywhere=True))
-    return OptimizerState(type(optimizer).__name__, [groups], entries, tensors)
+    return OptimizerState(type(optimizer).__name__, [groups], entries), tensors
 
 
 def group_names(optimizer: torch.optim.Optimizer, zero: Zero) -> list[list[str]]:

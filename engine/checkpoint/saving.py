@@ -96,7 +96,7 @@ class _Described:
     order: list[str] | None
     """In which this rank's gradients are reduced."""
     optimizer: dict[str, Any] | None
-    """Kind, groups and entries of an `OptimizerState`."""
+    """The values of an `OptimizerState`."""
 
 
 def _take(training: Training, without_frozen: bool, rank: int) -> tuple[list[Piece], _Described]:
@@ -111,10 +111,9 @@ def _take(training: Training, without_frozen: bool, rank: int) -> tuple[list[Pie
     ]
     about = None
     if training.optimizer is not None:
-        optimizer = optimizer_state(training.optimizer, zero, rank, counts)
-        mine += optimizer.tensors
-        about = {"kind": optimizer.kind, "groups": optimizer.groups, "entries": optimizer.entries}
-        about = plain(about, "optimizer.state_dict()")
+        state, tensors = optimizer_state(training.optimizer, zero, rank, counts)
+        mine += tensors
+        about = plain(vars(state), "optimizer.state_dict()")
     described = _Described(holdings(training, without_frozen=without_frozen), zero.reducer.order, about)
     return list(shares(mine, mesh.dp_rank, mesh.dp)), described
 
