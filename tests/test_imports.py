@@ -129,7 +129,7 @@ ENGINE_FLOORS: Final = (
     {"comm", "monitors", "optim"},
     {"activation_checkpoint", "tensor", "zero"},
     {"offload", "pipe"},
-    {"training"},
+    {"training_state"},
     {"checkpoint", "planner"},
     {"train"},
     {"setup"},

@@ -18,11 +18,10 @@ run code.
     serialize     everything that is no tensor, and random number generators
     folder        tags, `latest`, and how a new checkpoint takes its place at once or not at all
     consolidate   the model alone, in one file, with an engine or without
-    errors        CheckpointError
 """
 
 from .consolidate import consolidated, save_16bit_model, weights_of
-from .errors import CheckpointError
+from .folder import CheckpointError
 from .loading import load
 from .saving import save
 

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ..comm.consensus import Team, gather_objects
 from ..tensor.sharding import TensorShard
-from ..training import Training
+from ..training_state import Training
 from .dcp import Contents, Piece
-from .errors import CheckpointError
-from .folder import find, latest_tag, replace_whole
+from .folder import CheckpointError, find, latest_tag, replace_whole
 from .reshard import Wanted, join, read, tensor_shard
 from .serialize import unpack
 from .state import about_training, buffers, merged, names
@@ -103,7 +102,7 @@ def consolidated(training: Training, *, with_frozen: bool) -> dict[str, Tensor]:
     for param in params:
         absent = not param.resident
         if absent:
-            zero.gatherer.bring([param], param.numel)
+            zero.gatherer.gather([param], param.numel)
         if receives:
             parts[param.name] = [_on_host(param.param)]
         elif first_replica:

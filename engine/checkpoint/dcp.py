@@ -22,15 +22,17 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -39,7 +41,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 
 from ..comm.consensus import Team, reason
-from .errors import CheckpointError
+from .folder import CheckpointError
 
 CHUNK: Final = 1 << 24
 """Elements that are written, and so have to be read, at once: they are copied on the way."""
@@ -117,17 +119,13 @@ class _Writer(FileSystemWriter):
         return described.StorageMeta(save_id=self.save_id)
 
 
-class _SavePlanner(SavePlanner):
+class _SavePlanner(DefaultSavePlanner):
     """Plans to write what it is given; the state dict that the library passes is empty."""
 
     def __init__(self, pieces: Iterable[Piece], values: Mapping[str, bytes]) -> None:
+        super().__init__()
         self._pieces = {described.MetadataIndex(piece.name, [piece.start]): piece for piece in pieces}
         self._values = values
-
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: described.StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        return
 
     def create_local_plan(self) -> SavePlan:
         items = [
@@ -147,9 +145,6 @@ class _SavePlanner(SavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], described.Metadata]:
         return create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
@@ -260,26 +255,13 @@ class Contents:
             raise CheckpointError(f"{self._path}: cannot be read, so it is damaged ({reason(error)})") from error
 
 
-class _LoadPlanner(LoadPlanner):
+class _LoadPlanner(DefaultLoadPlanner):
     """Says where what is read goes. The plan is made by `Contents.plan`."""
 
     def __init__(self, targets: Mapping[str, Tensor]) -> None:
+        super().__init__()
         self._targets = targets
         self.values: dict[str, bytes] = {}
-
-    def set_up_planner(
-        self, state_dict: Any, metadata: described.Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        return
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.values[read_item.dest_index.fqn] = value.getvalue()
@@ -287,9 +269,6 @@ class _LoadPlanner(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         start = read_item.dest_offsets[0]
         return self._targets[read_item.dest_index.fqn][start : start + read_item.lengths[0]]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        return
 
 
 class _Reader(FileSystemReader):

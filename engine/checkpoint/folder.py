@@ -13,11 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from .errors import CheckpointError
+from ..comm.consensus import SharedError
 
 LATEST: Final = "latest"
 _SAVING: Final = ".dsprof-saving"
 _REPLACED: Final = ".dsprof-replaced"
+
+
+class CheckpointError(SharedError):
+    """A checkpoint could not be saved or loaded."""
 
 
 def check_tag(tag: str) -> None:

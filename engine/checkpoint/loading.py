@@ -15,11 +15,11 @@ from torch import Tensor
 from ..comm.consensus import Team, gather_objects
 from ..optim.onebit import OneBitAdam
 from ..tensor.sharding import TensorShard
-from ..training import Training
+from ..training_state import Training
+from ..zero.gather import update_shards
 from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
-from .errors import CheckpointError
-from .folder import find, latest_tag
+from .folder import CheckpointError, find, latest_tag
 from .optimizer import OptimizerLoading, OptimizerState, group_names
 from .reshard import Wanted, read, tensor_shard
 from .saving import COUNTERS
@@ -129,7 +129,7 @@ class _Loading:
             saved = self._optional("optimizer")
             if saved is not None:
                 self._optimizer = OptimizerLoading(
-                    training.optimizer, OptimizerState(**saved, tensors=[]), training.zero, self._contents,
+                    training.optimizer, OptimizerState(**saved), training.zero, self._contents,
                     rank=self._team.rank, same_ranks=self._same_ranks, shards=self._shards,
                     groups=[other.groups for other in self._replica],
                 )  # fmt: skip
@@ -159,17 +159,17 @@ class _Loading:
             if self._optimizer is not None:
                 wanted += [each for param in tile for each in self._optimizer.room(param)]
             read(self._contents, wanted)
+            update_shards(loaded)
             for param in loaded:
-                param.publish()
                 del rest[param]
-        read(self._contents, self._weights([param for param in rest if param.home is None], masters=False))
+        read(self._contents, self._weights([param for param in rest if param.store is None], masters=False))
         self._contents.read(self._buffers)
         for param in rest:
-            if param.home is not None:
+            if param.store is not None:
                 flat = torch.empty(param.shard.shape, dtype=param.shard.dtype)
                 piece = Piece(f"weight/{param.name}", flat, param.numel, param.start)
                 read(self._contents, [self._wanted(param, piece)])
-                param.write_piece(flat)
+                param.write_shard(flat)
         for target, source in self._copies:
             target.copy_(source.view(target.shape))
 
@@ -198,20 +198,20 @@ class _Loading:
     def publish(self) -> None:
         """Bring what the ranks have read to all that need it."""
         zero, parallel = self._job.zero, self._job.parallel
-        zero.clear()
+        zero.reducer.clear()
         _, _, tensor_parallel = self._training["mesh"]
         orders = self._training["reduction_orders"]
         if not self._module_only and len(orders) == parallel.model.size and tensor_parallel == parallel.mesh.tp:
             order = orders[parallel.model.rank]
             if order is not None:
-                zero.reducer.restart(order)
+                zero.reducer.set_order(order)
         if isinstance(self._job.optimizer, OneBitAdam):
-            zero.reducer.keep_local(self._job.optimizer.wants_local_gradients)
+            zero.reducer.leave_unreduced(self._job.optimizer.wants_local_gradients)
         for param in zero.params:
             param.secondary = None
         if zero.settings.stage and self._job.optimizer is not None:
             whole = [param for param in zero.trainable if param.persistent]
-            zero.gatherer.bring(whole, zero.settings.allgather_bucket_size)
+            zero.gatherer.gather(whole, zero.settings.allgather_bucket_size)
 
     # --- what there is to load
 

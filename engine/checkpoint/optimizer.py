@@ -14,7 +14,7 @@ from ..tensor.sharding import TensorShard
 from ..zero import Zero
 from ..zero.shard import Partition, ShardedParam
 from .dcp import Contents, Piece
-from .errors import CheckpointError
+from .folder import CheckpointError
 from .reshard import Wanted, alike, part_name, tensor_shard
 
 PER_RANK: Final = ("worker_error", "server_error")
@@ -25,9 +25,9 @@ MACHINE: Final = ("foreach", "fused", "capturable", "differentiable")
 """Options of a parameter group that say how a step is computed here, not what it does."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OptimizerState:
-    """An optimizer's state, taken apart: `tensors`, and the rest of it as plain values."""
+    """An optimizer's state but for its tensors, as plain values."""
 
     kind: str
     """The name of the optimizer's class."""
@@ -35,12 +35,11 @@ class OptimizerState:
     """Of each pipeline stage's parameter groups the names of their `params`, and their `options`."""
     entries: dict[str, dict[str, tuple[Any, ...]]]
     """Parameter -> key -> ("elements",), ("value", value), ("whole", shape) or ("rank", shape)."""
-    tensors: list[Piece]
 
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer, zero: Zero, rank: int, counts: Callable[[nn.Parameter], bool]
-) -> OptimizerState:
+) -> tuple[OptimizerState, list[Piece]]:
     """Take the optimizer's state on this `rank` apart. What is one number for a parameter becomes a value, the rest
     tensors: those of parameters that this rank `counts`, and what is its own.
     """
@@ -62,12 +61,12 @@ def optimizer_state(
             name = f"optimizer/{key}/{param.name}"
             if not isinstance(value, Tensor) or key in numbers:
                 entry[key] = ("value", value)
-            elif key in PER_RANK or (value.shape != master.shape and param.partition.pieces > 1):
+            elif key in PER_RANK or (value.shape != master.shape and param.partition.num_shards > 1):
                 entry[key] = ("rank", value.shape)
                 tensors.append(Piece(f"{name}/{rank}", value.reshape(-1), value.numel()))
             elif value.shape == master.shape:
                 entry[key] = ("elements",)
-                everywhere = param.partition.pieces == 1
+                everywhere = param.partition.num_shards == 1
                 if counted:
                     flat = value.reshape(-1)
                     tensors.append(Piece(part_name(name, shard), flat, param.numel, param.start, everywhere))
@@ -75,7 +74,7 @@ def optimizer_state(
                 entry[key] = ("whole", value.shape)
                 if counted:
                     tensors.append(Piece(part_name(name, shard), value.reshape(-1), value.numel(), everywhere=True))
-    return OptimizerState(type(optimizer).__name__, [groups], entries, tensors)
+    return OptimizerState(type(optimizer).__name__, [groups], entries), tensors
 
 
 def group_names(optimizer: torch.optim.Optimizer, zero: Zero) -> list[list[str]]:
@@ -171,7 +170,7 @@ class OptimizerLoading:
         for key, (kind, *about) in self._saved.entries.get(param.name, {}).items():
             name, numel, start, shape = f"optimizer/{key}/{param.name}", param.numel, param.start, master.shape
             if kind == "whole":
-                if param.partition.pieces > 1 or not alike(shard, saved):
+                if param.partition.num_shards > 1 or not alike(shard, saved):
                     raise CheckpointError(
                         f"the optimizer's state {key!r} of {param.name} has shape {tuple(about[0])}, which cannot be "
                         "sharded as parameters are: load it with ZeRO stage 0 and as many tensor-parallel ranks as it "
@@ -207,7 +206,7 @@ class OptimizerLoading:
             return about.to("cpu" if on_host else master.device, copy=True)
         if kind == "rank" and not self._has_own(f"optimizer/{key}/{param.name}/{self._rank}"):
             # Nobody's any more; at first it is zero.
-            part = torch.Size([Partition(master.numel(), self._ranks).chunk])
+            part = torch.Size([Partition(master.numel(), self._ranks).shard_size])
             return master.new_zeros(master.shape if key == "worker_error" else part)
         return about
 

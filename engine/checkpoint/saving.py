@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..comm.consensus import Team, gather_objects
-from ..training import Training
+from ..training_state import Training
 from .dcp import Piece, shares, write
-from .errors import CheckpointError
-from .folder import Place, check_tag, write_synced
+from .folder import CheckpointError, Place, check_tag, write_synced
 from .optimizer import optimizer_state
 from .reshard import part_name, tensor_shard
 from .serialize import pack, plain, random_states
@@ -97,7 +96,7 @@ class _Described:
     order: list[str] | None
     """In which this rank's gradients are reduced."""
     optimizer: dict[str, Any] | None
-    """Kind, groups and entries of an `OptimizerState`."""
+    """The values of an `OptimizerState`."""
 
 
 def _take(training: Training, without_frozen: bool, rank: int) -> tuple[list[Piece], _Described]:
@@ -112,10 +111,9 @@ def _take(training: Training, without_frozen: bool, rank: int) -> tuple[list[Pie
     ]
     about = None
     if training.optimizer is not None:
-        optimizer = optimizer_state(training.optimizer, zero, rank, counts)
-        mine += optimizer.tensors
-        about = {"kind": optimizer.kind, "groups": optimizer.groups, "entries": optimizer.entries}
-        about = plain(about, "optimizer.state_dict()")
+        state, tensors = optimizer_state(training.optimizer, zero, rank, counts)
+        mine += tensors
+        about = plain(vars(state), "optimizer.state_dict()")
     described = _Described(holdings(training, without_frozen=without_frozen), zero.reducer.order, about)
     return list(shares(mine, mesh.dp_rank, mesh.dp)), described
 
@@ -160,7 +158,7 @@ def _values(
         "counters": {
             **{name: getattr(training, name) for name in COUNTERS},  # those of a step under way come again
             "micro_steps": training.micro_steps - training.under_way,
-            "global_samples": training.global_samples - training.under_way * training.samples,
+            "global_samples": training.global_samples - training.under_way * training.samples_per_microbatch,
         },
         "data": _data(training),
         "weights": merged(each.weights for each in held),

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .errors import CheckpointError
+from .folder import CheckpointError
 
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype)
 _MAPPINGS: Final = (dict, OrderedDict, Counter)

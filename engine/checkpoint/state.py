@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from ..data import ShardedLoader
-from ..training import Training
+from ..training_state import Training
 from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
-from .errors import CheckpointError
+from .folder import CheckpointError
 from .reshard import tensor_shard, whole_shape
 from .serialize import unpack
 
@@ -103,17 +103,18 @@ def weight(param: ShardedParam, *, masters: bool) -> Piece:
     """
     name = f"weight/{param.name}"
     if masters and param.master is not None:
-        return Piece(name, param.master.data.view(-1), param.numel, param.start, everywhere=param.partition.pieces == 1)
+        whole = param.partition.num_shards == 1
+        return Piece(name, param.master.data.view(-1), param.numel, param.start, everywhere=whole)
     if param.persistent:
         return Piece(name, param.flat, param.numel, everywhere=True)
-    fetch = None if param.home is None else partial(_fetch, param)
+    fetch = None if param.store is None else partial(_fetch, param)
     return Piece(name, param.shard, param.numel, param.start, fetch=fetch)
 
 
 def _fetch(param: ShardedParam) -> Tensor:
-    piece = torch.empty(param.shard.shape, dtype=param.shard.dtype)
-    param.read_piece(piece)
-    return piece
+    shard = torch.empty(param.shard.shape, dtype=param.shard.dtype)
+    param.read_shard(shard)
+    return shard
 
 
 def buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..train.base_engine import BaseEngine
-from ..zero.holder import holder
 from ..zero.shard import ShardedParam
 from .start import engine_of
 
@@ -68,9 +67,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     with engine.states.at_once():
         if held.stop > held.start:
             state = _there(engine, held, optim_state_key)
-            state.copy_(
-                value.detach().reshape(-1)[held.start : held.stop] if held.partition.pieces > 1 else value.reshape(-1)
-            )
+            flat = value.detach().reshape(-1)
+            state.copy_(flat[held.start : held.stop] if held.partition.num_shards > 1 else flat)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -99,10 +97,10 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     if found is None:
         return None
     engine, held = found
-    reduced = engine.zero.reducer.peek(held)
+    reduced = engine.zero.reducer.reduced_gradient(held)
     if reduced is None:
         return None
-    return reduced.to(held.master_dtype) * (engine.zero.reducer.after / engine.scaler.scale)
+    return reduced.to(held.master_dtype) * (engine.zero.reducer.postscale / engine.scaler.scale)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -111,20 +109,20 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     _, held = _known(param)
     _same_shape(held, value, held.shape)
     flat = value.detach().reshape(-1)
-    safe_set_local_grad(param, flat if held.partition.pieces == 1 else flat[held.start : held.stop])
+    safe_set_local_grad(param, flat if held.partition.num_shards == 1 else flat[held.start : held.stop])
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Have the step use `value` [n] for this rank's piece."""
     engine, held = _known(param)
-    reduced = engine.zero.reducer.peek(held)
+    reduced = engine.zero.reducer.reduced_gradient(held)
     if reduced is None:
         raise ValueError(
             f"{held.name} has no gradient to be replaced: call this between engine.backward, of the step's last "
             "micro-batch in ZeRO stages 0 and 1, and engine.step"
         )
     _same_shape(held, value, reduced.shape)
-    reduced.copy_(value.detach() * (engine.scaler.scale / engine.zero.reducer.after))
+    reduced.copy_(value.detach() * (engine.scaler.scale / engine.zero.reducer.postscale))
 
 
 def safe_update_full_grad_vectorized(
@@ -161,12 +159,12 @@ def _weight(held: ShardedParam) -> Tensor:
     if held.master is not None:
         return held.master.data.view(-1)
     piece = torch.empty(held.stop - held.start, dtype=held.param.dtype, device=held.param.device)
-    held.read_piece(piece)
+    held.read_shard(piece)
     return piece
 
 
 def _write_weight(held: ShardedParam, piece: Tensor) -> None:
-    held.write_piece(piece.to(held.param.device))
+    held.write_shard(piece.to(held.param.device))
     if held.master is not None and not held.master_is_shard:
         held.master.data.view(-1).copy_(piece)
 
@@ -196,22 +194,21 @@ def _no_state(engine: BaseEngine, held: ShardedParam, key: str) -> str:
 def _whole(held: ShardedParam, piece: Tensor | None, missing: str = "") -> Tensor:
     """The parameter-shaped tensor of which this rank has `piece` [n]. Raises ValueError, saying what is `missing`, on
     all ranks if one has none although its piece has elements."""
-    if held.partition.pieces == 1:
+    if held.partition.num_shards == 1:
         if piece is None:
             raise ValueError(missing)
         return piece.to(held.param.device, held.master_dtype, copy=True).view(held.shape)
-    found = holder(held.param)
-    assert found is not None
+    comm = held.gatherer.comm
     length = held.stop - held.start
-    rows = torch.zeros(found.comm.size, held.partition.chunk + 1, dtype=held.master_dtype, device=held.param.device)
+    rows = torch.zeros(comm.size, held.partition.shard_size + 1, dtype=held.master_dtype, device=held.param.device)
     if piece is not None:
-        rows[found.comm.rank, :length] = piece
-    rows[found.comm.rank, -1] = 1 if piece is not None or length == 0 else 0
-    found.comm.all_gather(rows, "parameter").wait()
+        rows[comm.rank, :length] = piece
+    rows[comm.rank, -1] = 1 if piece is not None or length == 0 else 0
+    comm.all_gather(rows, "parameter").wait()
     if not bool(rows[:, -1].all()):
         raise ValueError(missing)
     whole = torch.empty(held.numel, dtype=rows.dtype, device=rows.device)
-    held.partition.from_rows(rows[:, :-1], whole)
+    held.partition.from_shards(rows[:, :-1], whole)
     return whole.view(held.shape)
 
 

@@ -21,8 +21,7 @@ from ..config.loading import read
 from ..setup.initialize import initialize as initialize_engine
 from ..setup.parallelize import stages_of
 from ..train.base_engine import BaseEngine
-from ..zero.holder import holder
-from ..zero.shard import ShardedParam
+from ..zero.shard import ShardedParam, find_sharded
 from .z3_leaf import check_leaves, get_z3_leaf_modules
 
 Source = str | Path | dict[str, Any]
@@ -141,11 +140,11 @@ def last_engine(asker: str) -> BaseEngine:
 
 def engine_of(param: nn.Parameter) -> tuple[BaseEngine, ShardedParam] | None:
     """The engine that trains `param`, and what it has of it; None if none does (any more)."""
-    held = holder(param)
+    held = find_sharded(param)
     for ref in reversed(_ENGINES):
         engine = ref()
-        if engine is not None and held is not None and engine.zero.by_param.get(param) is held.sharded:
-            return engine, held.sharded
+        if engine is not None and held is not None and engine.zero.by_param.get(param) is held:
+            return engine, held
     return None
 
 

@@ -14,8 +14,7 @@ from torch import nn
 from ..config.loading import read
 from ..zero import GatheredParameters as GatheredParameters
 from ..zero import Init as _Init
-from ..zero.holder import holder
-from ..zero.shard import ShardedParam
+from ..zero.shard import ShardedParam, find_sharded
 from .start import engine_of
 
 BATCH_SIZES: Final = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu"})
@@ -94,14 +93,14 @@ def describe_parameters() -> None:
 
 def _sharded(param: nn.Parameter) -> ShardedParam:
     """Raises AttributeError for a parameter that stage 3 has not, so that `hasattr` is False."""
-    found = holder(param)
-    if found is not None and found.sharded.persistent:
+    found = find_sharded(param)
+    if found is not None and found.persistent:
         known = engine_of(param)
         if known is None or known[0].zero.settings.stage < 3:
             found = None
     if found is None:
         raise AttributeError(f"a {type(param).__name__} has ds_* attributes while ZeRO stage 3 has it")
-    return found.sharded
+    return found
 
 
 DESCRIPTIONS: Final[Mapping[str, Callable[[nn.Parameter], Any]]] = {
@@ -110,6 +109,6 @@ DESCRIPTIONS: Final[Mapping[str, Callable[[nn.Parameter], Any]]] = {
     "ds_shape": lambda param: _sharded(param).shape,
     "ds_status": lambda param: ZeroParamStatus.AVAILABLE if _sharded(param).resident else ZeroParamStatus.NOT_AVAILABLE,
     "ds_tensor": lambda param: _sharded(param).shard,
-    "partition_numel": lambda param: partial(getattr, _sharded(param).partition, "chunk"),
+    "partition_numel": lambda param: partial(getattr, _sharded(param).partition, "shard_size"),
 }
 """Attribute -> what it says of a parameter."""

@@ -2,16 +2,15 @@
 
     disk        files that are read and written beside the computation
     buffers     the memory that they are read to and written from
-    optimizer   masters and the optimizer's states, tile by tile
-    params      this rank's pieces of the parameters (stage 3)
-    build       all of it, as a configuration says
+    optimizer   masters and the optimizer's states in a file, tile by tile
+    params      this rank's shards of the parameters (stage 3) in a file
+    build       all of it, as a configuration says; in memory, too
 
-Nobody outside of it has to know where anything is: masters and states are seen in `States.through`, pieces of
-parameters by `ShardedParam.read_piece`.
+Nobody outside of it has to know where anything is: masters and states are seen in `States.through`, shards of
+parameters by `ShardedParam.read_shard`.
 """
 
-from .build import Offload, open_offload
+from .build import InMemory, Offload, States, open_offload
 from .disk import OffloadError
-from .optimizer import InMemory, States
 
 __all__ = ["InMemory", "Offload", "OffloadError", "States", "open_offload"]

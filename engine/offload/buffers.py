@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
+from collections.abc import Iterator
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from ..comm.lane import LaneTicket
+from ..hooks import MemoryPart, holds_memory
 
 PAGE: Final = 4096
 """Bytes. No disk has larger logical blocks, which addresses, offsets and lengths must be multiples of."""
@@ -44,7 +46,7 @@ def hollow(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class Buffer:
-    """One piece of memory of a pool."""
+    """Memory of a pool."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -60,16 +62,19 @@ class Buffer:
 class Pool:
     """At most `count` buffers, made when they are first needed, and made larger when that is asked for.
 
-    `device` is where what passes through them is used; for a GPU they are page-locked, unless `pin` is false.
+    `device` is where what passes through them is used; for a GPU they are page-locked, unless `pin` is false. `part` is
+    what passes, for `hooks.memory_held`.
     """
 
-    def __init__(self, count: int, device: torch.device, pin: bool = True) -> None:
+    def __init__(self, part: MemoryPart, count: int, device: torch.device, pin: bool = True) -> None:
+        self._part = part
         self._count = count
         self._device = device
         self._pin = pin and device.type == "cuda"
         self._made = 0
         self._free: list[Buffer] = []
         self._leaving: deque[tuple[Buffer, LaneTicket]] = deque()
+        holds_memory(self)
 
     def take(self, nbytes: int, wait: bool = True) -> Buffer | None:
         """A buffer of at least `nbytes`, what is in it undefined; None if there is none now, or with `wait` none to
@@ -97,10 +102,10 @@ class Pool:
             buffer.memory = aligned(nbytes, self._pin)
         return buffer
 
-    @property
-    def at_rest(self) -> list[Tensor]:
-        """The memory of those that nobody has taken."""
-        return [buffer.memory for buffer in (*self._free, *(leaving for leaving, _ in self._leaving))]
+    def memory(self) -> Iterator[tuple[MemoryPart, Tensor]]:
+        """The buffers that nobody has taken."""
+        for buffer in (*self._free, *(leaving for leaving, _ in self._leaving)):
+            yield self._part, buffer.memory
 
     def enlarge(self, buffer: Buffer, nbytes: int) -> None:
         """Make a buffer in use larger; what is in it stays. Views of the old memory are no longer part of it."""

@@ -1,24 +1,87 @@
-"""Offloading as a configuration says."""
+"""Offloading as a configuration says: where masters and the optimizer's states are between steps, and shards of
+parameters (stage 3) between uses."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from ..hooks import Hooks
 from ..zero.shard import ShardedParam
 from ..zero.zero import tiles_of
 from .disk import Disk
-from .optimizer import InMemory, OnDisk, States
-from .params import PieceFile, to_host
+from .optimizer import OnDisk, Tiles
+from .params import ShardFile, to_host
 
 if TYPE_CHECKING:
     from ..config import Config
+
+
+class States(Protocol):
+    """Masters and states between steps. Made before the masters, and given the optimizer when it is there."""
+
+    def make_master(self, param: ShardedParam) -> nn.Parameter:
+        """The parameter that the optimizer steps; see `ShardedParam.make_master`."""
+
+    def attach(self, optimizer: Optimizer, tiles: Tiles) -> None:
+        """Of whom the states are, and what is stepped together. Once, before the first `through`."""
+
+    def through(self, *, changed: bool = True) -> Iterator[Sequence[ShardedParam]]:
+        """Each tile, its masters and states in memory until the next is asked for: the only way to see or set them.
+
+        What is done to them is kept if `changed`, states that were added or replaced included.
+        """
+
+    def at_once(self, *, changed: bool = True) -> contextlib.AbstractContextManager[None]:
+        """As `through`, all of them at once, for a checkpoint. Those in a file are mapped, and take no memory."""
+
+
+class InMemory:
+    """Masters and states in memory: the host's for a share `ratio` of the model's elements, else the device's.
+
+    The share is spread evenly over the model, whole parameters each. Without a GPU the two memories are one, and
+    nothing is copied.
+    """
+
+    def __init__(self, device: torch.device, ratio: float = 0.0, pin: bool = True) -> None:
+        self._ratio = ratio
+        self._pin = pin and device.type == "cuda"
+        self._seen = 0
+        self._tiles: Tiles = ()
+        self.hosted: list[str] = []
+        """Names of the parameters whose states are in host memory on purpose."""
+        self.hosted_elements = 0
+
+    def make_master(self, param: ShardedParam) -> nn.Parameter:
+        if not self._choose(param):
+            return param.make_master()
+        return param.make_master(torch.device("cpu"), pin=self._pin)
+
+    def attach(self, optimizer: Optimizer, tiles: Tiles) -> None:
+        self._tiles = tiles
+
+    def through(self, *, changed: bool = True) -> Iterator[Sequence[ShardedParam]]:
+        yield from self._tiles
+
+    def at_once(self, *, changed: bool = True) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def _choose(self, param: ShardedParam) -> bool:
+        """Whether the share comes nearest to `ratio` with this one on the host too."""
+        self._seen += param.numel
+        if not self.hosted_elements + param.numel / 2 < self._ratio * self._seen:
+            return False
+        self.hosted.append(param.name)
+        self.hosted_elements += param.numel
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,29 +90,29 @@ class Offload:
 
     states: States
     """Masters and the optimizer's states."""
-    take_piece: Callable[[ShardedParam], None] | None
-    """Moves this rank's piece of a parameter away; None where they stay."""
+    offload_shard: Callable[[ShardedParam], None] | None
+    """Moves this rank's shard of a parameter away; None where they stay."""
     disks: dict[Path, Disk] = field(default_factory=dict)
-    pieces: PieceFile | None = None
-    """Where these pieces are, if it is a file."""
+    shards: ShardFile | None = None
+    """Where these shards are, if it is a file."""
 
     @property
     def notes(self) -> list[str]:
-        """What the user may want to know, once pieces have been taken."""
+        """What the user may want to know, once shards have been taken."""
         found = [
             f"{disk.key}: {disk.note}, so files are read and written through the page cache"
             for disk in self.disks.values()
             if disk.note
         ]
-        if self.pieces is not None and self.pieces.in_memory and not self.pieces.in_file:
+        if self.shards is not None and self.shards.in_memory and not self.shards.in_file:
             found.append(
-                f"zero_optimization.offload_param.max_in_cpu: lets all {self.pieces.in_memory} elements of rank 0 stay "
+                f"zero_optimization.offload_param.max_in_cpu: lets all {self.shards.in_memory} elements of rank 0 stay "
                 "in host memory, so nothing is on disk; write a smaller number, or 0"
             )
         return found
 
     def close(self) -> None:
-        """Finish reading and writing, and free the room on the disks. Masters, states and pieces there are lost."""
+        """Finish reading and writing, and free the room on the disks. Masters, states and shards there are lost."""
         for disk in self.disks.values():
             disk.close()
 
@@ -60,7 +123,7 @@ def open_offload(config: Config, device: torch.device, hooks: Hooks, rank: int =
     Raises OffloadError if a file cannot be made where the configuration wants it.
     """
     zero = config.zero_optimization
-    states, pieces = zero.offload_optimizer, zero.offload_param
+    states, shards = zero.offload_optimizer, zero.offload_param
     disks: dict[Path, Disk] = {}
 
     def disk(name: str, folder: Path | None) -> Disk:
@@ -77,12 +140,12 @@ def open_offload(config: Config, device: torch.device, hooks: Hooks, rank: int =
         elif states.device == "nvme":
             store = OnDisk(disk("offload_optimizer", states.nvme_path), device, states)
     take: Callable[[ShardedParam], None] | None = None
-    file: PieceFile | None = None
-    if pieces is not None and zero.stage == 3:
-        if pieces.device == "cpu":
-            take = partial(to_host, pin=pieces.pin_memory)
-        elif pieces.device == "nvme":
-            file = PieceFile(disk("offload_param", pieces.nvme_path), device, pieces)
+    file: ShardFile | None = None
+    if shards is not None and zero.stage == 3:
+        if shards.device == "cpu":
+            take = partial(to_host, pin=shards.pin_memory)
+        elif shards.device == "nvme":
+            file = ShardFile(disk("offload_param", shards.nvme_path), device, shards)
             take = file.take
     return Offload(store, take, disks, file)
 
@@ -93,7 +156,7 @@ def idle_pipelines(config: Config, tiles: Sequence[Sequence[ShardedParam]]) -> I
     section = zero.offload_optimizer
     if section is None or section.device != "nvme" or zero.stage < 1 or len(tiles) != 1:
         return
-    elements = sum(param.partition.chunk for param in tiles[0])
+    elements = sum(param.partition.shard_size for param in tiles[0])
     # As many tiles as there are buffers, so that one is read and one written while one is stepped.
     size = max(1, -(-elements // max(3, section.buffer_count)))
     if len(tiles_of(tiles[0], size)) > 1:

@@ -44,20 +44,19 @@ class _Way:
 
     def __init__(self, direction: Literal["read", "write"], aio: AioConfig, hooks: Hooks) -> None:
         self._direction = direction
-        self._move = os.preadv if direction == "read" else os.pwritev
+        self._call: Callable[[int, Sequence[memoryview], int], int] = os.preadv if direction == "read" else os.pwritev
         self._aio = aio
         self._lane = CpuLane(f"nvme-{direction}", hooks, kind="copy", lane=f"io.nvme.{direction}")
         self._helpers = concurrent.futures.ThreadPoolExecutor(aio.intra_op_parallelism, f"dsprof-{direction}")
 
     def submit(self, file: File, offset: int, memory: Tensor, about: Attributes) -> LaneTicket:
         """Begin one: see `File.read` and `File.write`."""
-        move, aio, helpers = self._move, self._aio, self._helpers
 
         def work() -> None:
             try:
-                _share(move, file.descriptor, as_bytes(memory), offset, aio, helpers)
+                self._move(file.descriptor, as_bytes(memory), offset)
             except OSError as error:
-                raise file.explain(error, memory.nbytes) from error
+                raise file.disk.explain(error, file.what, memory.nbytes) from error
 
         attributes: Attributes = {**about, "bytes": memory.nbytes, "corr": next(_numbers)}
         return self._lane.submit(work, self._direction, **attributes)
@@ -65,6 +64,28 @@ class _Way:
     def close(self) -> None:
         self._lane.close()
         self._helpers.shutdown()
+
+    def _move(self, descriptor: int, memory: memoryview, offset: int) -> None:
+        """Move all of `memory`, the threads a share of it each."""
+        share = round_up(-(-len(memory) // self._aio.intra_op_parallelism))
+        starts = range(0, len(memory), share)
+        if len(starts) <= 1:
+            self._move_share(descriptor, memory, offset)
+            return
+        list(self._helpers.map(lambda at: self._move_share(descriptor, memory[at : at + share], offset + at), starts))
+
+    def _move_share(self, descriptor: int, memory: memoryview, offset: int) -> None:
+        """`queue_depth` blocks a system call, which the kernel passes to the disk together."""
+        block = round_up(self._aio.block_size)
+        depth = min(self._aio.queue_depth, os.sysconf("SC_IOV_MAX"))
+        at = 0
+        while at < len(memory):
+            stop = min(at + block * depth, len(memory))
+            blocks = [memory[place : min(place + block, stop)] for place in range(at, stop, block)]
+            moved = self._call(descriptor, blocks, offset + at)
+            if moved == 0:
+                raise OSError(errno.EIO, "the file ends early")
+            at += moved
 
 
 class Disk:
@@ -154,13 +175,14 @@ class File:
     """A file of a disk: parts of it are allocated, read and written. Offsets and lengths are whole pages."""
 
     def __init__(self, disk: Disk, what: str, plain: int, direct: int | None) -> None:
-        self._disk = disk
-        self._what = what
+        self.disk = disk
+        self.what = what
         self._descriptors = plain, direct
         self.descriptor = plain if direct is None else direct
         self.size = 0
         """Bytes allocated."""
-        self._close = weakref.finalize(self, _close, plain, direct)
+        self.close = weakref.finalize(self, _close, plain, direct)
+        """Frees the room it takes."""
 
     def allocate(self, nbytes: int) -> int:
         """Room for `nbytes`, rounded up to whole pages, that nobody can take away any more; where it begins.
@@ -173,17 +195,17 @@ class File:
                 os.posix_fallocate(self._descriptors[0], offset, nbytes)
             except OSError as error:
                 whole = offset + nbytes if error.errno == errno.EFBIG else nbytes
-                raise self._disk.explain(error, self._what, whole) from error
+                raise self.disk.explain(error, self.what, whole) from error
         self.size += nbytes
         return offset
 
     def read(self, offset: int, memory: Tensor, about: Attributes) -> LaneTicket:
         """Begin to read to `memory`: whole, aligned pages (`buffers.aligned`), not to be touched before the end."""
-        return self._disk.reads.submit(self, offset, memory, about)
+        return self.disk.reads.submit(self, offset, memory, about)
 
     def write(self, offset: int, memory: Tensor, about: Attributes) -> LaneTicket:
         """Begin to write `memory`: whole, aligned pages, not to be changed before the end."""
-        return self._disk.writes.submit(self, offset, memory, about)
+        return self.disk.writes.submit(self, offset, memory, about)
 
     def mapped(self) -> Tensor:
         """All that is allocated, uint8, as memory that the system keeps in the file and can take back at any time.
@@ -199,52 +221,7 @@ class File:
         try:
             os.fdatasync(self._descriptors[0])
         except OSError as error:
-            raise self.explain(error, 0) from error
-
-    def explain(self, error: OSError, nbytes: int) -> OffloadError:
-        """The error for the user."""
-        return self._disk.explain(error, self._what, nbytes)
-
-    def close(self) -> None:
-        """Free the room it takes."""
-        self._close()
-
-
-def _share(
-    move: Callable[[int, Sequence[memoryview], int], int],
-    descriptor: int,
-    memory: memoryview,
-    offset: int,
-    aio: AioConfig,
-    helpers: concurrent.futures.Executor,
-) -> None:
-    """Move all of `memory`, the threads a share of it each."""
-    share = round_up(-(-len(memory) // aio.intra_op_parallelism))
-    starts = range(0, len(memory), share)
-    if len(starts) <= 1:
-        _move(move, descriptor, memory, offset, aio)
-        return
-    list(helpers.map(lambda at: _move(move, descriptor, memory[at : at + share], offset + at, aio), starts))
-
-
-def _move(
-    move: Callable[[int, Sequence[memoryview], int], int],
-    descriptor: int,
-    memory: memoryview,
-    offset: int,
-    aio: AioConfig,
-) -> None:
-    """`queue_depth` blocks a system call, which the kernel passes to the disk together."""
-    block = round_up(aio.block_size)
-    depth = min(aio.queue_depth, os.sysconf("SC_IOV_MAX"))
-    at = 0
-    while at < len(memory):
-        stop = min(at + block * depth, len(memory))
-        moved = move(descriptor, [memory[place : min(place + block, stop)] for place in range(at, stop, block)],
-                     offset + at)  # fmt: skip
-        if moved == 0:
-            raise OSError(errno.EIO, "the file ends early")
-        at += moved
+            raise self.disk.explain(error, self.what) from error
 
 
 def _close(*descriptors: int | None) -> None:

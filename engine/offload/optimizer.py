@@ -1,18 +1,18 @@
-"""Where masters and the optimizer's states are between steps, and how they come to the step, tile by tile."""
+"""Masters and the optimizer's states in a file between steps, and how they come to the step, tile by tile."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm.lane import LaneTicket
-from ..hooks import Attributes, MemoryPart, holds_memory
+from ..hooks import Attributes
 from ..optim.build import bytes_per_element
 from ..zero.shard import ShardedParam
 from .buffers import Buffer, Pool, hollow, round_up
@@ -25,66 +25,6 @@ Tiles = Sequence[Sequence[ShardedParam]]
 
 MASTER: Final = ""
 """The master's place among the names of its states."""
-
-
-class States(Protocol):
-    """Masters and states between steps. Made before the masters, and given the optimizer when it is there."""
-
-    def make_master(self, param: ShardedParam) -> nn.Parameter:
-        """The parameter that the optimizer steps; see `ShardedParam.make_master`."""
-
-    def attach(self, optimizer: Optimizer, tiles: Tiles) -> None:
-        """Of whom the states are, and what is stepped together. Once, before the first `through`."""
-
-    def through(self, *, changed: bool = True) -> Iterator[Sequence[ShardedParam]]:
-        """Each tile, its masters and states in memory until the next is asked for: the only way to see or set them.
-
-        What is done to them is kept if `changed`, states that were added or replaced included.
-        """
-
-    def at_once(self, *, changed: bool = True) -> contextlib.AbstractContextManager[None]:
-        """As `through`, all of them at once, for a checkpoint. Those in a file are mapped, and take no memory."""
-
-
-class InMemory:
-    """Masters and states in memory: the host's for a share `ratio` of the model's elements, else the device's.
-
-    The share is spread evenly over the model, whole parameters each. Without a GPU the two memories are one, and
-    nothing is copied.
-    """
-
-    def __init__(self, device: torch.device, ratio: float = 0.0, pin: bool = True) -> None:
-        self._device = device
-        self._ratio = ratio
-        self._pin = pin and device.type == "cuda"
-        self._seen = 0
-        self._tiles: Tiles = ()
-        self.hosted: list[str] = []
-        """Names of the parameters whose states are in host memory on purpose."""
-        self.hosted_elements = 0
-
-    def make_master(self, param: ShardedParam) -> nn.Parameter:
-        if not self._choose(param):
-            return param.make_master()
-        return param.make_master(torch.device("cpu"), pin=self._pin)
-
-    def attach(self, optimizer: Optimizer, tiles: Tiles) -> None:
-        self._tiles = tiles
-
-    def through(self, *, changed: bool = True) -> Iterator[Sequence[ShardedParam]]:
-        yield from self._tiles
-
-    def at_once(self, *, changed: bool = True) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def _choose(self, param: ShardedParam) -> bool:
-        """Whether the share comes nearest to `ratio` with this one on the host too."""
-        self._seen += param.numel
-        if not self.hosted_elements + param.numel / 2 < self._ratio * self._seen:
-            return False
-        self.hosted.append(param.name)
-        self.hosted_elements += param.numel
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,21 +75,15 @@ class OnDisk:
     """Masters and states in a file; only the tiles in flight are in memory, at most `buffer_count`.
 
     States are what an optimizer keeps in tensors of the master's shape; the rest (step counts) stays in memory. So does
-    a master that is the parameter's own piece: fp32 on a CPU.
+    a master that is the parameter's own shard: fp32 on a CPU.
     """
 
     def __init__(self, disk: Disk, device: torch.device, section: OffloadOptimizerConfig) -> None:
         self._file: File = disk.open("what the optimizer keeps")
-        self._pool = Pool(section.buffer_count, device, section.pin_memory)
+        self._pool = Pool("optimizer_states", section.buffer_count, device, section.pin_memory)
         self._section = section
         self._tiles: list[_Tile] = []
         self._optimizer: Optimizer | None = None
-        holds_memory(self)
-
-    def memory(self) -> Iterator[tuple[MemoryPart, Tensor]]:
-        """What masters and states pass through, for `hooks.memory_held`."""
-        for tensor in self._pool.at_rest:
-            yield "optimizer_states", tensor
 
     def make_master(self, param: ShardedParam) -> nn.Parameter:
         host = torch.device("cpu")
@@ -274,7 +208,7 @@ class OnDisk:
         if not tile.written:
             for (param, key), place in tile.places.items():
                 if key == MASTER:
-                    param.read_piece(place.view(tile.buffer).view(-1))
+                    param.read_shard(place.view(tile.buffer).view(-1))
 
     def _install(self, tile: _Tile, buffer: Buffer) -> None:
         """Give masters and states the memory of a buffer that has the tile's image."""
@@ -316,13 +250,13 @@ class OnDisk:
         tile.buffer = None
 
     def _reload(self, param: ShardedParam) -> None:
-        """Take a master from the parameter's piece anew."""
+        """Take a master from the parameter's shard anew."""
         for tile in self._tiles:
             place = tile.places.get((param, MASTER))
             if place is not None and tile.written:
                 self._ready(tile)
                 assert tile.buffer is not None
-                param.read_piece(place.view(tile.buffer).view(-1))
+                param.read_shard(place.view(tile.buffer).view(-1))
                 self._write(tile)
 
     def _replace(self, tile: _Tile, memory: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Stage 3: this rank's pieces of the parameters, out of the device's memory between their uses."""
+"""Stage 3: this rank's shards of the parameters, out of the device's memory between their uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..comm.lane import LaneTicket
-from ..hooks import Attributes, MemoryPart, holds_memory
+from ..hooks import Attributes
 from ..zero.shard import ShardedParam
 from .buffers import Buffer, Pool, hollow, round_up
 from .disk import Disk
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def to_host(param: ShardedParam, pin: bool = True) -> None:
-    """Move this rank's piece to host memory, page-locked for a parameter on a GPU. Nothing to do on a CPU."""
+    """Move this rank's shard to host memory, page-locked for a parameter on a GPU. Nothing to do on a CPU."""
     if param.shard.is_cuda:
         host = torch.empty(param.shard.shape, dtype=param.shard.dtype, pin_memory=pin)
         param.shard = host.copy_(param.shard)
@@ -29,7 +29,7 @@ def to_host(param: ShardedParam, pin: bool = True) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """As much of a piece as a buffer takes: its elements, and where they are in the file."""
+    """As much of a shard as a buffer takes: its elements, and where they are in the file."""
 
     start: int
     stop: int
@@ -38,7 +38,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Record:
-    """A piece in the file."""
+    """A shard in the file."""
 
     parts: list[_Part]
     writing: list[LaneTicket] = field(default_factory=list)
@@ -48,28 +48,22 @@ class _Record:
         return all(ticket.done for ticket in self.writing)
 
 
-class PieceFile:
-    """Pieces in a file, but for the first `max_in_cpu` elements, which stay in host memory.
+class ShardFile:
+    """Shards in a file, but for the first `max_in_cpu` elements, which stay in host memory.
 
-    A piece is read when it is gathered, or before that where it is expected, and passes through `buffer_count` buffers
+    A shard is read when it is gathered, or before that where it is expected, and passes through `buffer_count` buffers
     of `buffer_size` elements; new weights are written behind.
     """
 
     def __init__(self, disk: Disk, device: torch.device, section: OffloadParamConfig) -> None:
         self._file = disk.open("what this rank has of the parameters")
-        self._pool = Pool(section.buffer_count, device, section.pin_memory)
+        self._pool = Pool("parameters", section.buffer_count, device, section.pin_memory)
         self._section = section
         self._records: dict[ShardedParam, _Record] = {}
         self._ahead: dict[ShardedParam, deque[tuple[_Part, Buffer, LaneTicket]]] = {}
-        """Parts that are being read, or have been, for pieces that nobody has asked for yet; oldest first."""
+        """Parts that are being read, or have been, for shards that nobody has asked for yet; oldest first."""
         self.in_memory = 0
         """Elements that stay in host memory."""
-        holds_memory(self)
-
-    def memory(self) -> Iterator[tuple[MemoryPart, Tensor]]:
-        """What pieces pass through, for `hooks.memory_held`."""
-        for tensor in self._pool.at_rest:
-            yield "parameters", tensor
 
     @property
     def in_file(self) -> bool:
@@ -77,41 +71,41 @@ class PieceFile:
         return bool(self._records)
 
     def take(self, param: ShardedParam) -> None:
-        """Move this rank's piece of `param` to the file, or, if `max_in_cpu` allows, to host memory.
+        """Move this rank's shard of `param` to the file, or, if `max_in_cpu` allows, to host memory.
 
         Raises OffloadError if the disk has no room for it.
         """
-        piece = param.shard
-        if self.in_memory + piece.numel() <= self._section.max_in_cpu:
-            self.in_memory += piece.numel()
+        shard = param.shard
+        if self.in_memory + shard.numel() <= self._section.max_in_cpu:
+            self.in_memory += shard.numel()
             to_host(param, self._section.pin_memory)
             return
-        each = round_up(self._section.buffer_size * piece.element_size()) // piece.element_size()
-        offset = self._file.allocate(piece.nbytes)
+        each = round_up(self._section.buffer_size * shard.element_size()) // shard.element_size()
+        offset = self._file.allocate(shard.nbytes)
         self._records[param] = _Record([
-            _Part(start, min(start + each, piece.numel()), offset + start * piece.element_size())
-            for start in range(0, piece.numel(), each)
+            _Part(start, min(start + each, shard.numel()), offset + start * shard.element_size())
+            for start in range(0, shard.numel(), each)
         ])  # fmt: skip
-        param.home = self
-        param.shard = hollow(piece.shape, piece.dtype)
-        self.write(param, piece)
+        param.store = self
+        param.shard = hollow(shard.shape, shard.dtype)
+        self.write(param, shard)
 
-    def write(self, param: ShardedParam, piece: Tensor) -> None:
-        """Begin to write `piece` [n]. Raises what an earlier write raised."""
+    def write(self, param: ShardedParam, shard: Tensor) -> None:
+        """Begin to write `shard` [n]. Raises what an earlier write raised."""
         self._forget(param)
         record = self._records[param]
         tickets = []
         for part in record.parts:
             buffer = self._buffer(param, part)
             view = _view(buffer, param, part)
-            view.copy_(piece[part.start : part.stop])
+            view.copy_(shard[part.start : part.stop])
             ticket = self._file.write(part.offset, buffer.memory[: round_up(view.nbytes)], _about(param))
             self._pool.give(buffer, after=ticket)
             tickets.append(ticket)
         record.writing = tickets
 
     def expect(self, param: ShardedParam) -> bool:
-        """Begin to read a piece; False if there is no buffer for all of it."""
+        """Begin to read a shard; False if there is no buffer for all of it."""
         if param in self._ahead:
             return True
         record = self._records[param]
@@ -125,7 +119,7 @@ class PieceFile:
         return True
 
     def read(self, param: ShardedParam, into: Tensor) -> None:
-        """Copy the piece to `into` [n], and wait for the disk where it was not expected."""
+        """Copy the shard to `into` [n], and wait for the disk where it was not expected."""
         record = self._records[param]
         for ticket in record.writing:
             ticket.wait()

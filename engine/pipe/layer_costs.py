@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..zero.holder import holder
+from ..zero.shard import find_sharded
 from .module import PipelineModule
 from .p2p import Message, PipelineError, message_of
 from .runtime import arrived
@@ -31,7 +31,7 @@ def measure(module: PipelineModule, inputs: Any, path: str | Path | None = None,
     """
     if repeats < 1:
         raise ValueError(f"measure: repeats={repeats}; write 1 or more")
-    if any(holder(param) is not None for param in module.parameters()):
+    if any(find_sharded(param) is not None for param in module.parameters()):
         raise ValueError("measure: an engine has sharded these parameters; measure before initialize, or after destroy")
     device = next((leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), torch.device("cpu"))
     layers: list[dict[str, Any]] = []

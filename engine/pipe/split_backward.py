@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..forward import Undo, last_first, wrap_forward
-from ..zero.placeholder import plainly
+from ..zero.placeholder import no_torch_function
 
 Work = Callable[[], None]
 
@@ -136,7 +136,7 @@ class _Linear(torch.autograd.Function):
             if bias is not None and bias.requires_grad:
                 roots.append(bias)
                 gradients.append(out.sum(0))
-            with plainly():  # stage 3 may have let go of the parameters, whose elements this does not look at
+            with no_torch_function():  # stage 3 may have let go of the parameters, whose elements this does not look at
                 torch.autograd.backward(roots, gradients)
 
         later(weights)

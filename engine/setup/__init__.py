@@ -2,7 +2,6 @@
 
 initialize   the way from one to the other
 arguments    what it is given, refused before anything is opened
-parallelize  leaves a rank its stages, and its shard of each layer
+parallelize  leaves a rank its stages, and its shard of each layer; what ranks of a replica share
 sync         the same configuration and model on every rank
-replicas     parameters that several ranks of a replica hold
 """

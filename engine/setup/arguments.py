@@ -33,15 +33,16 @@ def check_arguments(args: Any, model_parameters: Any) -> None:
 
 def config_of(args: Any, config: Any, config_params: Any) -> Any:
     """The one of them that was passed. Raises ValueError for none, or several."""
-    by_args = getattr(args, "deepspeed_config", None)
-    given = [name for name, value in
-             (("config", config), ("config_params", config_params), ("args.deepspeed_config", by_args))
-             if value is not None]  # fmt: skip
+    every = {
+        "config": config, "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }  # fmt: skip
+    given = {name: value for name, value in every.items() if value is not None}
     if not given:
         raise ValueError("initialize: no configuration; pass config= (a dict or the path of a JSON file)")
     if len(given) > 1:
         raise ValueError(f"initialize: {' and '.join(given)}: pass one of them")
-    return next(value for value in (config, config_params, by_args) if value is not None)
+    return next(iter(given.values()))
 
 
 def refuse_sharded(model: nn.Module) -> None:

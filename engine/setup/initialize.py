@@ -32,10 +32,10 @@ from ..pipe.module import PipelineModule
 from ..pipe.p2p import Links, open_links
 from ..train.engine import Engine
 from ..train.pipeline_engine import PipelineEngine
-from ..training import Training
+from ..training_state import Training
 from ..zero import Comms, Zero, ZeroSettings
-from ..zero.holder import EarlyParam, holder
-from ..zero.shard import ShardedParam
+from ..zero.init import EarlyParam
+from ..zero.shard import ShardedParam, find_sharded
 from ..zero.validate import abandoned, refuse_lazy, refuse_overlaps
 from .arguments import (
     check_arguments,
@@ -47,8 +47,7 @@ from .arguments import (
     parameter_groups,
     refuse_sharded,
 )
-from .parallelize import arrange, shard_layers, stages_of
-from .replicas import share
+from .parallelize import arrange, shard_layers, share_parameters, stages_of
 from .sync import broadcast_model, check_same_config, check_same_model
 
 
@@ -99,12 +98,11 @@ def initialize(
             )
     refuse_lazy(model)
     for param in model.parameters():
-        found = holder(param)
-        if found is not None and not isinstance(found.sharded, EarlyParam):
+        if not isinstance(find_sharded(param), EarlyParam | None):
             raise ValueError("initialize: the model has an engine already; call its destroy() first, on all ranks")
-    if (piece := abandoned(model)) is not None:
+    if (left := abandoned(model)) is not None:
         raise ValueError(
-            f"initialize: {piece} is in pieces (ZeRO stage 3) of an engine that is gone; build the model anew"
+            f"initialize: {left} is sharded (ZeRO stage 3), by an engine that is gone; build the model anew"
         )
     if not (optimizer is None or callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer)):
         raise TypeError(f"initialize: optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer")
@@ -139,8 +137,8 @@ def initialize(
     check_listed(listed, model)
     if isinstance(optimizer, torch.optim.Optimizer):
         trained = any(param.requires_grad for param in model.parameters())
-        in_pieces = settings.zero_optimization.stage > 0 and mesh.dp > 1 and trained
-        optim.check_client(optimizer, set(model.parameters()), in_pieces, settings.zero_allow_untested_optimizer)
+        sharded = settings.zero_optimization.stage > 0 and mesh.dp > 1 and trained
+        optim.check_client(optimizer, set(model.parameters()), sharded, settings.zero_allow_untested_optimizer)
     loader = train_dataloader
     if training_data is not None:
         loader = _loader(training_data, settings, mesh, collate_fn)
@@ -149,9 +147,9 @@ def initialize(
         parallel = open_parallel(mesh, hooks)
         opened.callback(parallel.close)
         check_same_model(model, parallel, model.names() if isinstance(model, PipelineModule) else None)
-        broadcast_model([*(p for p in model.parameters() if holder(p) is None), *model.buffers()], parallel)
+        broadcast_model([*(p for p in model.parameters() if find_sharded(p) is None), *model.buffers()], parallel)
         shard_layers(model, settings, parallel, device, example)
-        shared = share(model, parallel, hooks)
+        shared = share_parameters(model, parallel, hooks)
         opened.callback(shared.close)
         shared.agree()
         links = Links()
@@ -170,7 +168,7 @@ def initialize(
         with failing_together("initialize", parallel.everyone):
             zero = Zero(
                 model, ZeroSettings.of(settings), comms, hooks,
-                make_master=offload.states.make_master, take_piece=offload.take_piece,
+                make_master=offload.states.make_master, offload_shard=offload.offload_shard,
                 names=model.names() if isinstance(model, PipelineModule) else None,
             )  # fmt: skip
             opened.callback(zero.close, whole=False)  # others may have none
@@ -221,17 +219,15 @@ def _closed_on_failure(model: nn.Module) -> Iterator[contextlib.ExitStack]:
             opened.close()
         except Exception as another:
             error.add_note(f"initialize, leaving the model: {type(another).__name__}: {another}")
-        if (piece := abandoned(model)) is not None:
-            error.add_note(
-                f"initialize left {piece}, and perhaps others, in pieces (ZeRO stage 3): build the model anew"
-            )
+        if (left := abandoned(model)) is not None:
+            error.add_note(f"initialize left {left}, and perhaps others, sharded (ZeRO stage 3): build the model anew")
         raise
 
 
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     """Bring the model to `device` and its floating-point tensors to `dtype`; what zero.Init has sharded, it has
     placed."""
-    early = [param for param in model.parameters() if holder(param) is not None]
+    early = [param for param in model.parameters() if find_sharded(param) is not None]
     if not early:
         model.to(device=device, dtype=dtype)
         return
@@ -241,7 +237,7 @@ def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None) ->
                 f"initialize: zero.Init made parameters of {param.dtype}, and the configuration asks for {dtype}: "
                 "give zero.Init the same configuration (config_dict_or_path=)"
             )
-    for tensor in (*(p for p in model.parameters() if holder(p) is None), *model.buffers()):
+    for tensor in (*(p for p in model.parameters() if find_sharded(p) is None), *model.buffers()):
         tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
 
 
@@ -262,8 +258,8 @@ def _optimizer(
     given: Any, parameters: list[Any] | None, config: Config, zero: Zero, main: Comm, hooks: Hooks
 ) -> tuple[torch.optim.Optimizer | None, optim.Adopted | None]:
     """The script's optimizer, and what gives it back, or the configuration's, over the masters."""
-    masters = {p.param: p.master for p in zero.trainable if p.master is not None}
-    shards = {p.master: _shard(p, zero, main) for p in zero.trainable if p.master is not None}
+    masters = zero.masters
+    shards = {masters[p.param]: _shard(p, main) for p in zero.trainable}
     listed = list(masters) if parameters is None else parameters
     if given is not None:
         client = given if isinstance(given, torch.optim.Optimizer) else given(listed)
@@ -284,11 +280,11 @@ def _optimizer(
     return built, None
 
 
-def _shard(param: ShardedParam, zero: Zero, main: Comm) -> optim.Shard:
+def _shard(param: ShardedParam, main: Comm) -> optim.Shard:
     """What the optimizer is to know of a master."""
-    pieces = param.partition.pieces
-    bounds = tuple(param.partition.bounds(row) for row in range(pieces))
-    group = main.group if pieces > 1 else None
+    ranks = param.partition.num_shards
+    bounds = tuple(param.partition.bounds(rank) for rank in range(ranks))
+    group = main.group if ranks > 1 else None
     return optim.Shard(param.shape, bounds, group, optim.wants_muon(param.name, param.param))
 
 

@@ -1,4 +1,5 @@
-"""Leaving a rank its part of the model: the layers of its pipeline stages, and its share of each."""
+"""Leaving a rank its part of the model: the layers of its pipeline stages, and its share of each; and what it has in
+common with other ranks of its replica then."""
 
 from __future__ import annotations
 
@@ -9,14 +10,19 @@ import torch
 from torch import nn
 
 from ..activation_checkpoint.policies import fits
+from ..comm.comm import open_comm
 from ..comm.consensus import gather_objects
+from ..comm.lane import Inline
 from ..comm.mesh import Mesh, Parallel
 from ..config import Config, ConfigError
 from ..config.keys import nearest
+from ..hooks import Hooks
 from ..pipe.layers import check_agreement
-from ..pipe.module import PipelineModule
+from ..pipe.module import PipelineModule, Tie
 from ..tensor.rng import same_random_numbers
-from ..zero.holder import holder
+from ..tensor.sharding import partial_parameters, shard_of
+from ..zero.shard import find_sharded
+from ..zero.shared_params import SharedParameters, Sharing
 
 
 def stages_of(model: nn.Module) -> int | None:
@@ -66,7 +72,7 @@ def shard_layers(model: nn.Module, config: Config, parallel: Parallel, device: t
     section = config.tensor_parallel
     if section.size == 1:
         return
-    early = [name for name, param in model.named_parameters() if holder(param) is not None]
+    early = [name for name, param in model.named_parameters() if find_sharded(param) is not None]
     if early:
         raise ValueError(
             f"initialize: zero.Init has divided {early[0]} among all ranks, and with tensor parallelism it is to be "
@@ -112,3 +118,36 @@ def _here(plan: dict[str, str], model: nn.Module, parallel: Parallel) -> dict[st
             hint = f"; did you mean {near}?" if near else ""
             raise ConfigError([f"tensor_parallel.plan: no stage has a module {pattern!r}{hint}"])
     return {pattern: style for pattern, style in plan.items() if any(fits(name, pattern) for name in mine)}
+
+
+def share_parameters(model: nn.Module, parallel: Parallel, hooks: Hooks) -> SharedParameters:
+    """Parameters that several ranks of a replica hold, once layers are sharded: tied across stages, or replicated over
+    tensor-parallel ranks. On all ranks."""
+    mesh = parallel.mesh
+    sharings: list[Sharing] = []
+    copies: list[nn.Parameter] = []
+    if isinstance(model, PipelineModule):
+        sharings += [_tied(tie, mesh, hooks) for tie in model.ties()]
+    if mesh.tp > 1:
+        partial = set(partial_parameters(model))
+        whole = [param for param in model.parameters() if shard_of(param) is None]
+        first = mesh.tp_rank == 0
+        for is_partial in (False, True):
+            params = [param for param in whole if (param in partial) == is_partial]
+            sharings.append(Sharing(parallel.tensor, params, counted=first, partial=is_partial))
+        shards = [(param, shard_of(param)) for param in model.parameters()]
+        copies = [param for param, shard in shards if shard is not None and shard.rank % shard.copies]
+    return SharedParameters(sharings, copies)
+
+
+def _tied(tie: Tie, mesh: Mesh, hooks: Hooks) -> Sharing:
+    """Among the ranks of its stages, those of the same replica and part share it."""
+    sets = [[ranks[at] for at in tie.ranks] for ranks in mesh.sets("pp")]
+    comm = open_comm(sets, lambda: Inline(hooks))
+    shapes = gather_objects([tuple(param.shape) for param in tie.params], comm)
+    if any(other != shapes[0] for other in shapes):
+        raise ValueError(
+            f"tensor_parallel.plan: {tie.name} is tied across the pipeline stages {list(tie.ranks)}, which shard it to "
+            f'{shapes}; give its layers the same style on all, or "whole"'
+        )
+    return Sharing(comm, tie.params, counted=mesh.pp_rank == tie.ranks[0], partial=True)

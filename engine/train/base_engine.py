@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Concatenate, Final, Generic, NoReturn, ParamSpec, TypeVar, overload
+from typing import Any, ClassVar, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,7 +18,7 @@ from ..hooks import Hooks
 from ..offload import States
 from ..optim.loss_scaler import LossScaler
 from ..tensor.check_data import check_same
-from ..training import Training
+from ..training_state import Training
 from ..zero import Zero
 from .deepspeed_api import ENGINE, Names, Throughput
 from .metrics import Metrics
@@ -31,26 +31,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _OfTraining(Generic[T]):
+def _of_training(name: str) -> Any:
     """An attribute of an engine that is its training's, to read and to set."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+    def read(engine: BaseEngine) -> Any:
+        return getattr(engine.state, name)
 
-    @overload
-    def __get__(self, engine: None, owner: type) -> _OfTraining[T]: ...
+    def write(engine: BaseEngine, value: Any) -> None:
+        setattr(engine.state, name, value)
 
-    @overload
-    def __get__(self, engine: BaseEngine, owner: type) -> T: ...
-
-    def __get__(self, engine: BaseEngine | None, owner: type) -> T | _OfTraining[T]:
-        if engine is None:
-            return self
-        value: T = getattr(engine.state, self._name)
-        return value
-
-    def __set__(self, engine: BaseEngine, value: T) -> None:
-        setattr(engine.state, self._name, value)
+    return property(read, write)
 
 
 def _of_checkpoint(
@@ -76,19 +66,19 @@ class BaseEngine(nn.Module):
     names: ClassVar[Names] = ENGINE
     """What this answers to beside its methods."""
 
-    config = _OfTraining[Config]()
-    zero = _OfTraining[Zero]()
-    parallel = _OfTraining[Parallel]()
-    optimizer = _OfTraining[Optimizer | None]()
-    lr_scheduler = _OfTraining[Any]()
-    scaler = _OfTraining[LossScaler]()
-    states = _OfTraining[States]()
-    hooks = _OfTraining[Hooks]()
-    training_dataloader = _OfTraining[Any]()
-    global_steps = _OfTraining[int]()
-    global_samples = _OfTraining[int]()
-    micro_steps = _OfTraining[int]()
-    skipped_steps = _OfTraining[int]()
+    config: Config = _of_training("config")
+    zero: Zero = _of_training("zero")
+    parallel: Parallel = _of_training("parallel")
+    optimizer: Optimizer | None = _of_training("optimizer")
+    lr_scheduler: Any = _of_training("lr_scheduler")
+    scaler: LossScaler = _of_training("scaler")
+    states: States = _of_training("states")
+    hooks: Hooks = _of_training("hooks")
+    training_dataloader: Any = _of_training("training_dataloader")
+    global_steps: int = _of_training("global_steps")
+    global_samples: int = _of_training("global_samples")
+    micro_steps: int = _of_training("micro_steps")
+    skipped_steps: int = _of_training("skipped_steps")
 
     def __init__(
         self,
@@ -125,7 +115,7 @@ class BaseEngine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients there are."""
-        self.zero.clear()
+        self.zero.reducer.clear()
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Have the model compiled, with options of `torch.compile` as `compile_kwargs` or by name.
@@ -149,7 +139,7 @@ class BaseEngine(nn.Module):
 
         What ZeRO has sharded is whole again; a pipeline's rank keeps its layers, and a tensor-parallel one its shard of
         each: `save_16bit_model` writes the whole model. An optimizer of the script's has the model's parameters again,
-        and what it keeps of those that this rank stepped whole, in their precision; what was in pieces or offloaded
+        and what it keeps of those that this rank stepped whole, in their precision; what was sharded or offloaded
         begins anew. To train on is an error."""
         if self._destroyed:
             return

@@ -14,7 +14,6 @@ from types import MethodType
 from typing import Any, Final, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
@@ -23,7 +22,7 @@ from ..data import WORKERS, ShardedLoader
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import PipelineError
 from ..pipe.placement import Placement
-from ..training import Training
+from ..training_state import Training
 from ..zero import GatheredParameters
 from .settings import SETTINGS, communication_dtype, documented
 
@@ -78,9 +77,9 @@ _ATTRIBUTES: Final[Mapping[str, Callable[[Training], Any]]] = {
     "communication_data_type": communication_dtype,
     "device": lambda training: training.device,
     "loss_scale": lambda training: training.scaler.scale,
-    "global_rank": lambda training: dist.get_rank() if dist.is_initialized() else 0,
+    "global_rank": lambda training: training.parallel.mesh.rank,
     "local_rank": lambda training: int(os.environ.get("LOCAL_RANK", "0")),
-    "world_size": lambda training: dist.get_world_size() if dist.is_initialized() else 1,
+    "world_size": lambda training: training.parallel.mesh.size,
     "dp_world_size": lambda training: training.zero.size,
 }
 
@@ -99,7 +98,7 @@ def _set_train_batch_size(training: Training, train_batch_size: int) -> None:
     """Have a step take so many samples from now on, in more or fewer micro-batches of the same size.
 
     Raises ValueError if they do not make up whole micro-batches on every replica, RuntimeError within a step."""
-    each = training.config.train_micro_batch_size_per_gpu * training.parallel.mesh.dp
+    each = training.samples_per_microbatch
     if train_batch_size < 1 or train_batch_size % each:
         raise ValueError(
             f"set_train_batch_size: {train_batch_size} samples are no multiple of the {each} of a micro-batch over "

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from .. import activation_checkpoint
 from ..optim.loss_scaler import cast_floating
-from ..training import Training
+from ..training_state import Training
 from ..tree import loss_of, to_device
-from ..zero.placeholder import plainly
+from ..zero.placeholder import no_torch_function
 from .base_engine import BaseEngine
 
 
@@ -100,7 +100,7 @@ class Engine(BaseEngine):
             raise RuntimeError("engine.step inside engine.no_sync(): leave the block before you step")
         if not self._backward_done:
             raise RuntimeError("engine.step without engine.backward(loss): do not call loss.backward() yourself")
-        with plainly():
+        with no_torch_function():
             thawed = next((param.name for param in self._frozen if param.param.grad is not None), None)
         if thawed is not None:
             raise RuntimeError(
@@ -171,7 +171,7 @@ class Engine(BaseEngine):
         """Backwards in this block add to this rank's gradients and communicate nothing: stages 0 and 1 only."""
         if self.zero.settings.stage >= 2:
             raise RuntimeError(
-                f"engine.no_sync: ZeRO stage {self.zero.settings.stage} keeps only a piece of each gradient, so every "
+                f"engine.no_sync: ZeRO stage {self.zero.settings.stage} keeps only a shard of each gradient, so every "
                 "backward has to reduce; use stage 0 or 1, or gradient_accumulation_steps"
             )
         if self._in_no_sync:
@@ -198,9 +198,9 @@ class Engine(BaseEngine):
 
     def _forget_partial_step(self, microbatches: int) -> None:
         """The data have ended after so many of a step's micro-batches: be as before the first."""
-        self.zero.clear()
+        self.zero.reducer.clear()
         self.micro_steps -= microbatches
-        self.global_samples -= microbatches * self.state.samples
+        self.global_samples -= microbatches * self.state.samples_per_microbatch
         self.state.begin_step()
         if microbatches:
             self.metrics.forget_losses()

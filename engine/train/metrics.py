@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .. import monitors
 from ..comm.consensus import gather_objects
-from ..training import Training
+from ..training_state import Training
 
 
 class Metrics:
@@ -20,7 +19,7 @@ class Metrics:
 
     def __init__(self, training: Training, progress: Callable[[], str] | None = None) -> None:
         self._training = training
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._rank = training.parallel.mesh.rank
         self._progress = progress or self._samples_per_second
         self._losses: list[Tensor] = []
         self._paced: tuple[int, float] | None = None
@@ -73,11 +72,8 @@ class Metrics:
 
     def _start_monitors(self) -> monitors.Monitors:
         training = self._training
-        sizes: dict[str, int] = {
-            comm.group.group_name: comm.size for comm in training.comms() if comm.group is not None
-        }
+        sizes = {str(comm.group.group_name): comm.size for comm in training.comms() if comm.group is not None}
         everyone = training.parallel.everyone
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
 
         def gather(samples: list[Any]) -> list[list[Any]] | None:
             everybody = gather_objects(samples, everyone)
@@ -85,7 +81,7 @@ class Metrics:
 
         return monitors.start(
             training.config, training.hooks, model=training.module, device=training.device, rank=self._rank,
-            group_size=lambda name: sizes.get(name or "", world_size), samples=lambda: training.global_samples,
+            group_size=lambda name: sizes.get(name or "", everyone.size), samples=lambda: training.global_samples,
             gather=gather,
         )  # fmt: skip
 

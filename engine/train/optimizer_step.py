@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..optim import StepGuard, renew, settles_groups
 from ..optim.grad_norm import global_norm, unscale_and_clip_
 from ..optim.loss_scaler import overflowed
 from ..optim.onebit import OneBitAdam
-from ..training import Training
+from ..training_state import Training
 from ..zero.shard import ShardedParam
 from ..zero.validate import NewParameterCheck
 from ..zero.zero import tiles_of
@@ -45,12 +45,9 @@ class OptimizerStep:
             training.states.attach(optimizer, self.tiles)
             self._guard = StepGuard(optimizer)
         self._new_parameters = NewParameterCheck(training.module, zero.by_param)
-        self._masters: dict[nn.Parameter, nn.Parameter] = {
-            param.param: param.master for param in zero.trainable if param.master is not None
-        }
         may = (master for group in training.param_groups for master in group["params"])
         settled = optimizer is not None and settles_groups(optimizer)
-        self._may_step = frozenset(map(id, may if settled else self._masters.values()))
+        self._may_step = frozenset(map(id, may if settled else zero.masters.values()))
         """What the optimizer's groups may have."""
         self._counted = {id(p.master) for p in zero.trainable if training.shared.counts(p.param)}
         """What another rank of the same replica counts does not count into the norm here."""
@@ -62,11 +59,11 @@ class OptimizerStep:
         self._new_parameters.check()
         stepped = self.stepped_masters()
         zero.check_order(training.parallel.everyone)
-        zero.collect()
+        reducer.collect()
         training.shared.sum_gradients(zero.by_param.get)
-        grads = zero.gradients(stepped)
-        counted = grads if stepped <= self._counted else zero.gradients(stepped & self._counted)
-        scale = training.scaler.scale / reducer.after
+        grads = reducer.gradients(stepped)
+        counted = grads if stepped <= self._counted else reducer.gradients(stepped & self._counted)
+        scale = training.scaler.scale / reducer.postscale
         wait = None if zero.deadlocks is None else zero.deadlocks.wait
         value = global_norm(counted, self._norm_groups(), training.hooks, device=training.device, wait=wait).item()
         overflow = self._skips and overflowed(value)
@@ -79,10 +76,10 @@ class OptimizerStep:
             self._update()
             if training.lr_scheduler is not None:
                 training.lr_scheduler.step(**lr_kwargs)
-        reducer.settle()
-        zero.clear()
+        reducer.rebuild_buckets()
+        reducer.clear()
         if isinstance(training.optimizer, OneBitAdam):
-            reducer.keep_local(training.optimizer.wants_local_gradients)
+            reducer.leave_unreduced(training.optimizer.wants_local_gradients)
         training.scaler.update(overflow)
         self._show_scale()
         return StepResult(value / scale, overflow)
@@ -95,7 +92,7 @@ class OptimizerStep:
         training = self._training
         found = {id(master) for group in training.param_groups for master in group["params"]}
         if training.optimizer is not None and not found <= self._may_step:
-            renew(training.optimizer, self._masters)
+            renew(training.optimizer, training.zero.masters)
             return self.stepped_masters()
         return found
 
@@ -151,8 +148,8 @@ class OptimizerStep:
                     training.optimizer.step()
             if several:
                 _set_gradients(dict.fromkeys(tile))
-            zero.publish(tile)
-        zero.finish_publish()
+            zero.gatherer.publish(tile)
+        zero.gatherer.drain()
 
 
 def _set_gradients(grads: Mapping[ShardedParam, Tensor | None]) -> None:

@@ -21,7 +21,7 @@ from ..pipe.runtime import Reduction, Runner
 from ..pipe.step_data import StepData
 from ..pipe.topology import PipelineGrid
 from ..schedule import Plan, check, make_plan
-from ..training import Training
+from ..training_state import Training
 from .base_engine import BaseEngine
 from .deepspeed_api import PIPELINE_ENGINE, Names
 

@@ -9,7 +9,7 @@ import torch
 
 from ..config import Config
 from ..optim.loss_scaler import DTYPES
-from ..training import Training
+from ..training_state import Training
 
 Answer = Callable[[Training], Any]
 

@@ -3,16 +3,14 @@
 zero           the stages, put together
 settings       what they are to do
 shard          how one parameter is sharded
-bucket         gradients that are reduced together, and their collectives
 reduce         gradients, in buckets, from backward to the masters
-gather         parameters, in batches, back to full size
+bucket         gradients that are reduced together, and their collectives
+gather         masters to the weights, and parameters, in batches, back to full size
 order_check    whether the ranks gathered the same ones, in one order
 fetch          stage 3: when a module's parameters come and go
 fetch_order    one way through a model, as data
 param_hooks    uses of parameters that no module's call announces
-placeholder    what a parameter is between its uses
-registry       which parameters are sharded
-holder         and what brings them back
+placeholder    what a parameter is between its uses, and which are sharded
 sparse         gradients of embeddings, as rows
 init           zero.Init and zero.GatheredParameters
 shared_params  parameters that several ranks of a replica hold

@@ -1,4 +1,4 @@
-"""Gradients that travel together: a bucket, and the way of buckets through a collective."""
+"""Gradients that travel together: a bucket, its way through a collective, and the memory that it uses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..comm.comm import Comm
 from ..comm.lane import Ticket
@@ -21,7 +21,7 @@ processor's cache, and take no more memory than a large gradient that comes."""
 
 @dataclass(eq=False, slots=True)
 class Bucket:
-    """Parameters whose gradients travel together, each in columns of its own of `rows` [pieces, columns].
+    """Parameters whose gradients travel together, each in columns of its own of `rows` [shards, columns].
 
     The columns from `width` on are flags, one for each parameter: 1 from a rank that has a gradient for it. What
     arrives says whether any had. The last column is a flag of the bucket: 1 from a rank that is left with parts of
@@ -29,8 +29,7 @@ class Bucket:
 
     Its tensors, those of BucketExchange.rows, launch and drain; the last two are kept from step to step:
 
-    buffer   [at least rows]    a free one of the exchange, or new; from the first copy until it is reduced and read
-    rows     [pieces, columns]  the beginning of `buffer`, or `own`; what is sent
+    rows     [shards, columns]  of the pool, from the first copy until it is reduced and read, or `own`; what is sent
     landing  [columns]          new, from launch to drain; what a reduce-scatter brings for masters on another device
     reduced  [columns]          new, where the masters are; or the row of `own`
     own      [1, columns]       the first `rows`: only in stage 0, with masters of the bucket's dtype
@@ -44,7 +43,6 @@ class Bucket:
     waiting: set[ShardedParam] = field(default_factory=set)
     absent: list[int] = field(default_factory=list)
     """Places of the parameters that this rank has no gradient for."""
-    buffer: Tensor | None = None
     rows: Tensor | None = None
     landing: Tensor | None = None
     reduced: Tensor | None = None
@@ -61,7 +59,7 @@ class Bucket:
     def seal(self) -> None:
         for param in self.params:
             self.offsets.append(self.width)
-            self.width += param.partition.chunk
+            self.width += param.partition.shard_size
         self.waiting = set(self.params)
 
     @property
@@ -76,13 +74,19 @@ class Bucket:
 
     @property
     def memory(self) -> list[Tensor]:
-        return [tensor for tensor in (self.buffer, self.own, self.reduced, self.landing) if tensor is not None]
+        return [tensor for tensor in (self.rows, self.own, self.reduced, self.landing) if tensor is not None]
+
+    @property
+    def master(self) -> nn.Parameter:
+        """That of the first parameter; all are on its device."""
+        master = self.params[0].master
+        assert master is not None
+        return master
 
     @property
     def apart(self) -> bool:
         """Whether the masters, and with them the reduced gradients, are on another device than the parameters."""
-        owner = self.params[0]
-        return owner.master is not None and owner.master.device != owner.device
+        return self.master.device != self.params[0].device
 
     def reduce_into(self, reduced: Tensor) -> None:
         """From now on have the reduced gradients in `reduced` [columns]."""
@@ -111,7 +115,7 @@ class Bucket:
         if len(rows) == 1:
             source = torch._utils._flatten_dense_tensors(grads)[None]
         else:
-            parts = [self.params[at].partition.to_rows(grad) for at, grad in zip(places, grads, strict=True)]
+            parts = [self.params[at].partition.to_shards(grad) for at, grad in zip(places, grads, strict=True)]
             source = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         start = self.offsets[places[0]]
         target = rows[:, start : start + source.shape[1]]
@@ -127,7 +131,7 @@ class Bucket:
         rows[:, self.width :] = 1
         for place in self.absent:
             start = self.offsets[place]
-            rows[:, start : start + self.params[place].partition.chunk] = 0
+            rows[:, start : start + self.params[place].partition.shard_size] = 0
             rows[:, self.width + place] = 0
         rows[:, -1] = float(left)
 
@@ -150,6 +154,37 @@ def divide(order: Iterable[ShardedParam], settings: ZeroSettings) -> list[Bucket
     return buckets
 
 
+def await_host_copies(buckets: Iterable[Bucket]) -> None:
+    """Copies of reduced gradients to host memory are over when this returns."""
+    if any(bucket.apart and bucket.params[0].device.type == "cuda" for bucket in buckets):
+        torch.cuda.current_stream().synchronize()
+
+
+class BufferPool:
+    """Memory that communications have used, for the next ones: on a CPU, fresh pages cost as much as these. Of what is
+    given back, the `most` largest are kept; all, by default."""
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
+        self.free: list[Tensor] = []
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer [size]: the smallest free one that holds it, or new."""
+        fitting = [b for b in self.free if b.numel() >= size and b.dtype == dtype and b.device == device]
+        if not fitting:
+            with torch.inference_mode(False):  # it is used again, by training
+                return torch.empty(size, dtype=dtype, device=device)
+        best = min(fitting, key=Tensor.numel)
+        self.free = [buffer for buffer in self.free if buffer is not best]
+        return best[:size]
+
+    def give(self, buffer: Tensor) -> None:
+        """Give back a buffer that was taken, or a view of it."""
+        flat = buffer.view(-1)
+        whole = torch.as_strided(flat, (flat.untyped_storage().nbytes() // flat.element_size(),), (1,), 0)
+        self.free = sorted([*self.free, whole], key=Tensor.numel, reverse=True)[: self._most]
+
+
 class BucketExchange:
     """Reduces buckets over one communicator: the buffers they are copied into, what is under way, and where the reduced
     gradients stay until the step."""
@@ -158,17 +193,17 @@ class BucketExchange:
         self._comm = comm
         self._settings = settings
         self._scatters = settings.stage >= 1 and settings.reduce_scatter
-        self._free: list[Tensor] = []
+        self.buffers = BufferPool()
         self._inflight: list[Bucket] = []
 
     def rows(self, bucket: Bucket) -> Tensor:
-        """Where gradients are copied before they are reduced [pieces, columns]."""
+        """Where gradients are copied before they are reduced [shards, columns]."""
         if bucket.rows is None and bucket.own is not None and not bucket.holds:
             bucket.rows = bucket.own
         if bucket.rows is None:
-            pieces = bucket.params[0].partition.pieces
-            bucket.buffer = self._buffer(pieces * bucket.columns, bucket)
-            bucket.rows = bucket.buffer[: pieces * bucket.columns].view(pieces, bucket.columns)
+            first = bucket.params[0]
+            size = first.partition.num_shards * bucket.columns
+            bucket.rows = self.buffers.take(size, bucket.dtype, first.device).view(-1, bucket.columns)
         return bucket.rows
 
     def launch(self, bucket: Bucket) -> None:
@@ -192,61 +227,37 @@ class BucketExchange:
             assert bucket.rows is not None
             bucket.ticket.wait()
             arrived = self._arrived(bucket)
-            if self._settings.stage == 0 and self._shares(bucket) and not bucket.holds:
+            if self._settings.stage == 0 and bucket.master.dtype == bucket.dtype and not bucket.holds:
                 if bucket.own is None:
                     bucket.own = bucket.rows
                     bucket.reduce_into(arrived)
             else:
                 if arrived is not bucket.reduced:
                     self._add(bucket, arrived)
-                self._give_back(bucket.buffer)
-            bucket.rows = bucket.buffer = None
-            bucket.landing = None
+                self.buffers.give(bucket.rows)
+            bucket.rows = bucket.landing = None
             bucket.holds = True
             bucket.absent.clear()
             bucket.ticket = None
 
     def abandon(self, bucket: Bucket) -> None:
         """What was copied into a bucket that has not been launched is not wanted."""
-        self._give_back(bucket.buffer)
-        bucket.rows = bucket.buffer = None
-
-    @property
-    def free_buffers(self) -> list[Tensor]:
-        """Those that are kept for the next buckets."""
-        return list(self._free)
-
-    def forget_buffers(self) -> None:
-        """Free the buffers that are kept for the next buckets, which have other sizes."""
-        self._free.clear()
+        if bucket.rows is not None and bucket.rows is not bucket.own:
+            self.buffers.give(bucket.rows)
+        bucket.rows = None
 
     # --- inside
-
-    def _buffer(self, size: int, bucket: Bucket) -> Tensor:
-        """The smallest free buffer that holds `size` elements: on a CPU, fresh pages cost as much as the reduction."""
-        fitting = [b for b in self._free if b.numel() >= size and b.dtype == bucket.dtype]
-        if not fitting:
-            return torch.empty(size, dtype=bucket.dtype, device=bucket.params[0].device)
-        best = min(fitting, key=Tensor.numel)
-        self._free = [buffer for buffer in self._free if buffer is not best]
-        return best
-
-    def _give_back(self, buffer: Tensor | None) -> None:
-        if buffer is not None:
-            self._free.append(buffer)
 
     def _reduced(self, bucket: Bucket) -> Tensor:
         """Where the bucket's reduced gradients are, from the first micro-batch of a step to the step's end: with their
         masters, which may be in host memory.
         """
         if bucket.reduced is None:
-            whole = self._settings.stage == 0
-            own = bucket.params[0].master.dtype if bucket.params[0].master is not None else torch.float32
-            dtype = own if self._settings.accumulate_dtype is None or whole else self._settings.accumulate_dtype
-            param, master = bucket.params[0].param, bucket.params[0].master
-            device = param.device if master is None else master.device
-            pin = param.is_cuda and device.type == "cpu"
-            bucket.reduce_into(torch.empty(bucket.columns, dtype=dtype, device=device, pin_memory=pin))
+            master, dtype = bucket.master, self._settings.accumulate_dtype
+            if dtype is None or self._settings.stage == 0:
+                dtype = master.dtype
+            pin = bucket.params[0].device.type == "cuda" and master.device.type == "cpu"
+            bucket.reduce_into(torch.empty(bucket.columns, dtype=dtype, device=master.device, pin_memory=pin))
         assert bucket.reduced is not None
         return bucket.reduced
 
@@ -268,7 +279,3 @@ class BucketExchange:
             reduced.add_(arrived)
         else:
             reduced.copy_(arrived)
-
-    def _shares(self, bucket: Bucket) -> bool:
-        master = bucket.params[0].master
-        return master is not None and master.dtype == bucket.dtype

@@ -26,25 +26,25 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from ..hooks import Hooks
-from .fetch_order import Owner, Pass, Walk
+from .fetch_order import CurrentPass, ModuleParams, Pass
 from .gather import Gatherer
-from .param_hooks import SavedTensorsNet, WatchedParameters
-from .settings import FetchSettings
-from .shard import Ledger, ShardedParam
+from .param_hooks import SavedParamHooks, WatchedParameters
+from .settings import ZeroSettings
+from .shard import LiveParams, ShardedParam
 
 
 @dataclass(eq=False, slots=True)
 class _ModuleCall:
     """A module's forward under way."""
 
-    owner: Owner
+    owner: ModuleParams
     using: list[ShardedParam] = field(default_factory=list)
     """What is whole for it, each counted as one user."""
-    net: saved_tensors_hooks | None = None
+    saved_hooks: saved_tensors_hooks | None = None
     """For as long as the call takes, unless there is one around it."""
     starts_pass: bool = False
     with_grad: bool = True
-    interrupted: Walk | None = None
+    interrupted: CurrentPass | None = None
     """The pass that goes on when this call, without gradients, is over."""
 
 
@@ -56,39 +56,29 @@ class Fetcher:
         root: nn.Module,
         sharded: Mapping[nn.Parameter, ShardedParam],
         gatherer: Gatherer,
-        settings: FetchSettings,
+        settings: ZeroSettings,
         hooks: Hooks,
     ) -> None:
         self.settings = settings
         self._params = sharded
         self._gatherer = gatherer
         self._hooks = hooks
-        self._on_disk = any(param.home is not None for param in sharded.values())
+        self._on_disk = any(param.store is not None for param in sharded.values())
         self._handles: list[RemovableHandle] = []
         self._replaced: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
         self._calls: list[_ModuleCall] = []
         self._records: dict[bool, Pass | None] = {True: None, False: None}
         """The recorded ways: with gradients, and without."""
-        self._walk: Walk | None = None
-        self._walks_with_grad = True
-        self.ledger = Ledger()
+        self._pass: CurrentPass | None = None
+        self._pass_with_grad = True
+        self.live_params = LiveParams()
         self._install(root)
         self._sharded = [param for param in sharded.values() if not param.persistent]
         for param in self._sharded:
-            param.ledger = self.ledger
-            param.fetches = self
+            param.live_params = self.live_params
+            param.fetcher = self
             param.release()
         self.by_storage = {param.storage_key: param for param in self._sharded}
-
-    @property
-    def live(self) -> int:
-        """Elements of sharded parameters that are whole at this moment, or on their way."""
-        return self.ledger.live
-
-    @property
-    def peak_live(self) -> int:
-        """The most that `live` has been."""
-        return self.ledger.peak
 
     def remove(self) -> None:
         """Take every hook out of the model."""
@@ -101,10 +91,10 @@ class Fetcher:
 
     def finish_backward(self) -> None:
         """Backward is over: nothing is needed until the next forward, and a prefetch would be of old weights."""
-        if self._walk is not None:
-            self._records[self._walks_with_grad] = self._walk.outcome()
-            self._walk = None
-        self._gatherer.finish(self._gatherer.pending)
+        if self._pass is not None:
+            self._records[self._pass_with_grad] = self._pass.outcome()
+            self._pass = None
+        self._gatherer.drain()
         for param in self._sharded:
             param.users = 0
             self._release(param)
@@ -116,19 +106,19 @@ class Fetcher:
 
     def _begin_pass(self, call: _ModuleCall) -> None:
         if not call.with_grad:
-            call.interrupted = self._walk
-        self._walk = Walk(self._records[call.with_grad])
-        self._walks_with_grad = call.with_grad
+            call.interrupted = self._pass
+        self._pass = CurrentPass(self._records[call.with_grad])
+        self._pass_with_grad = call.with_grad
 
     def _end_pass_without_grad(self, call: _ModuleCall) -> None:
-        if self._walk is not None:
-            self._records[False] = self._walk.outcome()
-        self._gatherer.finish(self._gatherer.pending)
-        for param in list(self.ledger):
+        if self._pass is not None:
+            self._records[False] = self._pass.outcome()
+        self._gatherer.drain()
+        for param in list(self.live_params):
             if not param.users:
                 self._release(param)
-        self._walk = call.interrupted
-        self._walks_with_grad = True
+        self._pass = call.interrupted
+        self._pass_with_grad = True
 
     # --- hooks on modules
 
@@ -140,7 +130,7 @@ class Fetcher:
                 module._parameters = WatchedParameters(module._parameters, self._read)
             if module is not root and not any(self.sharded(param) is not None for param in module.parameters()):
                 continue
-            owner = Owner(
+            owner = ModuleParams(
                 name, [self._params[p] for p in dict.values(module._parameters) if self.sharded(p) is not None]
             )
             self._handles += [
@@ -148,13 +138,13 @@ class Fetcher:
                 module.register_forward_hook(self._after_forward(owner), with_kwargs=True, always_call=True),
             ]
 
-    def _before_forward(self, owner: Owner, is_root: bool) -> Callable[[nn.Module, Any], None]:
+    def _before_forward(self, owner: ModuleParams, is_root: bool) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
             call = _ModuleCall(owner, with_grad=torch.is_grad_enabled())
             self._calls.append(call)
-            call.net = self.spread_net()
-            if call.net is not None:
-                call.net.__enter__()
+            call.saved_hooks = self.hook_saved_tensors()
+            if call.saved_hooks is not None:
+                call.saved_hooks.__enter__()
             if is_root and not _in_backward() and not any(other.starts_pass for other in self._calls):
                 call.starts_pass = True
                 self._begin_pass(call)
@@ -162,13 +152,13 @@ class Fetcher:
 
         return hook
 
-    def _after_forward(self, owner: Owner) -> Callable[[nn.Module, Any, Any, Any], None]:
+    def _after_forward(self, owner: ModuleParams) -> Callable[[nn.Module, Any, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not self._calls or self._calls[-1].owner is not owner:
                 return  # it failed before our hook ran
             call = self._calls.pop()
-            if call.net is not None:
-                call.net.__exit__()
+            if call.saved_hooks is not None:
+                call.saved_hooks.__exit__()
             if torch.is_grad_enabled() and owner.params:
                 self._watch_outputs(owner, output)
                 self._watch_inputs(owner, (args, kwargs))
@@ -179,7 +169,7 @@ class Fetcher:
 
         return hook
 
-    def _watch_outputs(self, owner: Owner, output: Any) -> None:
+    def _watch_outputs(self, owner: ModuleParams, output: Any) -> None:
         """Fetch for the module's backward when the first gradient of an output arrives."""
         begun = -1
 
@@ -192,7 +182,7 @@ class Fetcher:
             if tensor.requires_grad:
                 tensor.register_hook(before_backward)
 
-    def _watch_inputs(self, owner: Owner, inputs: Any) -> None:
+    def _watch_inputs(self, owner: ModuleParams, inputs: Any) -> None:
         """Release frozen parameters when a gradient of the module's inputs is there: nothing else marks their end."""
         frozen = [param for param in owner.params if not param.trainable]
         if not frozen:
@@ -211,24 +201,24 @@ class Fetcher:
 
     # --- uses that no hook announces
 
-    def spread_net(self) -> saved_tensors_hooks | None:
-        """Have `unpacked` called for the parameters that autograd saves from now on; None if it is already.
+    def hook_saved_tensors(self) -> saved_tensors_hooks | None:
+        """Have `_unpacked` called for the parameters that autograd saves from now on; None if it is already.
 
         Hooks that are there, as those of a checkpoint, do their part within ours.
         """
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        net = None if outer is None else getattr(outer[0], "__self__", None)
-        if isinstance(net, SavedTensorsNet) and net.watcher is self:
+        present = None if outer is None else getattr(outer[0], "__self__", None)
+        if isinstance(present, SavedParamHooks) and present.by_storage is self.by_storage:
             return None
-        net = SavedTensorsNet(self, outer)
-        return saved_tensors_hooks(net.pack, net.unpack)
+        ours = SavedParamHooks(self.by_storage, self._unpacked, outer)
+        return saved_tensors_hooks(ours.pack, ours.unpack)
 
     def sharded(self, param: nn.Parameter | None) -> ShardedParam | None:
         """`param` as it is divided; None if it is always whole."""
         found = None if param is None else self._params.get(param)
         return None if found is None or found.persistent else found
 
-    def unpacked(self, param: ShardedParam) -> None:
+    def _unpacked(self, param: ShardedParam) -> None:
         """Backward needs `param`. It is in use until its gradient, or the backward, is complete."""
         if not param.users:
             param.users = 1
@@ -238,9 +228,9 @@ class Fetcher:
         """A module's parameter was read. To list them is no sign that the module uses them each time."""
         sharded = self.sharded(param)
         if sharded is not None:
-            self.used_elsewhere(sharded, remember=by_name)
+            self._fetch_elsewhere(sharded, remember=by_name)
 
-    def used_elsewhere(self, param: ShardedParam, *, remember: bool) -> None:
+    def _fetch_elsewhere(self, param: ShardedParam, *, remember: bool) -> None:
         """A parameter was read while a module ran that it does not belong to, or whose turn it is not.
 
         With `remember` it is fetched with that module from now on.
@@ -257,16 +247,16 @@ class Fetcher:
                 call.owner.params.append(param)
         self._fetch([param], name)
 
-    def used(self, param: ShardedParam) -> None:
+    def fetch_used(self, param: ShardedParam) -> None:
         """`param` is used while it is sharded."""
-        self.used_elsewhere(param, remember=True)
+        self._fetch_elsewhere(param, remember=True)
 
     # --- fetching
 
-    def _need(self, owner: Owner) -> list[ShardedParam]:
+    def _need(self, owner: ModuleParams) -> list[ShardedParam]:
         """Have `owner`'s parameters whole, and start on those that are needed next."""
-        if self._walk is not None and (_in_backward() or any(call.starts_pass for call in self._calls)):
-            self._walk.step(owner)  # else a part of the model was called by itself
+        if self._pass is not None and (_in_backward() or any(call.starts_pass for call in self._calls)):
+            self._pass.step(owner)  # else a part of the model was called by itself
         using = list(owner.params)
         for param in using:
             param.users += 1
@@ -274,7 +264,7 @@ class Fetcher:
         return using
 
     def _fetch(self, needed: list[ShardedParam], module: str) -> None:
-        missing = [param for param in needed if param not in self.ledger]
+        missing = [param for param in needed if param not in self.live_params]
         self._make_room(sum(param.numel for param in missing))
         self._start(missing, module)
         awaited = [param for param in needed if not param.resident]
@@ -283,7 +273,7 @@ class Fetcher:
 
     def _start(self, params: list[ShardedParam], module: str) -> None:
         for param in params:
-            self.ledger.expect(param)
+            self.live_params.expect(param)
         if params:
             self._gatherer.start(params, module)
 
@@ -292,22 +282,22 @@ class Fetcher:
 
         Of what is on its way, `awaited` elements are not ahead, but needed now.
         """
-        if self._walk is None:
+        if self._pass is None:
             return
         batch: list[ShardedParam] = []
         size = 0
-        for param in self._walk.upcoming():
-            if param in self.ledger or param in batch:
+        for param in self._pass.upcoming():
+            if param in self.live_params or param in batch:
                 continue
-            if self.ledger.coming - awaited + size + param.numel > self.settings.prefetch_bucket_size:
+            if self.live_params.coming - awaited + size + param.numel > self.settings.stage3_prefetch_bucket_size:
                 break
-            if self.ledger.live + size + param.numel > self.settings.max_live_parameters:
+            if self.live_params.live + size + param.numel > self.settings.stage3_max_live_parameters:
                 break
             batch.append(param)
             size += param.numel
         self._start(batch, batch[0].name.rpartition(".")[0] if batch else "")
         if self._on_disk:
-            self._gatherer.expect(self._walk.ahead())
+            self._gatherer.expect(self._pass.ahead())
 
     def _done(self, call: _ModuleCall) -> None:
         """A module's forward is over: release what is not needed again soon."""
@@ -315,7 +305,7 @@ class Fetcher:
             param.users = max(0, param.users - 1)
             if param.users or not param.resident:
                 continue
-            if self._walk is None or not self._walk.needed_within(param, self.settings.max_reuse_distance):
+            if self._pass is None or not self._pass.needed_within(param, self.settings.stage3_max_reuse_distance):
                 self._release(param)
 
     def _make_room(self, size: int) -> None:
@@ -323,9 +313,9 @@ class Fetcher:
 
         First what came first: of what forward keeps for backward that is needed last.
         """
-        excess = self.ledger.live + size - self.settings.max_live_parameters
+        excess = self.live_params.live + size - self.settings.stage3_max_live_parameters
         idle = []
-        for param in self.ledger if excess > 0 else ():
+        for param in self.live_params if excess > 0 else ():
             if not param.users:
                 idle.append(param)
                 excess -= param.numel
@@ -338,9 +328,9 @@ class Fetcher:
         if param.persistent or not param.resident:
             return
         param.release()
-        if self._walk is not None:
-            self._walk.released(param)
-        self._hooks.mark("release", module=param.name, purpose="parameter", value=float(self.live))
+        if self._pass is not None:
+            self._pass.released(param)
+        self._hooks.mark("release", module=param.name, purpose="parameter", value=float(self.live_params.live))
 
 
 def _in_backward() -> bool:

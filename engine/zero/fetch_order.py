@@ -15,7 +15,7 @@ from .shard import ShardedParam
 
 
 @dataclass(eq=False, slots=True)
-class Owner:
+class ModuleParams:
     """A module whose parameters are fetched for it: its own, and others' that it was seen to use."""
 
     name: str
@@ -25,7 +25,7 @@ class Owner:
 class Pass:
     """A recorded way: `owners` in the order in which they needed their parameters, `params` those of each."""
 
-    def __init__(self, owners: Sequence[Owner]) -> None:
+    def __init__(self, owners: Sequence[ModuleParams]) -> None:
         self.owners = tuple(owners)
         self.params = tuple(tuple(owner.params) for owner in owners)
         sizes = (sum(param.numel for param in params) for params in self.params)
@@ -46,17 +46,17 @@ class Pass:
         return self._elements_before[stop] - self._elements_before[start]
 
 
-class Walk:
+class CurrentPass:
     """A pass under way: it is recorded, and held against the `record` of an earlier one as long as it goes the same."""
 
     def __init__(self, record: Pass | None) -> None:
         self._record = record
         self._follows = record is not None
-        self._seen: list[Owner] = []
+        self._seen: list[ModuleParams] = []
         # Places of the record where something may have to be fetched, a heap.
         self._open = list(range(len(record.owners))) if record is not None else []
 
-    def step(self, owner: Owner) -> None:
+    def step(self, owner: ModuleParams) -> None:
         """The next who needs parameters is `owner`."""
         if self._record is not None and self._follows:
             place = len(self._seen)

@@ -1,4 +1,7 @@
-"""Parameters brought back to full size: all-gathers of the shards, batched, on a lane."""
+"""Parameters brought back to full size: all-gathers of the shards, batched, on a lane.
+
+After the optimizer's step, `publish` brings masters to the weights, and starts the gathers of those that stay whole.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from torch import Tensor
 from ..comm.comm import Comm, Content
 from ..comm.lane import Ticket
 from ..tree import batches
+from .bucket import BufferPool
 from .order_check import OrderCheck
+from .settings import ZeroSettings
 from .shard import Partition, ShardedParam
 
 KEPT_BUFFERS: Final = 2
@@ -39,13 +44,15 @@ class _Persistent:
         self.params = params
         self.content = content_of(params)
         self.packed = all(
-            param.home is None and param.shard.device == param.device and param.shard.numel() == param.partition.chunk
+            param.store is None
+            and param.shard.device == param.device
+            and param.shard.numel() == param.partition.shard_size
             for param in params
         )
-        """Whether the pieces fill their columns, so that they can be copied there together."""
+        """Whether the shards fill their columns, so that they can be copied there together."""
         self.even = [at for at, param in enumerate(params) if param.partition.even]
         self.uneven = [at for at, param in enumerate(params) if not param.partition.even]
-        whole = [params[at].flat.view(comm.size, params[at].partition.chunk) for at in self.even]
+        whole = [params[at].flat.view(comm.size, params[at].partition.shard_size) for at in self.even]
         ranks = [slice(comm.rank), slice(comm.rank + 1, comm.size)]
         self.others = [(some, [param[some] for param in whole]) for some in ranks if whole and range(comm.size)[some]]
         """The ranks before and after this one, and where their rows go in the even parameters."""
@@ -73,33 +80,34 @@ class Gatherer:
     has been gathered since the last step (ZeRO++, Wang et al. 2023, arXiv 2306.10209: hpZ).
     """
 
-    def __init__(self, comm: Comm, near: Comm | None = None, *, with_broadcasts: bool = False) -> None:
-        self._comm = comm
+    def __init__(self, comm: Comm, settings: ZeroSettings, near: Comm | None = None) -> None:
+        self.comm = comm
+        self._settings = settings
         self._near = near
-        self._with_broadcasts = with_broadcasts
         self._inflight: dict[ShardedParam, _Batch] = {}
-        self._free: list[Tensor] = []
+        self.buffers = BufferPool(KEPT_BUFFERS)
         self._published: dict[tuple[ShardedParam, ...], list[_Persistent]] = {}
-        self.order_check: OrderCheck | None = None
-        """Where what was gathered is to be checked."""
-
-    @property
-    def separates_contents(self) -> bool:
-        """Whether what ranks gather does not mix if it differs."""
-        return self._comm.separates_contents and not self._with_broadcasts
+        mixes = not comm.separates_contents or not settings.allgather_partitions
+        self.order_check = OrderCheck(comm) if settings.stage == 3 and comm.size > 1 and mixes else None
+        """Where gathers of different content could mix, whether they did."""
 
     def under_way(self, param: ShardedParam) -> bool:
+        """Whether its gather has been started and not finished."""
         return param in self._inflight
 
-    @property
-    def free_buffers(self) -> list[Tensor]:
-        """Those that are kept for the next gathers."""
-        return list(self._free)
-
-    @property
-    def pending(self) -> list[ShardedParam]:
-        """Parameters whose gather has been started and not finished."""
-        return list(self._inflight)
+    def publish(self, params: Sequence[ShardedParam]) -> None:
+        """After the optimizer stepped `params`: bring their masters to the weights, and start gathering those that stay
+        whole. `drain` ends it."""
+        update_shards(params)
+        if self.comm.size == 1 or not self._settings.stage:
+            return
+        key = tuple(params)  # usually the same
+        if key not in self._published:
+            persistent = _batches((p for p in params if p.persistent), self._settings.allgather_bucket_size)
+            self._published[key] = [_Persistent(batch, self.comm) for batch in persistent]
+        for batch in self._published[key]:
+            self._start(batch.params, self.comm, None, batch)
+            self.drain(2 if self._settings.overlap_comm else 0)
 
     def start(self, params: Sequence[ShardedParam], module: str | None = None) -> None:
         """Start gathering those of `params` that are not under way: one collective a dtype and group."""
@@ -108,25 +116,14 @@ class Gatherer:
             if param not in self._inflight:
                 kinds.setdefault((param.dtype, param.secondary is not None), []).append(param)
         for (_, near), batch in kinds.items():
-            self._start(batch, self._near if near and self._near is not None else self._comm, module)
-
-    def publish(self, params: Sequence[ShardedParam], limit: int, *, leave: int) -> None:
-        """Start gathering those of `params` that stay whole, which are usually the same: at most `limit` elements at a
-        time, and with at most `leave` gathers under way."""
-        key = tuple(params)
-        if key not in self._published:
-            persistent = (param for param in params if param.persistent)
-            self._published[key] = [_Persistent(batch, self._comm) for batch in _batches(persistent, limit)]
-        for batch in self._published[key]:
-            self._start(batch.params, self._comm, None, batch)
-            self.finish_all_but(leave)
+            self._start(batch, self._near if near and self._near is not None else self.comm, module)
 
     def expect(self, params: Iterable[ShardedParam]) -> None:
         """Have those of `params` that are on a disk read ahead, as far as there is room for them."""
         for param in params:
-            if param.home is None or param.resident or param in self._inflight or param.secondary is not None:
+            if param.store is None or param.resident or param in self._inflight or param.secondary is not None:
                 continue
-            if not param.home.expect(param):
+            if not param.store.expect(param):
                 return
 
     def finish(self, params: Iterable[ShardedParam]) -> None:
@@ -139,14 +136,14 @@ class Gatherer:
                 ticket.wait()
             self._write(batch)
 
-    def finish_all_but(self, leave: int) -> None:
-        """Wait for the oldest gathers until `leave` are under way: each holds a buffer."""
+    def drain(self, leave: int = 0) -> None:
+        """Finish the oldest gathers until `leave` are under way: each holds a buffer."""
         under_way = dict.fromkeys(self._inflight.values())
         for batch in list(under_way)[: max(0, len(under_way) - leave)]:
             self.finish(batch.params)
 
-    def bring(self, params: Sequence[ShardedParam], limit: int) -> None:
-        """Gather all of `params` now, at most `limit` elements at a time."""
+    def gather(self, params: Sequence[ShardedParam], limit: int) -> None:
+        """Have all of `params` whole now, by gathers of at most `limit` elements. On all ranks."""
         for batch in _batches(params, limit):
             self.start(batch)
             self.finish(batch)
@@ -155,45 +152,32 @@ class Gatherer:
         self, params: list[ShardedParam], comm: Comm, module: str | None, persistent: _Persistent | None = None
     ) -> None:
         near = comm is self._near
-        widths = [near_partition(p, comm).chunk if near else p.partition.chunk for p in params]
+        widths = [near_partition(p, comm).shard_size if near else p.partition.shard_size for p in params]
         # One buffer: this rank's row is what it sends.
-        rows = self._buffer(comm.size * sum(widths), params[0]).view(comm.size, -1)
+        size, like = comm.size * sum(widths), params[0]
+        rows = self.buffers.take(size, like.dtype, like.device).view(comm.size, -1)
         if persistent is not None and persistent.packed:
             torch.cat([param.shard for param in params], out=rows[comm.rank])
         else:
-            self._read_pieces(params, rows[comm.rank].split(widths), near)
+            self._read_shards(params, rows[comm.rank].split(widths), near)
         content = content_of(params) if persistent is None else persistent.content
         if self.order_check is not None:
             self.order_check.add(content)
-        if self._with_broadcasts:
+        if not self._settings.allgather_partitions:
             tickets = [comm.broadcast(rows[source], source, "parameter") for source in range(comm.size)]
         else:
             tickets = [comm.all_gather(rows, "parameter", module, content)]
         batch = _Batch(params, widths, rows, tickets, comm, persistent)
         self._inflight.update(dict.fromkeys(params, batch))
 
-    def _read_pieces(self, params: Sequence[ShardedParam], columns: Sequence[Tensor], near: bool) -> None:
-        """Copy this rank's piece of each to its columns [n]."""
+    def _read_shards(self, params: Sequence[ShardedParam], columns: Sequence[Tensor], near: bool) -> None:
+        """Copy this rank's shard of each to its columns [n]."""
         for param, column in zip(params, columns, strict=True):
             if near:
                 assert param.secondary is not None
                 column[: param.secondary.numel()].copy_(param.secondary, non_blocking=True)
             else:
-                param.read_piece(column[: param.stop - param.start])
-
-    def _buffer(self, size: int, like: ShardedParam) -> Tensor:
-        """A buffer [size], one that is free if it is large enough: on a CPU, fresh pages cost as much as the gather."""
-        for at, free in enumerate(self._free):
-            if free.numel() >= size and free.dtype == like.dtype and free.device == like.device:
-                return self._free.pop(at)[:size]
-        with torch.inference_mode(False):  # it is used again, by training
-            return torch.empty(size, dtype=like.dtype, device=like.device)
-
-    def _keep(self, rows: Tensor) -> None:
-        """Keep the buffer of `rows` for the next gather: the largest few."""
-        flat = rows.view(-1)
-        whole = torch.as_strided(flat, (flat.untyped_storage().nbytes() // flat.element_size(),), (1,), 0)
-        self._free = sorted([*self._free, whole], key=Tensor.numel, reverse=True)[:KEPT_BUFFERS]
+                param.read_shard(column[: param.stop - param.start])
 
     def _write(self, batch: _Batch) -> None:
         for param in batch.params:
@@ -205,14 +189,22 @@ class Gatherer:
             for param, column in zip(batch.params, batch.rows.split(batch.widths, 1), strict=True):
                 param.fill(column, near_partition(param, batch.comm) if near else param.partition)
                 self._keep_near(param)
-        self._keep(batch.rows)
+        self.buffers.give(batch.rows)
 
     def _keep_near(self, param: ShardedParam) -> None:
-        """Keep this rank's piece of the hierarchical partition, where there is one, for the next gather."""
+        """Keep this rank's shard of the hierarchical partition, where there is one, for the next gather."""
         if self._near is not None and param.secondary is None and not param.persistent:
             start, stop = near_partition(param, self._near).bounds(self._near.rank)
             with torch.inference_mode(False):
                 param.secondary = param.flat[start:stop].clone()
+
+
+def update_shards(params: Iterable[ShardedParam]) -> None:
+    """Masters were stepped, or loaded: bring them to this rank's shards of the weights, in the model's precision."""
+    for param in params:
+        if param.master is not None and not param.master_is_shard:
+            param.write_shard(param.master.data.view(-1))
+        param.secondary = None
 
 
 def content_of(params: Sequence[ShardedParam]) -> Content:

@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..comm.comm import Comm, open_comm
+from ..comm.comm import open_comm
 from ..comm.lane import Inline
 from ..comm.launch import init_distributed, local_device
 from ..config import load
 from ..hooks import Hooks
 from ..optim.loss_scaler import model_dtype
 from .gather import Gatherer
-from .holder import EarlyParam, Holder, holder
 from .param_hooks import WatchedParameters
-
-__all__ = ["GatheredParameters", "Holder", "Init", "holder"]
+from .placeholder import REGISTRY
+from .settings import ZeroSettings
+from .shard import Partition, ShardedParam, find_sharded
 
 INSTEAD: Final = {
     "remote_device": "write zero_optimization.offload_param",
@@ -43,6 +43,28 @@ INSTEAD: Final = {
 """DeepSpeed's arguments that `Init` does not have, and what there is for them."""
 
 
+class EarlyParam(ShardedParam):
+    """A parameter sharded before there is an engine. It does not keep its parameter alive, but lives as long as
+    that."""
+
+    def __init__(self, name: str, param: nn.Parameter, gatherer: Gatherer) -> None:
+        self._param = weakref.ref(param)
+        comm = gatherer.comm
+        partition = Partition(param.numel(), comm.size)
+        super().__init__(name, param, partition, comm.rank, gatherer, persistent=False, index=0)
+        REGISTRY[param] = lambda: self
+
+    @property
+    def param(self) -> nn.Parameter:
+        found = self._param()
+        assert found is not None
+        return found
+
+    @param.setter
+    def param(self, value: nn.Parameter) -> None:
+        self._param = weakref.ref(value)
+
+
 @dataclass(eq=False, slots=True)
 class _InitCall:
     """An `__init__` or `apply` under way in the block, and the parameters it gathered or replaced in sharded
@@ -50,15 +72,6 @@ class _InitCall:
 
     module: nn.Module | None
     touched: dict[nn.Parameter, None] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ranks:
-    """Those that parameters are sharded over, and this one's device."""
-
-    comm: Comm
-    gatherer: Gatherer
-    device: torch.device
 
 
 class Init:
@@ -118,14 +131,14 @@ class Init:
                 raise ValueError(f"zero.Init: dtype={dtype}, and the configuration asks for {asked}; leave dtype out")
             self._dtype = dtype or asked
         self._enabled = enabled
-        self._ranks: _Ranks | None = None
-        self._restore: list[Callable[[], None]] = []
+        self._gatherer: Gatherer | None = None
+        self._patches = contextlib.ExitStack()
         self._calls: list[_InitCall] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         if module is not None and enabled:
             for inner in module.modules():
                 for name, param in inner._parameters.items():
-                    if param is not None and holder(param) is None:
+                    if param is not None and find_sharded(param) is None:
                         self._shard(param, name)
 
     def __enter__(self) -> Init:
@@ -146,8 +159,7 @@ class Init:
     ) -> None:
         if not self._enabled:
             return
-        while self._restore:
-            self._restore.pop()()
+        self._patches.close()
         touched = self._calls[0].touched
         self._calls.clear()
         try:
@@ -166,23 +178,23 @@ class Init:
 
     def bring(self, param: nn.Parameter | None, by_name: bool = True) -> None:
         """Have `param`, if it is sharded, whole until the call under way is over."""
-        found = None if param is None else holder(param)
-        if self._calls and param is not None and found is not None and not found.sharded.resident:
-            found.gatherer.bring([found.sharded], found.sharded.numel)
+        found = None if param is None else find_sharded(param)
+        if self._calls and param is not None and found is not None and not found.resident:
+            found.gather()
             self._calls[-1].touched[param] = None
 
     def replace(self, param: nn.Parameter | None) -> None:
         """`param` was put into a module that is sharded already: shard it when the call under way is over."""
-        if self._calls and param is not None and holder(param) is None:
+        if self._calls and param is not None and find_sharded(param) is None:
             self._calls[-1].touched[param] = None
 
-    def _opened(self) -> _Ranks:
-        if self._ranks is None:
+    def _opened(self) -> Gatherer:
+        """What gathers over all ranks of the job, as parameters are sharded."""
+        if self._gatherer is None:
             init_distributed()
-            device = local_device()
             comm = open_comm([range(dist.get_world_size())], lambda: Inline(Hooks()))
-            self._ranks = _Ranks(comm, Gatherer(comm), device)
-        return self._ranks
+            self._gatherer = Gatherer(comm, ZeroSettings())
+        return self._gatherer
 
     # --- when to shard
 
@@ -197,12 +209,7 @@ class Init:
                 with self._call(module):
                     original(module, *args, **kwargs)
 
-        kind.__init__ = __init__  # type: ignore[method-assign, assignment]
-
-        def restore() -> None:
-            kind.__init__ = original  # type: ignore[method-assign]
-
-        self._restore.append(restore)
+        self._patch(kind, "__init__", __init__)
 
     def _watch_torch(self) -> None:
         """Watch classes that are defined in the block, `apply`, and copies, which are made without `__init__`."""
@@ -222,16 +229,17 @@ class Init:
             original_setstate(module, state)  # type: ignore[no-untyped-call]
             finish(module)
 
-        nn.Module.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment, arg-type]
-        nn.Module.apply = apply  # type: ignore[method-assign, assignment]
-        nn.Module.__setstate__ = __setstate__  # type: ignore[method-assign]
+        self._patch(nn.Module, "__init_subclass__", classmethod(__init_subclass__))  # type: ignore[arg-type]
+        self._patch(nn.Module, "apply", apply)
+        self._patch(nn.Module, "__setstate__", __setstate__)
 
-        def restore() -> None:
-            del nn.Module.__init_subclass__
-            nn.Module.apply = original_apply  # type: ignore[method-assign]
-            nn.Module.__setstate__ = original_setstate  # type: ignore[method-assign]
-
-        self._restore.append(restore)
+    def _patch(self, kind: type[nn.Module], name: str, value: object) -> None:
+        """Have `value` as the attribute of a class, until the block is over."""
+        if name in vars(kind):
+            self._patches.callback(setattr, kind, name, vars(kind)[name])
+        else:
+            self._patches.callback(delattr, kind, name)
+        setattr(kind, name, value)
 
     @contextlib.contextmanager
     def _call(self, module: nn.Module | None) -> Iterator[None]:
@@ -261,7 +269,7 @@ class Init:
         if isinstance(params, _Gathering):
             return
         for name, param in params.items():
-            if param is not None and holder(param) is None:
+            if param is not None and find_sharded(param) is None:
                 self._shard(param, name)
         module._parameters = _Gathering(params, self)
 
@@ -270,13 +278,13 @@ class Init:
         """Shard rank 0's value of `param`, which is whole, and free it."""
         if is_lazy(param) or param.is_meta:
             return
-        ranks, known = self._opened(), holder(param)
+        gatherer, known = self._opened(), find_sharded(param)
         # In storage of its own: what it was made from, or what was made from it, may be in use.
         dtype = self._dtype if self._dtype is not None and param.is_floating_point() else param.dtype
-        param.data = torch.empty(param.shape, dtype=dtype, device=ranks.device).copy_(param.data)
-        ranks.comm.broadcast(param.data, 0, "parameter").wait()
-        name = name or (known.sharded.name if known is not None else "parameter")
-        EarlyParam(name, param, ranks.gatherer, ranks.comm).release()
+        param.data = torch.empty(param.shape, dtype=dtype, device=local_device()).copy_(param.data)
+        gatherer.comm.broadcast(param.data, 0, "parameter").wait()
+        name = name or (known.name if known is not None else "parameter")
+        EarlyParam(name, param, gatherer).release()
 
 
 class _Gathering(WatchedParameters):
@@ -330,44 +338,43 @@ def GatheredParameters(
                 f"GatheredParameters wants a parameter, several, or a module, and got a {type(param).__name__}{where}: "
                 "write GatheredParameters(module.parameters())"
             )
-    held = [found for param in dict.fromkeys(listed) if (found := holder(param)) is not None]
+    held = [found for param in dict.fromkeys(listed) if (found := find_sharded(param)) is not None]
     for found in held:
-        if modifier_rank is not None and not 0 <= modifier_rank < found.comm.size:
-            raise ValueError(f"GatheredParameters: modifier_rank={modifier_rank}, of {found.comm.size} ranks")
+        if modifier_rank is not None and not 0 <= modifier_rank < found.gatherer.comm.size:
+            raise ValueError(f"GatheredParameters: modifier_rank={modifier_rank}, of {found.gatherer.comm.size} ranks")
     # What is on its way already is somebody else's to release.
-    brought = [f for f in held if not f.sharded.resident and not f.gatherer.under_way(f.sharded)]
+    brought = [found for found in held if not found.resident and not found.gatherer.under_way(found)]
     for found in held:
-        if not found.sharded.resident:
-            found.gatherer.bring([found.sharded], found.sharded.numel)
-        found.sharded.users += 1
-    fetchers = dict.fromkeys(found.sharded.fetches for found in held)  # one for each engine
+        found.gather()
+        found.users += 1
+    fetchers = dict.fromkeys(found.fetcher for found in held)  # one for each engine
     try:
-        with contextlib.ExitStack() as nets:  # a backward after the block finds what was used in it
+        with contextlib.ExitStack() as saved:  # a backward after the block finds what was used in it
             for fetcher in fetchers:
-                if fetcher is not None and (net := fetcher.spread_net()) is not None:
-                    nets.enter_context(net)
+                if fetcher is not None and (hooks := fetcher.hook_saved_tensors()) is not None:
+                    saved.enter_context(hooks)
             yield
         if modifier_rank is not None:
             for found in held:
                 _take_written(found, modifier_rank)
     finally:
         for found in held:
-            found.sharded.users = max(0, found.sharded.users - 1)
+            found.users = max(0, found.users - 1)
         for found in brought:
-            if not found.sharded.users:
-                found.sharded.release()
+            if not found.users:
+                found.release()
 
 
 @torch.no_grad()
-def _take_written(found: Holder, source: int) -> None:
+def _take_written(sharded: ShardedParam, source: int) -> None:
     """Have what rank `source` wrote to a whole parameter everywhere."""
-    if not found.sharded.resident:
+    if not sharded.resident:
         raise RuntimeError(
-            f"GatheredParameters: {found.sharded.name} was released inside the block, by a backward, and what was "
+            f"GatheredParameters: {sharded.name} was released inside the block, by a backward, and what was "
             "written to it is lost; end the block before the backward"
         )
-    found.comm.broadcast(found.sharded.param.data, source, "parameter").wait()
-    found.sharded.take_from_whole()
+    sharded.gatherer.comm.broadcast(sharded.param.data, source, "parameter").wait()
+    sharded.take_from_whole()
 
 
 def _subclasses(kind: type[nn.Module]) -> set[type[nn.Module]]:

@@ -4,55 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from .shard import ShardedParam
 
 
-class Watcher(Protocol):
-    """Who wants to know of them."""
-
-    by_storage: dict[int, ShardedParam]
-    """Parameters by the identity of their storage."""
-
-    def unpacked(self, param: ShardedParam) -> None:
-        """Backward needs `param`."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Saved:
     """What autograd keeps in the place of a parameter, or a view of it."""
 
-    net: SavedTensorsNet
-    """Whose this is: nets of several engines may be around each other."""
+    hooks: SavedParamHooks
+    """Whose this is: hooks of several engines may be around each other."""
     param: ShardedParam
     kept: Any
 
 
 @dataclass(eq=False, slots=True)
-class SavedTensorsNet:
+class SavedParamHooks:
     """Hooks on what autograd saves, around those that were there."""
 
-    watcher: Watcher
+    by_storage: Mapping[int, ShardedParam]
+    """Parameters by the identity of their storage; those of one engine."""
+    unpacked: Callable[[ShardedParam], None]
+    """Is called with each that backward needs."""
     outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
 
     # Called for everything that is saved, few of which are parameters.
 
     def pack(self, tensor: Tensor) -> Any:
         try:
-            param = self.watcher.by_storage.get(tensor.untyped_storage()._cdata)
+            param = self.by_storage.get(tensor.untyped_storage()._cdata)
         except NotImplementedError:  # a sparse one, or a wrapper of others
             param = None
         kept = tensor if self.outer is None else self.outer[0](tensor)
         return kept if param is None else _Saved(self, param, kept)
 
     def unpack(self, packed: Any) -> Tensor:
-        if type(packed) is not _Saved or packed.net is not self:
+        if type(packed) is not _Saved or packed.hooks is not self:
             return packed if self.outer is None else self.outer[1](packed)
         tensor: Tensor = packed.kept if self.outer is None else self.outer[1](packed.kept)
-        self.watcher.unpacked(packed.param)
+        self.unpacked(packed.param)
         return tensor
 
 

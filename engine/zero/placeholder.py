@@ -1,15 +1,17 @@
-"""What a parameter of stage 3 is between its uses: it has its shape, and is fetched, or refuses, when it is used."""
+"""What a parameter of stage 3 is between its uses: it has its shape, and is fetched, or refuses, when it is used.
+
+What ZeRO has of a parameter stands in a mapping beside it, so that it can be copied and saved like any other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NoReturn
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, Final, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-
-from .registry import holder_of
+from torch.utils.weak import WeakIdKeyDictionary
 
 METADATA: Final = frozenset({
     "size", "dim", "ndimension", "numel", "element_size", "stride", "storage_offset", "get_device", "dim_order",
@@ -27,7 +29,20 @@ CONVERSIONS: Final = frozenset({"to", "cpu", "cuda", "float", "double", "half", 
 """Functions that return the tensor itself where there is nothing to do, as `model.to(device)` may have."""
 
 
-plainly: Final = torch._C.DisableTorchFunctionSubclass
+class Fetchable(Protocol):
+    """A parameter that can be had whole: see `shard.ShardedParam`."""
+
+    name: str
+
+    def fetch(self) -> None:
+        """Have the whole of it, if something runs that it can be fetched for."""
+
+
+REGISTRY: Final[MutableMapping[Tensor, Callable[[], Fetchable | None]]] = WeakIdKeyDictionary()
+"""Parameter -> finds what ZeRO has of it (`shard.find_sharded`). The values must not lead back to their parameters:
+these would never be freed."""
+
+no_torch_function: Final = torch._C.DisableTorchFunctionSubclass
 """A context in which attributes of many parameters are asked for faster, be they absent or not."""
 
 
@@ -51,12 +66,11 @@ class Absent(nn.Parameter):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name.startswith("__") else ""
         if attribute == "data" and name == "__set__" and args[1] is args[0]:
             return None  # model.to(device) with nothing to do
-        with plainly():
+        with no_torch_function():
             if name in METADATA or (name in ("__get__", "__set__", "__delete__") and attribute not in ELEMENTS):
                 return func(*args, **more)
             absent = [leaf for leaf in tree_leaves((args, more)) if isinstance(leaf, Absent)]
-            for param in absent:
-                found = holder_of(param)
+            for found in map(_sharded, absent):
                 if found is not None:
                     found.fetch()
             left = [param for param in absent if isinstance(param, cls)]
@@ -69,7 +83,7 @@ class Absent(nn.Parameter):
         raise _refusal(left[0], attribute or name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with plainly():
+        with no_torch_function():
             return f"Parameter {_name(self)}, sharded (ZeRO stage 3), shape {tuple(self.shape)}, {self.dtype}"
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -79,8 +93,13 @@ class Absent(nn.Parameter):
         raise _refusal(self, "pickle")
 
 
+def _sharded(param: Tensor) -> Fetchable | None:
+    find = REGISTRY.get(param)
+    return None if find is None else find()
+
+
 def _name(param: Tensor) -> str:
-    found = holder_of(param)
+    found = _sharded(param)
     return "of an engine that is gone" if found is None else found.name
 
 

@@ -1,5 +1,8 @@
 """Gradients on their way from backward to the optimizer: batched into buckets, reduced on a lane.
 
+Hooks on parameters note what has come; `process_ready` copies it to buckets, and launches those that are complete;
+`collect` puts what comes back on the masters.
+
 The buckets' composition and order are fixed before a backward begins and the same on all ranks, so ranks whose graphs
 differ (a branch not taken, an unused parameter) still run the same collectives. They follow the order in which
 gradients became ready in the first step, as rank 0 saw it (Li et al. 2020, arXiv 2006.15704, section 3.2.3).
@@ -17,21 +20,26 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.comm import Comm
-from .bucket import Bucket, BucketExchange, divide
-from .placeholder import plainly
+from .bucket import Bucket, BucketExchange, await_host_copies, divide
+from .placeholder import no_torch_function
 from .settings import ZeroSettings
 from .shard import ShardedParam
+from .sparse import SparseReducer
 
 
 class Reducer:
     """Takes gradients as backward makes them; `collect` puts the reduced ones on the masters.
 
     Parameters note in a list that their gradient has come, which runs no Python; those after which something can be
-    done with what has come, the last of a run and of a bucket, have the list looked at.
+    done with what has come, the last of a run and of a bucket, have the list processed.
     """
 
-    def __init__(self, params: Sequence[ShardedParam], comm: Comm, settings: ZeroSettings) -> None:
+    def __init__(
+        self, params: Sequence[ShardedParam], sparse: SparseReducer, comm: Comm, settings: ZeroSettings
+    ) -> None:
+        """`sparse` takes the gradients of few rows, of other parameters."""
         self._params = list(params)
+        self._sparse = sparse
         self._comm = comm
         self._settings = settings
         self._exchange = BucketExchange(comm, settings)
@@ -43,33 +51,33 @@ class Reducer:
         """The first bucket that has not been sent in this backward."""
         self._order: list[ShardedParam] | None = []
         """In which gradients become ready, until it is settled."""
-        self.before, self._after = self._scales()
+        self._prescale, self._postscale = self._scales()
         self._last = self._complete = True
         self._open = False
         """Whether a backward of this engine is under way. What comes otherwise, as from the loss of another engine's
         model, stays where autograd has put it."""
         self._ready: list[Tensor] = []
-        """Parameters whose gradients have come in this backward and have not been looked at."""
+        """Parameters whose gradients have come in this backward and have not been processed."""
         self._by_id = {id(param.param): param for param in self._params}
         self._with_grads = [tensor for p in self._params for tensor in {p.param: 0, p.master: 0} if tensor is not None]
         """Parameters and masters; in stage 0 they may be the same."""
         self._buckets: list[Bucket] = []
         self._places: dict[ShardedParam, tuple[Bucket, int]] = {}
-        self._kept: dict[ShardedParam, Tensor] = {}
-        self._noting: list[RemovableHandle] = []
-        self._looking: dict[ShardedParam, RemovableHandle] = {}
+        self._accumulated: dict[ShardedParam, Tensor] = {}
+        self._ready_hooks: list[RemovableHandle] = []
+        self._run_hooks: dict[ShardedParam, RemovableHandle] = {}
         if comm.size > 1 or settings.accumulate_dtype is not None:
-            self._noting += [p.param.register_post_accumulate_grad_hook(self._ready.append) for p in self._params]
-        self._plan(list(reversed(self._params)))
+            self._ready_hooks += [p.param.register_post_accumulate_grad_hook(self._ready.append) for p in self._params]
+        self._divide(list(reversed(self._params)))
 
     @property
-    def after(self) -> float:
+    def postscale(self) -> float:
         """What the collected gradients remain to be multiplied by, for the mean over the ranks."""
-        return 1.0 if self.local else self._after
+        return 1.0 if self.local else self._postscale
 
     def close(self) -> None:
         """Take every hook out of the model."""
-        for handle in (*self._noting, *self._looking.values()):
+        for handle in (*self._ready_hooks, *self._run_hooks.values()):
             handle.remove()
 
     # --- during backward
@@ -80,7 +88,7 @@ class Reducer:
         self._last, self._complete, self._open = last, complete, True
         self._ready.clear()
 
-    def look(self) -> None:
+    def process_ready(self) -> None:
         """Take the gradients that have come since the last call."""
         params = [self._by_id[id(param)] for param in self._ready]
         self._ready.clear()
@@ -89,7 +97,7 @@ class Reducer:
         if self._stays_whole:
             if self._settings.accumulate_dtype is not None:
                 for param in params:
-                    self._keep(param)
+                    self._accumulate(param)
             return
         if self._order is not None:
             self._order += params
@@ -113,12 +121,16 @@ class Reducer:
 
         Raises RuntimeError if parameters got no gradient and the configuration says that this is an error.
         """
-        self.look()
+        self.process_ready()
         if self.local and self._last:
-            self._refuse(p for p in self._params if p.param.grad is None and p not in self._kept)
-        if self._stays_whole:
-            self._open = False
-            return
+            self._refuse(p for p in self._params if p.param.grad is None and p not in self._accumulated)
+        if not self._stays_whole:
+            self._reduce_rest()
+        self._open = False
+        self._sparse.finish(self._last)  # behind all buckets, of which ranks may have launched others so far
+
+    def _reduce_rest(self) -> None:
+        """Launch the buckets that are not complete, too, with zeros for gradients that have not come; await all."""
         for bucket in self._buckets[self._next :]:
             if not bucket.waiting:
                 continue
@@ -134,14 +146,13 @@ class Reducer:
         self._late = [param for param in self._late if self._has(param)]
         self._launch_complete(len(self._buckets))
         self._exchange.drain(0)
-        self._end()
+        self._begin_anew()
 
-    def _end(self) -> None:
+    def _begin_anew(self) -> None:
         """The next backward begins with the first bucket, and all of them wait."""
         self._next = 0
         for bucket in self._buckets:
             bucket.waiting = set(bucket.params)
-        self._open = False
 
     @property
     def _stays_whole(self) -> bool:
@@ -149,7 +160,7 @@ class Reducer:
         return self.local or (self._settings.stage <= 1 and not self._last)
 
     def _has(self, param: ShardedParam) -> bool:
-        return param.param.grad is not None or param in self._kept
+        return param.param.grad is not None or param in self._accumulated
 
     def _refuse(self, absent: Iterable[ShardedParam]) -> None:
         if not self._settings.ignore_unused_parameters and (found := list(absent)):
@@ -159,11 +170,11 @@ class Reducer:
                 "zero_optimization.ignore_unused_parameters to true"
             )
 
-    def peek(self, param: ShardedParam) -> Tensor | None:
-        """This rank's piece [n] of a gradient that has been reduced, in its own memory, and before `after`; None where
+    def reduced_gradient(self, param: ShardedParam) -> Tensor | None:
+        """This rank's shard [n] of a gradient that has been reduced, in its own memory, before `postscale`; None where
         there is none. With one rank, or where the optimizer communicates, it is what this rank has [numel]."""
         if self.local:
-            grad = self._kept.get(param, param.param.grad)
+            grad = self._accumulated.get(param, param.param.grad)
             return None if grad is None else grad.view(-1)
         if param not in self._places:
             return None
@@ -174,17 +185,20 @@ class Reducer:
 
     def memory(self) -> list[Tensor]:
         """All that gradients are in, but for the parameters' and the masters' own."""
-        return [*self._kept.values(), *(t for b in self._buckets for t in b.memory), *self._exchange.free_buffers]
+        of_buckets = (tensor for bucket in self._buckets for tensor in bucket.memory)
+        return [*self._accumulated.values(), *of_buckets, *self._exchange.buffers.free]
 
     # --- at the step
 
     def collect(self) -> None:
-        """Put what has been reduced on the masters' `grad`: None for a parameter that no rank used. On all ranks."""
+        """Put the step's reduced gradients on the masters' `grad`, to be multiplied by `postscale`; None for a
+        parameter that no rank used. On all ranks."""
+        self._sparse.collect(1.0 / self.postscale)
         if self.local:
             for param in self._params:
                 self._collect_local(param)
             return
-        _await_host(self._buckets)
+        await_host_copies(self._buckets)
         # Flags are read here, once: each reading waits for the device.
         flags = [[] if b.reduced is None or not b.holds else b.reduced[b.width :].tolist() for b in self._buckets]
         if any(flag[-1] for flag in flags if flag):
@@ -201,7 +215,7 @@ class Reducer:
 
     def gradients(self, masters: Set[int]) -> list[Tensor]:
         """The gradients of those `masters`, by id, as they are now: of a bucket whose they all are, as one."""
-        found: list[Tensor] = []
+        found = self._sparse.gradients(masters)
         for bucket in self._buckets:
             owners = [param.master for param in bucket.params]
             grads = [None if owner is None else owner.grad for owner in owners]
@@ -216,12 +230,18 @@ class Reducer:
 
     def clear(self) -> None:
         """Forget the gradients there are, those of a backward that an error has ended too: then on all ranks."""
-        if self._open:
-            self._abandon()
-        with plainly():
+        if self._open:  # a backward has not come to its end: be as before it began
+            self._exchange.drain(0)
+            for bucket in self._buckets:
+                self._exchange.abandon(bucket)
+                bucket.absent.clear()
+            self._begin_anew()
+            self._open = False
+        with no_torch_function():
             for tensor in self._with_grads:
                 tensor.grad = None
-        self._kept.clear()
+        self._accumulated.clear()
+        self._sparse.clear()
         self._late.clear()
         for bucket in self._buckets:
             bucket.holds = False
@@ -229,15 +249,7 @@ class Reducer:
         if self._order is not None:
             self._order = []
 
-    def _abandon(self) -> None:
-        """A backward has not come to its end: be as before it began."""
-        self._exchange.drain(0)
-        for bucket in self._buckets:
-            self._exchange.abandon(bucket)
-            bucket.absent.clear()
-        self._end()
-
-    def settle(self) -> None:
+    def rebuild_buckets(self) -> None:
         """A step's gradients have all come: the order in which they did is that of all later buckets, as rank 0 saw it.
 
         Once; what was not used comes last. On all ranks, before `clear`.
@@ -250,7 +262,7 @@ class Reducer:
         agreed = torch.tensor([places[p] for p in order], dtype=torch.int64, device=self._params[0].device)
         self._comm.broadcast(agreed, 0, "other").wait()
         self._order = None
-        self._plan(self._params[place] for place in agreed.tolist())
+        self._divide(self._params[place] for place in agreed.tolist())
 
     @property
     def order(self) -> list[str] | None:
@@ -262,14 +274,14 @@ class Reducer:
             return None
         return [param.name for bucket in self._buckets for param in bucket.params]
 
-    def restart(self, order: Sequence[str]) -> None:
+    def set_order(self, order: Sequence[str]) -> None:
         """Go on with buckets in this `order`, if it is one of the same parameters. Between steps; every rank alike."""
         params = {param.name: param for param in self._params}
         if set(order) == set(params):
             self._order = None
-            self._plan(params[name] for name in order)
+            self._divide(params[name] for name in order)
 
-    def keep_local(self, local: bool) -> None:
+    def leave_unreduced(self, local: bool) -> None:
         """From now on leave gradients as this rank has them, for an optimizer that communicates (stage 0)."""
         self.local = local or self._comm.size == 1
 
@@ -286,52 +298,52 @@ class Reducer:
         exact = size & (size - 1) == 0 and wide and factor == 1.0
         return (1.0 / size, 1.0) if self._settings.prescale_gradients or exact else (1.0 / factor, factor / size)
 
-    def _plan(self, order: Iterable[ShardedParam]) -> None:
+    def _divide(self, order: Iterable[ShardedParam]) -> None:
         self._buckets = divide(order, self._settings)
         self._places = {p: (bucket, place) for bucket in self._buckets for place, p in enumerate(bucket.params)}
         self._next = 0
-        self._kept.clear()
-        self._exchange.forget_buffers()
-        self._place_looks()
+        self._accumulated.clear()
+        self._exchange.buffers.free.clear()  # the next have other sizes
+        self._hook_runs()
 
-    def _place_looks(self) -> None:
-        """Have the list of gradients that have come looked at after the last one of each run and bucket."""
+    def _hook_runs(self) -> None:
+        """Have the gradients that have come processed after the last one of each run and bucket."""
         wanted: set[ShardedParam] = set()
-        for bucket in self._buckets if self._noting else ():
+        for bucket in self._buckets if self._ready_hooks else ():
             for run in bucket.runs(range(len(bucket.params))):
                 wanted.add(bucket.params[run[-1]])
-        for param in self._looking.keys() - wanted:
-            self._looking.pop(param).remove()
+        for param in self._run_hooks.keys() - wanted:
+            self._run_hooks.pop(param).remove()
         # torch cannot collect a hook that leads back to its own parameter, so this one must not keep us alive.
         alive, ready = weakref.ref(self), self._ready
 
-        def look(_: Tensor) -> None:
+        def process(_: Tensor) -> None:
             reducer = alive()
             if reducer is None:
                 ready.clear()
             else:
-                reducer.look()
+                reducer.process_ready()
 
-        for param in wanted - self._looking.keys():
-            self._looking[param] = param.param.register_post_accumulate_grad_hook(look)
+        for param in wanted - self._run_hooks.keys():
+            self._run_hooks[param] = param.param.register_post_accumulate_grad_hook(process)
 
-    def _keep(self, param: ShardedParam) -> None:
+    def _accumulate(self, param: ShardedParam) -> None:
         """Sum micro-batches in another precision than the gradients', where that is asked for."""
         dtype, grad = self._settings.accumulate_dtype, param.param.grad
         if dtype is None or grad is None or dtype == grad.dtype:
             return
-        if param in self._kept:
-            self._kept[param].add_(grad)
+        if param in self._accumulated:
+            self._accumulated[param].add_(grad)
         else:
-            self._kept[param] = grad.to(dtype)
+            self._accumulated[param] = grad.to(dtype)
         param.param.grad = None
 
     def _take(self, params: Sequence[ShardedParam]) -> list[Tensor]:
         """Their gradients, sums of all micro-batches where they are summed here; the parameters' are freed."""
         if self._settings.accumulate_dtype is not None:
             for param in params:
-                self._keep(param)
-        grads = [self._kept.pop(param, param.param.grad) for param in params]
+                self._accumulate(param)
+        grads = [self._accumulated.pop(param, param.param.grad) for param in params]
         for param in params:
             param.param.grad = None
         return [grad for grad in grads if grad is not None]
@@ -339,7 +351,7 @@ class Reducer:
     def _copy_in(self, bucket: Bucket, places: Iterable[int]) -> None:
         rows = self._exchange.rows(bucket)
         for run in bucket.runs(places):
-            bucket.write(rows, run, self._take([bucket.params[at] for at in run]), self.before)
+            bucket.write(rows, run, self._take([bucket.params[at] for at in run]), self._prescale)
 
     def _launch_complete(self, stop: int) -> None:
         """Start every bucket before `stop` that is complete, in order: a complete one waits for those before it."""
@@ -365,14 +377,14 @@ class Reducer:
                 self._copy_in(bucket, bucket.present)
             self._launch(bucket)
             self._exchange.drain(0)
-            _await_host(self._buckets)
+            await_host_copies(self._buckets)
             for param, part in zip(bucket.params, bucket.grads, strict=True):
                 whole, place = self._places[param]
                 whole.grads[place].add_(part)
 
     def _collect_local(self, param: ShardedParam) -> None:
         master, grad = param.master, param.param.grad
-        kept = self._kept.pop(param, None)
+        kept = self._accumulated.pop(param, None)
         if kept is not None:
             grad = kept if grad is None else kept.add_(grad)
         if master is None:
@@ -384,9 +396,3 @@ class Reducer:
             return
         param.param.grad = None
         master.grad = grad.to(master.device).to(master.dtype).view(master.shape)
-
-
-def _await_host(buckets: Iterable[Bucket]) -> None:
-    """Copies of reduced gradients to host memory are over when this returns."""
-    if any(bucket.apart and bucket.params[0].device.type == "cuda" for bucket in buckets):
-        torch.cuda.current_stream().synchronize()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,15 +11,6 @@ from ..optim.loss_scaler import DTYPES
 
 if TYPE_CHECKING:
     from ..config import Config
-
-
-@dataclass(frozen=True, slots=True)
-class FetchSettings:
-    """When parameters of stage 3 come and go."""
-
-    prefetch_bucket_size: int = 50_000_000
-    max_live_parameters: int = 1_000_000_000
-    max_reuse_distance: int = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +26,11 @@ class ZeroSettings:
     allgather_partitions: bool = True
     round_robin_gradients: bool = False
     ignore_unused_parameters: bool = True
-    param_persistence_threshold: int = 100_000
-    model_persistence_threshold: int = 2**63 - 1
+    stage3_param_persistence_threshold: int = 100_000
+    stage3_model_persistence_threshold: int = 2**63 - 1
+    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000
     sparse_gradients: bool = False
     communication_dtype: torch.dtype | None = None
     """What gradients travel in; their own by default."""
@@ -45,26 +39,17 @@ class ZeroSettings:
     masters' once they are shards."""
     prescale_gradients: bool = False
     gradient_predivide_factor: float = 1.0
-    fetch: FetchSettings = field(default_factory=FetchSettings)
 
     @classmethod
     def of(cls, config: Config) -> ZeroSettings:
         """What the configuration says."""
         zero = config.zero_optimization
-        alike = (
-            "stage", "reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "reduce_scatter",
-            "contiguous_gradients", "allgather_partitions", "round_robin_gradients", "ignore_unused_parameters",
-        )  # fmt: skip
+        alike = {field.name for field in fields(cls)}.intersection(type(zero).model_fields)
         return cls(
             **{name: getattr(zero, name) for name in alike},
-            param_persistence_threshold=zero.stage3_param_persistence_threshold,
-            model_persistence_threshold=zero.stage3_model_persistence_threshold,
             sparse_gradients=config.sparse_gradients,
             communication_dtype=DTYPES.get(config.communication_data_type or ""),
             accumulate_dtype=DTYPES.get(config.data_types.grad_accum_dtype or ""),
             prescale_gradients=config.prescale_gradients,
             gradient_predivide_factor=config.gradient_predivide_factor,
-            fetch=FetchSettings(
-                zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance
-            ),
         )

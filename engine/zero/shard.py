@@ -1,4 +1,4 @@
-"""How a parameter is sharded: into equal pieces of its flattened elements, one a data-parallel rank.
+"""How a parameter is sharded: into equal parts of its flattened elements, one a data-parallel rank.
 
 That depends on the parameter and the number of ranks alone. Bucket, prefetch and persistence sizes only decide what
 is communicated together, so they can change at any time and no checkpoint depends on them.
@@ -6,91 +6,107 @@ is communicated together, so they can change at any time and no checkpoint depen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from .placeholder import Absent
+from ..comm.comm import Comm
+from .placeholder import REGISTRY, Absent
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """`numel` elements in `pieces` equal pieces of `chunk`; the last ones are shorter, or empty.
+    """`numel` elements in `num_shards` equal shards of `shard_size`; the last ones are shorter, or empty.
 
-    Row r of a communication buffer, that of rank r, holds piece (r + rotation) modulo `pieces`.
+    Rank r has shard (r + rotation) modulo `num_shards`, and row r of a communication buffer is that one.
     """
 
     numel: int
-    pieces: int
+    num_shards: int
     rotation: int = 0
-    chunk: int = field(init=False)
+    shard_size: int = field(init=False)
     even: bool = field(init=False)
-    """Whether the rows one after the other are the flattened tensor."""
+    """Whether the ranks' shards one after the other are the flattened tensor."""
 
     def __post_init__(self) -> None:
-        chunk = -(-self.numel // self.pieces)
-        object.__setattr__(self, "chunk", chunk)
-        object.__setattr__(self, "even", self.rotation == 0 and self.numel == self.pieces * chunk)
+        shard_size = -(-self.numel // self.num_shards)
+        object.__setattr__(self, "shard_size", shard_size)
+        object.__setattr__(self, "even", self.rotation == 0 and self.numel == self.num_shards * shard_size)
 
-    def bounds(self, row: int) -> tuple[int, int]:
-        """First element of the piece in `row`, and the one after its last."""
-        piece = (row + self.rotation) % self.pieces
-        return min(piece * self.chunk, self.numel), min((piece + 1) * self.chunk, self.numel)
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """First element of the shard of `rank`, and the one after its last."""
+        shard = (rank + self.rotation) % self.num_shards
+        return min(shard * self.shard_size, self.numel), min((shard + 1) * self.shard_size, self.numel)
 
-    def to_rows(self, whole: Tensor) -> Tensor:
-        """A tensor of `numel` elements as rows [pieces, chunk], a view of it if they are even; padded with zeros."""
+    def to_shards(self, whole: Tensor) -> Tensor:
+        """A tensor of `numel` elements as the ranks' shards [num_shards, shard_size], padded with zeros; a view of it
+        if they are even."""
         if self.even:
-            return whole.reshape(self.pieces, self.chunk)
-        rows = whole.new_zeros(self.pieces, self.chunk)
-        for source, target in self._pairs(whole.reshape(-1), rows, None):
+            return whole.reshape(self.num_shards, self.shard_size)
+        shards = whole.new_zeros(self.num_shards, self.shard_size)
+        for source, target in self._pairs(whole.reshape(-1), shards, None):
             target.copy_(source)
-        return rows
+        return shards
 
-    def from_rows(self, rows: Tensor, flat: Tensor, but: int | None = None) -> None:
-        """Write `rows` [pieces, chunk], `but` one perhaps, to a flattened tensor [numel]."""
-        for target, source in self._pairs(flat, rows, but):
+    def from_shards(self, shards: Tensor, flat: Tensor, but: int | None = None) -> None:
+        """Write the ranks' `shards` [num_shards, shard_size], `but` one perhaps, to a flattened tensor [numel]."""
+        for target, source in self._pairs(flat, shards, but):
             target.copy_(source)
 
-    def _pairs(self, flat: Tensor, rows: Tensor, but: int | None) -> list[tuple[Tensor, Tensor]]:
-        """Parts of `flat` with the parts of `rows` that correspond to them."""
+    def _pairs(self, flat: Tensor, shards: Tensor, but: int | None) -> list[tuple[Tensor, Tensor]]:
+        """Parts of `flat` with the parts of `shards` that correspond to them."""
         if but is None and self.even:
-            return [(flat.view(self.pieces, self.chunk), rows)]
+            return [(flat.view(self.num_shards, self.shard_size), shards)]
         pairs = []
-        for row in range(self.pieces):
-            start, stop = self.bounds(row)
-            if stop > start and row != but:
-                pairs.append((flat[start:stop], rows[row, : stop - start]))
+        for rank in range(self.num_shards):
+            start, stop = self.bounds(rank)
+            if stop > start and rank != but:
+                pairs.append((flat[start:stop], shards[rank, : stop - start]))
         return pairs
 
 
-class Home(Protocol):
-    """Where pieces of parameters are that are not in this process' memory."""
+class ShardStore(Protocol):
+    """Where shards of parameters are that are not in this process' memory."""
 
     def read(self, param: ShardedParam, into: Tensor) -> None:
-        """Copy this rank's piece to `into` [n], of any floating dtype, on any device."""
+        """Copy this rank's shard to `into` [n], of any floating dtype, on any device."""
 
-    def write(self, param: ShardedParam, piece: Tensor) -> None:
-        """Take `piece` [n], of any floating dtype, in the place of the present one."""
+    def write(self, param: ShardedParam, shard: Tensor) -> None:
+        """Take `shard` [n], of any floating dtype, in the place of the present one."""
 
     def expect(self, param: ShardedParam) -> bool:
-        """Have the piece at hand soon, because it is going to be read; False if there is no room for more of that."""
+        """Have the shard at hand soon, because it is going to be read; False if there is no room for more of that."""
 
 
-class Fetches(Protocol):
-    """Who brings parameters when they are needed."""
+class ParamGatherer(Protocol):
+    """What brings parameters back to full size: see `gather.Gatherer`."""
 
-    def used(self, param: ShardedParam) -> None:
+    comm: Comm
+    """Of the ranks that have a shard each."""
+
+    def gather(self, params: Sequence[ShardedParam], limit: int) -> None:
+        """Have all of `params` whole now, by gathers of at most `limit` elements. On all ranks."""
+
+    def under_way(self, param: ShardedParam) -> bool:
+        """Whether its gather has been started and not finished."""
+
+
+class ParamFetcher(Protocol):
+    """What brings parameters when modules need them: see `fetch.Fetcher`."""
+
+    def fetch_used(self, param: ShardedParam) -> None:
         """`param` is used: have it whole, if a module runs, or a backward, that it can be brought for."""
 
-    def spread_net(self) -> AbstractContextManager[object] | None:
+    def hook_saved_tensors(self) -> AbstractContextManager[object] | None:
         """Within this, what autograd saves of parameters is brought when backward needs it; None if it is already."""
 
 
-class Ledger:
+class LiveParams:
     """Which parameters are whole at this moment, or on their way to be. Sizes in elements."""
 
     def __init__(self) -> None:
@@ -99,7 +115,6 @@ class Ledger:
         self.coming = 0
         self.live = 0
         """Whole and coming."""
-        self.peak = 0
 
     def __contains__(self, param: ShardedParam) -> bool:
         return param in self._whole
@@ -114,7 +129,6 @@ class Ledger:
             self._whole[param] = False
             self.coming += param.numel
             self.live += param.numel
-            self.peak = max(self.peak, self.live)
 
     def arrive(self, param: ShardedParam) -> None:
         """`param` has its storage."""
@@ -132,21 +146,22 @@ class Ledger:
 
 
 class ShardedParam:
-    """One parameter of the model, this rank's piece of it, and the master that the optimizer steps.
+    """One parameter of the model, this rank's shard of it, and the master that the optimizer steps.
 
-    `shard` [n] is the piece in the model's precision. While the whole parameter is always there (stages 1 and 2) it is
+    `shard` [n] is in the model's precision. While the whole parameter is always there (stages 1 and 2) it is
     a view of it; in stage 3 it has storage of its own, and the parameter's is emptied between uses. Meanwhile the
     parameter is `Absent`: it has its shape, and a use fetches it or is an error. `master` [n] is what
     the optimizer sees, in fp32 where the model is in a half precision, and otherwise the shard itself. In stage 0
     all three are the whole parameter. A frozen parameter has no master.
 
-    Offloaded parameters have their piece in host memory, where `shard` is then, or at a `home`, and `shard` is an empty
-    shape: `read_piece` works in either case.
+    Offloaded parameters have their shard in host memory, where `shard` is then, or in a `store`, and `shard` is an
+    empty shape: `read_shard` works in either case.
     """
 
     def __init__(
-        self, name: str, param: nn.Parameter, partition: Partition, rank: int, *, persistent: bool, index: int
-    ) -> None:
+        self, name: str, param: nn.Parameter, partition: Partition, rank: int, gatherer: ParamGatherer, *,
+        persistent: bool, index: int,
+    ) -> None:  # fmt: skip
         self.name = name
         self.param = param
         self.index = index
@@ -156,17 +171,18 @@ class ShardedParam:
         self.numel = param.numel()
         self.partition = partition
         self.rank = rank
+        self.gatherer = gatherer
         self.start, self.stop = partition.bounds(rank)
         self.persistent = persistent
         self.resident = True
         self.users = 0
         """Modules that need the whole of it at this moment."""
         self.secondary: Tensor | None = None
-        """This rank's piece in the hierarchical partition, as long as it is of the present weights."""
-        self.ledger = Ledger()
+        """This rank's shard in the hierarchical partition, as long as it is of the present weights."""
+        self.live_params = LiveParams()
         """Where this is counted while it is whole; shared by those of a model that are fetched."""
-        self.fetches: Fetches | None = None
-        """Who brings it when a module needs it."""
+        self.fetcher: ParamFetcher | None = None
+        """What brings it when a module needs it."""
         self._version = param._version
         """Of the parameter, when the master was last seen to agree with it."""
         self._whole = param.data
@@ -176,12 +192,12 @@ class ShardedParam:
         self.shard = whole[self.start : self.stop]
         if not persistent:
             self.shard = self.shard.clone()
-        self.home: Home | None = None
+        self.store: ShardStore | None = None
         self.master: nn.Parameter | None = None
         self.master_is_shard = False
         """Whether a step of the optimizer changes the shard."""
         self.reload_master: Callable[[ShardedParam], None] | None = None
-        """Takes the master from the piece anew, where the master is not in this process' memory."""
+        """Takes the master from the shard anew, where the master is not in this process' memory."""
 
     @property
     def flat(self) -> Tensor:
@@ -195,7 +211,7 @@ class ShardedParam:
     @property
     def master_shape(self) -> torch.Size:
         """The parameter's, if one rank has the whole of it, else one dimension."""
-        return self.shape if self.partition.pieces == 1 else torch.Size((self.stop - self.start,))
+        return self.shape if self.partition.num_shards == 1 else torch.Size((self.stop - self.start,))
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -204,50 +220,44 @@ class ShardedParam:
 
     def can_share_master(self, device: torch.device) -> bool:
         """Whether a master on `device` can be the shard itself."""
-        return self.home is None and self.shard.dtype == self.master_dtype and self.shard.device == device
+        return self.store is None and self.shard.dtype == self.master_dtype and self.shard.device == device
 
     def make_master(self, device: torch.device | None = None, *, pin: bool = False) -> nn.Parameter:
         """What the optimizer steps, on `device` (the parameter's own by default); `pin` locks its pages."""
         place = device or self.device
         if self.can_share_master(place):
-            self.master = self.param if self.partition.pieces == 1 and self.persistent else nn.Parameter(self.shard)
+            self.master = self.param if self.partition.num_shards == 1 and self.persistent else nn.Parameter(self.shard)
             self.master_is_shard = True
         else:
             value = torch.empty(self.master_shape, dtype=self.master_dtype, device=place, pin_memory=pin)
-            self.read_piece(value.view(-1))
+            self.read_shard(value.view(-1))
             self.master = nn.Parameter(value)
         return self.master
 
-    def read_piece(self, into: Tensor) -> None:
-        """Copy this rank's piece to `into` [n], of any floating dtype, on any device."""
-        if self.home is not None:
-            self.home.read(self, into)
+    def read_shard(self, into: Tensor) -> None:
+        """Copy this rank's shard to `into` [n], of any floating dtype, on any device."""
+        if self.store is not None:
+            self.store.read(self, into)
         else:
             into.copy_(self.shard, non_blocking=into.is_cuda)
 
-    def write_piece(self, piece: Tensor) -> None:
-        """Take `piece` [n], of any floating dtype and from any device, in the place of this rank's piece."""
-        if self.home is not None:
-            self.home.write(self, piece)
+    def write_shard(self, shard: Tensor) -> None:
+        """Take `shard` [n], of any floating dtype and from any device, in the place of this rank's."""
+        if self.store is not None:
+            self.store.write(self, shard)
         else:
-            self.shard.copy_(piece, non_blocking=self.shard.is_cuda)  # the host may read its own at once
-        self.secondary = None
-
-    def publish(self) -> None:
-        """After the optimizer's step: bring the master into the model's precision."""
-        if self.master is not None and not self.master_is_shard:
-            self.write_piece(self.master.data.view(-1))
+            self.shard.copy_(shard, non_blocking=self.shard.is_cuda)  # the host may read its own at once
         self.secondary = None
 
     def take_from_whole(self) -> None:
         """The whole parameter was written to: take the shard from it anew, and the master from that."""
-        piece = self.flat[self.start : self.stop]
+        shard = self.flat[self.start : self.stop]
         if not self.persistent:
-            self.write_piece(piece)
+            self.write_shard(shard)
         if self.reload_master is not None:
             self.reload_master(self)
         elif self.master is not None and not self.master_is_shard:
-            self.master.data.view(-1).copy_(piece)
+            self.master.data.view(-1).copy_(shard)
         self.secondary = None
 
     def take_edits(self) -> None:
@@ -257,26 +267,37 @@ class ShardedParam:
         if not self.edited or self.master is None:
             return
         self._version = self.param._version
-        mine, piece = self.master.data.view(-1), self.shard.to(self.master.device)
-        mine.copy_(torch.where(mine.to(piece.dtype) == piece, mine, piece.to(mine.dtype)))
+        mine, shard = self.master.data.view(-1), self.shard.to(self.master.device)
+        mine.copy_(torch.where(mine.to(shard.dtype) == shard, mine, shard.to(mine.dtype)))
 
     @property
     def edited(self) -> bool:
         """Whether `take_edits` may find something."""
         return self.persistent and not self.master_is_shard and self.param._version != self._version
 
-    def fill(self, rows: Tensor, partition: Partition | None = None) -> None:
-        """Write the gathered `rows` [pieces, chunk], divided as `partition` has it, to the parameter's own storage."""
+    def gather(self) -> None:
+        """Have the whole of it now. On all ranks."""
+        if not self.resident:
+            self.gatherer.gather([self], self.numel)
+
+    def fetch(self) -> None:
+        """Have the whole of it, if something runs that it can be fetched for."""
+        if self.fetcher is not None:
+            self.fetcher.fetch_used(self)
+
+    def fill(self, shards: Tensor, partition: Partition | None = None) -> None:
+        """Write the gathered `shards` [num_shards, shard_size], divided as `partition` has it, to the parameter's own
+        storage."""
         self.allocate()
-        # A persistent parameter's own piece is already there: the shard is a view of it.
-        (partition or self.partition).from_rows(rows, self.flat, self.rank if self.persistent else None)
+        # A persistent parameter's own part is already there: the shard is a view of it.
+        (partition or self.partition).from_shards(shards, self.flat, self.rank if self.persistent else None)
         self.resident = True
 
     def allocate(self) -> None:
         """Give the parameter its storage back. Views of it that autograd saved come alive with it."""
         if self.persistent:
             return
-        self.ledger.arrive(self)
+        self.live_params.arrive(self)
         storage = self._whole.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.numel * self._whole.element_size())
@@ -299,12 +320,7 @@ class ShardedParam:
             self.param.__class__ = Absent  # as torch does with lazy ones, the other way round
         self._whole.untyped_storage().resize_(0)
         self.resident = False
-        self.ledger.leave(self)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of the parameter's own storage at this moment."""
-        return self._whole.untyped_storage().size()
+        self.live_params.leave(self)
 
     @property
     def storage_key(self) -> int:
@@ -313,3 +329,19 @@ class ShardedParam:
 
     def __repr__(self) -> str:
         return f"ShardedParam({self.name}, {tuple(self.shape)}, {self.start}:{self.stop})"
+
+
+def find_sharded(param: Tensor) -> ShardedParam | None:
+    """What ZeRO has of a parameter of a model; None for one that it has not, or no longer."""
+    find = REGISTRY.get(param)
+    return None if find is None else cast("ShardedParam | None", find())
+
+
+def register(sharded: ShardedParam) -> None:
+    """Have `find_sharded` of its parameter return `sharded`, as long as that is alive."""
+    REGISTRY[sharded.param] = weakref.ref(sharded)
+
+
+def forget(param: nn.Parameter) -> None:
+    """`param` is whole, and nobody's."""
+    REGISTRY.pop(param, None)

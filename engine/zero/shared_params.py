@@ -2,7 +2,7 @@
 
 A weight tied across pipeline stages has a copy on each and gets a part of its gradient on each; so does a replicated
 parameter that tensor-parallel ranks apply to different activations. Their gradients are summed after the reduction over
-the data-parallel ranks, piece by piece, so every ZeRO stage does it the same way.
+the data-parallel ranks, shard by shard, so every ZeRO stage does it the same way.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ class SparseReducer:
     def __init__(self, params: Sequence[ShardedParam], comm: Comm) -> None:
         self._params = list(params)
         self._comm = comm
-        self._gathered: dict[ShardedParam, tuple[Tensor, Tensor]] = {}
-        self.local = comm.size == 1
+        self._gathered: dict[ShardedParam, list[tuple[Tensor, Tensor]]] = {}
+        """Indices and rows of all ranks, of each backward."""
 
     def finish(self, last: bool) -> None:
         """Backward is over; after the `last` micro-batch's, gather."""
@@ -47,32 +47,24 @@ class SparseReducer:
         rows = [_rows(param.param.grad) for param in self._params]
         for param in self._params:
             param.param.grad = None
-        if self.local:
-            counts = [[-1 if row is None else len(row[0]) for row in rows]]
-        else:
-            device = self._params[0].param.device
-            table = torch.empty(self._comm.size, len(rows), dtype=torch.int64, device=device)
-            mine = [-1 if row is None else len(row[0]) for row in rows]
-            table[self._comm.rank] = torch.tensor(mine, device=device)
-            self._comm.all_gather(table, "gradient").wait()
-            counts = table.tolist()
-        for number, (param, row) in enumerate(zip(self._params, rows, strict=True)):
-            of_ranks = [count[number] for count in counts]
+        device = self._params[0].param.device
+        counts = torch.empty(self._comm.size, len(rows), dtype=torch.int64, device=device)
+        mine = [-1 if row is None else len(row[0]) for row in rows]
+        counts[self._comm.rank] = torch.tensor(mine, device=device)
+        self._comm.all_gather(counts, "gradient").wait()
+        for param, row, of_ranks in zip(self._params, rows, counts.T.tolist(), strict=True):
             if max(of_ranks) >= 0:
-                more = self._gather(param, row, of_ranks)
-                before = self._gathered.get(param)
-                self._gathered[param] = (
-                    more if before is None else (torch.cat([before[0], more[0]]), torch.cat([before[1], more[1]]))
-                )
+                self._gathered.setdefault(param, []).append(self._gather(param, row, of_ranks))
 
     def collect(self, scale: float) -> None:
         """Put the means, dense and times `scale`, on the masters' `grad`: optimizers with momentum step every row."""
-        for param, (indices, values) in self._gathered.items():
+        for param, parts in self._gathered.items():
             master = param.master
             if master is None:
                 continue
-            whole = torch.zeros(param.shape, dtype=master.dtype, device=values.device)
-            whole.index_add_(0, indices, values.to(master.dtype), alpha=scale)
+            whole = torch.zeros(param.shape, dtype=master.dtype, device=param.device)
+            for indices, values in parts:
+                whole.index_add_(0, indices, values.to(master.dtype), alpha=scale)
             master.grad = whole.view(-1)[param.start : param.stop].view(master.shape)
 
     def gradients(self, masters: Set[int]) -> list[Tensor]:
@@ -94,8 +86,6 @@ class SparseReducer:
         if mine is None:
             empty = param.param.new_empty((0, width))
             mine = torch.empty(0, dtype=torch.int64, device=empty.device), empty
-        if self.local:
-            return mine
         most = max(counts)
         if most == 0:
             return mine

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .holder import holder
 from .placeholder import Absent
+from .shard import find_sharded
 
 
 class NewParameterCheck:
@@ -49,9 +49,9 @@ class NewParameterCheck:
 
 
 def abandoned(model: nn.Module) -> str | None:
-    """The name of a parameter that is in pieces (ZeRO stage 3), of an engine that is gone; None if there is none."""
+    """The name of a parameter that is sharded (ZeRO stage 3), of an engine that is gone; None if there is none."""
     named = model.named_parameters()
-    return next((name for name, param in named if type(param) is Absent and holder(param) is None), None)
+    return next((name for name, param in named if type(param) is Absent and find_sharded(param) is None), None)
 
 
 def refuse_lazy(model: nn.Module) -> None:
@@ -68,7 +68,7 @@ def refuse_overlaps(model: nn.Module) -> None:
     torch trains these as one, and an engine, which moves them, as two."""
     spans: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
     for name, param in model.named_parameters():
-        if is_lazy(param) or param.is_meta or param.layout != torch.strided or holder(param) is not None:
+        if is_lazy(param) or param.is_meta or param.layout != torch.strided or find_sharded(param) is not None:
             continue
         if param.numel() == 0:
             continue

@@ -2,13 +2,13 @@
 
 Stage 0 replicates everything, 1 shards the optimizer's state, 2 the gradients too, 3 the parameters too. One design for
 all: every trainable parameter has a master that the optimizer steps, the whole of it in stage 0, otherwise this rank's
-piece; the stages differ in when gradients are reduced and in how long parameters stay whole.
+shard; the stages differ in when gradients are reduced and in how long parameters stay whole.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +21,9 @@ from ..hooks import Hooks, MemoryPart, holds_memory
 from ..tree import batches
 from .fetch import Fetcher
 from .gather import Gatherer
-from .holder import Holder, forget, hold, holder
-from .order_check import OrderCheck
 from .reduce import Reducer
 from .settings import ZeroSettings
-from .shard import Partition, ShardedParam
+from .shard import Partition, ShardedParam, find_sharded, forget, register
 from .sparse import SparseReducer, sparse_params
 
 
@@ -54,61 +52,59 @@ class Zero:
         hooks: Hooks,
         *,
         make_master: Callable[[ShardedParam], nn.Parameter] = ShardedParam.make_master,
-        take_piece: Callable[[ShardedParam], None] | None = None,
+        offload_shard: Callable[[ShardedParam], None] | None = None,
         names: Mapping[nn.Parameter, str] | None = None,
     ) -> None:
-        """`make_master` decides where masters are. `take_piece` moves pieces of stage 3 away, of a single rank too.
+        """`make_master` decides where masters are. `offload_shard` moves shards of stage 3 away, of a single rank too.
         `names` are those of the parameters in the whole model, where this is a part of it."""
         self.settings = settings
-        self._hooks = hooks
         self.comms = comms.all()
         self._comm = comms.gradients
-        self._last_microbatch = True
+        self.gatherer = Gatherer(comms.parameters, settings, comms.near)
         size, rank = self._comm.size, self._comm.rank
         self.params: list[ShardedParam] = []
         sharded_size = 0
         for index, (name, param) in enumerate(model.named_parameters()):
-            early = holder(param)  # sharded by zero.Init already
-            if early is not None and not early.sharded.resident:
-                early.gatherer.bring([early.sharded], param.numel())
+            early = find_sharded(param)  # by zero.Init
+            if early is not None:
+                early.gather()
             name = name if names is None else names[param]
             param.data = param.data.contiguous()
-            may = settings.stage == 3 and (size > 1 or take_piece is not None)
-            sharded = may and param.numel() > settings.param_persistence_threshold
+            may = settings.stage == 3 and (size > 1 or offload_shard is not None)
+            sharded = may and param.numel() > settings.stage3_param_persistence_threshold
             sharded_size += 0 if sharded else param.numel()
-            if may and sharded_size > settings.model_persistence_threshold:
+            if may and sharded_size > settings.stage3_model_persistence_threshold:
                 sharded = True
             if sharded and early is None:
                 param.data = param.data.clone()  # storage of its own, which can be emptied
             partition = Partition(
                 param.numel(), size if settings.stage else 1, index % size if settings.round_robin_gradients else 0
             )
-            self.params.append(ShardedParam(name, param, partition, rank, persistent=not sharded, index=index))
+            self.params.append(
+                ShardedParam(name, param, partition, rank, self.gatherer, persistent=not sharded, index=index)
+            )
             if sharded:
                 self.params[-1].release()  # one at a time: the model need not fit whole
-            if sharded and take_piece is not None:
-                take_piece(self.params[-1])
+            if sharded and offload_shard is not None:
+                offload_shard(self.params[-1])
         self.by_param = {p.param: p for p in self.params}
         self.trainable = [p for p in self.params if p.param.requires_grad]
         rows = sparse_params(model, dense_too=settings.sparse_gradients) if settings.stage <= 1 else set()
-        self.sparse = SparseReducer([p for p in self.trainable if p.param in rows], comms.gradients)
-        for sharded_param in self.trainable:
-            make_master(sharded_param)
-        self.reducer = Reducer([p for p in self.trainable if p.param not in rows], comms.gradients, settings)
-        self.gatherer = Gatherer(comms.parameters, comms.near, with_broadcasts=not settings.allgather_partitions)
-        if settings.stage == 3 and size > 1 and not self.gatherer.separates_contents:
-            self.gatherer.order_check = OrderCheck(comms.parameters)
+        sparse = SparseReducer([p for p in self.trainable if p.param in rows], comms.gradients)
+        self.masters = {param.param: make_master(param) for param in self.trainable}
+        dense = [p for p in self.trainable if p.param not in rows]
+        self.reducer = Reducer(dense, sparse, comms.gradients, settings)
         self.deadlocks = _watch(comms, hooks) if settings.stage == 3 and size > 1 else None
         self.fetcher: Fetcher | None = None
         self._handles: list[RemovableHandle] = []
         for sharded_param in self.params:
-            hold(sharded_param.param, Holder(sharded_param, self.gatherer, comms.parameters))
+            register(sharded_param)
         for sharded_param in self.trainable:
             if not sharded_param.persistent:
                 hook = self._release_hook(sharded_param.index)
                 self._handles.append(sharded_param.param.register_post_accumulate_grad_hook(hook))
         if any(not p.persistent for p in self.params):
-            self.fetcher = Fetcher(model, self.by_param, self.gatherer, settings.fetch, hooks)
+            self.fetcher = Fetcher(model, self.by_param, self.gatherer, settings, hooks)
         holds_memory(self)
 
     def memory(self) -> Iterator[tuple[MemoryPart, torch.Tensor]]:
@@ -119,7 +115,7 @@ class Zero:
                 yield "parameters", param.secondary
             if param.master is not None and not param.master_is_shard:
                 yield "optimizer_states", param.master
-        for tensor in self.gatherer.free_buffers:
+        for tensor in self.gatherer.buffers.free:
             yield "parameters", tensor
         for tensor in self.reducer.memory():
             yield "gradients", tensor
@@ -138,13 +134,11 @@ class Zero:
     def begin_backward(self, *, last: bool, complete: bool = True) -> None:
         """Before each backward. `last`: it is of the step's last micro-batch. `complete`: no gradients of the
         micro-batches under way are to come later, so that they can be reduced."""
-        self._last_microbatch = last
         self.reducer.begin(last=last, complete=complete)
 
     def finish_backward(self) -> None:
         """After each backward that is complete: gradients reduced as far as the stage has it, parameters released."""
         self.reducer.finish()
-        self.sparse.finish(self._last_microbatch)
         if self.fetcher is not None:
             self.fetcher.finish_backward()
 
@@ -153,43 +147,12 @@ class Zero:
         if self.gatherer.order_check is not None:
             self.gatherer.order_check.check(everyone)
 
-    def collect(self) -> None:
-        """Put the step's reduced gradients on the masters' `grad`, to be multiplied by the reducer's `after`.
-
-        A master of a parameter that no rank used has none.
-        """
-        self.reducer.collect()
-        self.sparse.collect(1.0 / self.reducer.after)
-
-    def gradients(self, masters: Set[int]) -> list[torch.Tensor]:
-        """The gradients of those `masters`, by id: views of several where that can be, to be read or scaled at once."""
-        return self.reducer.gradients(masters) + self.sparse.gradients(masters)
-
-    def clear(self) -> None:
-        """After the step: forget the gradients."""
-        self.reducer.clear()
-        self.sparse.clear()
-
-    def publish(self, params: Sequence[ShardedParam] | None = None) -> None:
-        """After the optimizer stepped `params` (all, by default): start bringing what stays whole to every rank."""
-        todo = self.trainable if params is None else params
-        for param in todo:
-            if not param.master_is_shard or param.secondary is not None:
-                param.publish()
-        if self.settings.stage and self.size > 1:
-            leave = 2 if self.settings.overlap_comm else 0
-            self.gatherer.publish(todo, self.settings.allgather_bucket_size, leave=leave)
-
-    def finish_publish(self) -> None:
-        """Wait for what `publish` started."""
-        self.gatherer.finish(self.gatherer.pending)
-
     def close(self, *, whole: bool = True) -> None:
         """Leave the model whole and without hooks; end the lanes, and destroy their groups. On all ranks; again is of
-        no effect. Not `whole`: this rank may be alone in it, so what is in pieces is lost."""
+        no effect. Not `whole`: this rank may be alone in it, so what is sharded is lost."""
         try:
             if whole:
-                self.gatherer.bring([p for p in self.params if not p.resident], self.settings.allgather_bucket_size)
+                self.gatherer.gather([p for p in self.params if not p.resident], self.settings.allgather_bucket_size)
         finally:
             for handle in self._handles:
                 handle.remove()
@@ -218,4 +181,4 @@ def _watch(comms: Comms, hooks: Hooks) -> DeadlockWatch | None:
 def tiles_of(params: Sequence[ShardedParam], size: int) -> list[list[ShardedParam]]:
     """Divide `params` into tiles of at most `size` elements of masters, one parameter at least; the same on every
     rank."""
-    return batches(params, size, lambda param: param.partition.chunk) or [[]]
+    return batches(params, size, lambda param: param.partition.shard_size) or [[]]

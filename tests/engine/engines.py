@@ -13,6 +13,11 @@ from torch import Tensor, nn
 
 from dsprof.engine import Engine, PipelineEngine, initialize
 from dsprof.engine.checkpoint import CheckpointError
+from dsprof.engine.comm.comm import Comm
+from dsprof.engine.zero import ZeroSettings
+from dsprof.engine.zero.fetch import Fetcher
+from dsprof.engine.zero.gather import Gatherer
+from dsprof.engine.zero.shard import LiveParams, ShardedParam
 
 WIDTH = 8
 LAYER = WIDTH * WIDTH
@@ -74,3 +79,32 @@ def save_on_small_disk(engine: Engine | PipelineEngine, small: bool, folder: Pat
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return "saved"
+
+
+# --- what ZeRO has of parameters
+
+ALONE = Gatherer(Comm(None, None), ZeroSettings())
+"""Gathers nothing: for parameters of a test that has no engine."""
+
+
+def stored_bytes(param: ShardedParam) -> int:
+    """Bytes of the storage that a parameter has when it is whole, at this moment."""
+    return param._whole.untyped_storage().size()
+
+
+class PeakLive(LiveParams):
+    """Remembers the most elements that were live."""
+
+    peak: int
+
+    def expect(self, param: ShardedParam) -> None:
+        super().expect(param)
+        self.peak = max(self.peak, self.live)
+
+
+def watch_peak(fetcher: Fetcher | None) -> PeakLive:
+    """Have the most elements that are live from now on remembered."""
+    assert fetcher is not None
+    watched: Any = fetcher.live_params
+    watched.__class__, watched.peak = PeakLive, watched.live
+    return watched  # type: ignore[no-any-return]

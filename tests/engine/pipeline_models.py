@@ -136,7 +136,7 @@ def trained(engine: Any, steps: int = STEPS, microbatches: int = MICROBATCHES) -
 
 def weights(engine: Any) -> dict[str, Tensor]:
     """This rank's parameters, brought together where they are sharded."""
-    engine.zero.gatherer.bring([param for param in engine.zero.params if not param.resident], 10**9)
+    engine.zero.gatherer.gather([param for param in engine.zero.params if not param.resident], 10**9)
     return {param.name: whole(param.param, engine.parallel.tensor) for param in engine.zero.params}
 
 

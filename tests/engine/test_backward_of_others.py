@@ -84,7 +84,7 @@ def gathered_of_two(rank: int, calls: bool, swapped: bool) -> tuple[float, list[
     engines[0].backward(loss)
     other = weights[1].grad.flatten().tolist()
     engines[0].step()
-    whole = [engine.zero.fetcher.live for engine in engines]
+    whole = [engine.zero.fetcher.live_params.live for engine in engines]
     norm = engines[0].get_global_grad_norm()
     for engine in engines:
         engine.destroy()

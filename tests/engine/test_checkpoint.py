@@ -180,7 +180,7 @@ def saved_again(rank: int, folder: Path, settings: dict[str, Any], steps_before:
     engine.load_checkpoint(folder, "one")
     engine.save_checkpoint(folder, "two")
     expected = contents(folder / "one")
-    engine.zero.gatherer.bring([p for p in engine.zero.params if not p.resident], 10**9)
+    engine.zero.gatherer.gather([p for p in engine.zero.params if not p.resident], 10**9)
     difference = max(
         (p.param.detach().float().view(-1) - expected[f"weight/{p.name}"]).abs().max().item()
         for p in engine.zero.params

@@ -233,7 +233,7 @@ def moved(rank: int, folder: Path, layout: Layout, step: int) -> Loaded:
         engine.load_checkpoint(folder, str(step))
         engine.save_checkpoint(folder, "again")
         for param in engine.zero.params:
-            engine.zero.gatherer.bring([p for p in [param] if not p.resident], 10**9)
+            engine.zero.gatherer.gather([p for p in [param] if not p.resident], 10**9)
             loaded[param.name] = tensor_shard(param), param.param.detach().view(-1).clone()
         assert (engine.global_steps, engine.get_lr()) == (step, [1e-2])
     train(engine, range(step, step + 1))

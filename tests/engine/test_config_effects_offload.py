@@ -157,13 +157,13 @@ def test_memory_beside_a_gpu_is_page_locked(tmp_path: Path, monkeypatch: pytest.
     offload.states._pool.take(100)  # type: ignore[attr-defined]
     offload.close()
     offload = opened(pieces(tmp_path, pin_memory=pin))
-    offload.take_piece.__self__._pool.take(100)  # type: ignore[union-attr]
+    offload.offload_shard.__self__._pool.take(100)  # type: ignore[union-attr]
     offload.close()
     assert asked == [pin] * 3
     offload = opened(pieces(tmp_path, device="cpu", pin_memory=pin))
     monkeypatch.setattr(torch, "empty", empty)
-    assert offload.take_piece is not None
-    offload.take_piece(param)  # type: ignore[arg-type]
+    assert offload.offload_shard is not None
+    offload.offload_shard(param)  # type: ignore[arg-type]
     assert asked == [pin] * 4
 
 

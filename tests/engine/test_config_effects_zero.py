@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from config_coverage import alive
-from engines import LAYER, Layers, configuration, engine_for, train
+from engines import LAYER, Layers, configuration, engine_for, stored_bytes, train
 from ranks import Ranks
 from spans import comms, names, recorded
 from torch import Tensor
@@ -28,7 +28,7 @@ class Seen:
 
     spans: list[Span]
     masters: list[tuple[int, int]]
-    """First element of each parameter's piece, and the one after its last."""
+    """First element of each parameter's shard, and the one after its last."""
     stored: list[int]
     """Bytes of each parameter's own storage after the last step."""
     in_forward: list[int] = field(default_factory=list)
@@ -53,7 +53,7 @@ def job(rank: int, config: dict[str, Any], link: float | None = None, unused: bo
     with engine_for(model, config, link=link) as engine, recorded() as spans:
         for layer in model:
             layer.register_forward_pre_hook(
-                lambda *_: seen.in_forward.append(sum(p.stored_bytes // 4 for p in engine.zero.params))
+                lambda *_: seen.in_forward.append(sum(stored_bytes(p) // 4 for p in engine.zero.params))
             )
         model[0].register_full_backward_pre_hook(
             lambda *_: seen.with_grad.append(sum(p.grad is not None for p in params))
@@ -64,7 +64,7 @@ def job(rank: int, config: dict[str, Any], link: float | None = None, unused: bo
             seen.failure = str(error)
         seen.spans = list(spans)
         seen.masters = [(p.start, p.stop) for p in engine.zero.trainable]
-        seen.stored = [p.stored_bytes for p in engine.zero.params]
+        seen.stored = list(map(stored_bytes, engine.zero.params))
     return seen
 
 

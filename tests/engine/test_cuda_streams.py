@@ -231,7 +231,7 @@ def test_weights_that_come_to_the_host_are_there(on_gpu: bool) -> None:
     shard = mock.Mock(is_cuda=on_gpu)
     param: Any = SimpleNamespace(home=None, shard=shard, secondary=None)
     piece = torch.ones(2)
-    ShardedParam.write_piece(param, piece)
+    ShardedParam.write_shard(param, piece)
     shard.copy_.assert_called_once_with(piece, non_blocking=on_gpu)
 
 

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from engines import stored_bytes
 from models import batches, build, reference
 from ranks import Ranks
 from spans import comms, recorded
 
 from dsprof import engine as ds
 from dsprof.engine import Engine
-from dsprof.engine.zero.init import holder
+from dsprof.engine.zero.shard import find_sharded
 
 STEPS, ACCUMULATE = 3, 2
 
@@ -51,7 +52,7 @@ def run(engine: Engine, data: torch.Tensor, rank: int) -> list[float]:
 
 
 def whole(engine: Engine) -> dict[str, torch.Tensor]:
-    engine.zero.gatherer.bring([p for p in engine.zero.params if not p.resident], 10**9)
+    engine.zero.gatherer.gather([p for p in engine.zero.params if not p.resident], 10**9)
     return {p.name: p.param.detach().float() for p in engine.zero.params}
 
 
@@ -135,8 +136,8 @@ def early(rank: int) -> tuple[int, int, float, bool]:
     config = configuration(3, zero=SMALL)
     with ds.zero.Init(config_dict_or_path=config):
         model = build(odd=False)
-    held = [found.sharded for p in model.parameters() if (found := holder(p)) is not None]
-    freed = sum(p.stored_bytes for p in held)
+    held = [found for p in model.parameters() if (found := find_sharded(p)) is not None]
+    freed = sum(map(stored_bytes, held))
     with ds.zero.GatheredParameters(model.head.weight, modifier_rank=0):
         whole_inside = model.head.weight.untyped_storage().size()
         if rank == 0:

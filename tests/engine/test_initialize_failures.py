@@ -67,7 +67,7 @@ def test_wrong_arguments_leave_the_model_to_the_next(stage: int) -> None:
     model = layers()
     config = configured(stage)
     if stage == 3:
-        config["zero_optimization"]["offload_param"] = {"device": "cpu"}  # in pieces, on a single rank, too
+        config["zero_optimization"]["offload_param"] = {"device": "cpu"}  # sharded, on a single rank, too
     recomputed = {**config, "activation_checkpointing": {"policy": "full", "blocks": ["0"]}}
     unknown = {"type": "SGD", "params": {"lr": 0.1, "speed": 2}}
     wrong: list[tuple[str, type[Exception], dict[str, Any]]] = [
@@ -182,23 +182,23 @@ def halfway(rank: int) -> tuple[str, str]:
         return shard(param, *args, **kwargs)
 
     with (
-        mock.patch("dsprof.engine.offload.optimizer.InMemory.make_master", lambda _, param: make_master(param)),
+        mock.patch("dsprof.engine.offload.build.InMemory.make_master", lambda _, param: make_master(param)),
         pytest.raises((MemoryError, SharedError)) as caught,
     ):
         ds.initialize(model=model, config=config)
     assert open_things() == before
     assert any(type(param) is Absent for param in model.parameters())
-    with pytest.raises(ValueError, match="in pieces") as again:
+    with pytest.raises(ValueError, match="is sharded") as again:
         ds.initialize(model=model, config=config)
     return "\n".join([str(caught.value), *caught.value.__notes__]), str(again.value)
 
 
 def test_weights_that_are_left_in_pieces_are_told(ranks: Ranks) -> None:
-    note = "initialize left 0.0.weight, and perhaps others, in pieces (ZeRO stage 3): build the model anew"
+    note = "initialize left 0.0.weight, and perhaps others, sharded (ZeRO stage 3): build the model anew"
     (first, again), (second, _) = ranks.run(2, halfway)
     assert first == f"initialize: failed on rank 1: MemoryError: no memory\n{note}"
     assert second == f"no memory\n{note}"
-    assert again == "initialize: 0.0.weight is in pieces (ZeRO stage 3) of an engine that is gone; build the model anew"
+    assert again == "initialize: 0.0.weight is sharded (ZeRO stage 3), by an engine that is gone; build the model anew"
 
 
 # --- the script's optimizer

@@ -22,6 +22,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from engines import ALONE
 from models import Small, batches, build
 from ranks import Ranks
 from spans import named
@@ -33,15 +34,15 @@ from dsprof.engine.comm.lane import CpuLane
 from dsprof.engine.config import load
 from dsprof.engine.config.zero import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from dsprof.engine.hooks import Attributes, Hooks, Span
-from dsprof.engine.offload import Offload, OffloadError, open_offload
+from dsprof.engine.offload import InMemory, Offload, OffloadError, open_offload
 from dsprof.engine.offload.buffers import PAGE, Pool, aligned, as_bytes, hollow
 from dsprof.engine.offload.disk import Disk
-from dsprof.engine.offload.optimizer import InMemory, OnDisk
-from dsprof.engine.offload.params import PieceFile
+from dsprof.engine.offload.optimizer import OnDisk
+from dsprof.engine.offload.params import ShardFile
 from dsprof.engine.optim import build as build_optimizer
 from dsprof.engine.zero import Comms, Zero, ZeroSettings
 from dsprof.engine.zero.bucket import Bucket
-from dsprof.engine.zero.settings import FetchSettings
+from dsprof.engine.zero.gather import update_shards
 from dsprof.engine.zero.shard import Partition, ShardedParam
 
 CPU = torch.device("cpu")
@@ -167,7 +168,7 @@ def test_buffers_are_used_again_and_never_more_than_configured() -> None:
         def wait(self) -> None:
             self.done = True
 
-    pool = Pool(2, CPU)
+    pool = Pool("parameters", 2, CPU)
     first, second = pool.take(PAGE), pool.take(PAGE)
     assert first is not None
     assert second is not None
@@ -203,9 +204,9 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
         pass
 
 
-def step(store: OnDisk, optimizer: torch.optim.Optimizer, piece: Piece) -> None:
+def step(store: OnDisk, optimizer: torch.optim.Optimizer, shard: OneShard) -> None:
     for _ in store.through():
-        piece.master.grad = torch.ones_like(piece.master)
+        shard.master.grad = torch.ones_like(shard.master)
         optimizer.step()
 
 
@@ -222,7 +223,7 @@ def largest_file(nbytes: int) -> Iterator[None]:
 def test_room_that_is_not_there_is_an_error_before_training(tmp_path: Path) -> None:
     with disk(tmp_path) as opened:
         store = OnDisk(opened, CPU, OffloadOptimizerConfig(device="nvme"))
-        master = Piece(torch.zeros(200_000)).made(store)
+        master = OneShard(torch.zeros(200_000)).made(store)
         optimizer = torch.optim.AdamW([master.master])
         with largest_file(1_000_000), pytest.raises(OffloadError) as raised:
             store.attach(optimizer, [[master]])
@@ -235,7 +236,7 @@ def test_room_that_is_not_there_is_an_error_before_training(tmp_path: Path) -> N
 def test_fast_init_takes_the_room_when_it_is_needed(tmp_path: Path) -> None:
     with disk(tmp_path) as opened:
         store = OnDisk(opened, CPU, OffloadOptimizerConfig(device="nvme", fast_init=True))
-        master = Piece(torch.zeros(200_000)).made(store)
+        master = OneShard(torch.zeros(200_000)).made(store)
         optimizer = torch.optim.AdamW([master.master])
         store.attach(optimizer, [[master]])
         with largest_file(1_000_000), pytest.raises(OffloadError, match="which is above the limit"):
@@ -253,7 +254,7 @@ def test_a_disk_that_fails_later_fails_the_step(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "pwritev", fail)
     with disk(tmp_path) as opened:
         store = OnDisk(opened, CPU, OffloadOptimizerConfig(device="nvme"))
-        master = Piece(torch.zeros(100)).made(store)
+        master = OneShard(torch.zeros(100)).made(store)
         optimizer = torch.optim.AdamW([master.master])
         store.attach(optimizer, [[master]])
         broken = True
@@ -302,14 +303,14 @@ def test_disks_that_are_full_or_read_only(tmp_path: Path, options: str, expected
 # --- masters and states
 
 
-class Piece(ShardedParam):
+class OneShard(ShardedParam):
     """A bf16 parameter of one rank, so that its master is a copy."""
 
     def __init__(self, values: Tensor, name: str = "weight") -> None:
         param = nn.Parameter(values.bfloat16())
-        super().__init__(name, param, Partition(values.numel(), 1), 0, persistent=True, index=0)
+        super().__init__(name, param, Partition(values.numel(), 1), 0, ALONE, persistent=True, index=0)
 
-    def made(self, store: OnDisk | InMemory) -> Piece:
+    def made(self, store: OnDisk | InMemory) -> OneShard:
         store.make_master(self)
         return self
 
@@ -317,31 +318,31 @@ class Piece(ShardedParam):
 def test_a_share_of_the_elements_is_offloaded() -> None:
     store = InMemory(CPU, 0.5)
     for number in range(8):
-        Piece(torch.zeros(10), f"layer{number}").made(store)
+        OneShard(torch.zeros(10), f"layer{number}").made(store)
     assert store.hosted == ["layer1", "layer3", "layer5", "layer7"]
     for ratio, expected in ((0.0, 0), (0.25, 20), (0.9, 70), (1.0, 80)):
         store = InMemory(CPU, ratio)
         for _ in range(8):
-            Piece(torch.zeros(10)).made(store)
+            OneShard(torch.zeros(10)).made(store)
         assert store.hosted_elements == expected
 
 
-def stepped(store: OnDisk | InMemory, make: Any, sizes: Sequence[int], steps: int = 4) -> tuple[list[Piece], Any]:
+def stepped(store: OnDisk | InMemory, make: Any, sizes: Sequence[int], steps: int = 4) -> tuple[list[OneShard], Any]:
     """Train parameters of these sizes, one a tile, and the second not in the first step."""
     torch.manual_seed(3)
-    pieces = [Piece(torch.randn(size), f"p{size}").made(store) for size in sizes]
-    optimizer = make([piece.master for piece in pieces])
-    store.attach(optimizer, [[piece] for piece in pieces])
+    shards = [OneShard(torch.randn(size), f"p{size}").made(store) for size in sizes]
+    optimizer = make([shard.master for shard in shards])
+    store.attach(optimizer, [[shard] for shard in shards])
     for step in range(steps):
         for number, tile in enumerate(store.through()):
-            for piece in tile:
-                grad = torch.randn(piece.master.shape, generator=torch.Generator().manual_seed(99 * step + number))
-                piece.master.grad = grad if (step, number) != (0, 1) else None
+            for shard in tile:
+                grad = torch.randn(shard.master.shape, generator=torch.Generator().manual_seed(99 * step + number))
+                shard.master.grad = grad if (step, number) != (0, 1) else None
             optimizer.step()
-            for piece in tile:
-                piece.master.grad = None
-                piece.publish()
-    return pieces, optimizer
+            for shard in tile:
+                shard.master.grad = None
+            update_shards(tile)
+    return shards, optimizer
 
 
 OPTIMIZERS = {
@@ -388,15 +389,15 @@ def test_any_optimizer_steps_the_same_from_disk(tmp_path: Path, name: str, setti
     with disk(tmp_path, block_size=4096) as opened:
         store = OnDisk(opened, CPU, OffloadOptimizerConfig(device="nvme", **settings))
         found, restored = stepped(store, OPTIMIZERS[name], [100, 3000, 17, 1])
-        for piece, other in zip(found, expected, strict=True):
-            assert torch.equal(piece.param, other.param)
-            assert piece.master.untyped_storage().nbytes() == 4  # nothing of it is in memory
+        for shard, other in zip(found, expected, strict=True):
+            assert torch.equal(shard.param, other.param)
+            assert shard.master.untyped_storage().nbytes() == 4  # nothing of it is in memory
         for _ in store.through(changed=False):
             pass
         with store.at_once(changed=False):
-            for piece, other in zip(found, expected, strict=True):
-                assert torch.equal(piece.master, other.master)
-                have, want = restored.state[piece.master], optimizer.state[other.master]
+            for shard, other in zip(found, expected, strict=True):
+                assert torch.equal(shard.master, other.master)
+                have, want = restored.state[shard.master], optimizer.state[other.master]
                 assert have.keys() == want.keys()
                 assert all(torch.equal(have[key], want[key]) for key in have if isinstance(have[key], Tensor))
 
@@ -405,20 +406,20 @@ def test_room_for_states_is_taken_before_there_are_any(tmp_path: Path) -> None:
     with disk(tmp_path) as opened:
         for name, each in (("fused", 12), ("amsgrad", 16), ("momentum", 8), ("stateless", 4), ("unknown", 4)):
             store = OnDisk(opened, CPU, OffloadOptimizerConfig(device="nvme"))
-            piece = Piece(torch.zeros(10_240)).made(store)
-            store.attach(OPTIMIZERS[name]([piece.master]), [[piece]])
+            shard = OneShard(torch.zeros(10_240)).made(store)
+            store.attach(OPTIMIZERS[name]([shard.master]), [[shard]])
             assert store._file.size == 10_240 * each, name
 
 
 def test_looking_for_the_states_leaves_the_optimizer_as_it_is(tmp_path: Path) -> None:
     with disk(tmp_path) as opened:
         store = OnDisk(opened, CPU, OffloadOptimizerConfig(device="nvme"))
-        piece = Piece(torch.zeros(10)).made(store)
-        optimizer = torch.optim.AdamW([piece.master])
+        shard = OneShard(torch.zeros(10)).made(store)
+        optimizer = torch.optim.AdamW([shard.master])
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         heard = []
         optimizer.register_step_post_hook(lambda *_: heard.append(1))
-        store.attach(optimizer, [[piece]])
+        store.attach(optimizer, [[shard]])
         assert not optimizer.state
         assert not heard
         with pytest.warns(UserWarning, match="before `optimizer.step"):
@@ -428,14 +429,14 @@ def test_looking_for_the_states_leaves_the_optimizer_as_it_is(tmp_path: Path) ->
 def test_states_can_be_replaced_as_a_checkpoint_does(tmp_path: Path) -> None:
     with disk(tmp_path) as opened:
         store = OnDisk(opened, CPU, OffloadOptimizerConfig(device="nvme"))
-        pieces, optimizer = stepped(store, OPTIMIZERS["momentum"], [5, 4])
-        first, second = pieces
+        shards, optimizer = stepped(store, OPTIMIZERS["momentum"], [5, 4])
+        first, second = shards
         with store.at_once():
             first.master.data.fill_(1.5)
             optimizer.state[second.master] = {"momentum_buffer": torch.full((4,), 2.5), "more": torch.ones(4)}
         seen = []
-        for (piece,) in store.through():
-            seen.append([piece.master.tolist(), *(value.tolist() for value in optimizer.state[piece.master].values())])
+        for (shard,) in store.through():
+            seen.append([shard.master.tolist(), *(value.tolist() for value in optimizer.state[shard.master].values())])
         assert seen[0][0] == [1.5] * 5
         assert seen[1][1:] == [[2.5] * 4, [1.0] * 4]
 
@@ -448,31 +449,31 @@ def test_states_that_are_removed_or_replaced_do_not_come_back(tmp_path: Path, wa
         with disk(tmp_path) as opened:
             section = OffloadOptimizerConfig(device="nvme")
             store: OnDisk | InMemory = OnDisk(opened, CPU, section) if on_disk else InMemory(CPU)
-            pieces, optimizer = stepped(store, OPTIMIZERS["amsgrad"], [5, 4])
+            shards, optimizer = stepped(store, OPTIMIZERS["amsgrad"], [5, 4])
             with store.at_once(changed=False):
                 saved = copy.deepcopy(optimizer.state_dict())
             if way == "clear":
                 optimizer.state.clear()
             elif way == "pop one":
-                del optimizer.state[pieces[1].master]
+                del optimizer.state[shards[1].master]
             elif way == "load":
                 for state in saved["state"].values():
                     state["exp_avg"].fill_(0.5)
                 optimizer.load_state_dict(saved)
                 with store.at_once(changed=False):
-                    assert optimizer.state[pieces[1].master]["exp_avg"].tolist() == [0.5] * 4
+                    assert optimizer.state[shards[1].master]["exp_avg"].tolist() == [0.5] * 4
             else:
                 with store.at_once():
-                    optimizer.state.pop(pieces[0].master)
+                    optimizer.state.pop(shards[0].master)
             for _ in range(2):
-                for (piece,) in store.through():
-                    piece.master.grad = torch.full_like(piece.master, 0.25)
+                for (shard,) in store.through():
+                    shard.master.grad = torch.full_like(shard.master, 0.25)
                     optimizer.step()
-                    piece.master.grad = None
+                    shard.master.grad = None
             with store.at_once(changed=False):
                 found.append([
-                    [piece.master.tolist(), *(value.tolist() for value in optimizer.state[piece.master].values())]
-                    for piece in pieces
+                    [shard.master.tolist(), *(value.tolist() for value in optimizer.state[shard.master].values())]
+                    for shard in shards
                 ])  # fmt: skip
     assert found[0] == found[1]
 
@@ -480,26 +481,26 @@ def test_states_that_are_removed_or_replaced_do_not_come_back(tmp_path: Path, wa
 def test_a_parameter_written_to_from_outside_takes_its_master_along(tmp_path: Path) -> None:
     with disk(tmp_path) as opened:
         store = OnDisk(opened, CPU, OffloadOptimizerConfig(device="nvme"))
-        (piece,), _ = stepped(store, OPTIMIZERS["fused"], [5])
-        piece.param.data.fill_(3.0)
-        piece.take_from_whole()
+        (shard,), _ = stepped(store, OPTIMIZERS["fused"], [5])
+        shard.param.data.fill_(3.0)
+        shard.take_from_whole()
         with store.at_once(changed=False):
-            assert piece.master.tolist() == [3.0] * 5
+            assert shard.master.tolist() == [3.0] * 5
 
 
 def test_a_step_that_fails_leaves_the_states_as_they_were(tmp_path: Path) -> None:
     with disk(tmp_path) as opened:
         section = OffloadOptimizerConfig(device="nvme", pipeline_read=True, buffer_count=3)
         store = OnDisk(opened, CPU, section)
-        pieces, _ = stepped(store, OPTIMIZERS["fused"], [5, 6, 7])
+        shards, _ = stepped(store, OPTIMIZERS["fused"], [5, 6, 7])
         with store.at_once(changed=False):
-            before = [piece.master.clone() for piece in pieces]
+            before = [shard.master.clone() for shard in shards]
         tiles = store.through()
         next(tiles)
-        pieces[0].master.data.zero_()
+        shards[0].master.data.zero_()
         tiles.close()  # what an error in the loop's body comes to
         with store.at_once(changed=False):
-            assert all(torch.equal(piece.master, old) for piece, old in zip(pieces, before, strict=True))
+            assert all(torch.equal(shard.master, old) for shard, old in zip(shards, before, strict=True))
 
 
 @pytest.mark.parametrize("pipeline", [False, True])
@@ -517,8 +518,8 @@ def test_pipelines_move_the_disk_beside_the_computation(
     opened = Disk(tmp_path, AioConfig(), hooks)
     section = OffloadOptimizerConfig(device="nvme", pipeline_read=pipeline, pipeline_write=pipeline)
     store = OnDisk(opened, CPU, section)
-    pieces = [Piece(torch.zeros(100)).made(store) for _ in range(3)]
-    store.attach(torch.optim.SGD([piece.master for piece in pieces]), [[piece] for piece in pieces])
+    shards = [OneShard(torch.zeros(100)).made(store) for _ in range(3)]
+    store.attach(torch.optim.SGD([shard.master for shard in shards]), [[shard] for shard in shards])
     spans.clear()
     for number, _ in enumerate(store.through()):
         with hooks.span("phase", "optimizer", value=float(number)):
@@ -536,21 +537,21 @@ def test_pipelines_move_the_disk_beside_the_computation(
         assert (written > steps[number].start_ns) is pipeline
 
 
-# --- pieces of parameters
+# --- shards of parameters
 
 
-def piece_file(opened: Disk, **section: int) -> PieceFile:
-    return PieceFile(opened, CPU, OffloadParamConfig(device="nvme", **{"max_in_cpu": 0, **section}))
+def shard_file(opened: Disk, **section: int) -> ShardFile:
+    return ShardFile(opened, CPU, OffloadParamConfig(device="nvme", **{"max_in_cpu": 0, **section}))
 
 
 def sharded(size: int, dtype: torch.dtype = torch.float32) -> ShardedParam:
     param = nn.Parameter(torch.arange(size).to(dtype))
-    return ShardedParam(f"p{size}", param, Partition(size, 2), 1, persistent=False, index=0)
+    return ShardedParam(f"p{size}", param, Partition(size, 2), 1, ALONE, persistent=False, index=0)
 
 
-def piece_of(param: ShardedParam) -> list[float]:
+def shard_of(param: ShardedParam) -> list[float]:
     into = torch.empty(param.stop - param.start)
-    param.read_piece(into)
+    param.read_shard(into)
     return into.tolist()
 
 
@@ -559,45 +560,45 @@ def piece_of(param: ShardedParam) -> list[float]:
 )
 def test_pieces_go_to_a_file_and_come_back(tmp_path: Path, section: dict[str, int]) -> None:
     with disk(tmp_path) as opened:
-        home = piece_file(opened, **section)
+        file = shard_file(opened, **section)
         params = [sharded(7001), sharded(3), sharded(200, torch.bfloat16), sharded(1)]
         for param in params:
-            home.take(param)
+            file.take(param)
         assert params[0].shard.untyped_storage().nbytes() == 4
         for param in params[:3]:
-            home.expect(param)
-        assert piece_of(params[0]) == [float(n) for n in range(3501, 7001)]
-        assert piece_of(params[1]) == [2.0]
-        assert piece_of(params[2]) == [float(n) for n in range(100, 200)]
-        assert piece_of(params[3]) == []
+            file.expect(param)
+        assert shard_of(params[0]) == [float(n) for n in range(3501, 7001)]
+        assert shard_of(params[1]) == [2.0]
+        assert shard_of(params[2]) == [float(n) for n in range(100, 200)]
+        assert shard_of(params[3]) == []
         assert params[0].make_master().tolist() == [float(n) for n in range(3501, 7001)]
 
 
 def test_what_was_read_ahead_is_not_read_again_unless_it_was_written(tmp_path: Path, spans: list[Span]) -> None:
     with disk(tmp_path) as opened:
-        home = piece_file(opened, buffer_count=2)
+        file = shard_file(opened, buffer_count=2)
         params = [sharded(10), sharded(20), sharded(30)]
         for param in params:
-            home.take(param)
-        for ticket in [ticket for record in home._records.values() for ticket in record.writing]:
+            file.take(param)
+        for ticket in [ticket for record in file._records.values() for ticket in record.writing]:
             ticket.wait()
-        assert [home.expect(param) for param in params] == [True, True, False]
-        assert piece_of(params[1]) == [float(n) for n in range(10, 20)]
+        assert [file.expect(param) for param in params] == [True, True, False]
+        assert shard_of(params[1]) == [float(n) for n in range(10, 20)]
         assert [span.module for span in named(spans, "copy", "read")] == ["p10", "p20"]
-        params[0].write_piece(torch.full((5,), 8.0))
-        assert piece_of(params[2]) == [float(n) for n in range(15, 30)]
-        assert piece_of(params[0]) == [8.0] * 5
+        params[0].write_shard(torch.full((5,), 8.0))
+        assert shard_of(params[2]) == [float(n) for n in range(15, 30)]
+        assert shard_of(params[0]) == [8.0] * 5
         assert [span.module for span in named(spans, "copy", "read")] == ["p10", "p20", "p30", "p10"]
 
 
 def test_some_elements_stay_in_memory(tmp_path: Path) -> None:
     with disk(tmp_path) as opened:
-        home = piece_file(opened, max_in_cpu=12)
+        file = shard_file(opened, max_in_cpu=12)
         params = [sharded(10), sharded(20), sharded(12)]
         for param in params:
-            home.take(param)
-        assert [param.home is home for param in params] == [False, True, False]
-        assert home.in_memory == 11
+            file.take(param)
+        assert [param.store is file for param in params] == [False, True, False]
+        assert file.in_memory == 11
 
 
 # --- training
@@ -616,10 +617,12 @@ def train(rank: int, zero_section: dict[str, Any], dtype: torch.dtype, accumulat
     comms = Comms(*(open_comm([everyone], lambda: CpuLane("lane", hooks)) for _ in range(2)))
     model: Small = build(dtype)
     settings = ZeroSettings(
-        config.zero_optimization.stage, reduce_bucket_size=1000, param_persistence_threshold=20,
-        fetch=FetchSettings(500, 3000, 0),
+        config.zero_optimization.stage, reduce_bucket_size=1000, stage3_param_persistence_threshold=20,
+        stage3_prefetch_bucket_size=500, stage3_max_live_parameters=3000, stage3_max_reuse_distance=0,
     )  # fmt: skip
-    zero = Zero(model, settings, comms, hooks, make_master=offload.states.make_master, take_piece=offload.take_piece)
+    zero = Zero(
+        model, settings, comms, hooks, make_master=offload.states.make_master, offload_shard=offload.offload_shard
+    )
     masters = [param.master for param in zero.trainable if param.master is not None]
     optimizer = torch.optim.AdamW(masters, lr=1e-2, fused=True)
     offload.states.attach(optimizer, tiles_of(zero))
@@ -628,9 +631,9 @@ def train(rank: int, zero_section: dict[str, Any], dtype: torch.dtype, accumulat
             zero.begin_backward(last=number + 1 == len(step))
             model(microbatch[rank]).backward()
             zero.finish_backward()
-        zero.collect()
+        zero.reducer.collect()
         grads = [param.master.grad for param in zero.trainable if param.master is not None]
-        torch._foreach_mul_([grad for grad in grads if grad is not None], zero.reducer.after)
+        torch._foreach_mul_([grad for grad in grads if grad is not None], zero.reducer.postscale)
         hidden = {param: param.master.grad for param in zero.trainable if param.master is not None}
         for param in hidden:
             param.master.grad = None  # type: ignore[union-attr]
@@ -640,10 +643,10 @@ def train(rank: int, zero_section: dict[str, Any], dtype: torch.dtype, accumulat
             optimizer.step()
             for param in tile:
                 param.master.grad = None  # type: ignore[union-attr]
-            zero.publish(tile)
-        zero.finish_publish()
-        zero.clear()
-    zero.gatherer.bring([param for param in zero.params if not param.resident], 10**9)
+            zero.gatherer.publish(tile)
+        zero.gatherer.drain()
+        zero.reducer.clear()
+    zero.gatherer.gather([param for param in zero.params if not param.resident], 10**9)
     offload.close()
     return {param.name: param.param.detach().clone() for param in zero.params}
 
@@ -753,7 +756,7 @@ resource.setrlimit(resource.RLIMIT_DATA, (now + 220_000_000,) * 2)
 for step in range(2):
     model(torch.ones(1, 1024)).sum().backward()
     zero.finish_backward()
-    zero.collect()
+    zero.reducer.collect()
     grads = {param: param.master.grad for param in zero.trainable}
     for param in grads:
         param.master.grad = None
@@ -761,8 +764,8 @@ for step in range(2):
         param.master.grad = grads[param]
         optimizer.step()
         param.master.grad = None
-        zero.publish([param])
-    zero.clear()
+        zero.gatherer.publish([param])
+    zero.reducer.clear()
     grads.clear()
 print("trained", sum(float(param.detach().double().sum()) for param in model.parameters()))
 """
@@ -806,7 +809,7 @@ def weights_after(rank: int, zero: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def hierarchical(rank: int, folder: str) -> list[str]:
-    """What differs with the hierarchical partition, whose second pieces stay where the device can reach them."""
+    """What differs with the hierarchical partition, whose second shards stay where the device can reach them."""
     expected, wrong = weights_after(rank, {}), []
     small = {"stage3_prefetch_bucket_size": 1000, "stage3_max_live_parameters": 3000, "stage3_max_reuse_distance": 0}
     for device in ("cpu", "nvme"):

@@ -105,7 +105,7 @@ def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
         for microbatch in step:
             engine.backward(engine(microbatch[rank]))
             engine.step()
-    engine.zero.gatherer.bring([p for p in engine.zero.params if not p.resident], 10**9)
+    engine.zero.gatherer.gather([p for p in engine.zero.params if not p.resident], 10**9)
     found = {p.name: p.param.detach().float().clone() for p in engine.zero.params}
     engine.destroy()
     return found

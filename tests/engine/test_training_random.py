@@ -228,7 +228,7 @@ def train(rank: int, case: Case) -> dict[str, Tensor]:
                 engine.backward(engine(of_ranks[rank], case.turn(microbatch, rank)))
                 engine.step()
         zero = engine.zero
-        zero.gatherer.bring([param for param in zero.params if not param.resident], 10**9)
+        zero.gatherer.gather([param for param in zero.params if not param.resident], 10**9)
         return {param.name: param.param.detach().clone() for param in zero.params}
 
 

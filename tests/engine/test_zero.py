@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from engines import ALONE, stored_bytes, watch_peak
 from models import Small, batches, build, reference
 from ranks import Ranks
 from spans import comms as sent
@@ -21,15 +22,14 @@ from dsprof.engine.comm.lane import CpuLane, LaneTicket
 from dsprof.engine.hooks import Hooks, Purpose
 from dsprof.engine.zero import Comms, Zero, ZeroSettings
 from dsprof.engine.zero.gather import Gatherer
-from dsprof.engine.zero.settings import FetchSettings
 from dsprof.engine.zero.shard import Partition, ShardedParam
 
 STEPS, ACCUMULATE = 3, 2
 LARGE = 10**9
 SIZES = {
-    "one bucket": (LARGE, LARGE, FetchSettings(LARGE, LARGE, LARGE), 0),
-    "some": (1000, 500, FetchSettings(2000, 3000, 1500), 100),
-    "each alone": (1, 1, FetchSettings(0, 1, 0), 0),
+    "one bucket": (LARGE, LARGE, (LARGE, LARGE, LARGE), 0),
+    "some": (1000, 500, (2000, 3000, 1500), 100),
+    "each alone": (1, 1, (0, 1, 0), 0),
 }
 """Name -> reduce and gather buckets, fetching, persistence threshold."""
 
@@ -42,9 +42,19 @@ def open_comms(hooks: Hooks) -> Comms:
     )
 
 
+def fetch_settings(prefetch: int, live: int, reuse: int) -> dict[str, Any]:
+    return {
+        "stage3_prefetch_bucket_size": prefetch,
+        "stage3_max_live_parameters": live,
+        "stage3_max_reuse_distance": reuse,
+    }
+
+
 def settings(stage: int, overlap: bool, sizes: str) -> ZeroSettings:
     reduce, gather, fetch, persistence = SIZES[sizes]
-    return ZeroSettings(stage, reduce, gather, overlap, param_persistence_threshold=persistence, fetch=fetch)
+    return ZeroSettings(
+        stage, reduce, gather, overlap, stage3_param_persistence_threshold=persistence, **fetch_settings(*fetch)
+    )
 
 
 def train(model: Small, zero: Zero, optimizer: torch.optim.Optimizer, data: torch.Tensor, rank: int) -> None:
@@ -53,13 +63,15 @@ def train(model: Small, zero: Zero, optimizer: torch.optim.Optimizer, data: torc
             zero.begin_backward(last=number + 1 == len(step))
             (model(microbatch[rank]) / len(step)).backward()
             zero.finish_backward()
-        zero.collect()
-        torch._foreach_mul_([master.grad for master in masters(zero) if master.grad is not None], zero.reducer.after)
+        zero.reducer.collect()
+        torch._foreach_mul_(
+            [master.grad for master in masters(zero) if master.grad is not None], zero.reducer.postscale
+        )
         optimizer.step()
-        zero.publish()
-        zero.finish_publish()
-        zero.reducer.settle()
-        zero.clear()
+        zero.gatherer.publish(zero.trainable)
+        zero.gatherer.drain()
+        zero.reducer.rebuild_buckets()
+        zero.reducer.clear()
 
 
 def masters(zero: Zero) -> list[torch.nn.Parameter]:
@@ -68,7 +80,7 @@ def masters(zero: Zero) -> list[torch.nn.Parameter]:
 
 def whole(zero: Zero) -> dict[str, torch.Tensor]:
     """The model's parameters, gathered."""
-    zero.gatherer.bring([p for p in zero.params if not p.resident], LARGE)
+    zero.gatherer.gather([p for p in zero.params if not p.resident], LARGE)
     return {p.name: p.param.detach().clone() for p in zero.params}
 
 
@@ -174,19 +186,19 @@ def lives(rank: int, limit: int) -> tuple[int, int, int, int]:
     """Most elements live, those of the largest module, bytes of storage after a step and after an evaluation."""
     hooks = Hooks()
     model = build(odd=False)
-    fetch = FetchSettings(10_000, limit, 10_000)
-    chosen = replace(settings(3, True, "some"), param_persistence_threshold=0, fetch=fetch)
+    fetch = fetch_settings(10_000, limit, 10_000)
+    chosen = replace(settings(3, True, "some"), stage3_param_persistence_threshold=0, **fetch)
     zero = Zero(model, chosen, open_comms(hooks), hooks)
+    live = watch_peak(zero.fetcher)
     optimizer = torch.optim.SGD(masters(zero), lr=0.1)
     data = batches(STEPS, 1, 2)
     train(model, zero, optimizer, data, rank)
-    after_step = sum(p.stored_bytes for p in zero.params)
+    after_step = sum(map(stored_bytes, zero.params))
     with torch.no_grad():
         model(data[0, 0, rank])
-    after_eval = sum(p.stored_bytes for p in zero.params)
-    assert zero.fetcher is not None
+    after_eval = sum(map(stored_bytes, zero.params))
     largest = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
-    return zero.fetcher.peak_live, largest, after_step, after_eval
+    return live.peak, largest, after_step, after_eval
 
 
 @pytest.mark.parametrize("limit", [900, 1500, 4000])
@@ -235,11 +247,11 @@ def on_a_link(rank: int, chosen: ZeroSettings) -> tuple[float, list[str]]:
             model(torch.ones(1, 100)).sum().backward()
             zero.finish_backward()
             taken.append(1e3 * (time.perf_counter() - begin))
-        zero.collect()
+        zero.reducer.collect()
         optimizer.step()
-        zero.publish()
-        zero.finish_publish()
-        zero.clear()
+        zero.gatherer.publish(zero.trainable)
+        zero.gatherer.drain()
+        zero.reducer.clear()
     return min(taken[1:]), names(sent(spans, "gradient"))
 
 
@@ -248,8 +260,8 @@ def test_buckets_overlap_and_prefetch_move_time_on_a_link(ranks: Ranks) -> None:
     """Sleeping: 5 x 20 forward, 5 x 20 backward; each layer's communication takes 20. On a busy host, longer."""
 
     def ms(stage: int, bucket: int, overlap: bool, prefetch: int = 0) -> tuple[float, int]:
-        fetch = FetchSettings(prefetch, LARGE, 0)
-        chosen = ZeroSettings(stage, bucket, LARGE, overlap, param_persistence_threshold=0, fetch=fetch)
+        fetch = fetch_settings(prefetch, LARGE, 0)
+        chosen = ZeroSettings(stage, bucket, LARGE, overlap, stage3_param_persistence_threshold=0, **fetch)
         found = ranks.run(2, on_a_link, chosen)
         return max(taken for taken, _ in found), len(found[0][1])
 
@@ -287,8 +299,8 @@ class FirstBroadcastFails(Comm):
 
 def test_an_error_of_any_broadcast_is_raised() -> None:
     param = torch.nn.Parameter(torch.ones(8))
-    sharded = ShardedParam("weight", param, Partition(8, 2), 0, persistent=False, index=0)
+    sharded = ShardedParam("weight", param, Partition(8, 2), 0, ALONE, persistent=False, index=0)
     sharded.release()
-    gatherer = Gatherer(FirstBroadcastFails(), with_broadcasts=True)
+    gatherer = Gatherer(FirstBroadcastFails(), ZeroSettings(allgather_partitions=False))
     with pytest.raises(ConnectionError, match="of the first"):
-        gatherer.bring([sharded], 8)
+        gatherer.gather([sharded], 8)

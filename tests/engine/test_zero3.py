@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from engines import ALONE, stored_bytes, watch_peak
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dsprof import engine as ds
 from dsprof.engine.train.engine import Engine
-from dsprof.engine.zero.fetch_order import Owner, Pass, Walk
+from dsprof.engine.zero.fetch_order import CurrentPass, ModuleParams, Pass
 from dsprof.engine.zero.shard import Partition, ShardedParam
 
 WIDTH = 8
@@ -256,7 +257,7 @@ def trains(rank: int, name: str, zero: dict[str, Any]) -> tuple[float, int]:
             step(expected, lambda loss, **how: (loss / 2).backward(**how), batch(number, other))
         optimizer.step()
     assert engine.zero.fetcher is not None
-    live = engine.zero.fetcher.live
+    live = engine.zero.fetcher.live_params.live
     with ds.zero.GatheredParameters(model.parameters()):
         pairs = zip(model.parameters(), expected.parameters(), strict=True)
         return max((mine - other).abs().max().item() for mine, other in pairs), live
@@ -291,7 +292,7 @@ def reads(rank: int) -> tuple[list[str], list[Any]]:
     asked = [
         repr(weight), tuple(weight.shape), weight.numel(), weight.dtype, weight.is_leaf, weight.grad,
         torch.zeros_like(weight).shape == weight.shape, isinstance(weight, nn.Parameter), model.to("cpu") is model,
-        sum(p.stored_bytes for p in engine.zero.params),
+        sum(map(stored_bytes, engine.zero.params)),
     ]  # fmt: skip
     with ds.zero.GatheredParameters(model.parameters()):
         copied, state = copy.deepcopy(model), model.state_dict()
@@ -321,11 +322,11 @@ def inside_gathered(rank: int) -> tuple[list[int], int, bool, int]:
         with torch.no_grad():
             model.middle.weight.fill_(float(rank))
             engine(x)
-        stored = [p.stored_bytes for p in engine.zero.params]
-        live = engine.zero.fetcher.live
+        stored = list(map(stored_bytes, engine.zero.params))
+        live = engine.zero.fetcher.live_params.live
     with torch.no_grad():
         engine(x)
-    after = engine.zero.fetcher.live
+    after = engine.zero.fetcher.live_params.live
     with ds.zero.GatheredParameters(model.middle.weight):
         same = bool((model.middle.weight == 1.0).all())
     return stored, live, same, after
@@ -390,12 +391,12 @@ def peaks(rank: int, block: type[nn.Module]) -> tuple[list[int], list[str]]:
     model = nn.Sequential(*(block() for _ in range(6)), linear())
     engine = engine_for(model, **{**TIGHT, "stage3_max_live_parameters": 2 * LAYER})
     assert engine.zero.fetcher is not None
-    found = []
+    live, found = watch_peak(engine.zero.fetcher), []
     for number in range(3):
-        engine.zero.fetcher.ledger.peak = 0
+        live.peak = 0
         engine.backward(engine(batch(number, rank).float()).pow(2).mean())
         engine.step()
-        found.append(engine.zero.fetcher.peak_live)
+        found.append(live.peak)
     record = engine.zero.fetcher._records[True]
     assert record is not None
     return found, [owner.name for owner in record.owners if owner.params]
@@ -410,11 +411,11 @@ def test_only_the_block_that_runs_is_whole(ranks: Ranks, block: type[nn.Module])
 def peaks_of_adapted(rank: int) -> int:
     torch.manual_seed(0)
     engine = engine_for(AdaptedLayers(), **TIGHT)
-    assert engine.zero.fetcher is not None
+    live = watch_peak(engine.zero.fetcher)
     for number in range(3):
         engine.backward(engine(batch(number, rank).float()).pow(2).mean())
         engine.step()
-    return engine.zero.fetcher.peak_live
+    return live.peak
 
 
 def test_frozen_bases_called_by_keyword_go_in_backward(ranks: Ranks) -> None:
@@ -434,18 +435,18 @@ def test_listing_parameters_is_no_use_of_each_call(ranks: Ranks) -> None:
 
 def sharded(count: int) -> list[ShardedParam]:
     return [
-        ShardedParam(str(n), nn.Parameter(torch.zeros(10)), Partition(10, 2), 0, persistent=False, index=n)
+        ShardedParam(str(n), nn.Parameter(torch.zeros(10)), Partition(10, 2), 0, ALONE, persistent=False, index=n)
         for n in range(count)
     ]
 
 
 def test_a_pass_knows_what_comes_next() -> None:
     a, b, c = sharded(3)
-    owners = [Owner("a", [a]), Owner("both", [a, b]), Owner("c", [c])]
+    owners = [ModuleParams("a", [a]), ModuleParams("both", [a, b]), ModuleParams("c", [c])]
     record = Pass([*owners, owners[0]])
     assert [record.next_place(a, start) for start in range(5)] == [0, 1, 3, 3, None]
     assert [record.elements(0, stop) for stop in range(5)] == [0, 10, 30, 40, 50]
-    walk = Walk(record)
+    walk = CurrentPass(record)
     walk.step(owners[0])
     assert list(walk.upcoming()) == [a, b, c, a]
     assert list(walk.upcoming()) == []

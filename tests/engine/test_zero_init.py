@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, weight_norm
 
 from dsprof import engine as ds
-from dsprof.engine.zero.holder import forget, holder
 from dsprof.engine.zero.init import GatheredParameters, Init
+from dsprof.engine.zero.shard import find_sharded, forget
 
 WIDTH = 6
 
@@ -36,8 +36,8 @@ def plain_params(module: nn.Module) -> list[nn.Parameter]:
 
 def resident(module: nn.Module) -> int:
     """Elements of `module` that are whole on this rank."""
-    keepers = [(param, holder(param)) for param in plain_params(module)]
-    return sum(param.numel() for param, keeper in keepers if keeper is None or keeper.sharded.resident)
+    knowns = [(param, find_sharded(param)) for param in plain_params(module)]
+    return sum(param.numel() for param, known in knowns if known is None or known.resident)
 
 
 # --- what modules do to their children while they are made
@@ -208,7 +208,7 @@ def made(rank: int, kind: str) -> tuple[int, bool, bool]:
     left = sum(
         param.numel()
         for param in model.parameters()
-        if not nn.parameter.is_lazy(param) and ((keeper := holder(param)) is None or keeper.sharded.resident)
+        if not nn.parameter.is_lazy(param) and ((known := find_sharded(param)) is None or known.resident)
     )
     found = values(model)
     same = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
@@ -317,7 +317,7 @@ def test_parameters_are_sharded_on_the_device_of_the_engine(ranks: Ranks) -> Non
     assert ranks.run(1, placed) == [{"cuda torch.bfloat16"}]
 
 
-# --- holders
+# --- what ZeRO has of parameters
 
 
 def saved(rank: int, stage: int) -> list[bool]:
@@ -341,7 +341,7 @@ def _saves(model: nn.Module) -> bool:
         loaded = torch.load(file, weights_only=True)
         copied = copy.deepcopy(params)
         same = all(torch.equal(p, q) and torch.equal(p, r) for p, q, r in zip(params, loaded, copied, strict=True))
-    return same and all(holder(param) is None for param in (*loaded, *copied))
+    return same and all(find_sharded(param) is None for param in (*loaded, *copied))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -353,16 +353,16 @@ def freed(rank: int) -> tuple[bool, bool, bool]:
     with Init():
         model = nn.Linear(2, 2)
     param = model.weight
-    known = holder(param) is not None
+    known = find_sharded(param) is not None
     forget(model.bias)
-    forgotten = holder(model.bias) is None
+    forgotten = find_sharded(model.bias) is None
     alive = weakref.ref(param)
     del model, param
     gc.collect()
     return known, forgotten, alive() is None
 
 
-def test_a_holder_does_not_keep_its_parameter(ranks: Ranks) -> None:
+def test_a_sharded_parameter_is_not_kept_alive(ranks: Ranks) -> None:
     assert ranks.run(2, freed) == [(True, True, True)] * 2
 
 
@@ -402,7 +402,7 @@ def around_forward(rank: int, grad: bool) -> tuple[list[int], int, int, bool]:
             engine.backward(y.sum())
     with torch.set_grad_enabled(grad):
         right = torch.allclose(y, expected(x))
-    live = engine.zero.fetcher.live
+    live = engine.zero.fetcher.live_params.live
     users = sum(param.users for param in engine.zero.params)
     engine.destroy()
     return whole, live, users, right
@@ -500,7 +500,7 @@ def switched_off(rank: int) -> list[bool]:
     for init in (Init(enabled=False), Init(config=configuration(2)), Init(config=configuration(3)), Init()):
         with init:
             model = nn.Linear(2, 2)
-        whole.append(holder(model.weight) is None)
+        whole.append(find_sharded(model.weight) is None)
     return whole
 
 

@@ -50,16 +50,16 @@ class Training:
         """One more of the step under way has been seen."""
         self.micro_steps += 1
         self.under_way += 1
-        self.global_samples += self.samples
+        self.global_samples += self.samples_per_microbatch
 
     def begin_step(self) -> None:
         """The micro-batches so far made a step, or are to be forgotten."""
         self.under_way = self.hooks.microbatch = 0
 
     @property
-    def samples(self) -> int:
-        """Of a micro-batch, over all replicas."""
-        return self.config.train_micro_batch_size_per_gpu * self.zero.size
+    def samples_per_microbatch(self) -> int:
+        """Over all replicas."""
+        return self.config.train_micro_batch_size_per_gpu * self.parallel.mesh.dp
 
     @property
     def device(self) -> torch.device:
