@@ -6,11 +6,8 @@ from collections.abc import Callable
 from difflib import SequenceMatcher
 from typing import Final
 
-from .gpipe import gpipe
-from .interleaved import interleaved
-from .one_f_one_b import one_f_one_b
 from .plan import Plan
-from .zero_bubble import zero_bubble
+from .schedules import gpipe, interleaved, one_f_one_b, zero_bubble
 
 SCHEDULES: Final[dict[str, Callable[..., Plan]]] = {
     "gpipe": gpipe,
