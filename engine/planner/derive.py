@@ -7,20 +7,20 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..pipe.module import PipelineModule
 from ..tensor.layers import layer_of, layers_of
 from .adapt import fit
-from .blocks import Stack, Stretch
+from .blocks import Edges, Stack, Stretch, with_edges
 from .example_inputs import given_inputs, guesses, variants
 from .plan import TensorPlan
-from .sequence_pipeline import find_stack, note_join, stretch_here, whole_in
+from .sequence_pipeline import find_stack, stretch_here, whole_in
 from .solve import decide
 from .stage_tracer import Tried, try_stages
 from .styles import PlanError, Role, Roles, Wanted, own_plan, own_styles, pattern_of, wanted_styles
-from .tracer import Trial, brief, joined, note_output, note_randomness, observe
+from .tracer import Trial, brief, joined, note_randomness, observe, run_again
 
 _log: Final = logging.getLogger(__name__)
 
@@ -197,15 +197,23 @@ def _others(model: nn.Module, found: Roles) -> tuple[tuple[str, str], ...]:
     )  # fmt: skip
 
 
+class _Noted(Edges):
+    """Keeps what the blocks return."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+
+    def join(self, x: Tensor) -> Tensor:
+        self._trial.joined = x.detach()
+        return x
+
+
 def _note_end(trial: Trial, stack: Stack) -> None:
     """Keep what the blocks of `stack` return, if they are among what was tried; they must all be, or none."""
-    if stack.stretch is not None:
-        note_join(trial, stack)
-        return
-    prefix = f"{trial.root}." if trial.root else ""
     used = [block for block in (stack.first, stack.last) if any(c.module.startswith(f"{block}.") for c in trial.calls)]
-    if len(used) == 2:
-        note_output(trial, stack.last, trial.module.get_submodule(stack.last.removeprefix(prefix)))
+    if stack.stretch is not None or len(used) == 2:
+        with with_edges(trial, stack, _Noted(trial)):
+            run_again(trial)
     elif used and stack.first != stack.last:
         raise PlanError(
             f"sequence_parallel: the blocks from {stack.first} to {stack.last} could not be tried one after the other; "

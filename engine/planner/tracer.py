@@ -78,8 +78,12 @@ class Trial:
     trained: list[Tensor] = field(default_factory=list)
     """What it returned then; there may be more or fewer of them."""
 
-    blocks: dict[str, Tensor] = field(default_factory=dict)
-    """Module -> its output, of those that `note_output` was asked for."""
+    joined: Tensor | None = None
+    """What the last of the blocks gave in which the sequence is sharded, if it was asked for."""
+
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules that were tried, by their names in the model."""
+        return {joined(self.root, name): module for name, module in self.module.named_modules()}
 
     def numbered(self) -> dict[tuple[str, int], Call]:
         """Calls by module, and number among that module's calls."""
@@ -126,18 +130,10 @@ def note_randomness(trial: Trial) -> None:
     trial.trains = next(again, None) is None
 
 
-def note_output(trial: Trial, name: str, module: nn.Module) -> None:
-    """Keep what `module` returned: the first activation of it."""
-    again = iter(trial.calls)
-
-    def keep(_: nn.Module, __: Any, output: Any) -> None:
-        trial.blocks[name] = tensors_of(output)[0].detach()
-
-    handle = module.register_forward_hook(keep)
-    try:
-        run(trial, lambda name, layer, x: next(again).wrote.detach().clone())
-    finally:
-        handle.remove()
+def run_again(trial: Trial) -> None:
+    """Run the tried module with the answers that it had."""
+    calls = iter(trial.calls)
+    run(trial, lambda name, layer, x: next(calls).wrote.detach().clone())
 
 
 def run(

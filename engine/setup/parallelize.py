@@ -35,13 +35,17 @@ def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
         **{f"pipeline.{key}": given.get(key) for key in ("virtual_stages", "partition_method")},
         "pipeline.layer_costs": "a file" if pipeline.layer_costs is not None else None,
     }))  # fmt: skip
-    virtual, method = given.get("virtual_stages"), given.get("partition_method")
+    before = model.placement.virtual_stages, model.partition_method
+    model.placement.virtual_stages = given.get("virtual_stages", model.placement.virtual_stages)
+    model.partition_method = given.get("partition_method", model.partition_method)
     model.activation_checkpoint_interval = given.get(
         "activation_checkpoint_interval", model.activation_checkpoint_interval
     )
-    differs = virtual not in (None, model.placement.virtual_stages) or method not in (None, model.partition_method)
+    if pipeline.layer_costs is not None:
+        model.costs = pipeline.layer_costs
+    differs = before != (model.placement.virtual_stages, model.partition_method)
     if differs or not model.placement.bounds or pipeline.layer_costs is not None:
-        model.arrange_everywhere(mesh.pp, mesh.pp_rank, virtual, method, pipeline.layer_costs)
+        model.arrange_everywhere(mesh.pp, mesh.pp_rank)
     if model.placement.virtual_stages > 1 and pipeline.schedule != "interleaved":
         raise ConfigError([
             f'pipeline.schedule: "{pipeline.schedule}" knows one stage a rank, and the PipelineModule has '

@@ -9,7 +9,7 @@ from ..comm.consensus import gather_objects
 from ..comm.lane import Inline
 from ..comm.mesh import Mesh, Parallel
 from ..hooks import Hooks
-from ..pipe.module import PipelineModule, Tie
+from ..pipe.module import PipelineModule, TiedParameters
 from ..tensor.sharding import partial_parameters, shard_of
 from ..zero.shared_params import SharedParameters, Sharing
 
@@ -33,7 +33,7 @@ def share(model: nn.Module, parallel: Parallel, hooks: Hooks) -> SharedParameter
     return SharedParameters(sharings, copies)
 
 
-def _tied(tie: Tie, mesh: Mesh, hooks: Hooks) -> Sharing:
+def _tied(tie: TiedParameters, mesh: Mesh, hooks: Hooks) -> Sharing:
     """Among the ranks of its stages, those of the same replica and part share it."""
     sets = [[ranks[at] for at in tie.ranks] for ranks in mesh.sets("pp")]
     comm = open_comm(sets, lambda: Inline(hooks))
