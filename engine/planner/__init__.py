@@ -12,3 +12,11 @@ sequence_pipeline, stage_tracer, tied_vocab    the same in pipelines
 plan, styles      what a plan is
 apply             a plan carried out
 """
+
+from .apply import parallelize
+from .derive import plan_for
+from .plan import Collective, Cost, TensorPlan
+from .styles import PlanError
+from .tied_vocab import parallelize_pipeline
+
+__all__ = ["Collective", "Cost", "PlanError", "TensorPlan", "parallelize", "parallelize_pipeline", "plan_for"]

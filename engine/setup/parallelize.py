@@ -74,8 +74,7 @@ def shard_layers(model: nn.Module, config: Config, parallel: Parallel, device: t
             f"initialize: zero.Init has divided {early[0]} among all ranks, and with tensor parallelism it is to be "
             "sharded first; build the model without zero.Init"
         )
-    from ..planner.apply import parallelize  # a planner is much code, which most trainings have no use for
-    from ..planner.tied_vocab import parallelize_pipeline
+    from ..planner import parallelize, parallelize_pipeline  # much code, which most trainings have no use for
 
     wanted = section.plan
     if wanted is not None and parallel.mesh.pp > 1:

@@ -5,6 +5,7 @@ Marks lie in mappings beside the parameters, so that these can be copied and sav
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -101,15 +102,12 @@ class TensorShard:
 
     def of_rank(self, rank: int) -> TensorShard:
         """The shard of another rank."""
-        return TensorShard(shape=self.shape, dim=self.dim, bands=self.bands, size=self.size, rank=rank,
-                         copies=self.copies, padding=self.padding)  # fmt: skip
+        return dataclasses.replace(self, rank=rank)
 
     def to_dict(self) -> dict[str, int | list[int]]:
         """As integers and lists, for a checkpoint."""
-        return {
-            "shape": list(self.shape), "dim": self.dim, "bands": list(self.bands), "size": self.size,
-            "rank": self.rank, "copies": self.copies, "padding": self.padding,
-        }  # fmt: skip
+        fields = dataclasses.asdict(self)
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
 
     @staticmethod
     def from_dict(saved: Mapping[str, Any]) -> TensorShard:
