@@ -110,10 +110,10 @@ def _undecided(
 
 def _without_fast_paths(model: nn.Module, roles: Mapping[str, Role]) -> tuple[Change, ...]:
     """In evaluation torch's TransformerEncoderLayer computes with the weights of its layers, whatever these are."""
-    cut = {name.rpartition(".")[0] for name, role in roles.items() if role.style != "whole"}
+    sharded = {name.rpartition(".")[0] for name, role in roles.items() if role.style != "whole"}
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and name in cut and module.activation_relu_or_gelu:
+        if isinstance(module, nn.TransformerEncoderLayer) and name in sharded and module.activation_relu_or_gelu:
             found.append(Change(name, "activation_relu_or_gelu", module.activation_relu_or_gelu, 0))
         elif isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
             found.append(Change(name, "use_nested_tensor", True, False))
@@ -216,15 +216,15 @@ def _numbers(members: Sequence[Role], size: int) -> dict[int, list[int]]:
         add(row.layer.inputs, row.layer.inputs // size)
         for column in (role for role in members if role.bands is not None):
             assert column.bands is not None
-            pieces = size // column.bands.copies
-            add(column.layer.outputs, column.layer.outputs // pieces)
+            shards = size // column.bands.copies
+            add(column.layer.outputs, column.layer.outputs // shards)
             for band in column.bands.sizes:
-                add(band, band // pieces)
-                if band % (head * pieces) == 0:
+                add(band, band // shards)
+                if band % (head * shards) == 0:
                     groups = band // head
-                    add(groups, groups // pieces)
-                    if row.heads % groups == 0 and (row.heads // size) % (groups // pieces) == 0:
-                        add(row.heads // groups, row.heads // size // (groups // pieces))
+                    add(groups, groups // shards)
+                    if row.heads % groups == 0 and (row.heads // size) % (groups // shards) == 0:
+                        add(row.heads // groups, row.heads // size // (groups // shards))
     return found
 
 

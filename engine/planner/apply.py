@@ -34,7 +34,7 @@ from .blocks import Stretch
 from .dependence import Share
 from .derive import decided, plan_for
 from .plan import TensorPlan
-from .sequence_pipeline import NO_BLOCKS, blocks_here, shard_sequence, widest
+from .sequence_parallel import NO_BLOCKS, blocks_here, shard_sequence, widest
 from .stage_tracer import Tried, try_stages
 from .styles import PlanError, Role
 

@@ -16,7 +16,7 @@ from .adapt import fit
 from .blocks import Edges, Stack, Stretch, with_edges
 from .example_inputs import given_inputs, guesses, variants
 from .plan import TensorPlan
-from .sequence_pipeline import find_stack, stretch_here, whole_in
+from .sequence_parallel import find_stack, stretch_here, whole_in
 from .solve import decide
 from .stage_tracer import Tried, try_stages
 from .styles import PlanError, Role, Roles, Wanted, own_plan, own_styles, pattern_of, wanted_styles
@@ -55,8 +55,8 @@ def plan_for(
     if sequence_parallel and stretch is None:
         stretch = stretch_here(model, trials, found.roles)
     trials += _variants(trials)
-    cuts = any(role.style != "whole" for role in found.roles.values())
-    if not cuts and "auto" in wanted.values() and not isinstance(model, PipelineModule):
+    shards = any(role.style != "whole" for role in found.roles.values())
+    if not shards and "auto" in wanted.values() and not isinstance(model, PipelineModule):
         reasons = "; ".join(f"{role.module}: {role.why}" for role in list(found.roles.values())[:5])
         raise PlanError(f"tensor parallelism over {size} ranks: found nothing to shard ({reasons or 'no layers'})")
     stack = find_stack(model, found.roles, sequence_dim, stretch) if sequence_parallel else None

@@ -173,7 +173,7 @@ class _RankRun(Edges):
             width = expected.shape[-1] // self._size
             expected = expected[..., self._rank * width : (self._rank + 1) * width]
         else:
-            expected = self._piece(expected)
+            expected = self._shard(expected)
         self._compare(x, expected, f"the input of {name}")
         self.last = name
         if role.style == "column" and role.region is not None:
@@ -194,7 +194,7 @@ class _RankRun(Edges):
         if len(outputs) != len(whole):
             raise Mismatch(self.region, f"{len(outputs)} outputs instead of {len(whole)}")
         # A pipeline's stage may pass on what is sharded.
-        expected_outputs, _ = on_first_activation(self._piece, tuple(whole), {})
+        expected_outputs, _ = on_first_activation(self._shard, tuple(whole), {})
         for found, expected in zip(outputs, expected_outputs, strict=True):
             self._compare(found, expected.detach(), "the output")
 
@@ -209,7 +209,7 @@ class _RankRun(Edges):
         assert self._stack is not None
         whole = self._trial.joined
         assert whole is not None
-        self._compare(x, self._piece(whole), f"the output of {self._stack.last}")
+        self._compare(x, self._shard(whole), f"the output of {self._stack.last}")
         self._along = None
         return whole.clone()
 
@@ -223,10 +223,10 @@ class _RankRun(Edges):
 
     def _given(self, x: Tensor) -> Tensor:
         """`x` as code between regions gets it."""
-        piece = self._piece(x).clone()
-        return piece if self._along is None or x.dim() <= self._along else mark(piece)
+        shard = self._shard(x).clone()
+        return shard if self._along is None or x.dim() <= self._along else mark(shard)
 
-    def _piece(self, x: Tensor) -> Tensor:
+    def _shard(self, x: Tensor) -> Tensor:
         if self._along is None or x.dim() <= self._along:
             return x
         length = x.shape[self._along]

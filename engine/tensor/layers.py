@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..comm.comm import Comm
 from .check_data import check_range
-from .collectives import copy, gather, join, operate, reduce, reduce_scatter, split, view
+from .collectives import enter, join, operate, reduce, reduce_scatter, split, view
 from .rng import RankStream
 from .shape_override import plain
 from .sharding import TensorShard
@@ -158,10 +158,7 @@ class Entrance:
         if self._entered is not None and self._given is not None and self._given() is x and self._key == key:
             entered = self._entered
         else:
-            if self._sequence_dim is None:
-                entered = copy(x, self._comm, name)
-            else:
-                entered = gather(x, self._comm, self._sequence_dim, name)
+            entered = enter(x, self._comm, self._sequence_dim, name)
             self._given, self._key, self._entered, self._left = weakref.ref(x), key, entered, self._readers
         self._left -= 1
         if self._left <= 0:
@@ -241,7 +238,7 @@ class Exit(State):
     stream: RankStream | None = None
 
     def sum(self, y: Tensor, bias: Tensor | None) -> Tensor:
-        """The sum of every rank's `y`, or this rank's piece of it, with the bias added once."""
+        """The sum of every rank's `y`, or this rank's shard of it, with the bias added once."""
         if self.sequence_dim is None:
             y = reduce(y, self.comm, self.name, fresh=True)
         else:

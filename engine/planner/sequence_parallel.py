@@ -1,6 +1,6 @@
-"""Activations that are sharded along the sequence on their way through a pipeline, from one stage to the next.
+"""Activations that are sharded along the sequence, in one model or on their way from stage to stage of a pipeline.
 
-The blocks are a stretch of the pipeline's layers. Where its edges fall together with those of stages, it is the
+In a pipeline the blocks are a stretch of its layers. Where its edges fall together with those of stages, it is the
 smaller thing that is sent: who has the layer before the first block shards its output, and who has the layer after the
 last one joins its input. In between every rank passes its part on to the rank of the next stage that has the same.
 """
