@@ -17,7 +17,7 @@ from torch import nn
 from ..tensor.layers import layer_of
 from ..tensor.shape_override import ShapeOverride
 from .blocks import Stack
-from .styles import PlanError, Role, Roles, pattern_of
+from .styles import PlanError, Role, Roles, leave_whole
 from .tracer import Trial, joined
 from .verify import Arrangement, Change, Mismatch, OwnDecision, rehearse
 
@@ -83,17 +83,14 @@ def fit(model: nn.Module, trials: Sequence[Trial], found: Roles, stack: Stack | 
                     f"tensor parallelism: cannot find out how to shard {place or rows[0].module}: over {size} ranks it "
                     f"does not compute what it did ({kind.first_error}). Have it take its sizes from the outputs of "
                     f"its layers{' (`q.view(b, t, -1, head_dim)`)' if by_heads else ''}, "
-                    f"{'or leave' if stack is None else f'{_SWITCH}, or leave'} it whole with a plan: "
-                    f'{{"{pattern_of(place or rows[0].module)}": "whole", "*": "auto"}}'
+                    f"{'or' if stack is None else f'{_SWITCH}, or'} {leave_whole(place or rows[0].module)}"
                 ) from mismatch
             kind.chosen = following
         else:
             return arrangement
 
 
-def _undecided(
-    mismatch: OwnDecision, kind: _Kind | None, roles: Mapping[str, Role], stack: Stack | None
-) -> str:  # fmt: skip
+def _undecided(mismatch: OwnDecision, kind: _Kind | None, roles: Mapping[str, Role], stack: Stack | None) -> str:
     """What is said where code decides by a part: of what the layers of a region write, or of a sequence."""
     said = (
         f"tensor parallelism: {mismatch}, of which each rank has a part, and might decide otherwise than the others. "
@@ -105,7 +102,7 @@ def _undecided(
         return said
     region, place = next(iter(kind.regions.items()))
     name = place or next(role.module for role in roles.values() if role.region == region)
-    return f'{said}, or leave it whole with a plan: {{"{pattern_of(name)}": "whole", "*": "auto"}}'
+    return f"{said}, or {leave_whole(name)}"
 
 
 def _without_fast_paths(model: nn.Module, roles: Mapping[str, Role]) -> tuple[Change, ...]:

@@ -19,7 +19,7 @@ from .plan import TensorPlan
 from .sequence_parallel import find_stack, stretch_here, whole_in
 from .solve import decide
 from .stage_tracer import Tried, try_stages
-from .styles import PlanError, Role, Roles, Wanted, own_plan, own_styles, pattern_of, wanted_styles
+from .styles import PlanError, Role, Roles, Wanted, leave_whole, own_plan, own_styles, wanted_styles
 from .tracer import Trial, brief, joined, note_randomness, observe, run_again
 
 _log: Final = logging.getLogger(__name__)
@@ -128,8 +128,7 @@ def _trials(
             raise PlanError(
                 f"tensor parallelism: cannot find out how to shard {name}: {place or 'the model'} could not be tried "
                 f"on made-up inputs ({failed.get(place, 'it has no forward')}). Pass example= (what {takes}) "
-                f"to initialize or plan_for, or leave it whole with a plan: "
-                f'{{"{pattern_of(name)}": "whole", "*": "auto"}}'
+                f"to initialize or plan_for, or {leave_whole(name)}"
             )
     return trials
 
@@ -153,9 +152,7 @@ def _try(name: str, module: nn.Module, tokens: int, failed: dict[str, str], alon
     return _try_children(name, module, tokens, failed, alone)
 
 
-def _try_children(
-    name: str, module: nn.Module, tokens: int, failed: dict[str, str], alone: bool
-) -> list[Trial]:  # fmt: skip
+def _try_children(name: str, module: nn.Module, tokens: int, failed: dict[str, str], alone: bool) -> list[Trial]:
     return [
         trial
         for child, inner in module.named_children()

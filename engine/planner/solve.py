@@ -16,7 +16,7 @@ from torch import nn
 from ..tensor.batch_norm import is_batch_norm
 from ..tensor.layers import layers_of
 from .dependence import Bands, Flow, Sharding, Share, Source, independent_parts, sharding_of
-from .styles import PlanError, Role, Roles, Style, Wanted, listed, pattern_of
+from .styles import PlanError, Role, Roles, Style, Wanted, leave_whole, listed
 from .tracer import Call, Trial
 
 T = TypeVar("T")
@@ -150,9 +150,7 @@ class _Decision:
             given = self._uses[column][0].call.given
             shares = next(name for name in columns if self._uses[name][0].call.given is given)
             why = f"read by {listed(region)}{share}"
-            self._roles[column] = Role(
-                column, self._layers[column], "column", why, bands, number, shares=shares
-            )  # fmt: skip
+            self._roles[column] = Role(column, self._layers[column], "column", why, bands, number, shares=shares)
         heads = self._heads(next(iter(region)))
         for row, sharding in region.items():
             why = f"reads {listed(columns)} in {heads} independent parts"
@@ -235,8 +233,8 @@ class _Decision:
     def _not_shared_out(self, name: str, what: str, works: Sequence[int]) -> str:
         return (
             f"tensor parallelism over {self._size} ranks: {name} {what}, which cannot be shared out over {self._size}; "
-            f"sizes that work: {', '.join(map(str, works)) or 'none'}. Choose one, or leave it whole with a plan: "
-            f'{{"{pattern_of(name.rpartition(".")[0] or name)}": "whole", "*": "auto"}}'
+            f"sizes that work: {', '.join(map(str, works)) or 'none'}. Choose one, or "
+            f"{leave_whole(name.rpartition('.')[0] or name)}"
         )
 
     # --- the others
