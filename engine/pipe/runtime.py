@@ -89,7 +89,8 @@ class PipelineRun:
         self._put_off: dict[tuple[int, int], list[Work]] = {}
         self._here: dict[tuple[Direction, int, int], Message] = {}
         """Messages between two stages of this rank, by the receiving one."""
-        self._arrivals: dict[tuple[Direction, int, int], Arrival] = {}
+        self._arrivals: dict[Direction, dict[tuple[int, int], Arrival]] = {direction: {} for direction in AHEAD}
+        """Messages on their way, by stage and micro-batch, in the order in which they come."""
         self._sent: list[Ticket] = []
         self._sends = dict.fromkeys(AHEAD, 0)
         self._receives = {direction: self._expected(direction) for direction in AHEAD}
@@ -242,12 +243,12 @@ class PipelineRun:
         self._sent.append(link.send(message, self._hooks.place))
 
     def _take(self, direction: Direction, stage: int, microbatch: int) -> Message:
-        key = (direction, stage, microbatch)
-        if key in self._here:
-            return self._here.pop(key)
-        while key not in self._arrivals:
+        if (direction, stage, microbatch) in self._here:
+            return self._here.pop((direction, stage, microbatch))
+        arrivals = self._arrivals[direction]
+        while (stage, microbatch) not in arrivals:
             self._receive_next(direction)
-        return self._arrivals.pop(key).take()
+        return arrivals.pop((stage, microbatch)).take()
 
     def _expected(self, direction: Direction) -> Iterator[tuple[Link, int, int]]:
         """What this rank gets from others in a direction, in the order in which they send it: by which link, and for
@@ -264,20 +265,20 @@ class PipelineRun:
             return False
         link, stage, microbatch = expected
         step, _, _ = self._hooks.place
-        self._arrivals[direction, stage, microbatch] = link.receive((step, microbatch, stage))
+        self._arrivals[direction][stage, microbatch] = link.receive((step, microbatch, stage))
         return True
 
     def _next_arrival(self, direction: Direction) -> Arrival | None:
         """What comes next in a direction, whether its receive has been started or not."""
-        if not any(key[0] == direction for key in self._arrivals) and not self._receive_next(direction):
+        arrivals = self._arrivals[direction]
+        if not arrivals and not self._receive_next(direction):
             return None
-        return self._arrivals.pop(next(key for key in self._arrivals if key[0] == direction))
+        return arrivals.pop(next(iter(arrivals)))
 
     def _start_receives(self) -> None:
-        for direction in AHEAD:
-            started = sum(key[0] == direction for key in self._arrivals)
-            while started < self._early and self._receive_next(direction):
-                started += 1
+        for direction, arrivals in self._arrivals.items():
+            while len(arrivals) < self._early and self._receive_next(direction):
+                pass
 
     def _notify_neighbours(self, reason: str) -> None:
         """Have the ranks that wait for this one fail too, and not wait for ever."""
