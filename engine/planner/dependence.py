@@ -52,7 +52,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Sharding:
+class RowSharding:
     """What is to be sharded for a layer to be a row layer."""
 
     columns: dict[str, Bands]
@@ -112,7 +112,7 @@ def _nonzero(gradient: Tensor) -> Tensor:
     return gradient.ne(0)  # NaN is not equal to 0 either
 
 
-def sharding_of(flow: Flow, call: Call, sources: Sequence[Source], count: int) -> Sharding | None:
+def row_sharding(flow: Flow, call: Call, sources: Sequence[Source], count: int) -> RowSharding | None:
     """How the layers that `call` reads, and parameters and buffers on the way, are to be sharded so that each of
     `count` ranks has what its shard of the input's features needs; None if that cannot be."""
     features = call.read.shape[-1]
@@ -120,7 +120,7 @@ def sharding_of(flow: Flow, call: Call, sources: Sequence[Source], count: int) -
         return None
     width = features // count
     reached = [flow.reach(call.read, sources, rank * width, width) for rank in range(count)]
-    found = Sharding({}, {})
+    found = RowSharding({}, {})
     for source in sources:
         needed = [reach[source] for reach in reached]
         if source.kind == "layer":

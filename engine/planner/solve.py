@@ -15,7 +15,7 @@ from torch import nn
 
 from ..tensor.batch_norm import is_batch_norm
 from ..tensor.layers import layers_of
-from .dependence import Bands, Flow, Sharding, Share, Source, independent_parts, sharding_of
+from .dependence import Bands, Flow, RowSharding, Share, Source, independent_parts, row_sharding
 from .styles import PlanError, Role, Roles, Style, Wanted, leave_whole, listed
 from .tracer import Call, Trial
 
@@ -73,7 +73,7 @@ class _Decision:
         """Layer -> those that have a parameter with it in common."""
         self._roles: dict[str, Role] = {}
         self._shares: dict[str, Share] = {}
-        self._tests: dict[str, Sharding | str] = {}
+        self._tests: dict[str, RowSharding | str] = {}
         self._sizes: dict[str, tuple[list[Source], PlanError]] = {}
         """Row layer -> the layers that it reads, and the error that it is, if all of them are left without a region."""
 
@@ -111,12 +111,12 @@ class _Decision:
     def _is_linear(self, name: str) -> bool:
         return self._layers[name].kind in ("linear", "conv1d")
 
-    def _region(self, first: str) -> dict[str, Sharding] | None:
+    def _region(self, first: str) -> dict[str, RowSharding] | None:
         """The row layers of the region that has `first` as one, with what is to be sharded for each; None if there is
         no such region."""
         if not self._may(first, "row"):
             return None
-        rows, columns, todo = dict[str, Sharding](), dict[str, Bands](), [first]
+        rows, columns, todo = dict[str, RowSharding](), dict[str, Bands](), [first]
         while todo:
             row = todo.pop()
             sharding = self._test(row)
@@ -135,11 +135,11 @@ class _Decision:
         alone = shares is not None and all(self._param_readers[name] <= rows.keys() for name in shares)
         return rows if alone and not rows.keys() & columns.keys() else None
 
-    def _elements(self, region: Mapping[str, Sharding]) -> int:
+    def _elements(self, region: Mapping[str, RowSharding]) -> int:
         members = {*region, *(column for each in region.values() for column in each.columns)}
         return sum(self._layers[name].inputs * self._layers[name].outputs for name in members)
 
-    def _enter(self, region: Mapping[str, Sharding], number: int) -> None:
+    def _enter(self, region: Mapping[str, RowSharding], number: int) -> None:
         """Give the layers of `region` their roles, unless one of them has got another."""
         columns = {column: bands for each in region.values() for column, bands in each.columns.items()}
         if any(name in self._roles for name in (*region, *columns)):
@@ -157,14 +157,14 @@ class _Decision:
             self._roles[row] = Role(row, self._layers[row], "row", why, None, number, heads)
             self._shares.update(sharding.shares)
 
-    def _test(self, name: str) -> Sharding | str:
+    def _test(self, name: str) -> RowSharding | str:
         """What is to be sharded for `name` to be a row layer, or why it cannot be one."""
         if name not in self._tests:
             self._tests[name] = self._tested(name)
         return self._tests[name]
 
-    def _tested(self, name: str) -> Sharding | str:
-        found: list[Sharding] = []
+    def _tested(self, name: str) -> RowSharding | str:
+        found: list[RowSharding] = []
         for use in self._uses.get(name, ()):
             sources = use.layers()
             if not sources:
@@ -186,7 +186,7 @@ class _Decision:
         columns, shares = _agreed([use.columns for use in found]), _agreed([use.shares for use in found])
         if columns is None or shares is None:
             return "its uses need different parts of what it reads"
-        return Sharding(columns, shares)
+        return RowSharding(columns, shares)
 
     def _unfit_share(self, name: str, share: Share) -> str:
         """Why a parameter or buffer cannot be sharded."""
@@ -196,8 +196,8 @@ class _Decision:
         saved = attribute in owner._buffers and attribute not in owner._non_persistent_buffers_set
         return "is a buffer that is saved" if saved and not is_batch_norm(owner) else ""
 
-    def _sharding(self, use: _Use, size: int) -> Sharding | None:
-        found = sharding_of(use.flow, use.call, use.sources, size)
+    def _sharding(self, use: _Use, size: int) -> RowSharding | None:
+        found = row_sharding(use.flow, use.call, use.sources, size)
         if found is None:
             return None
         # Key-value heads may be copied to every rank; what is as wide as the queries is mixed, if every rank needs it.
