@@ -28,20 +28,6 @@ _TRIES: Final = 400
 """Options of one kind of region at most."""
 
 
-@dataclass(frozen=True)
-class _Option:
-    """Changes and overrides relative to the module in which a region lies."""
-
-    changes: tuple[Change, ...] = ()
-    overrides: tuple[tuple[str, ShapeOverride], ...] = ()
-
-    def at(self, place: str) -> Arrangement:
-        return Arrangement(
-            tuple(Change(joined(place, c.module), c.attribute, c.before, c.after) for c in self.changes),
-            tuple((joined(place, name), override) for name, override in self.overrides),
-        )
-
-
 @dataclass
 class _Kind:
     """Regions that look alike."""
@@ -49,8 +35,9 @@ class _Kind:
     regions: dict[int, str]
     """Number -> name of the module in which it lies."""
 
-    options: Iterator[_Option]
-    chosen: _Option
+    options: Iterator[Arrangement]
+    """What may be arranged for each, by names relative to the module in which it lies."""
+    chosen: Arrangement
     first_error: str = ""
 
 
@@ -61,7 +48,9 @@ def fit(model: nn.Module, trials: Sequence[Trial], found: Roles, stack: Stack | 
     kinds = _kinds(model, roles, stack, size)
     kind_of = {region: kind for kind in kinds for region in kind.regions}
     while True:
-        arrangement = _joined([always, *(kind.chosen.at(place) for kind in kinds for place in kind.regions.values())])
+        arrangement = _joined(
+            [always, *(kind.chosen.within(place) for kind in kinds for place in kind.regions.values())]
+        )
         try:
             for trial in trials:
                 for rank in (0, size - 1):
@@ -156,7 +145,7 @@ def _common(names: Sequence[str]) -> str:
 
 def _options(
     model: nn.Module, places: Sequence[str], members: Sequence[Role], stack: Stack | None, size: int
-) -> Iterator[_Option]:
+) -> Iterator[Arrangement]:
     """The least change first; those of a configuration after all others, and last what may count groups of heads."""
     numbers, overrides = _numbers(members, size), _overrides(places[0], members, stack, size)
     groups = {number: [part for part in parts if part not in numbers.get(number, ())]
@@ -173,7 +162,7 @@ def _options(
 
 def _combinations(
     known: Sequence[list[Change]], more: Sequence[list[Change]], overrides: Sequence[tuple[str, ShapeOverride] | None]
-) -> Iterator[_Option]:
+) -> Iterator[Arrangement]:
     """With one of `more` at least, unless there are none `known`."""
     tried = 0
     new = {id(changes) for changes in more}
@@ -187,7 +176,7 @@ def _combinations(
                     if tried == _TRIES:
                         return
                     tried += 1
-                    yield _Option(changes, () if override is None else (override,))
+                    yield Arrangement(changes, () if override is None else (override,))
 
 
 def _groups(members: Sequence[Role], size: int) -> dict[int, list[int]]:

@@ -10,7 +10,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -63,6 +63,13 @@ class Arrangement:
     overrides: tuple[tuple[str, ShapeOverride], ...] = ()
     shares: tuple[tuple[str, Share], ...] = ()
     """Parameters and buffers that are sharded like what they are applied to."""
+
+    def within(self, place: str) -> Arrangement:
+        """Its changes and overrides, of modules in the one called `place`."""
+        return Arrangement(
+            tuple(replace(change, module=joined(place, change.module)) for change in self.changes),
+            tuple((joined(place, name), override) for name, override in self.overrides),
+        )
 
 
 class Mismatch(Exception):
