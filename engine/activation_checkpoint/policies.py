@@ -68,38 +68,28 @@ class Full:
     preserve_rng_state: bool = True
     """Recompute with the random numbers of the forward, as dropout needs."""
 
+    every: int = 1
+    """Only every so many-th block; the others keep their activations."""
+
     def apply(self, model: nn.Module, hooks: Hooks) -> Undo:
-        """Wrap the blocks of `model`. Raises ValueError if it is not clear which modules they are."""
+        """Wrap the blocks of `model`. Raises ValueError if it is not clear which modules they are, or if there are not
+        `every` of them."""
         found = find_blocks(model) if self.blocks is None else named_blocks(model, self.blocks)
+        if not 1 <= self.every <= max(1, len(found)):
+            raise ValueError(
+                f"every k-th block with k = {self.every}: the model has {len(found)} blocks; write 1 to {len(found)}"
+            )
         return last_first([
             wrap_forward(
                 found[name], Region(hooks, name, self.on_host, self.preserve_rng_state, self.contexts()), name,
                 "activation checkpointing was applied",
             )
-            for name in self.choose(list(found))
+            for name in list(found)[self.every - 1 :: self.every]
         ])  # fmt: skip
-
-    def choose(self, names: list[str]) -> list[str]:
-        """Those of the blocks, given in order, that are recomputed."""
-        return names
 
     def contexts(self) -> Callable[[], Contexts]:
         """What makes the contexts for one forward of a block, and for its recomputation."""
         return noop_context_fn
-
-
-@dataclass(frozen=True, kw_only=True)
-class EveryK(Full):
-    """As `Full`, for every k-th block; the others keep their activations."""
-
-    k: int
-
-    def choose(self, names: list[str]) -> list[str]:
-        if not 1 <= self.k <= len(names):
-            raise ValueError(
-                f"every k-th block with k = {self.k}: the model has {len(names)} blocks; write 1 to {len(names)}"
-            )
-        return names[self.k - 1 :: self.k]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +114,9 @@ def from_config(section: ActivationCheckpointingConfig) -> Policy:
     """The policy that `activation_checkpointing` names."""
     if section.policy == "none":
         return Nothing()
-    kinds: dict[str, Callable[..., Policy]] = {
-        "full": Full, "every_k": functools.partial(EveryK, k=section.every), "selective": Selective,
-    }  # fmt: skip
-    return kinds[section.policy](blocks=section.blocks, on_host=section.cpu_checkpointing)
+    kind = Selective if section.policy == "selective" else Full
+    every = section.every if section.policy == "every_k" else 1
+    return kind(blocks=section.blocks, on_host=section.cpu_checkpointing, every=every)
 
 
 class _ExpensiveOnly(TorchDispatchMode):

@@ -2,7 +2,6 @@
 
 layers          layers as a script gives them, to be built where they are needed
 module          which layers are here, and their calls
-layer_info      what others may know of them
 placement       where they are
 topology        where ranks are, by DeepSpeed's names
 treespec        what lies in what a stage returns

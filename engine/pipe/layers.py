@@ -90,7 +90,7 @@ class TiedLayerSpec(LayerSpec):
 
 @dataclass(eq=False, slots=True)
 class PipelineLayer:
-    """One of the row: what it is made of, and, where it is, the thing itself."""
+    """One of the pipeline's layers: what it is made of, and, where it is, the thing itself."""
 
     name: str
     source: Any
@@ -112,8 +112,13 @@ class PipelineLayer:
         return self.source.key if isinstance(self.source, TiedLayerSpec) else None
 
     @property
+    def forward_fn(self) -> Callable[[nn.Module, Any], Any] | None:
+        """Called with its module and the inputs, in the place of the module's own forward, if anything."""
+        return self.source.forward_fn if isinstance(self.source, TiedLayerSpec) else None
+
+    @property
     def path(self) -> str:
-        """The name in the pipeline that its module has."""
+        """The name in the pipeline that its module has; that of a function is nobody's."""
         return self.name if self.key is None else f"{TIED}.{self.key}"
 
     def build(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""A model as a row of layers, of which each rank has those of its stages."""
+"""A model as a list of layers, of which each rank has those of its stages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from ..hooks import Hooks
 from ..partition import partition, read_costs
 from ..unsupported import PIPELINE_MODULE
 from .layers import (
-    TIED,
     LayerSpec,
     PipelineLayer,
     check_agreement,
@@ -37,7 +36,7 @@ Passage = Callable[[int, Callable[[Any], Any], Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Tie:
+class TiedParameters:
     """Parameters that several pipeline ranks have, each a copy of its own."""
 
     name: str
@@ -92,11 +91,11 @@ class PipelineModule(nn.Module):
         costs: Sequence[float] | str | Path | None = None,
     ) -> None:
         super().__init__()
-        self._layers = named(layers) if model is None else of_model(model, list(layers))
-        if not self._layers:
+        self.pipeline_layers = named(layers) if model is None else of_model(model, list(layers))
+        if not self.pipeline_layers:
             raise ValueError("PipelineModule: no layers; pass the list of them")
         self._by_name = model is not None
-        self._shared = shared_parameters(self._layers, model)
+        self._shared = shared_parameters(self.pipeline_layers, model)
         self.loss_fn = loss_fn
         self.partition_method = partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
@@ -106,7 +105,7 @@ class PipelineModule(nn.Module):
         """Makes, for each pass through layers `start` to before `stop`, what calls them; recomputation calls it too."""
         self._seed = (seed_fn or torch.manual_seed) if seed_layers else None
         self._base_seed = base_seed
-        self._costs = costs
+        self.costs = costs
         self._checkpointable = checkpointable_layers
         self._checkpoint = activation_checkpoint_func
         asked = stages_asked(num_stages, topology)
@@ -116,24 +115,15 @@ class PipelineModule(nn.Module):
 
     # --- which layers are here
 
-    def arrange(
-        self,
-        num_stages: int,
-        rank: int,
-        virtual_stages: int | None = None,
-        method: str | Sequence[int] | None = None,
-        costs: Sequence[float] | str | Path | None = None,
-    ) -> None:
-        """Have the layers that pipeline rank `rank` of `num_stages` has, and no others. Layers that are here already
-        stay as they are. Raises ValueError if the layers cannot be divided so."""
+    def arrange(self, num_stages: int, rank: int) -> None:
+        """Have the layers that pipeline rank `rank` of `num_stages` has, and no others, by `partition_method`, `costs`
+        and the placement's `virtual_stages`. Layers that are here already stay as they are. Raises ValueError if the
+        layers cannot be divided so."""
         placement = self.placement
-        placement.virtual_stages = virtual_stages or placement.virtual_stages
-        self.partition_method = self.partition_method if method is None else method
-        self._costs = self._costs if costs is None else costs
         stages = num_stages * placement.virtual_stages
         kind = self.partition_method.lower() if isinstance(self.partition_method, str) else ""
         bounds = partition(
-            self.partition_method, stages, [layer.kind for layer in self._layers],
+            self.partition_method, stages, [layer.kind for layer in self.pipeline_layers],
             parameters=self._parameter_counts() if kind == "parameters" else None,
             costs=self._measured_costs() if kind == "measured" else None,
         )  # fmt: skip
@@ -145,40 +135,33 @@ class PipelineModule(nn.Module):
             self.loss_fn = loss_fn  # which may be a module, and goes where the model goes
         else:
             self.__dict__["loss_fn"] = loss_fn  # whose parameters, if it has any, are the last stage's
-        for at, layer in enumerate(self._layers):
+        for at, layer in enumerate(self.pipeline_layers):
             if at not in here:
                 layer.built = None
             elif layer.built is None:
                 layer.built = self._build(at, layer)
         for at in sorted(here):
-            built = self._layers[at].built
+            built = self.pipeline_layers[at].built
             if isinstance(built, nn.Module):
-                _register(self, self._layers[at].path, built)
+                _register(self, self.pipeline_layers[at].path, built)
 
-    def arrange_everywhere(
-        self,
-        num_stages: int,
-        rank: int,
-        virtual_stages: int | None = None,
-        method: str | Sequence[int] | None = None,
-        costs: Sequence[float] | str | Path | None = None,
-    ) -> None:
+    def arrange_everywhere(self, num_stages: int, rank: int) -> None:
         """As `arrange`, on all ranks of the job, with the costs that rank 0 has: each that measures has others. What
         fails on one rank fails on all: they would wait for it later.
 
         Raises what failed here, and PipelineError, with what was said there, where it did not, and if the ranks'
         layers or what they ask for differ."""
-        method_asked = self.partition_method if method is None else method
+        method = self.partition_method
         check_agreement({
             "stages": num_stages,
-            "virtual_stages": virtual_stages or self.placement.virtual_stages,
-            "partition_method": method_asked if isinstance(method_asked, str) else list(method_asked),
-            **described(self._layers, self._shared),
+            "virtual_stages": self.placement.virtual_stages,
+            "partition_method": method if isinstance(method, str) else list(method),
+            **described(self.pipeline_layers, self._shared),
         })  # fmt: skip
-        costs = gather_objects(self._costs if costs is None else costs)[0]
+        self.costs = gather_objects(self.costs)[0]
         failed: Exception | None = None
         try:
-            self.arrange(num_stages, rank, virtual_stages, method, costs)
+            self.arrange(num_stages, rank)
         except Exception as error:
             failed = error
         reasons = gather_objects(None if failed is None else str(failed))
@@ -198,11 +181,11 @@ class PipelineModule(nn.Module):
     @property
     def forward_funcs(self) -> list[Callable[[Any], Any]]:
         """What is called here, layer by layer."""
-        return [layer.function(layer.built) for layer in self._layers if layer.built is not None]
+        return [layer.function(layer.built) for layer in self.pipeline_layers if layer.built is not None]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """torch.compile each layer that is here, with its arguments."""
-        for layer in self._layers:
+        for layer in self.pipeline_layers:
             if isinstance(layer.built, nn.Module):
                 layer.built.compile(*args, **kwargs)
             elif layer.built is not None:
@@ -210,33 +193,40 @@ class PipelineModule(nn.Module):
 
     def each_layer(self) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         """Name and function of every layer, one after the other; those that are not here are built for as long."""
-        for at, layer in enumerate(self._layers):
+        for at, layer in enumerate(self.pipeline_layers):
             built = layer.built if layer.built is not None else self._build(at, layer)
             yield layer.name, layer.function(built)
 
     def end_of(self, stage: int) -> str:
         """What returns the output of `stage`, in words."""
-        layer = self._layers[self.placement.bounds[stage + 1] - 1]
+        layer = self.pipeline_layers[self.placement.bounds[stage + 1] - 1]
         return f"layer {layer.name} ({layer.kind}), the last of stage {stage} of the pipeline,"
 
     def forget_others(self) -> None:
         """Give up the layers of other ranks that were built by the script; the stages cannot be changed any more."""
-        for layer in self._layers:
+        for layer in self.pipeline_layers:
             if layer.built is None and not isinstance(layer.source, LayerSpec):
                 layer.source = None
 
-    def ties(self) -> list[Tie]:
+    def ties(self) -> list[TiedParameters]:
         """What several pipeline ranks share; the same list on all of them, but for the parameters."""
-        found: dict[str, Tie] = {}
-        for key in dict.fromkeys(layer.key for layer in self._layers if layer.key is not None):
-            where = [at for at, layer in enumerate(self._layers) if layer.key == key]
-            local = [layer.built for layer in self._layers if layer.key == key and isinstance(layer.built, nn.Module)]
-            name = f"{TIED}.{key}"
-            found[name] = Tie(name, self.placement.owners(where), list(local[0].parameters()) if local else [])
-        for name, (param, where) in self._shared.items():
+        found = []
+        for name, where in self.tied_layers().items():
             ranks = self.placement.owners(where)
-            found[name] = Tie(name, ranks, [param] if self.placement.stage_id in ranks else [])
-        return [tie for tie in found.values() if len(tie.ranks) > 1]
+            here = [layer for at in where if isinstance(layer := self.pipeline_layers[at].built, nn.Module)]
+            params = [self._shared[name][0]] if name in self._shared else list(here[0].parameters()) if here else []
+            if len(ranks) > 1:
+                found.append(TiedParameters(name, ranks, params if here else []))
+        return found
+
+    def tied_layers(self) -> dict[str, list[int]]:
+        """Name of every tied module and shared parameter -> numbers of the layers that have it. On all ranks the
+        same."""
+        found: dict[str, list[int]] = {}
+        for at, layer in enumerate(self.pipeline_layers):
+            if layer.key is not None:
+                found.setdefault(layer.path, []).append(at)
+        return found | {name: where for name, (_, where) in self._shared.items()}
 
     def names(self) -> dict[nn.Parameter, str]:
         """The parameters that are here, by the names they have in the whole model."""
@@ -267,7 +257,7 @@ class PipelineModule(nn.Module):
 
     def _stretch(self, start: int, stop: int, passage: Passage | None) -> Callable[[Any], Any]:
         def run(inputs: Any) -> Any:
-            for at, layer in enumerate(self._layers[start:stop], start):
+            for at, layer in enumerate(self.pipeline_layers[start:stop], start):
                 assert layer.built is not None
                 call = layer.function(layer.built)
                 try:
@@ -287,7 +277,7 @@ class PipelineModule(nn.Module):
         return self._checkpoint(stretch, inputs)
 
     def _is_worth_it(self, start: int, stop: int) -> bool:
-        layers = self._layers[start:stop]
+        layers = self.pipeline_layers[start:stop]
         if self._checkpointable is not None:
             return any(layer.kind in self._checkpointable for layer in layers)
         return any(isinstance(layer.built, nn.Module) for layer in layers)
@@ -313,18 +303,18 @@ class PipelineModule(nn.Module):
             raise RuntimeError(f"PipelineModule: layer {layer.name} was freed when the engine was made; build it anew")
         if not isinstance(layer.source, LayerSpec):
             return layer.source  # type: ignore[no-any-return]
-        same = [place for place, other in enumerate(self._layers) if layer.key is not None and other.key == layer.key]
-        existing = next((self._layers[place].built for place in same if self._layers[place].built is not None), None)
+        tied = [other for other in self.pipeline_layers if layer.key is not None and other.key == layer.key]
+        existing = next((other.built for other in tied if other.built is not None), None)
         if existing is not None:
             return existing
         if self._seed is not None:
-            self._seed(self._base_seed + (same[0] if same else at))
+            self._seed(self._base_seed + (self.pipeline_layers.index(tied[0]) if tied else at))
         return layer.build()
 
     def _parameter_counts(self) -> list[int]:
         """Of each layer. What is not built yet is built without memory for it."""
         counts, seen = [], set()
-        for layer in self._layers:
+        for layer in self.pipeline_layers:
             module = layer.built if layer.built is not None else layer.source
             if layer.key is not None and layer.key in seen:
                 module = None  # its weights are elsewhere, and their work is not
@@ -336,9 +326,9 @@ class PipelineModule(nn.Module):
         return counts
 
     def _measured_costs(self) -> Sequence[float] | None:
-        if isinstance(self._costs, str | Path):
-            return read_costs(self._costs, [layer.name for layer in self._layers])
-        return self._costs
+        if isinstance(self.costs, str | Path):
+            return read_costs(self.costs, [layer.name for layer in self.pipeline_layers])
+        return self.costs
 
 
 def _stage_id(num_stages: int) -> int:

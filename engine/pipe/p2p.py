@@ -1,4 +1,4 @@
-"""What stages send each other: messages of tensors, each way on lanes of its own.
+"""What stages send each other: messages of tensors, each direction on lanes of its own.
 
 A message says itself what is in it, so shapes may differ from one micro-batch to the next, and a rank that fails can
 notify its neighbours, who would wait for it otherwise.
@@ -6,8 +6,8 @@ notify its neighbours, who would wait for it otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
@@ -15,14 +15,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm.comm import close_group, open_group, open_host_group
-from ..comm.lane import Lane, Ticket, open_lane
+from ..comm.lane import Ticket, open_lane
 from ..comm.mesh import Mesh
 from ..hooks import Attributes, Hooks, Position
 from . import treespec
 from .treespec import SEVERAL, SINGLE
 
-Way = Literal["F", "B"]
+Direction = Literal["F", "B"]
 """Activations to the next stage, or their gradients to the one before."""
+
+AHEAD: Final[Mapping[Direction, int]] = {"F": 1, "B": -1}
+"""Stages, or ranks, from the sender to the receiver."""
 
 HEADER: Final = 128
 """Numbers at the head of a message."""
@@ -93,19 +96,18 @@ class Arrival:
 
 
 class Link:
-    """One way between the ranks of a pipeline: what this rank sends, and what it gets, on a lane each."""
+    """One direction between the ranks of a pipeline: what this rank sends, and what it gets, on a lane each."""
 
     def __init__(
         self,
-        way: Way,
+        direction: Direction,
         group: dist.ProcessGroup,
         host_group: dist.ProcessGroup,
-        make_lane: Callable[[str], Lane],
         device: torch.device,
+        hooks: Hooks,
         name: str,
     ) -> None:
         """`host_group` has the same ranks and carries the heads of messages, which are in host memory."""
-        self._way = way
         self.group = group
         self._host_group = host_group
         self._device = device
@@ -114,9 +116,9 @@ class Link:
         self._ended: str | None = None
         """Why nothing more comes in this step."""
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        ahead = 1 if way == "F" else -1
-        self._to, self._from = (rank + ahead) % size, (rank - ahead) % size
-        self._out, self._in = make_lane(f"pipe.send_{name}"), make_lane(f"pipe.recv_{name}")
+        self._to, self._from = (rank + AHEAD[direction]) % size, (rank - AHEAD[direction]) % size
+        self._out = open_lane(f"pipe.send_{name}", device, hooks)
+        self._in = open_lane(f"pipe.recv_{name}", device, hooks)
         self._sent = self._received = 0
 
     def send(self, message: Message, at: Position) -> Ticket:
@@ -220,46 +222,29 @@ class Link:
         }  # fmt: skip
 
 
-@dataclass(slots=True)
-class Links:
-    """All links of a rank: a way to the neighbour, and where ranks have several stages, from the last to the first."""
-
-    by_way: dict[tuple[Way, bool], Link] = field(default_factory=dict)
-
-    @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        """The groups that they use."""
-        return [link.group for link in self]
-
-    def __iter__(self) -> Iterator[Link]:
-        return iter(self.by_way.values())
+Links = dict[tuple[Direction, bool], Link]
+"""All links of a rank: to the neighbour, and where ranks have several stages, around the end: from last to first."""
 
 
 def open_links(mesh: Mesh, device: torch.device, hooks: Hooks, *, wraps: bool) -> Links:
     """The links of this rank's pipeline. Every rank of the job must call this.
 
-    Two ranks that send each other both ways would wait for each other on a device if they had one group for that, so
-    activations, gradients, and each of them around the end (`wraps`) have their own.
+    Two ranks that send each other in both directions would wait for each other on a device if they had one group for
+    that, so activations, gradients, and each of them around the end (`wraps`) have their own.
     """
-
-    def make_lane(name: str) -> Lane:
-        return open_lane(name, device, hooks)
-
-    links = Links()
-    ways: list[tuple[Way, bool]] = [("F", False), ("B", False)]
-    if wraps:
-        ways += [("F", True), ("B", True)]
-    for way, around in ways if mesh.pp > 1 else ():
-        group = open_group(mesh.sets("pp"))
-        assert group is not None
-        host = open_host_group(mesh.sets("pp"), group)
-        name = way + ("_around" if around else "")
-        links.by_way[way, around] = Link(way, group, host, make_lane, device, name)
+    links: Links = {}
+    for around in (False, True) if wraps else (False,):
+        for direction in AHEAD if mesh.pp > 1 else ():
+            group = open_group(mesh.sets("pp"))
+            assert group is not None
+            host = open_host_group(mesh.sets("pp"), group)
+            name = direction + ("_around" if around else "")
+            links[direction, around] = Link(direction, group, host, device, hooks, name)
     return links
 
 
 def _unsendable(tensor: Tensor) -> str | None:
-    """What `tensor` is that a message has no room for; None for plain rows of numbers."""
+    """What `tensor` is that a message has no room for; None for plain numbers."""
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.layout is not torch.strided:

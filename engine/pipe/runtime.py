@@ -21,33 +21,13 @@ from ..schedule import Action, Plan
 from ..zero import Zero
 from .failure import FailureConsensus, said
 from .module import PipelineModule
-from .p2p import Arrival, Link, Links, Message, PipelineError, Way, message_of
+from .p2p import AHEAD, Arrival, Direction, Link, Links, Message, PipelineError, message_of
 from .split_backward import Work, deferring
 from .step_data import StepData
 from .treespec import filled
 
 EARLY: Final = 2
-"""Receives of one way that are started before they are needed, where that costs the computation nothing."""
-
-WAYS: Final[tuple[Way, ...]] = ("F", "B")
-
-
-class Reduction:
-    """Announces the pipeline's backwards to ZeRO: stages 0 and 1 reduce in the last, the others in each."""
-
-    def __init__(self, zero: Zero) -> None:
-        self._zero = zero
-        self.begun = False
-
-    def begin(self, *, last: bool, complete: bool) -> None:
-        """`last`: no backward of this rank follows in the step. `complete`: all gradients of the micro-batch are there
-        afterwards, and may be reduced."""
-        self.begun = True
-        self._zero.begin_backward(last=last, complete=complete)
-
-    def end(self) -> None:
-        """It is over, and was `complete`."""
-        self._zero.finish_backward()
+"""Receives in one direction that are started before they are needed, where that costs the computation nothing."""
 
 
 @dataclass(slots=True)
@@ -76,103 +56,75 @@ class _Input:
         return self.grad
 
 
-class Runner:
-    """One rank's side of a pipeline."""
+class PipelineRun:
+    """One rank's side of one run of a plan."""
 
     def __init__(
         self,
         module: PipelineModule,
-        rank: int,
+        plan: Plan,
         links: Links,
         hooks: Hooks,
         device: torch.device,
-        failures: FailureConsensus,
+        zero: Zero | None,
+        *,
+        loss_fn: Callable[[Any, Any], Any] | None,
+        cast: Callable[[Any], Any],
+        scale: float,
     ) -> None:
-        """A failure of this rank is reported to `failures`, which says how long others may have to be waited for."""
+        """`zero` is told of each backward, and is None if `plan` has none. `cast` is done to what the first stage
+        reads. Gradients are of `scale` times the losses' mean."""
         self._module = module
-        self._failures = failures
-        self._rank = rank
         self._links = links
         self._hooks = hooks
-        self._early = EARLY if device.type == "cpu" else 0  # a device's lane would have the host wait for the head
+        self._plan = plan
+        self._actions = plan.actions[module.placement.stage_id]
+        self._zero = zero
+        self._loss_fn = loss_fn
+        self._cast = cast
+        self._scale = scale / plan.microbatches
         self._last_stage = module.placement.last_stage
+        self._early = EARLY if device.type == "cpu" else 0  # a device's lane would have the host wait for the head
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._put_off: dict[tuple[int, int], list[Work]] = {}
+        self._here: dict[tuple[Direction, int, int], Message] = {}
+        """Messages between two stages of this rank, by the receiving one."""
+        self._arrivals: dict[Direction, dict[tuple[int, int], Arrival]] = {direction: {} for direction in AHEAD}
+        """Messages on their way, by stage and micro-batch, in the order in which they come."""
+        self._sent: list[Ticket] = []
+        self._sends = dict.fromkeys(AHEAD, 0)
+        self._receives = {direction: self._expected(direction) for direction in AHEAD}
+        self._results: list[Any] = []
+        self.begun = False
+        """Whether a backward has begun to make gradients."""
 
-    def run(
-        self,
-        plan: Plan,
-        open_batches: Callable[[], StepData],
-        backward: Reduction | None,
-        *,
-        loss_fn: Callable[[Any, Any], Any] | None = None,
-        cast: Callable[[Any], Any] = lambda inputs: inputs,
-        scale: float = 1.0,
-    ) -> list[Any]:
+    def run(self, open_batches: Callable[[], StepData], failures: FailureConsensus) -> list[Any]:
         """Run this rank's actions; the losses of the micro-batches, or without a loss function the outputs, where the
         last stage is, detached.
 
-        Gradients are of `scale` times the losses' mean. Raises what a layer raised, and PipelineError on the ranks
-        that wait for one which failed; nothing is under way afterwards, and another plan can be run.
+        Raises what a layer raised, and PipelineError on the ranks that wait for one which failed; nothing is under way
+        afterwards, and another plan can be run. A failure of this rank is reported to `failures`, which says how long
+        others may have to be waited for.
         """
-        step = _Step(self, plan, backward, loss_fn, cast, scale / plan.microbatches)
-        for link in self._links:
+        for link in self._links.values():
             link.begin()
         stage, microbatch = self._hooks.stage, self._hooks.microbatch
         try:
-            step.run(open_batches())
+            self._run(open_batches())
         except BaseException as error:
-            self._failures.report(error, self.name)
-            step.notify_neighbours(error)
+            where = f"stage {'/'.join(map(str, self._module.placement.stages))}"
+            failures.report(error, where)
+            self._notify_neighbours(str(error) if isinstance(error, PipelineError) else said(error, where))
             if isinstance(error, Exception):
-                step.drain(self._failures.deadline())
+                self._drain(failures.deadline())
             raise
         finally:
             self._hooks.stage, self._hooks.microbatch = stage, microbatch
-            for link in self._links:
+            for link in self._links.values():
                 link.poll()
-        return step.results
+        return self._results
 
-    @property
-    def name(self) -> str:
-        """This rank's stages, in words."""
-        return f"stage {'/'.join(map(str, self._module.placement.stages))}"
-
-    def _link(self, way: Way, sender: int) -> Link | None:
-        """By which stage `sender` sends that way; None if the next stage is on this rank too."""
-        receiver = sender + 1 if way == "F" else sender - 1
-        ranks = self._module.placement.num_pipeline_stages()
-        if sender % ranks == receiver % ranks:
-            return None
-        return self._links.by_way[way, min(sender, receiver) % ranks == ranks - 1]
-
-
-class _Step:
-    """One run of a plan."""
-
-    def __init__(
-        self, runner: Runner, plan: Plan, backward: Reduction | None, loss_fn: Callable[[Any, Any], Any] | None,
-        cast: Callable[[Any], Any], scale: float,
-    ) -> None:  # fmt: skip
-        self._runner = runner
-        self._module = runner._module
-        self._hooks = runner._hooks
-        self._plan = plan
-        self._actions = plan.actions[runner._rank]
-        self._backward = backward
-        self._loss_fn = loss_fn
-        self._cast = cast
-        self._scale = scale
-        self._last_stage = runner._last_stage
-        self._flights: dict[tuple[int, int], _Flight] = {}
-        self._put_off: dict[tuple[int, int], list[Work]] = {}
-        self._here: dict[tuple[Way, int, int], Message] = {}
-        """Messages between two stages of this rank, by the receiving one."""
-        self._arrivals: dict[tuple[Way, int, int], Arrival] = {}
-        self._sent: list[Ticket] = []
-        self._sends = dict.fromkeys(WAYS, 0)
-        self._receives = {way: self._expected(way) for way in WAYS}
-        self.results: list[Any] = []
-
-    def run(self, batches: StepData) -> None:
+    def _run(self, batches: StepData) -> None:
         final = len(self._actions) - 1
         for at, action in enumerate(self._actions):
             self._hooks.stage, self._hooks.microbatch = action.stage, action.microbatch
@@ -185,7 +137,7 @@ class _Step:
                 self._weights_backward(action, at == final)
         for ticket in self._sent:
             ticket.wait()
-        for link in self._runner._links:
+        for link in self._links.values():
             link.settle()
 
     # --- actions
@@ -196,7 +148,7 @@ class _Step:
         if stage == 0:
             value, inputs = self._cast(batches.inputs(microbatch)), []
         else:
-            value, inputs = arrived(self._take("F", stage, microbatch), grad=self._backward is not None)
+            value, inputs = arrived(self._take("F", stage, microbatch), grad=self._zero is not None)
         with self._hooks.span("pipe", "F"):
             output = self._module(value, stage)
             if stage == self._last_stage:
@@ -206,7 +158,7 @@ class _Step:
                 message = message_of(output, self._module.end_of(stage))
         if message is not None:
             self._give("F", stage, microbatch, message)
-        if self._backward is not None:
+        if self._zero is not None:
             tensors = (
                 [(output.float() if output.dtype.itemsize < 4 else output) * self._scale]
                 if message is None
@@ -220,17 +172,17 @@ class _Step:
         loss_fn = self._loss_fn
         if loss_fn is not None:
             output = loss_fn(output, batches.labels(microbatch))
-        if self._backward is not None and not (isinstance(output, Tensor) and output.numel() == 1):
+        if self._zero is not None and not (isinstance(output, Tensor) and output.numel() == 1):
             what = "loss_fn returned" if loss_fn is not None else "there is no loss_fn, and the last layer returned"
             kind = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
             raise PipelineError(f"train_batch: {what} {kind}; it must be a scalar, the mean over the micro-batch")
-        if self._backward is not None and not output.requires_grad:
+        if self._zero is not None and not output.requires_grad:
             raise PipelineError(
                 "train_batch: the loss depends on no parameter that is trained: it was detached or made a number on "
                 "the way, all parameters are frozen, or train_batch is called under torch.no_grad()"
             )
-        self.results.append(output.detach() if isinstance(output, Tensor) else output)
-        return output.reshape(()) if isinstance(output, Tensor) and self._backward is not None else output
+        self._results.append(output.detach() if isinstance(output, Tensor) else output)
+        return output.reshape(()) if isinstance(output, Tensor) and self._zero is not None else output
 
     def _inputs_backward(self, action: Action, final: bool) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -241,8 +193,7 @@ class _Step:
             wanted = iter(grads)
             grads = [None if edge is None else next(wanted) for edge in flight.outputs]
         splits = self._plan.splits
-        assert self._backward is not None
-        self._backward.begin(last=final, complete=not splits)
+        zero = self._begin_backward(last=final, complete=not splits)
         with ExitStack() as around:
             around.enter_context(self._hooks.span("pipe", "B"))
             around.enter_context(self._hooks.span("phase", "backward"))
@@ -252,84 +203,98 @@ class _Step:
             if pairs:
                 torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
             if not splits:
-                self._backward.end()
+                zero.finish_backward()
         if stage > 0:
             back = [each.back() for each in flight.inputs]
             self._give("B", stage, microbatch, Message(back, [False] * len(back)))
 
     def _weights_backward(self, action: Action, final: bool) -> None:
-        assert self._backward is not None
-        self._backward.begin(last=final, complete=True)
+        zero = self._begin_backward(last=final, complete=True)
         with self._hooks.span("pipe", "W"), self._hooks.span("phase", "backward"):
             for work in self._put_off.pop((action.stage, action.microbatch)):
                 work()
-            self._backward.end()
+            zero.finish_backward()
+
+    def _begin_backward(self, *, last: bool, complete: bool) -> Zero:
+        """Announce a backward to ZeRO: stages 0 and 1 reduce in the last, the others in each. `last`: no backward of
+        this rank follows in the step. `complete`: all gradients of the micro-batch are there afterwards."""
+        assert self._zero is not None
+        self.begun = True
+        self._zero.begin_backward(last=last, complete=complete)
+        return self._zero
 
     # --- messages
 
-    def _give(self, way: Way, stage: int, microbatch: int, message: Message) -> None:
-        link = self._runner._link(way, stage)
+    def _link(self, direction: Direction, sender: int) -> Link | None:
+        """By which stage `sender` sends in that direction; None if there is no stage, or one that is on this rank."""
+        receiver = sender + AHEAD[direction]
+        ranks = self._plan.ranks
+        if not 0 <= receiver <= self._last_stage or sender % ranks == receiver % ranks:
+            return None
+        return self._links[direction, min(sender, receiver) % ranks == ranks - 1]
+
+    def _give(self, direction: Direction, stage: int, microbatch: int, message: Message) -> None:
+        link = self._link(direction, stage)
         if link is None:
-            self._here[way, stage + (1 if way == "F" else -1), microbatch] = message
+            self._here[direction, stage + AHEAD[direction], microbatch] = message
             return
-        self._sends[way] += 1
+        self._sends[direction] += 1
         self._sent = [ticket for ticket in self._sent if not ticket.done]
         self._sent.append(link.send(message, self._hooks.position))
 
-    def _take(self, way: Way, stage: int, microbatch: int) -> Message:
-        key = (way, stage, microbatch)
-        if key in self._here:
-            return self._here.pop(key)
-        while key not in self._arrivals:
-            self._receive_next(way)
-        return self._arrivals.pop(key).take()
+    def _take(self, direction: Direction, stage: int, microbatch: int) -> Message:
+        if (direction, stage, microbatch) in self._here:
+            return self._here.pop((direction, stage, microbatch))
+        arrivals = self._arrivals[direction]
+        while (stage, microbatch) not in arrivals:
+            self._receive_next(direction)
+        return arrivals.pop((stage, microbatch)).take()
 
-    def _expected(self, way: Way) -> Iterator[tuple[int, int]]:
-        """What this rank gets from others that way, in the order in which they send it."""
-        before = -1 if way == "F" else 1
-        mine = [a for a in self._actions if a.op == way and 0 <= a.stage + before <= self._last_stage]
-        return iter([(a.stage, a.microbatch) for a in mine if self._runner._link(way, a.stage + before) is not None])
+    def _expected(self, direction: Direction) -> Iterator[tuple[Link, int, int]]:
+        """What this rank gets from others in a direction, in the order in which they send it: by which link, and for
+        which stage and micro-batch."""
+        before = AHEAD[direction]
+        mine = [a for a in self._actions if a.op == direction and 0 <= a.stage - before <= self._last_stage]
+        links = [self._link(direction, action.stage - before) for action in mine]
+        return iter([(link, a.stage, a.microbatch) for link, a in zip(links, mine, strict=True) if link is not None])
 
-    def _receive_next(self, way: Way) -> bool:
-        """Start the next receive of a way; False if there are no more."""
-        stage, microbatch = next(self._receives[way], (-1, -1))
-        if stage < 0:
+    def _receive_next(self, direction: Direction) -> bool:
+        """Start the next receive in a direction; False if there are no more."""
+        expected = next(self._receives[direction], None)
+        if expected is None:
             return False
-        link = self._runner._link(way, stage + (-1 if way == "F" else 1))
-        assert link is not None
+        link, stage, microbatch = expected
         step, _, _ = self._hooks.position
-        self._arrivals[way, stage, microbatch] = link.receive((step, microbatch, stage))
+        self._arrivals[direction][stage, microbatch] = link.receive((step, microbatch, stage))
         return True
 
-    def _next_arrival(self, way: Way) -> Arrival | None:
-        """What comes next of a way, whether its receive has been started or not."""
-        if not any(key[0] == way for key in self._arrivals) and not self._receive_next(way):
+    def _next_arrival(self, direction: Direction) -> Arrival | None:
+        """What comes next in a direction, whether its receive has been started or not."""
+        arrivals = self._arrivals[direction]
+        if not arrivals and not self._receive_next(direction):
             return None
-        return self._arrivals.pop(next(key for key in self._arrivals if key[0] == way))
+        return arrivals.pop(next(iter(arrivals)))
 
     def _start_receives(self) -> None:
-        for way in WAYS:
-            started = sum(key[0] == way for key in self._arrivals)
-            while started < self._runner._early and self._receive_next(way):
-                started += 1
+        for direction, arrivals in self._arrivals.items():
+            while len(arrivals) < self._early and self._receive_next(direction):
+                pass
 
-    def notify_neighbours(self, error: BaseException) -> None:
+    def _notify_neighbours(self, reason: str) -> None:
         """Have the ranks that wait for this one fail too, and not wait for ever."""
-        reason = str(error) if isinstance(error, PipelineError) else said(error, self._runner.name)
-        for way in WAYS:
-            ahead = 1 if way == "F" else -1
-            senders = [a.stage for a in self._actions if a.op == way and 0 <= a.stage + ahead <= self._last_stage]
-            links = [link for stage in senders if (link := self._runner._link(way, stage)) is not None]
-            for link in links[self._sends[way] :][:1]:
+        for direction in AHEAD:
+            senders = [action.stage for action in self._actions if action.op == direction]
+            links = [link for stage in senders if (link := self._link(direction, stage)) is not None]
+            for link in links[self._sends[direction] :][:1]:
                 self._sent.append(link.fail(reason, self._hooks.position))
 
-    def drain(self, deadline: float | None) -> None:
+    def _drain(self, deadline: float | None) -> None:
         """Receive what is still sent to this rank, to no purpose: its senders would wait for ever otherwise.
 
         Until `deadline`, if they may be waiting for this rank elsewhere."""
-        for way in WAYS:
+        for direction in AHEAD:
             with suppress(Exception):  # the sender failed, too, and sends no more
-                while (arrival := self._next_arrival(way)) and _ends(arrival.ticket, deadline):
+                while (arrival := self._next_arrival(direction)) and _ends(arrival.ticket, deadline):
                     arrival.take()
         for ticket in self._sent:
             if _ends(ticket, deadline):
@@ -337,7 +302,7 @@ class _Step:
                     ticket.wait()
         if deadline is None:
             with suppress(Exception):
-                for link in self._runner._links:
+                for link in self._links.values():
                     link.settle()
 
 

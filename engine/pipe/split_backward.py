@@ -23,24 +23,19 @@ from ..zero.placeholder import no_torch_function
 Work = Callable[[], None]
 
 
-class _Pending:
-    """What is put off by the backward under way; there is one at a time in a process."""
-
-    works: list[Work] | None = None
-
-
-_pending: Final = _Pending()
+_put_off: Final[list[list[Work]]] = []
+"""What the backward under way puts off, in the last of them; there is one at a time in a process."""
 
 
 @contextmanager
 def deferring() -> Iterator[list[Work]]:
     """Put off what backward passes to `later` in this block; the list of it is to be called through afterwards."""
     works: list[Work] = []
-    before, _pending.works = _pending.works, works
+    _put_off.append(works)
     try:
         yield works
     finally:
-        _pending.works = before
+        _put_off.pop()
 
 
 def later(work: Work) -> None:
@@ -49,10 +44,10 @@ def later(work: Work) -> None:
     At once if nothing is put off. `work` gives its gradients to `torch.autograd.backward([weight], [gradient])`, so
     that what waits for them is notified.
     """
-    if _pending.works is None:
-        work()
+    if _put_off:
+        _put_off[-1].append(work)
     else:
-        _pending.works.append(work)
+        work()
 
 
 def install(root: nn.Module) -> Undo:

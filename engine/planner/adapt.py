@@ -17,7 +17,7 @@ from torch import nn
 from ..tensor.layers import layer_of
 from ..tensor.shape_override import ShapeOverride
 from .blocks import Stack
-from .styles import PlanError, Role, Roles, pattern_of
+from .styles import PlanError, Role, Roles, leave_whole
 from .tracer import Trial, joined
 from .verify import Arrangement, Change, Mismatch, OwnDecision, rehearse
 
@@ -28,20 +28,6 @@ _TRIES: Final = 400
 """Options of one kind of region at most."""
 
 
-@dataclass(frozen=True)
-class _Option:
-    """Changes and overrides relative to the module in which a region lies."""
-
-    changes: tuple[Change, ...] = ()
-    overrides: tuple[tuple[str, ShapeOverride], ...] = ()
-
-    def at(self, place: str) -> Arrangement:
-        return Arrangement(
-            tuple(Change(joined(place, c.module), c.attribute, c.before, c.after) for c in self.changes),
-            tuple((joined(place, name), override) for name, override in self.overrides),
-        )
-
-
 @dataclass
 class _Kind:
     """Regions that look alike."""
@@ -49,8 +35,9 @@ class _Kind:
     regions: dict[int, str]
     """Number -> name of the module in which it lies."""
 
-    options: Iterator[_Option]
-    chosen: _Option
+    options: Iterator[Arrangement]
+    """What may be arranged for each, by names relative to the module in which it lies."""
+    chosen: Arrangement
     first_error: str = ""
 
 
@@ -61,7 +48,9 @@ def fit(model: nn.Module, trials: Sequence[Trial], found: Roles, stack: Stack | 
     kinds = _kinds(model, roles, stack, size)
     kind_of = {region: kind for kind in kinds for region in kind.regions}
     while True:
-        arrangement = _joined([always, *(kind.chosen.at(place) for kind in kinds for place in kind.regions.values())])
+        arrangement = _joined(
+            [always, *(kind.chosen.within(place) for kind in kinds for place in kind.regions.values())]
+        )
         try:
             for trial in trials:
                 for rank in (0, size - 1):
@@ -83,17 +72,14 @@ def fit(model: nn.Module, trials: Sequence[Trial], found: Roles, stack: Stack | 
                     f"tensor parallelism: cannot find out how to shard {place or rows[0].module}: over {size} ranks it "
                     f"does not compute what it did ({kind.first_error}). Have it take its sizes from the outputs of "
                     f"its layers{' (`q.view(b, t, -1, head_dim)`)' if by_heads else ''}, "
-                    f"{'or leave' if stack is None else f'{_SWITCH}, or leave'} it whole with a plan: "
-                    f'{{"{pattern_of(place or rows[0].module)}": "whole", "*": "auto"}}'
+                    f"{'or' if stack is None else f'{_SWITCH}, or'} {leave_whole(place or rows[0].module)}"
                 ) from mismatch
             kind.chosen = following
         else:
             return arrangement
 
 
-def _undecided(
-    mismatch: OwnDecision, kind: _Kind | None, roles: Mapping[str, Role], stack: Stack | None
-) -> str:  # fmt: skip
+def _undecided(mismatch: OwnDecision, kind: _Kind | None, roles: Mapping[str, Role], stack: Stack | None) -> str:
     """What is said where code decides by a part: of what the layers of a region write, or of a sequence."""
     said = (
         f"tensor parallelism: {mismatch}, of which each rank has a part, and might decide otherwise than the others. "
@@ -105,15 +91,15 @@ def _undecided(
         return said
     region, place = next(iter(kind.regions.items()))
     name = place or next(role.module for role in roles.values() if role.region == region)
-    return f'{said}, or leave it whole with a plan: {{"{pattern_of(name)}": "whole", "*": "auto"}}'
+    return f"{said}, or {leave_whole(name)}"
 
 
 def _without_fast_paths(model: nn.Module, roles: Mapping[str, Role]) -> tuple[Change, ...]:
     """In evaluation torch's TransformerEncoderLayer computes with the weights of its layers, whatever these are."""
-    cut = {name.rpartition(".")[0] for name, role in roles.items() if role.style != "whole"}
+    sharded = {name.rpartition(".")[0] for name, role in roles.items() if role.style != "whole"}
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and name in cut and module.activation_relu_or_gelu:
+        if isinstance(module, nn.TransformerEncoderLayer) and name in sharded and module.activation_relu_or_gelu:
             found.append(Change(name, "activation_relu_or_gelu", module.activation_relu_or_gelu, 0))
         elif isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
             found.append(Change(name, "use_nested_tensor", True, False))
@@ -159,7 +145,7 @@ def _common(names: Sequence[str]) -> str:
 
 def _options(
     model: nn.Module, places: Sequence[str], members: Sequence[Role], stack: Stack | None, size: int
-) -> Iterator[_Option]:
+) -> Iterator[Arrangement]:
     """The least change first; those of a configuration after all others, and last what may count groups of heads."""
     numbers, overrides = _numbers(members, size), _overrides(places[0], members, stack, size)
     groups = {number: [part for part in parts if part not in numbers.get(number, ())]
@@ -176,7 +162,7 @@ def _options(
 
 def _combinations(
     known: Sequence[list[Change]], more: Sequence[list[Change]], overrides: Sequence[tuple[str, ShapeOverride] | None]
-) -> Iterator[_Option]:
+) -> Iterator[Arrangement]:
     """With one of `more` at least, unless there are none `known`."""
     tried = 0
     new = {id(changes) for changes in more}
@@ -190,7 +176,7 @@ def _combinations(
                     if tried == _TRIES:
                         return
                     tried += 1
-                    yield _Option(changes, () if override is None else (override,))
+                    yield Arrangement(changes, () if override is None else (override,))
 
 
 def _groups(members: Sequence[Role], size: int) -> dict[int, list[int]]:
@@ -216,15 +202,15 @@ def _numbers(members: Sequence[Role], size: int) -> dict[int, list[int]]:
         add(row.layer.inputs, row.layer.inputs // size)
         for column in (role for role in members if role.bands is not None):
             assert column.bands is not None
-            pieces = size // column.bands.copies
-            add(column.layer.outputs, column.layer.outputs // pieces)
+            shards = size // column.bands.copies
+            add(column.layer.outputs, column.layer.outputs // shards)
             for band in column.bands.sizes:
-                add(band, band // pieces)
-                if band % (head * pieces) == 0:
+                add(band, band // shards)
+                if band % (head * shards) == 0:
                     groups = band // head
-                    add(groups, groups // pieces)
-                    if row.heads % groups == 0 and (row.heads // size) % (groups // pieces) == 0:
-                        add(row.heads // groups, row.heads // size // (groups // pieces))
+                    add(groups, groups // shards)
+                    if row.heads % groups == 0 and (row.heads // size) % (groups // shards) == 0:
+                        add(row.heads // groups, row.heads // size // (groups // shards))
     return found
 
 

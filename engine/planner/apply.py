@@ -34,7 +34,7 @@ from .blocks import Stretch
 from .dependence import Share
 from .derive import decided, plan_for
 from .plan import TensorPlan
-from .sequence_pipeline import NO_BLOCKS, blocks_here, shard_sequence, widest
+from .sequence_parallel import NO_BLOCKS, blocks_here, shard_sequence, widest
 from .stage_tracer import Tried, try_stages
 from .styles import PlanError, Role
 
@@ -68,8 +68,8 @@ def parallelize(
     tried: Tried | None = None
     if isinstance(model, PipelineModule) and comm.size > 1 and not isinstance(plan, TensorPlan):
         tried = try_stages(model, comm.size if sequence_parallel else 1, example, everyone)
-    if sequence_parallel and comm.size > 1 and isinstance(model, PipelineModule) and not isinstance(plan, TensorPlan):
-        stretch, cause = _stretch_of(model, comm.size, plan, example, everyone or comm, tried)
+        if sequence_parallel:
+            stretch, cause = _stretch_of(model, comm.size, plan, example, everyone or comm, tried)
     try:
         if isinstance(plan, TensorPlan):
             made = plan

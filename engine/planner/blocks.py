@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..pipe.module import Passage, PipelineModule
+from .tracer import Trial
 
 
 @dataclass(frozen=True)
@@ -68,51 +70,70 @@ def on_first_activation(
     return tuple(map(visit, args)), {key: visit(value) for key, value in kwargs.items()}
 
 
+def of_first(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with `function` of its first activation."""
+    return on_first_activation(function, (value,), {})[0][0]
+
+
 class Edges:
     """What is done to activations at the edges of the blocks, and of a stage's share of them. Here, nothing."""
 
-    def arrive(self, value: Any) -> Any:
+    def arrive(self, x: Tensor) -> Tensor:
         """A stage's input that comes sharded."""
-        return value
+        return x
 
-    def split(self, value: Any) -> Any:
+    def split(self, x: Tensor) -> Tensor:
         """What the first block is to get."""
-        return value
+        return x
 
-    def join(self, value: Any) -> Any:
+    def join(self, x: Tensor) -> Tensor:
         """What the last block gave."""
-        return value
+        return x
 
-    def begin(self, value: Any) -> None:
-        """The first block of a stage is about to get this."""
+    def begin(self, x: Tensor) -> Tensor:
+        """What the first block of a stage is about to get, or what is about to be split for it."""
+        return x
 
     def end(self) -> None:
         """The last block of a stage has returned."""
 
 
 def passage(stretch: Stretch, start: int, stop: int, edges: Edges) -> Passage:
-    """One pass through layers `start` to before `stop` of the row."""
+    """One pass through layers `start` to before `stop` of a pipeline."""
     first_here, last_here = max(start, stretch.first), min(stop - 1, stretch.last)
 
     def call_layer(at: int, call: Callable[[Any], Any], value: Any) -> Any:
         if at == start and stretch.arrives_sharded(start):
-            value = edges.arrive(value)
+            value = of_first(edges.arrive, value)
         if at == stretch.last + 1:
-            value = edges.join(value)
+            value = of_first(edges.join, value)
         if at == stretch.first == 0:
-            value = edges.split(value)
+            value = of_first(edges.split, value)
         if at == first_here <= last_here:
-            edges.begin(value)
+            value = of_first(edges.begin, value)
         value = call(value)
         if first_here <= last_here == at:
             edges.end()
         if at + 1 == stretch.first:
-            value = edges.split(value)
+            value = of_first(edges.split, value)
         if at == stretch.last == stretch.count - 1:
-            value = edges.join(value)
+            value = of_first(edges.join, value)
         return value
 
     return call_layer
+
+
+def hook_edges(first: nn.Module, last: nn.Module, edges: Edges) -> list[RemovableHandle]:
+    """Have activations split where they enter `first`, and joined where they leave `last`."""
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return on_first_activation(lambda x: edges.split(edges.begin(x)), args, kwargs)
+
+    def leave(_: nn.Module, __: Any, output: Any) -> Any:
+        edges.end()
+        return of_first(edges.join, output)
+
+    return [first.register_forward_pre_hook(enter, with_kwargs=True), last.register_forward_hook(leave)]
 
 
 @contextmanager
@@ -126,6 +147,20 @@ def passed_by(model: nn.Module, made: Callable[[int, int], Passage]) -> Iterator
         model.passage = before
 
 
-def of_first(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with `function` of its first activation."""
-    return on_first_activation(function, (value,), {})[0][0]
+@contextmanager
+def with_edges(trial: Trial, stack: Stack | None, edges: Edges) -> Iterator[None]:
+    """Have `edges` done to activations in the tried module for a while, if it has the blocks, or is a pipeline's."""
+    modules = trial.modules()
+    if stack is None or (stack.stretch is None and stack.first not in modules):
+        yield
+    elif stack.stretch is not None:
+        stretch = stack.stretch
+        with passed_by(trial.module, lambda start, stop: passage(stretch, start, stop, edges)):
+            yield
+    else:
+        handles = hook_edges(modules[stack.first], modules[stack.last], edges)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()

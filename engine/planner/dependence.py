@@ -51,6 +51,17 @@ class Share:
     bands: Bands
 
 
+@dataclass(frozen=True)
+class RowSharding:
+    """What is to be sharded for a layer to be a row layer."""
+
+    columns: dict[str, Bands]
+    """Layers that it reads."""
+
+    shares: dict[str, Share]
+    """Parameters and buffers on the way from these."""
+
+
 class Flow:
     """The dependences in one trial."""
 
@@ -101,30 +112,24 @@ def _nonzero(gradient: Tensor) -> Tensor:
     return gradient.ne(0)  # NaN is not equal to 0 either
 
 
-def pieces(
-    flow: Flow, call: Call, sources: Sequence[Source], count: int
-) -> tuple[dict[str, Bands], dict[Source, Share]] | None:
-    """How the layers that `call` reads are to be sharded so that each of `count` ranks has what its share of the input
-    needs, and how the parameters and buffers on the way are; None if that cannot be.
-
-    The input is divided into `count` stretches of features.
-    """
+def row_sharding(flow: Flow, call: Call, sources: Sequence[Source], count: int) -> RowSharding | None:
+    """How the layers that `call` reads, and parameters and buffers on the way, are to be sharded so that each of
+    `count` ranks has what its shard of the input's features needs; None if that cannot be."""
     features = call.read.shape[-1]
     if features % count:
         return None
     width = features // count
     reached = [flow.reach(call.read, sources, rank * width, width) for rank in range(count)]
-    found: dict[str, Bands] = {}
-    shares: dict[Source, Share] = {}
+    found = RowSharding({}, {})
     for source in sources:
         needed = [reach[source] for reach in reached]
         if source.kind == "layer":
             bands = _bands(needed)
-            if bands is None or found.setdefault(source.name, bands) != bands:
+            if bands is None or found.columns.setdefault(source.name, bands) != bands:
                 return None
         elif (share := _share(needed)) is not None:
-            shares[source] = share
-    return found, shares
+            found.shares[source.name] = share
+    return found
 
 
 def _share(needed: Sequence[Tensor]) -> Share | None:
@@ -139,7 +144,7 @@ def _share(needed: Sequence[Tensor]) -> Share | None:
     return None
 
 
-def parts(flow: Flow, call: Call, sources: Sequence[Source]) -> int:
+def independent_parts(flow: Flow, call: Call, sources: Sequence[Source]) -> int:
     """Into how many independent parts the input of `call` falls at most: attention heads, or single features.
 
     Two features of one head depend on the same queries and keys, and on one value each.

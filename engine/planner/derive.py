@@ -7,20 +7,20 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..pipe.module import PipelineModule
 from ..tensor.layers import layer_of, layers_of
 from .adapt import fit
-from .blocks import Stack, Stretch
+from .blocks import Edges, Stack, Stretch, with_edges
 from .example_inputs import given_inputs, guesses, variants
 from .plan import TensorPlan
-from .sequence_pipeline import find_stack, note_join, stretch_here, whole_in
+from .sequence_parallel import find_stack, stretch_here, whole_in
 from .solve import decide
 from .stage_tracer import Tried, try_stages
-from .styles import PlanError, Role, Roles, Wanted, own_plan, own_styles, pattern_of, wanted_styles
-from .tracer import Trial, brief, joined, note_output, note_randomness, observe
+from .styles import PlanError, Role, Roles, Wanted, leave_whole, own_plan, own_styles, wanted_styles
+from .tracer import Trial, brief, joined, note_randomness, observe, run_again
 
 _log: Final = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ def plan_for(
     if sequence_parallel and stretch is None:
         stretch = stretch_here(model, trials, found.roles)
     trials += _variants(trials)
-    cuts = any(role.style != "whole" for role in found.roles.values())
-    if not cuts and "auto" in wanted.values() and not isinstance(model, PipelineModule):
+    shards = any(role.style != "whole" for role in found.roles.values())
+    if not shards and "auto" in wanted.values() and not isinstance(model, PipelineModule):
         reasons = "; ".join(f"{role.module}: {role.why}" for role in list(found.roles.values())[:5])
         raise PlanError(f"tensor parallelism over {size} ranks: found nothing to shard ({reasons or 'no layers'})")
     stack = find_stack(model, found.roles, sequence_dim, stretch) if sequence_parallel else None
@@ -128,8 +128,7 @@ def _trials(
             raise PlanError(
                 f"tensor parallelism: cannot find out how to shard {name}: {place or 'the model'} could not be tried "
                 f"on made-up inputs ({failed.get(place, 'it has no forward')}). Pass example= (what {takes}) "
-                f"to initialize or plan_for, or leave it whole with a plan: "
-                f'{{"{pattern_of(name)}": "whole", "*": "auto"}}'
+                f"to initialize or plan_for, or {leave_whole(name)}"
             )
     return trials
 
@@ -153,9 +152,7 @@ def _try(name: str, module: nn.Module, tokens: int, failed: dict[str, str], alon
     return _try_children(name, module, tokens, failed, alone)
 
 
-def _try_children(
-    name: str, module: nn.Module, tokens: int, failed: dict[str, str], alone: bool
-) -> list[Trial]:  # fmt: skip
+def _try_children(name: str, module: nn.Module, tokens: int, failed: dict[str, str], alone: bool) -> list[Trial]:
     return [
         trial
         for child, inner in module.named_children()
@@ -197,15 +194,23 @@ def _others(model: nn.Module, found: Roles) -> tuple[tuple[str, str], ...]:
     )  # fmt: skip
 
 
+class _Noted(Edges):
+    """Keeps what the blocks return."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+
+    def join(self, x: Tensor) -> Tensor:
+        self._trial.joined = x.detach()
+        return x
+
+
 def _note_end(trial: Trial, stack: Stack) -> None:
     """Keep what the blocks of `stack` return, if they are among what was tried; they must all be, or none."""
-    if stack.stretch is not None:
-        note_join(trial, stack)
-        return
-    prefix = f"{trial.root}." if trial.root else ""
     used = [block for block in (stack.first, stack.last) if any(c.module.startswith(f"{block}.") for c in trial.calls)]
-    if len(used) == 2:
-        note_output(trial, stack.last, trial.module.get_submodule(stack.last.removeprefix(prefix)))
+    if stack.stretch is not None or len(used) == 2:
+        with with_edges(trial, stack, _Noted(trial)):
+            run_again(trial)
     elif used and stack.first != stack.last:
         raise PlanError(
             f"sequence_parallel: the blocks from {stack.first} to {stack.last} could not be tried one after the other; "

@@ -109,30 +109,19 @@ class TensorPlan:
             return
         for role in self.roles:
             name, layer = role.module, role.layer
-            shard_sequence = self.stack is not None and self.stack.holds(name)
             reads, writes = tokens * layer.inputs, tokens * layer.outputs
-            if role.style == "vocab":
-                yield name, "all_reduce", "forward", writes
-            elif role.style == "heads":
-                pairs: list[tuple[_Collective, _When]] = [("all_reduce", "forward"), ("all_reduce", "backward")]
-                if shard_sequence:
-                    pairs = [("all_gather", "forward"), ("reduce_scatter", "forward"), ("all_gather", "backward"),
-                             ("reduce_scatter", "backward")]  # fmt: skip
-                for collective, when in pairs:
-                    yield name, collective, when, writes
-            elif role.style == "row" and role.region is not None and shard_sequence:
-                yield name, "reduce_scatter", "forward", writes
-                yield name, "all_gather", "backward", writes
-            elif role.style in ("row", "row_split"):
-                yield name, "all_reduce", "forward", writes
-                if role.style == "row_split":
-                    yield name, "all_gather", "backward", reads
-            elif role.style in ("column", "column_gather") and role.shares in ("", name):
-                if role.region is not None and shard_sequence:
-                    yield name, "all_gather", "forward", reads
-                    yield name, "reduce_scatter", "backward", reads
-                else:
-                    yield name, "all_reduce", "backward", reads
+            in_blocks = self.stack is not None and self.stack.holds(name)
+            enters: list[tuple[_Collective, _When, int]] = [("all_reduce", "backward", reads)]
+            leaves: list[tuple[_Collective, _When, int]] = [("all_reduce", "forward", writes)]
+            if in_blocks and (role.region is not None or role.style == "heads"):
+                enters = [("all_gather", "forward", reads), ("reduce_scatter", "backward", reads)]
+                leaves = [("reduce_scatter", "forward", writes), ("all_gather", "backward", writes)]
+            if role.style in ("column", "column_gather", "heads") and role.shares in ("", name):
+                yield from ((name, *one) for one in enters)
+            if role.style in ("row", "row_split", "heads", "vocab"):
+                yield from ((name, *one) for one in leaves)
+            if role.style == "row_split":
+                yield name, "all_gather", "backward", reads
             if role.style == "column_gather":
                 yield name, "all_gather", "forward", writes
             if role.bands is not None and role.bands.copies > 1:

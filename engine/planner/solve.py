@@ -15,8 +15,8 @@ from torch import nn
 
 from ..tensor.batch_norm import is_batch_norm
 from ..tensor.layers import layers_of
-from .dependence import Bands, Flow, Share, Source, parts, pieces
-from .styles import PlanError, Role, Roles, Style, Wanted, listed, pattern_of
+from .dependence import Bands, Flow, RowSharding, Share, Source, independent_parts, row_sharding
+from .styles import PlanError, Role, Roles, Style, Wanted, leave_whole, listed
 from .tracer import Call, Trial
 
 T = TypeVar("T")
@@ -33,14 +33,6 @@ class _Use:
 
     def layers(self) -> list[Source]:
         return [source for source in self.sources if source.kind == "layer"]
-
-
-@dataclass(frozen=True)
-class _Sharding:
-    """What is to be sharded for a layer to be a row layer."""
-
-    columns: dict[str, Bands]
-    shares: dict[str, Share]
 
 
 def decide(model: nn.Module, trials: Sequence[Trial], wanted: Mapping[str, Wanted], size: int) -> Roles:
@@ -81,7 +73,7 @@ class _Decision:
         """Layer -> those that have a parameter with it in common."""
         self._roles: dict[str, Role] = {}
         self._shares: dict[str, Share] = {}
-        self._tests: dict[str, _Sharding | str] = {}
+        self._tests: dict[str, RowSharding | str] = {}
         self._sizes: dict[str, tuple[list[Source], PlanError]] = {}
         """Row layer -> the layers that it reads, and the error that it is, if all of them are left without a region."""
 
@@ -119,12 +111,12 @@ class _Decision:
     def _is_linear(self, name: str) -> bool:
         return self._layers[name].kind in ("linear", "conv1d")
 
-    def _region(self, first: str) -> dict[str, _Sharding] | None:
+    def _region(self, first: str) -> dict[str, RowSharding] | None:
         """The row layers of the region that has `first` as one, with what is to be sharded for each; None if there is
         no such region."""
         if not self._may(first, "row"):
             return None
-        rows, columns, todo = dict[str, _Sharding](), dict[str, Bands](), [first]
+        rows, columns, todo = dict[str, RowSharding](), dict[str, Bands](), [first]
         while todo:
             row = todo.pop()
             sharding = self._test(row)
@@ -139,17 +131,17 @@ class _Decision:
                         return None
                     if reader not in rows and reader not in todo:
                         todo.append(reader)
-        shares = _agreed([sharding.shares for sharding in rows.values()])
+        shares = _agreed([each.shares for each in rows.values()])
         alone = shares is not None and all(self._param_readers[name] <= rows.keys() for name in shares)
         return rows if alone and not rows.keys() & columns.keys() else None
 
-    def _elements(self, region: Mapping[str, _Sharding]) -> int:
-        members = {*region, *(column for sharding in region.values() for column in sharding.columns)}
+    def _elements(self, region: Mapping[str, RowSharding]) -> int:
+        members = {*region, *(column for each in region.values() for column in each.columns)}
         return sum(self._layers[name].inputs * self._layers[name].outputs for name in members)
 
-    def _enter(self, region: Mapping[str, _Sharding], number: int) -> None:
+    def _enter(self, region: Mapping[str, RowSharding], number: int) -> None:
         """Give the layers of `region` their roles, unless one of them has got another."""
-        columns = {column: bands for sharding in region.values() for column, bands in sharding.columns.items()}
+        columns = {column: bands for each in region.values() for column, bands in each.columns.items()}
         if any(name in self._roles for name in (*region, *columns)):
             return
         for column, bands in columns.items():
@@ -158,23 +150,21 @@ class _Decision:
             given = self._uses[column][0].call.given
             shares = next(name for name in columns if self._uses[name][0].call.given is given)
             why = f"read by {listed(region)}{share}"
-            self._roles[column] = Role(
-                column, self._layers[column], "column", why, bands, number, shares=shares
-            )  # fmt: skip
+            self._roles[column] = Role(column, self._layers[column], "column", why, bands, number, shares=shares)
         heads = self._heads(next(iter(region)))
         for row, sharding in region.items():
             why = f"reads {listed(columns)} in {heads} independent parts"
             self._roles[row] = Role(row, self._layers[row], "row", why, None, number, heads)
             self._shares.update(sharding.shares)
 
-    def _test(self, name: str) -> _Sharding | str:
+    def _test(self, name: str) -> RowSharding | str:
         """What is to be sharded for `name` to be a row layer, or why it cannot be one."""
         if name not in self._tests:
             self._tests[name] = self._tested(name)
         return self._tests[name]
 
-    def _tested(self, name: str) -> _Sharding | str:
-        found: list[_Sharding] = []
+    def _tested(self, name: str) -> RowSharding | str:
+        found: list[RowSharding] = []
         for use in self._uses.get(name, ()):
             sources = use.layers()
             if not sources:
@@ -182,21 +172,21 @@ class _Decision:
             for source in use.sources:
                 if source.kind == "input" or (source.kind == "layer" and not self._shardable(source.name)):
                     return f"its input depends on {source.name or 'the input'}, which is not sharded"
-            sharding = self._pieces(use, self._size)
-            if sharding is None:
+            needed = self._sharding(use, self._size)
+            if needed is None:
                 if self._would_be_sharded(name, sources):
                     self._refuse_size(name, use)
                 return f"its input mixes what {listed({source.name for source in sources})} wrote"
-            for share in sharding.shares:
-                if why := self._unfit_share(share, sharding.shares[share]):
-                    return f"{share} would have to be sharded with its input, and {why}"
-            found.append(sharding)
+            for param, share in needed.shares.items():
+                if why := self._unfit_share(param, share):
+                    return f"{param} would have to be sharded with its input, and {why}"
+            found.append(needed)
         if not found:
             return "it was not used when the model was tried"
         columns, shares = _agreed([use.columns for use in found]), _agreed([use.shares for use in found])
         if columns is None or shares is None:
             return "its uses need different parts of what it reads"
-        return _Sharding(columns, shares)
+        return RowSharding(columns, shares)
 
     def _unfit_share(self, name: str, share: Share) -> str:
         """Why a parameter or buffer cannot be sharded."""
@@ -206,17 +196,14 @@ class _Decision:
         saved = attribute in owner._buffers and attribute not in owner._non_persistent_buffers_set
         return "is a buffer that is saved" if saved and not is_batch_norm(owner) else ""
 
-    def _pieces(self, use: _Use, size: int) -> _Sharding | None:
-        found = pieces(use.flow, use.call, use.sources, size)
+    def _sharding(self, use: _Use, size: int) -> RowSharding | None:
+        found = row_sharding(use.flow, use.call, use.sources, size)
         if found is None:
             return None
-        columns = found[0]
         # Key-value heads may be copied to every rank; what is as wide as the queries is mixed, if every rank needs it.
-        copied = [layer for layer, bands in columns.items() if bands.copies == size]
+        copied = [layer for layer, bands in found.columns.items() if bands.copies == size]
         mixed = any(self._layers[layer].outputs >= use.call.layer.inputs for layer in copied)
-        if mixed or len(copied) == len(columns):
-            return None
-        return _Sharding(columns, {source.name: share for source, share in found[1].items()})
+        return None if mixed or len(copied) == len(found.columns) else found
 
     def _shardable(self, name: str) -> bool:
         return self._is_linear(name) and name not in self._unfit and not self._tied[name]
@@ -229,12 +216,12 @@ class _Decision:
 
     def _heads(self, name: str) -> int:
         use = self._uses[name][0]
-        return parts(use.flow, use.call, use.layers())
+        return independent_parts(use.flow, use.call, use.layers())
 
     def _refuse_size(self, name: str, use: _Use) -> None:
         """Note it as an error if the input of `name` could be shared out over another number of ranks."""
-        heads, features = parts(use.flow, use.call, use.layers()), use.call.layer.inputs
-        works = [n for n in range(2, min(heads, 64) + 1) if heads % n == 0 and self._pieces(use, n) is not None]
+        heads, features = independent_parts(use.flow, use.call, use.layers()), use.call.layer.inputs
+        works = [n for n in range(2, min(heads, 64) + 1) if heads % n == 0 and self._sharding(use, n) is not None]
         if not works:
             return
         what = f"{heads} attention heads" if heads < features else f"{features} features"
@@ -246,8 +233,8 @@ class _Decision:
     def _not_shared_out(self, name: str, what: str, works: Sequence[int]) -> str:
         return (
             f"tensor parallelism over {self._size} ranks: {name} {what}, which cannot be shared out over {self._size}; "
-            f"sizes that work: {', '.join(map(str, works)) or 'none'}. Choose one, or leave it whole with a plan: "
-            f'{{"{pattern_of(name.rpartition(".")[0] or name)}": "whole", "*": "auto"}}'
+            f"sizes that work: {', '.join(map(str, works)) or 'none'}. Choose one, or "
+            f"{leave_whole(name.rpartition('.')[0] or name)}"
         )
 
     # --- the others

@@ -92,11 +92,13 @@ def own_styles(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Wanted]:
     return found
 
 
-def pattern_of(name: str) -> str:
-    """`name` for all blocks: with `*` for the first number in it."""
+def leave_whole(name: str) -> str:
+    """How to leave `name` whole, in words, and what is called so in all blocks: with `*` for the first number in it."""
     parts = name.split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
-    return ".".join([*parts[: numbers[0]], "*", *parts[numbers[0] + 1 :]]) if numbers and numbers[0] else name
+    if numbers and numbers[0]:
+        parts[numbers[0]] = "*"
+    return f'leave it whole with a plan: {{"{".".join(parts)}": "whole", "*": "auto"}}'
 
 
 def listed(names: Iterable[str]) -> str:

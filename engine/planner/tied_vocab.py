@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from ..comm.comm import Comm
 from ..comm.consensus import gather_objects
-from ..pipe.layer_info import TiedFunction, call_instead, last_path, tied_functions
+from ..pipe.layers import PipelineLayer
 from ..pipe.module import PipelineModule
 from ..tensor.collectives import copy, join
 from ..tensor.cross_entropy import VocabularyCrossEntropy
@@ -51,8 +51,8 @@ class _Tied:
     param: nn.Parameter
     owners: dict[str, nn.Module]
     """The modules that have it, by their names in the pipeline."""
-    functions: list[TiedFunction]
-    """Layers that are functions of one of these, or of what it is in."""
+    functions: list[PipelineLayer]
+    """Layers here that are functions (`forward_fn`) of one of these, or of what it is in."""
     called: bool
     """Whether the owners are called themselves, too."""
 
@@ -81,7 +81,7 @@ def parallelize_pipeline(
         if settled:
             wanted = {**settled, **({"*": "auto"} if plan is None else plan)}
         try:
-            with _standing_in(model, sharded):
+            with _standing_in(sharded):
                 made = parallelize(
                     model, comm, wanted, sequence_parallel=sequence_parallel, example=example, everyone=everyone
                 )
@@ -107,27 +107,35 @@ def parallelize_pipeline(
 
 def _tied_here(model: PipelineModule) -> list[_Tied]:
     """The weights here that several pipeline ranks have, or that a layer is a function of."""
-    functions = list(tied_functions(model))
+    here = [layer for layer in model.pipeline_layers if layer.key is not None and isinstance(layer.built, nn.Module)]
+    functions = [layer for layer in here if layer.forward_fn is not None]
+    called = {layer.key for layer in here if layer.forward_fn is None}
     shared = {param for tie in model.ties() for param in tie.params}
-    shared.update(param for use in functions for param in use.module.parameters())
+    shared.update(param for use in functions for param in _module(use).parameters())
     found = []
     for param, name in model.names().items():
         if param not in shared:
             continue
         owners = {path: module for path, module in model.named_modules()
                   if any(param is other for other in module.parameters(recurse=False))}  # fmt: skip
-        uses = [use for use in functions if any(param is other for other in use.module.parameters())]
-        found.append(_Tied(name, param, owners, uses, not uses or any(use.called_too for use in uses)))
+        uses = [use for use in functions if any(param is other for other in _module(use).parameters())]
+        found.append(_Tied(name, param, owners, uses, not uses or any(use.key in called for use in uses)))
     return found
+
+
+def _module(use: PipelineLayer) -> nn.Module:
+    """What a layer here is a function of."""
+    assert isinstance(use.built, nn.Module)
+    return use.built
 
 
 def _head(model: PipelineModule) -> str | None:
     """The linear layer here whose output is nothing but what a VocabularyCrossEntropy gets, if there is one."""
     if not model.placement.is_last() or not isinstance(model.loss_fn, VocabularyCrossEntropy):
         return None
-    path = last_path(model)
-    layer = layer_of(model.get_submodule(path)) if path is not None else None
-    return path if layer is not None and layer.kind == "linear" else None
+    last = model.pipeline_layers[-1]
+    layer = layer_of(last.built) if isinstance(last.built, nn.Module) and last.forward_fn is None else None
+    return last.path if layer is not None and layer.kind == "linear" else None
 
 
 def _of_parts(model: PipelineModule, comm: Comm, vocabulary: int) -> None:
@@ -159,13 +167,13 @@ def _unfit(path: str, module: nn.Module, tied: _Tied, styles: Mapping[str, Wante
     return ""
 
 
-def _not_by_rows(use: TiedFunction, param: nn.Parameter, size: int) -> str:
+def _not_by_rows(use: PipelineLayer, param: nn.Parameter, size: int) -> str:
     """Why the layer `use` cannot be computed by each rank from its rows of `param`; empty if it can.
 
     It is tried on random numbers: with some of the rows it must compute those features of what it computes with all,
     and with no other parameter.
     """
-    what = f"layer {use.at} is a function of {use.path} that does not compute a feature of each row"
+    what = f"layer {use.name} is a function of {use.path} that does not compute a feature of each row"
     called = _Called(use)
     rows, width = param.shape
     parameters = dict(called.named_parameters())
@@ -179,7 +187,7 @@ def _not_by_rows(use: TiedFunction, param: nn.Parameter, size: int) -> str:
             if not isinstance(whole, Tensor) or whole.shape[-1] != rows:
                 return what
             if whole.requires_grad:
-                return f"layer {use.at}, a function of {use.path}, uses other parameters of it too"
+                return f"layer {use.name}, a function of {use.path}, uses other parameters of it too"
             for rank in (0, size - 1):
                 shard = even_shard((rows, width), 0, size, rank)
                 part = functional_call(called, {name: shard.take(weight), **others}, (x,))
@@ -194,13 +202,13 @@ def _not_by_rows(use: TiedFunction, param: nn.Parameter, size: int) -> str:
 class _Called(nn.Module):
     """What a layer is a function of, so that it can be called with other parameters."""
 
-    def __init__(self, use: TiedFunction) -> None:
+    def __init__(self, use: PipelineLayer) -> None:
         super().__init__()
-        self.module = use.module
-        self.function = use.function
+        self.module = _module(use)
+        self._function = use.function(self.module)
 
     def forward(self, x: Tensor) -> Any:
-        return self.function(self.module, x)
+        return self._function(x)
 
 
 def _agreed(offers: Mapping[str, _Offer], everyone: Comm) -> dict[str, str]:
@@ -240,18 +248,18 @@ def _settled(tied: list[_Tied], against: Mapping[str, str], styles: Mapping[str,
 
 
 @contextmanager
-def _standing_in(model: PipelineModule, sharded: list[_Tied]) -> Iterator[None]:
+def _standing_in(sharded: list[_Tied]) -> Iterator[None]:
     """While the planner tries the model, layers that are functions of what is sharded do not read it, and write
     features that depend on all of their input."""
     uses = [(use, each.param.shape) for each in sharded for use in each.functions]
     try:
         for use, (rows, width) in uses:
             inner, outer = (torch.rand(n, generator=torch.Generator().manual_seed(n)) + 0.5 for n in (width, rows))
-            call_instead(model, use.at, functools.partial(_mixed, inner, outer))
+            use.call = functools.partial(_mixed, inner, outer)
         yield
     finally:
         for use, _ in uses:
-            call_instead(model, use.at, None)
+            use.call = None
 
 
 def _mixed(inner: Tensor, outer: Tensor, x: Tensor) -> Tensor:
@@ -270,15 +278,17 @@ def _shard_functions(model: PipelineModule, tied: _Tied, comm: Comm) -> None:
     shard = shard_of(tied.param)
     assert shard is not None
     for use in tied.functions:
-        stays_sharded = use.at == model.placement.bounds[-1] - 1 and isinstance(model.loss_fn, VocabularyCrossEntropy)
-        call_instead(model, use.at, _by_rows(use, shard.shape[0], comm, joined=not stays_sharded))
+        stays_sharded = use is model.pipeline_layers[-1] and isinstance(model.loss_fn, VocabularyCrossEntropy)
+        use.call = _by_rows(use, shard.shape[0], comm, joined=not stays_sharded)
         if stays_sharded:
             _of_parts(model, comm, shard.shape[0])
 
 
-def _by_rows(use: TiedFunction, rows: int, comm: Comm, *, joined: bool) -> Callable[[Any], Any]:
+def _by_rows(use: PipelineLayer, rows: int, comm: Comm, *, joined: bool) -> Callable[[Any], Any]:
+    function = use.function(_module(use))  # as it is without `call`
+
     def call(x: Any) -> Tensor:
-        y: Tensor = use.function(use.module, of_first(lambda x: copy(x, comm, use.path), x))
+        y: Tensor = function(of_first(lambda x: copy(x, comm, use.path), x))
         if not joined:
             return y
         y = join(y, comm, -1, use.path)

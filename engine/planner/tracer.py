@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import logging
 import sys
 from collections import Counter, OrderedDict
@@ -78,8 +79,12 @@ class Trial:
     trained: list[Tensor] = field(default_factory=list)
     """What it returned then; there may be more or fewer of them."""
 
-    blocks: dict[str, Tensor] = field(default_factory=dict)
-    """Module -> its output, of those that `note_output` was asked for."""
+    joined: Tensor | None = None
+    """What the last of the blocks gave in which the sequence is sharded, if it was asked for."""
+
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules that were tried, by their names in the model."""
+        return {joined(self.root, name): module for name, module in self.module.named_modules()}
 
     def numbered(self) -> dict[tuple[str, int], Call]:
         """Calls by module, and number among that module's calls."""
@@ -126,18 +131,10 @@ def note_randomness(trial: Trial) -> None:
     trial.trains = next(again, None) is None
 
 
-def note_output(trial: Trial, name: str, module: nn.Module) -> None:
-    """Keep what `module` returned: the first activation of it."""
-    again = iter(trial.calls)
-
-    def keep(_: nn.Module, __: Any, output: Any) -> None:
-        trial.blocks[name] = tensors_of(output)[0].detach()
-
-    handle = module.register_forward_hook(keep)
-    try:
-        run(trial, lambda name, layer, x: next(again).wrote.detach().clone())
-    finally:
-        handle.remove()
+def run_again(trial: Trial) -> None:
+    """Run the tried module with the answers that it had."""
+    calls = iter(trial.calls)
+    run(trial, lambda name, layer, x: next(calls).wrote.detach().clone())
 
 
 def run(
@@ -277,27 +274,23 @@ def _that_answers(stock: type[nn.Module]) -> type[nn.Module]:
 _LINEAR, _CONV1D, _EMBEDDING = map(_that_answers, (nn.Linear, nn.Module, nn.Embedding))
 
 
+_ATTENTION: Final = inspect.signature(nn.MultiheadAttention.forward)
+
+
 class _AttentionTrial(nn.MultiheadAttention):
     answer: Callable[[Tensor], Tensor]
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Reads three inputs; the answer to the first counts. Every key gets the same weight."""
+        asked = _ATTENTION.bind(self, *args, **kwargs)
+        asked.apply_defaults()
+        query, key, value = (asked.arguments[name] for name in ("query", "key", "value"))
         found, *_ = [self.answer(x) for x in (query, key, value)]
-        if not need_weights:
+        if not asked.arguments["need_weights"]:
             return found, None
         length, keys = (x.shape[-2 if self.batch_first or x.dim() == 2 else 0] for x in (query, key))
         batch = () if query.dim() == 2 else (query.shape[0 if self.batch_first else 1],)
-        heads = () if average_attn_weights else (self.num_heads,)
+        heads = () if asked.arguments["average_attn_weights"] else (self.num_heads,)
         return found, torch.full((*batch, *heads, length, keys), 1 / keys)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..tensor.layers import Layer
 from ..tensor.shape_override import ShapeOverride, override_shapes, plain
-from .blocks import Edges, Stack, Stretch, of_first, on_first_activation, passage, passed_by
+from .blocks import Edges, Stack, on_first_activation, with_edges
 from .dependence import Share
 from .styles import Role
 from .tracer import Trial, joined, run, tensors_of
@@ -64,6 +64,13 @@ class Arrangement:
     shares: tuple[tuple[str, Share], ...] = ()
     """Parameters and buffers that are sharded like what they are applied to."""
 
+    def within(self, place: str) -> Arrangement:
+        """Its changes and overrides, of modules in the one called `place`."""
+        return Arrangement(
+            tuple(replace(change, module=joined(place, change.module)) for change in self.changes),
+            tuple((joined(place, name), override) for name, override in self.overrides),
+        )
+
 
 class Mismatch(Exception):
     """The sharded model does not compute what the whole one does; `region` is where that begins, if it is in one."""
@@ -82,7 +89,7 @@ def rehearse(
 ) -> None:
     """Run the tried module as `rank` of `size` will: with gradients and without, and in training, where dropout lets
     only shapes be compared. Raises Mismatch."""
-    modules = {joined(trial.root, name): module for name, module in trial.module.named_modules()}
+    modules = trial.modules()
     shares = dict(arrangement.shares)
 
     def part(name: str, x: Tensor) -> Tensor:
@@ -91,18 +98,14 @@ def rehearse(
 
     for grad, training in ((True, False), (False, False), (True, True))[: 3 if trial.trains else 2]:
         reads = Reads()
+        rank_run = _RankRun(trial, roles, stack, size, rank, reads, exact=not training)
         with (
             torch.set_grad_enabled(grad),
             arranged(modules, arrangement),
             _NoHeadsRefused(),
             reads,
-            ExitStack() as edges,
+            with_edges(trial, stack, rank_run),
         ):
-            rank_run = _RankRun(trial, roles, stack, size, rank, reads, exact=not training)
-            if stack is not None and stack.stretch is not None:
-                edges.enter_context(rank_run.pipeline(trial.module, stack.stretch))
-            elif stack is not None and stack.first in modules:
-                edges.enter_context(rank_run.sequence(modules[stack.first], modules[stack.last]))
             try:
                 found = tensors_of(run(trial, rank_run.answer, training=training, part=part))
             except Mismatch:
@@ -133,22 +136,18 @@ class _NoHeadsRefused(TorchFunctionMode):
 @contextmanager
 def arranged(modules: Mapping[str, nn.Module], arrangement: Arrangement) -> Iterator[None]:
     """`arrangement`, for a while; what concerns other modules is passed over."""
-    undos: list[Callable[[], None]] = []
-    try:
+    with ExitStack() as undos:
         for change in arrangement.changes:
             if change.module in modules:
-                undos.append(change.make(modules[change.module]))
-        undos += [
-            override_shapes(modules[name], override) for name, override in arrangement.overrides if name in modules
-        ]
+                undos.callback(change.make(modules[change.module]))
+        for name, override in arrangement.overrides:
+            if name in modules:
+                undos.callback(override_shapes(modules[name], override))
         yield
-    finally:
-        for undo in reversed(undos):
-            undo()
 
 
-class _RankRun:
-    """One run as one rank."""
+class _RankRun(Edges):
+    """One run as one rank; activations are sharded along the sequence where `stack` says."""
 
     def __init__(
         self, trial: Trial, roles: Mapping[str, Role], stack: Stack | None, size: int, rank: int, reads: Reads, *,
@@ -181,7 +180,7 @@ class _RankRun:
             width = expected.shape[-1] // self._size
             expected = expected[..., self._rank * width : (self._rank + 1) * width]
         else:
-            expected = self._piece(expected)
+            expected = self._shard(expected)
         self._compare(x, expected, f"the input of {name}")
         self.last = name
         if role.style == "column" and role.region is not None:
@@ -202,63 +201,24 @@ class _RankRun:
         if len(outputs) != len(whole):
             raise Mismatch(self.region, f"{len(outputs)} outputs instead of {len(whole)}")
         # A pipeline's stage may pass on what is sharded.
-        expected_outputs, _ = on_first_activation(self._piece, tuple(whole), {})
+        expected_outputs, _ = on_first_activation(self._shard, tuple(whole), {})
         for found, expected in zip(outputs, expected_outputs, strict=True):
             self._compare(found, expected.detach(), "the output")
 
-    @contextmanager
-    def sequence(self, first: nn.Module, last: nn.Module) -> Iterator[None]:
-        """Activations are sharded along the sequence from the input of `first` to the output of `last`."""
+    def split(self, x: Tensor) -> Tensor:
         assert self._stack is not None
-        stack = self._stack
+        self._along = self._stack.dim
+        return self._given(x)
 
-        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            self._along = stack.dim
-            return on_first_activation(self._given, args, kwargs)
+    arrive = split
 
-        def end(_: nn.Module, __: Any, output: Any) -> Any:
-            whole = self._trial.blocks[stack.last].detach()
-
-            def join(x: Tensor) -> Tensor:
-                self._compare(x, self._piece(whole), f"the output of {stack.last}")
-                return whole.clone()
-
-            result = on_first_activation(join, (output,), {})[0][0]
-            self._along = None
-            return result
-
-        handles = [first.register_forward_pre_hook(begin, with_kwargs=True), last.register_forward_hook(end)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def pipeline(self, model: nn.Module, stretch: Stretch) -> AbstractContextManager[None]:
-        """The same in a pipeline, whichever part of the blocks the tried stage has."""
+    def join(self, x: Tensor) -> Tensor:
         assert self._stack is not None
-        run, stack = self, self._stack
-
-        class Rehearsed(Edges):
-            def arrive(self, value: Any) -> Any:
-                run._along = stack.dim
-                return of_first(run._given, value)
-
-            def split(self, value: Any) -> Any:
-                return self.arrive(value)
-
-            def join(self, value: Any) -> Any:
-                whole = run._trial.blocks[stack.last]
-
-                def joined(x: Tensor) -> Tensor:
-                    run._compare(x, run._piece(whole), f"the output of {stack.last}")
-                    return whole.clone()
-
-                value = of_first(joined, value)
-                run._along = None
-                return value
-
-        return passed_by(model, lambda start, stop: passage(stretch, start, stop, Rehearsed()))
+        whole = self._trial.joined
+        assert whole is not None
+        self._compare(x, self._shard(whole), f"the output of {self._stack.last}")
+        self._along = None
+        return whole.clone()
 
     def _compare(self, found: Tensor, expected: Tensor, what: str) -> None:
         if found.shape != expected.shape:
@@ -270,10 +230,10 @@ class _RankRun:
 
     def _given(self, x: Tensor) -> Tensor:
         """`x` as code between regions gets it."""
-        piece = self._piece(x).clone()
-        return piece if self._along is None or x.dim() <= self._along else mark(piece)
+        shard = self._shard(x).clone()
+        return shard if self._along is None or x.dim() <= self._along else mark(shard)
 
-    def _piece(self, x: Tensor) -> Tensor:
+    def _shard(self, x: Tensor) -> Tensor:
         if self._along is None or x.dim() <= self._along:
             return x
         length = x.shape[self._along]

@@ -1,22 +1,18 @@
 """Pipeline schedules as data: what each rank does, in order, for the micro-batches of a step.
 
 plan.py         actions and plans, and where transfers go
-make.py         schedules by the names of the configuration
-gpipe.py        all forwards, then all backwards
-one_f_one_b.py  1F1B: one forward, one backward
-interleaved.py  1F1B with several parts of the model on each rank
-zero_bubble.py  ZB-H1: the backward in two parts, the second of which fills the pipeline's end
+schedules.py    GPipe, 1F1B, interleaved 1F1B, and ZB-H1, which divides the backward, by name
 check.py        whether a plan is whole and can finish; what waits for whom where it cannot
 closed_form.py  what the papers say of bubbles and of activations held
 simulate.py     when everything would happen, given what it costs, as text too; how much is held at once
 
-The engine runs a plan, the analyzer simulates it. A schedule is one file here and one line in `make.SCHEDULES`.
+The engine runs a plan, the analyzer simulates it. A schedule is one function and one line in `SCHEDULES`.
 """
 
 from . import closed_form
 from .check import ScheduleError, check
-from .make import SCHEDULES, make_plan
 from .plan import COMPUTE, TRANSFERS, Action, Plan, with_transfers
+from .schedules import SCHEDULES, make_plan
 from .simulate import Simulation, peak_activations, render, simulate
 
 __all__ = [

@@ -32,11 +32,6 @@ class Action(NamedTuple):
     """Number within the step."""
 
     @property
-    def peer(self) -> int:
-        """Of a transfer, the stage at its other end."""
-        return self.stage + _OTHER_END[self.op][1]
-
-    @property
     def partner(self) -> Action:
         """Of a transfer, what the other end does: the receive of a send, the send of a receive."""
         op, step = _OTHER_END[self.op]
@@ -66,10 +61,6 @@ class Plan:
     def owner(self, stage: int) -> int:
         """The rank that holds `stage`: assigned round-robin, as in Megatron-LM."""
         return stage % self.ranks
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The parts of the model that `rank` holds, the first one first."""
-        return tuple(range(rank, self.stages, self.ranks))
 
     @cached_property
     def splits(self) -> bool:

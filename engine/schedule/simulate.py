@@ -28,10 +28,6 @@ class Simulation:
     busy_times: tuple[float, ...]
     """A rank, what its actions take."""
 
-    def busy(self, rank: int) -> float:
-        """What the actions of `rank` take."""
-        return self.busy_times[rank]
-
     def idle(self, rank: int) -> float:
         """What of the step `rank` does nothing for: before its first action, between actions and after the last."""
         return self.makespan - self.busy_times[rank]

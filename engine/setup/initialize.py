@@ -152,11 +152,11 @@ def initialize(
         shared = share_parameters(model, parallel, hooks)
         opened.callback(shared.close)
         shared.agree()
-        links = Links()
+        links: Links = {}
         if isinstance(model, PipelineModule):
             links = open_links(mesh, device, hooks, wraps=model.placement.virtual_stages > 1)
-        for way in links:
-            opened.callback(way.close)
+        for each in links.values():
+            opened.callback(each.close)
         comms = _open_comms(settings, mesh, device, hooks, link)
         for comm in comms.all():
             opened.callback(comm.close)

@@ -18,7 +18,7 @@ from ..config import Config, ConfigError
 from ..config.keys import nearest
 from ..hooks import Hooks
 from ..pipe.layers import check_agreement
-from ..pipe.module import PipelineModule, Tie
+from ..pipe.module import PipelineModule, TiedParameters
 from ..tensor.rng import same_random_numbers
 from ..tensor.sharding import partial_parameters, shard_of
 from ..zero.shard import find_sharded
@@ -43,13 +43,17 @@ def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
             "pipeline.layer_costs": "a file" if pipeline.layer_costs is not None else None,
         }
     )
-    virtual, method = given.get("virtual_stages"), given.get("partition_method")
+    before = model.placement.virtual_stages, model.partition_method
+    model.placement.virtual_stages = given.get("virtual_stages", model.placement.virtual_stages)
+    model.partition_method = given.get("partition_method", model.partition_method)
     model.activation_checkpoint_interval = given.get(
         "activation_checkpoint_interval", model.activation_checkpoint_interval
     )
-    differs = virtual not in (None, model.placement.virtual_stages) or method not in (None, model.partition_method)
+    if pipeline.layer_costs is not None:
+        model.costs = pipeline.layer_costs
+    differs = before != (model.placement.virtual_stages, model.partition_method)
     if differs or not model.placement.bounds or pipeline.layer_costs is not None:
-        model.arrange_everywhere(mesh.pp, mesh.pp_rank, virtual, method, pipeline.layer_costs)
+        model.arrange_everywhere(mesh.pp, mesh.pp_rank)
     if model.placement.virtual_stages > 1 and pipeline.schedule != "interleaved":
         raise ConfigError([
             f'pipeline.schedule: "{pipeline.schedule}" knows one stage a rank, and the PipelineModule has '
@@ -78,8 +82,7 @@ def shard_layers(model: nn.Module, config: Config, parallel: Parallel, device: t
             f"initialize: zero.Init has divided {early[0]} among all ranks, and with tensor parallelism it is to be "
             "sharded first; build the model without zero.Init"
         )
-    from ..planner.apply import parallelize  # a planner is much code, which most trainings have no use for
-    from ..planner.tied_vocab import parallelize_pipeline
+    from ..planner import parallelize, parallelize_pipeline  # much code, which most trainings have no use for
 
     wanted = section.plan
     if wanted is not None and parallel.mesh.pp > 1:
@@ -140,7 +143,7 @@ def share_parameters(model: nn.Module, parallel: Parallel, hooks: Hooks) -> Shar
     return SharedParameters(sharings, copies)
 
 
-def _tied(tie: Tie, mesh: Mesh, hooks: Hooks) -> Sharing:
+def _tied(tie: TiedParameters, mesh: Mesh, hooks: Hooks) -> Sharing:
     """Among the ranks of its stages, those of the same replica and part share it."""
     sets = [[ranks[at] for at in tie.ranks] for ranks in mesh.sets("pp")]
     comm = open_comm(sets, lambda: Inline(hooks))

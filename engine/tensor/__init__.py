@@ -10,29 +10,20 @@ shape_override  activations that report another shape
 rng             random numbers that agree, or differ, over the ranks
 check_data      whether ranks got the same data
 
-What shards a model, in `planner`, stands on these layers; its public names are found here too.
+What shards a model, in `planner`, stands on these layers; its public names are found here too, when they are used.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from .check_data import check_same
 from .cross_entropy import VocabularyCrossEntropy, vocabulary_cross_entropy
 from .rng import RankStream, same_random_numbers
 from .sharding import TensorShard, partial_parameters, shard_of, sharded_parameters
 
-_PLANNER = {
-    "Collective": "plan",
-    "Cost": "plan",
-    "PlanError": "styles",
-    "TensorPlan": "plan",
-    "parallelize": "apply",
-    "parallelize_pipeline": "tied_vocab",
-    "plan_for": "derive",
-}
-"""Public name -> its module in `planner`, loaded when it is used: the planner imports these layers."""
+if TYPE_CHECKING:
+    from ..planner import Collective, Cost, PlanError, TensorPlan, parallelize, parallelize_pipeline, plan_for
 
 _FORMER: Final = {"TensorCut": TensorShard, "cut_of": shard_of, "cut_parameters": sharded_parameters}
 """Names that these had before."""
@@ -45,8 +36,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PLANNER:
-        return getattr(importlib.import_module(f"..planner.{_PLANNER[name]}", __name__), name)
     if name in _FORMER:
         return _FORMER[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .. import planner  # much code, which most trainings have no use for
+
+    return getattr(planner, name)

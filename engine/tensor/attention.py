@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .collectives import copy, gather, join, reduce
+from .collectives import enter, join, reduce
 from .layers import Exit
 
 
@@ -30,7 +30,7 @@ class HeadsAttention(nn.MultiheadAttention):
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is a hint about attn_mask: pass that too")
         tensor = self.tensor
-        entered = {id(x): self._enter(x) for x in (query, key, value)}
+        entered = {id(x): enter(x, tensor.comm, tensor.sequence_dim, tensor.name) for x in (query, key, value)}
         batched = query.dim() == 3
         q, k, v = (
             self._batch_first(F.linear(entered[id(x)], weight, bias), batched)
@@ -52,12 +52,6 @@ class HeadsAttention(nn.MultiheadAttention):
         if tensor.stream is not None:
             tensor.stream.leave()
         return self._leave(y.transpose(1, 2).flatten(2), batched), self._whole(weights, average_attn_weights, batched)
-
-    def _enter(self, x: Tensor) -> Tensor:
-        tensor = self.tensor
-        if tensor.sequence_dim is None:
-            return copy(x, tensor.comm, tensor.name)
-        return gather(x, tensor.comm, tensor.sequence_dim, tensor.name)
 
     def _projections(self) -> list[tuple[Tensor, Tensor | None]]:
         weights: tuple[Tensor, ...] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)

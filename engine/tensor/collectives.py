@@ -4,8 +4,8 @@ sequence Korthikanti et al. 2022, arXiv 2205.05198).
 They come in pairs, each the transpose of the other, so that backward through one is the other:
 
     copy     the same on all ranks -> the same, read by each       reduce          terms -> their sum on all ranks
-    gather   pieces -> the whole, read by each rank's own layer    reduce_scatter  terms -> each rank's piece of the sum
-    split    the same on all ranks -> each rank's piece            join            pieces -> the same whole on all ranks
+    gather   shards -> the whole, read by each rank's own layer    reduce_scatter  terms -> each rank's shard of the sum
+    split    the same on all ranks -> each rank's shard            join            shards -> the same whole on all ranks
 
 Each collective is reported as a span of purpose `tensor-parallel` with the module's name. A group of one does nothing.
 """
@@ -38,13 +38,18 @@ def gather(x: Tensor, comm: Comm, dim: int, module: str | None = None) -> Tensor
 
 
 def reduce_scatter(x: Tensor, comm: Comm, dim: int, module: str | None = None) -> Tensor:
-    """This rank's piece along `dim` of the sum of every rank's `x`."""
-    return operate(x, comm, _sum_of_pieces, gather, dim, module)
+    """This rank's shard along `dim` of the sum of every rank's `x`."""
+    return operate(x, comm, _sum_of_shards, gather, dim, module)
+
+
+def enter(x: Tensor, comm: Comm, sequence_dim: int | None, module: str | None = None) -> Tensor:
+    """`x` for a layer that is sharded: all ranks hold it alike, or each a shard of it along `sequence_dim`."""
+    return copy(x, comm, module) if sequence_dim is None else gather(x, comm, sequence_dim, module)
 
 
 def split(x: Tensor, comm: Comm, dim: int, module: str | None = None) -> Tensor:
-    """This rank's piece along `dim` of `x`, which all ranks hold alike."""
-    return operate(x, comm, _own_piece, join, dim, module)
+    """This rank's shard along `dim` of `x`, which all ranks hold alike."""
+    return operate(x, comm, _own_shard, join, dim, module)
 
 
 def join(x: Tensor, comm: Comm, dim: int, module: str | None = None) -> Tensor:
@@ -100,8 +105,8 @@ def _sum_in_place(x: Tensor, comm: Comm, module: str | None) -> Tensor:
     return x
 
 
-def _sum_of_pieces(x: Tensor, comm: Comm, dim: int, module: str | None) -> Tensor:
-    rows = torch.stack(_pieces(x, comm, dim, module))
+def _sum_of_shards(x: Tensor, comm: Comm, dim: int, module: str | None) -> Tensor:
+    rows = torch.stack(_shards(x, comm, dim, module))
     mine = torch.empty_like(rows[0])
     comm.reduce_scatter(
         rows.view(comm.size, -1), mine.view(-1), "tensor-parallel", accumulate=False, module=module
@@ -109,8 +114,8 @@ def _sum_of_pieces(x: Tensor, comm: Comm, dim: int, module: str | None) -> Tenso
     return mine
 
 
-def _own_piece(x: Tensor, comm: Comm, dim: int, module: str | None) -> Tensor:
-    return _pieces(x, comm, dim, module)[comm.rank].clone(memory_format=torch.contiguous_format)
+def _own_shard(x: Tensor, comm: Comm, dim: int, module: str | None) -> Tensor:
+    return _shards(x, comm, dim, module)[comm.rank].clone(memory_format=torch.contiguous_format)
 
 
 def _all_gather(x: Tensor, comm: Comm, dim: int, module: str | None) -> Tensor:
@@ -120,7 +125,7 @@ def _all_gather(x: Tensor, comm: Comm, dim: int, module: str | None) -> Tensor:
     return torch.cat(rows.unbind(), dim)
 
 
-def _pieces(x: Tensor, comm: Comm, dim: int, module: str | None) -> tuple[Tensor, ...]:
+def _shards(x: Tensor, comm: Comm, dim: int, module: str | None) -> tuple[Tensor, ...]:
     if x.shape[dim] % comm.size:
         raise ValueError(
             f"{module or 'tensor parallelism'}: dimension {dim} of an activation of shape {tuple(x.shape)} is sharded "

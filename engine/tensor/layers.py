@@ -10,6 +10,7 @@ import functools
 import logging
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from ..comm.comm import Comm
 from .check_data import check_range
-from .collectives import copy, gather, join, operate, reduce, reduce_scatter, split, view
+from .collectives import enter, join, operate, reduce, reduce_scatter, split, view
 from .rng import RankStream
 from .shape_override import plain
 from .sharding import TensorShard
@@ -157,10 +158,7 @@ class Entrance:
         if self._entered is not None and self._given is not None and self._given() is x and self._key == key:
             entered = self._entered
         else:
-            if self._sequence_dim is None:
-                entered = copy(x, self._comm, name)
-            else:
-                entered = gather(x, self._comm, self._sequence_dim, name)
+            entered = enter(x, self._comm, self._sequence_dim, name)
             self._given, self._key, self._entered, self._left = weakref.ref(x), key, entered, self._readers
         self._left -= 1
         if self._left <= 0:
@@ -184,6 +182,24 @@ class Column(State):
     gathered: bool = False
     """Whether its output is made whole again on every rank."""
 
+    def compute(self, product: Callable[..., Tensor], layer: Any, x: Tensor) -> Tensor:
+        """x [..., in] -> this rank's part [..., out / ranks] of the output, or all of it [..., out].
+
+        `product(x, weight, bias)` is what `layer` computes.
+        """
+        x = self.entrance(plain(x), layer.training, self.name)
+        weight, bias, shard = layer.weight, layer.bias, self.shard
+        if shard.copies > 1:
+            weight = share_gradient(weight, self.comm, shard.copies, self.name)
+            bias = None if bias is None else share_gradient(bias, self.comm, shard.copies, self.name)
+        y = product(x, weight, bias)
+        if self.gathered:
+            y = join(y, self.comm, -1, self.name)
+            return y[..., : shard.shape[shard.dim]].contiguous() if shard.padding else y
+        if shard.real < y.shape[-1]:  # padding never wins, and gets no gradient
+            return y.masked_fill(torch.arange(y.shape[-1], device=y.device) >= shard.real, -math.inf)
+        return y
+
 
 class ColumnLinear(nn.Linear):
     """Holds some of the rows of the weight."""
@@ -191,45 +207,21 @@ class ColumnLinear(nn.Linear):
     tensor: Column
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> this rank's part [..., out / ranks] of the output, or all of it [..., out]."""
-        x = self.tensor.entrance(plain(x), self.training, self.tensor.name)
-        return _finish(self.tensor, F.linear(x, *_shared(self.tensor, self.weight, self.bias)))
+        return self.tensor.compute(F.linear, self, x)
 
 
 class ColumnConv1D(nn.Module):
     """Holds some of the columns of the weight, which is transposed."""
 
     tensor: Column
-    weight: nn.Parameter
-    bias: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        """As ColumnLinear's."""
-        x = self.tensor.entrance(plain(x), self.training, self.tensor.name)
-        weight, bias = _shared(self.tensor, self.weight, self.bias)
-        assert bias is not None
-        return _finish(self.tensor, _addmm(x, weight, bias))
+        return self.tensor.compute(_addmm, self, x)
 
 
-def _shared(tensor: Column, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    if tensor.shard.copies == 1:
-        return weight, bias
-    where = tensor.comm, tensor.shard.copies, tensor.name
-    return share_gradient(weight, *where), None if bias is None else share_gradient(bias, *where)
-
-
-def _finish(tensor: Column, y: Tensor) -> Tensor:
-    shard = tensor.shard
-    if tensor.gathered:
-        y = join(y, tensor.comm, -1, tensor.name)
-        return y[..., : shard.shape[shard.dim]].contiguous() if shard.padding else y
-    if shard.real < y.shape[-1]:  # padding never wins, and gets no gradient
-        return y.masked_fill(torch.arange(y.shape[-1], device=y.device) >= shard.real, -math.inf)
-    return y
-
-
-def _addmm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _addmm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As Conv1D itself computes it: what puts off weight gradients in a pipeline looks for this call."""
+    bias = weight.new_zeros(weight.shape[1]) if bias is None else bias
     return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
 
 
@@ -246,7 +238,7 @@ class Exit(State):
     stream: RankStream | None = None
 
     def sum(self, y: Tensor, bias: Tensor | None) -> Tensor:
-        """The sum of every rank's `y`, or this rank's piece of it, with the bias added once."""
+        """The sum of every rank's `y`, or this rank's shard of it, with the bias added once."""
         if self.sequence_dim is None:
             y = reduce(y, self.comm, self.name, fresh=True)
         else:
@@ -261,6 +253,13 @@ class Row(Exit):
     splits: bool = False
     """Whether its input comes whole."""
 
+    def compute(self, product: Callable[..., Tensor], layer: Any, x: Tensor) -> Tensor:
+        """This rank's part [..., in / ranks] of the input -> [..., out]; the bias is added once, to the sum."""
+        if self.stream is not None:
+            self.stream.leave()
+        x = split(plain(x), self.comm, -1, self.name) if self.splits else plain(x)
+        return self.sum(product(x, layer.weight), layer.bias)
+
 
 class RowLinear(nn.Linear):
     """Holds some of the columns of the weight."""
@@ -268,28 +267,16 @@ class RowLinear(nn.Linear):
     tensor: Row
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's part [..., in / ranks] of the input -> [..., out]; the bias is added once, to the sum."""
-        y = F.linear(_leave(self.tensor, x), self.weight)
-        return self.tensor.sum(y, self.bias)
+        return self.tensor.compute(F.linear, self, x)
 
 
 class RowConv1D(nn.Module):
     """Holds some of the rows of the weight, which is transposed."""
 
     tensor: Row
-    weight: nn.Parameter
-    bias: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        """As RowLinear's."""
-        y = _addmm(_leave(self.tensor, x), self.weight, self.weight.new_zeros(self.weight.shape[1]))
-        return self.tensor.sum(y, self.bias)
-
-
-def _leave(tensor: Row, x: Tensor) -> Tensor:
-    if tensor.stream is not None:
-        tensor.stream.leave()
-    return split(plain(x), tensor.comm, -1, tensor.name) if tensor.splits else plain(x)
+        return self.tensor.compute(_addmm, self, x)
 
 
 # --- vocabulary: each rank holds some of the rows of an embedding

@@ -5,6 +5,7 @@ Marks lie in mappings beside the parameters, so that these can be copied and sav
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,8 +20,8 @@ class TensorShard:
     """The part of a parameter that one rank holds.
 
     Dimension `dim` consists of `bands`, one behind the other, such as the query, key and value rows of a fused
-    projection. Each is sharded by itself into equal pieces, one a rank, or one for `copies` neighbouring ranks; a
-    rank's part is its pieces, concatenated.
+    projection. Each is sharded by itself into equal shards, one a rank, or one for `copies` neighbouring ranks; a
+    rank's part is its shards, concatenated.
     """
 
     shape: tuple[int, ...]
@@ -50,7 +51,7 @@ class TensorShard:
 
     @property
     def pieces(self) -> int:
-        """Different parts there are."""
+        """Different shards there are."""
         return self.size // self.copies
 
     @property
@@ -72,9 +73,9 @@ class TensorShard:
     def index(self) -> Tensor:
         """Positions along `dim` that this rank holds, in their order [local size]; those past the end are padding."""
         starts = torch.tensor([0, *self.bands]).cumsum(0).tolist()
-        piece = self.rank // self.copies
+        mine = self.rank // self.copies
         widths = [band // self.pieces for band in self.bands]
-        return torch.cat([torch.arange(at + piece * w, at + (piece + 1) * w)
+        return torch.cat([torch.arange(at + mine * w, at + (mine + 1) * w)
                           for at, w in zip(starts, widths, strict=False)])  # fmt: skip
 
     def take(self, whole: Tensor) -> Tensor:
@@ -101,15 +102,12 @@ class TensorShard:
 
     def of_rank(self, rank: int) -> TensorShard:
         """The shard of another rank."""
-        return TensorShard(shape=self.shape, dim=self.dim, bands=self.bands, size=self.size, rank=rank,
-                         copies=self.copies, padding=self.padding)  # fmt: skip
+        return dataclasses.replace(self, rank=rank)
 
     def to_dict(self) -> dict[str, int | list[int]]:
         """As integers and lists, for a checkpoint."""
-        return {
-            "shape": list(self.shape), "dim": self.dim, "bands": list(self.bands), "size": self.size,
-            "rank": self.rank, "copies": self.copies, "padding": self.padding,
-        }  # fmt: skip
+        fields = dataclasses.asdict(self)
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
 
     @staticmethod
     def from_dict(saved: Mapping[str, Any]) -> TensorShard:

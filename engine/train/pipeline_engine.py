@@ -17,7 +17,7 @@ from ..pipe import split_backward
 from ..pipe.failure import FailureConsensus
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import Links, PipelineError
-from ..pipe.runtime import Reduction, Runner
+from ..pipe.runtime import PipelineRun
 from ..pipe.step_data import StepData
 from ..pipe.topology import PipelineGrid
 from ..schedule import Plan, check, make_plan
@@ -35,7 +35,7 @@ class PipelineEngine(BaseEngine):
     def __init__(self, training: Training, opened: ExitStack, *, links: Links) -> None:
         # What all ranks do together comes first: what may fail on one of them comes behind it.
         parallel, mesh = training.parallel, training.parallel.mesh
-        groups = [*(comm.group for comm in training.comms()), *links.groups]
+        groups = [*(comm.group for comm in training.comms()), *(each.group for each in links.values())]
         failures = FailureConsensus(parallel.everyone, groups, apart=mesh.dp * mesh.tp > 1)
         double = torch.tensor(float(any(param.dtype is torch.float64 for param in training.module.parameters())))
         double = double.to(training.device)
@@ -51,7 +51,7 @@ class PipelineEngine(BaseEngine):
         if self.plan.splits:
             opened.callback(split_backward.install(module))
         self._failures = failures
-        self._runner = Runner(module, mesh.pp_rank, links, training.hooks, training.device, self._failures)
+        self._links = links
         self._loss_dtype = torch.float64 if double.item() else torch.float32
         """Of losses that are returned: float64 in models of it."""
         training.hooks.stage = mesh.pp_rank
@@ -85,7 +85,7 @@ class PipelineEngine(BaseEngine):
         if data_iter is not None:
             self._own_data = data_iter
         loss_fn = self.module.loss_fn
-        losses = self._run(self.plan, partial(self._data, loss_fn is not None), Reduction(self.zero), loss_fn)
+        losses = self._run(self.plan, partial(self._data, loss_fn is not None), loss_fn, backward=True)
         mean = self._mean(losses, self.plan.microbatches)
         self._last_loss = mean
         self.metrics.note_loss(mean)
@@ -148,7 +148,7 @@ class PipelineEngine(BaseEngine):
         try:
             with torch.no_grad():
                 data = partial(self._data, loss_fn is not None and compute_loss, data_iter, "eval_batch")
-                results = self._run(plan, data, None, loss if compute_loss else None)
+                results = self._run(plan, data, loss if compute_loss else None, backward=False)
         finally:
             self.train(training)
         last = self.module.placement.is_last()
@@ -212,8 +212,9 @@ class PipelineEngine(BaseEngine):
         self,
         plan: Plan,
         open_data: Callable[[], StepData],
-        backward: Reduction | None,
         loss_fn: Callable[[Any, Any], Any] | None,
+        *,
+        backward: bool,
     ) -> list[Any]:
         """Run a plan. If it fails on one rank of the job it fails on all."""
         self._refuse_destroyed()
@@ -221,16 +222,20 @@ class PipelineEngine(BaseEngine):
         activation_checkpoint.attach(self.hooks, self.config.activation_checkpointing)
         half = self.config.fp16.enabled and self.config.fp16.auto_cast
         cast: Callable[[Any], Any] = (lambda inputs: cast_floating(inputs, torch.float16)) if half else _same
+        run = PipelineRun(
+            self.module, plan, self._links, self.hooks, self.state.device, self.zero if backward else None,
+            loss_fn=loss_fn, cast=cast, scale=self.scaler.scale,
+        )  # fmt: skip
         failed: BaseException | None = None
         losses: list[Any] = []
         try:
-            losses = self._runner.run(plan, open_data, backward, loss_fn=loss_fn, cast=cast, scale=self.scaler.scale)
+            losses = run.run(open_data, self._failures)
         except Exception as error:
             failed = error
         except BaseException:
             self._failures.give_up()  # this rank will not come back
             raise
-        raised, halfway = self._failures.agree(failed, begun=backward is not None and backward.begun)
+        raised, halfway = self._failures.agree(failed, begun=run.begun)
         if raised is not None:
             self._halfway = self._halfway or halfway
             raise raised

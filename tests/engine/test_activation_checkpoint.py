@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsprof.engine import activation_checkpoint, initialize
 from dsprof.engine.activation_checkpoint.policies import (
-    EveryK,
     Full,
     Nothing,
     Policy,
@@ -83,7 +82,7 @@ def gradients(model: nn.Module, rows: int = 3) -> dict[str, Tensor]:
 
 
 POLICIES: list[Policy] = [
-    Nothing(), Full(), Full(on_host=True), EveryK(k=1), EveryK(k=3), Selective(), Selective(on_host=True),
+    Nothing(), Full(), Full(on_host=True), Full(every=1), Full(every=3), Selective(), Selective(on_host=True),
     Full(blocks=["stem", "blocks.*.up"]),
 ]  # fmt: skip
 
@@ -112,8 +111,8 @@ def test_without_the_random_state_dropout_differs() -> None:
     [
         (Nothing(), []),
         (Full(), ["blocks.3", "blocks.2", "blocks.1", "blocks.0"]),
-        (EveryK(k=2), ["blocks.3", "blocks.1"]),
-        (EveryK(k=3), ["blocks.2"]),
+        (Full(every=2), ["blocks.3", "blocks.1"]),
+        (Full(every=3), ["blocks.2"]),
         (Selective(), ["blocks.3", "blocks.2", "blocks.1", "blocks.0"]),
         (Full(blocks=["blocks.[13].up"]), ["blocks.3.up", "blocks.1.up"]),
     ],
@@ -441,7 +440,7 @@ def test_names_that_cannot_be_meant(name: str, error: str) -> None:
 @pytest.mark.parametrize("k", [0, 5])
 def test_every_so_many_blocks_must_be_one_of_them(k: int) -> None:
     assert (
-        refused(lambda: EveryK(k=k).apply(net(), Hooks()))
+        refused(lambda: Full(every=k).apply(net(), Hooks()))
         == f"every k-th block with k = {k}: the model has 4 blocks; write 1 to 4"
     )
 

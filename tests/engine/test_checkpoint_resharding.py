@@ -208,7 +208,8 @@ LAYOUTS: Final = [
 def reference(steps: int) -> dict[str, Tensor]:
     """The weights after training in one process, in float64."""
     whole = PipelineModule(layers(), loss_fn=loss_of, seed_layers=True)
-    whole.arrange(1, 0, method="uniform")
+    whole.partition_method = "uniform"
+    whole.arrange(1, 0)
     whole.double()
     optimizer = torch.optim.AdamW([p for p in whole.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
     for step in data(steps):

@@ -91,7 +91,8 @@ def test_measured_costs_are_such_a_file(tmp_path: Path) -> None:
     assert all(layer["forward_s"] > 0 for layer in found["layers"])
     assert all(layer["backward_s"] > 0 for layer in found["layers"][:-2])
     assert json.loads((tmp_path / "costs.json").read_text()) == found
-    whole.arrange(2, 0, None, "measured", tmp_path / "costs.json")
+    whole.partition_method, whole.costs = "measured", tmp_path / "costs.json"
+    whole.arrange(2, 0)
     assert all(param.grad is None for param in whole.parameters())
 
 

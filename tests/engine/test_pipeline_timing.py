@@ -107,7 +107,7 @@ def test_bubbles_are_those_of_the_simulation(ranks: Ranks, schedule: str, virtua
         expected = simulate(plan, taken.__getitem__)
         for rank, (_, length, waited) in enumerate(steps):
             times = [expected.times[action] for action in plan.actions[rank]]
-            bubble = times[-1][1] - times[0][0] - expected.busy(rank)
+            bubble = times[-1][1] - times[0][0] - expected.busy_times[rank]
             errors[rank].append((waited - bubble) / length)
     for each in errors:
         assert abs(statistics.median(each)) < 0.03

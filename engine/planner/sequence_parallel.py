@@ -1,6 +1,6 @@
-"""Activations that are sharded along the sequence on their way through a pipeline, from one stage to the next.
+"""Activations that are sharded along the sequence, in one model or on their way from stage to stage of a pipeline.
 
-The blocks are a stretch of the pipeline's row of layers. Where its edges fall together with those of stages, it is the
+In a pipeline the blocks are a stretch of its layers. Where its edges fall together with those of stages, it is the
 smaller thing that is sent: who has the layer before the first block shards its output, and who has the layer after the
 last one joins its input. In between every rank passes its part on to the rank of the next stage that has the same.
 """
@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from ..comm.comm import Comm
 from ..comm.consensus import gather_objects
-from ..pipe import layer_info as pipeline
 from ..pipe.module import Passage, PipelineModule
 from ..tensor.collectives import join, split
 from ..tensor.rng import RankStream
-from .blocks import Edges, Stack, Stretch, of_first, on_first_activation, passage, passed_by
+from .blocks import Edges, Stack, Stretch, hook_edges, of_first, passage, passed_by
 from .styles import PlanError, Role
-from .tracer import Trial, joined, run
+from .tracer import Trial, joined, run_again
 
 NO_BLOCKS: Final = (
     "sequence_parallel: the pipeline has no layers that are sharded and keep the shape of activations; switch it off"
@@ -35,7 +34,7 @@ def blocks_here(model: PipelineModule, trials: Sequence[Trial], roles: Mapping[s
 
     Raises PlanError if a stage could not be tried as a whole.
     """
-    paths = pipeline.paths(model)
+    paths = [layer.path for layer in model.pipeline_layers]
     regions = [name for name, role in roles.items() if role.region is not None or role.style == "heads"]
     seen: dict[int, tuple[Any, Any]] = {}
 
@@ -50,7 +49,8 @@ def blocks_here(model: PipelineModule, trials: Sequence[Trial], roles: Mapping[s
 
     for trial in trials:
         if trial.module is model:
-            _again(trial, observed)
+            with passed_by(model, observed):
+                run_again(trial)
     bounds, stages = model.placement.bounds, model.placement.stages
     missing = [at for stage in stages for at in range(*bounds[stage : stage + 2]) if at not in seen]
     if missing:
@@ -65,7 +65,7 @@ def blocks_here(model: PipelineModule, trials: Sequence[Trial], roles: Mapping[s
 
 
 def widest(mine: Sequence[int], comm: Comm, count: int) -> Stretch | None:
-    """The stretch of the row, of `count` layers, from the first to the last block that any rank of `comm` has; None if
+    """The stretch of the `count` layers from the first to the last block that any rank of `comm` has; None if
     there are none. On all its ranks."""
     firsts, lasts = zip(*gather_objects((min(mine, default=count), max(mine, default=-1)), comm), strict=True)
     first, last = min(firsts), max(lasts)
@@ -76,7 +76,7 @@ def stretch_here(model: nn.Module, trials: Sequence[Trial], roles: Mapping[str, 
     """Where the blocks are in a pipeline all of which is on this rank; None for another model."""
     if not isinstance(model, PipelineModule):
         return None
-    stretch = widest(blocks_here(model, trials, roles), Comm(None, None), len(pipeline.paths(model)))
+    stretch = widest(blocks_here(model, trials, roles), Comm(None, None), len(model.pipeline_layers))
     if stretch is None:
         raise PlanError(NO_BLOCKS)
     return stretch
@@ -85,9 +85,9 @@ def stretch_here(model: nn.Module, trials: Sequence[Trial], roles: Mapping[str, 
 def stack_of(model: nn.Module, stretch: Stretch, dim: int) -> Stack:
     """The blocks that activations pass one after the other. Raises PlanError for what is a block and something else."""
     assert isinstance(model, PipelineModule)
-    paths = pipeline.paths(model)
-    stack = Stack(tuple(paths[stretch.first : stretch.last + 1]), dim, stretch)
-    for name, places in pipeline.places_of_tied(model).items():
+    layers = model.pipeline_layers[stretch.first : stretch.last + 1]
+    stack = Stack(tuple(layer.path for layer in layers), dim, stretch)
+    for name, places in model.tied_layers().items():
         inside = [stretch.first <= at <= stretch.last for at in places]
         if any(inside) and not all(inside):
             raise PlanError(
@@ -95,28 +95,6 @@ def stack_of(model: nn.Module, stretch: Stretch, dim: int) -> Stack:
                 f"sharded, and {places[inside.index(False)]}, where it is not; switch it off"
             )
     return stack
-
-
-def note_join(trial: Trial, stack: Stack) -> None:
-    """Keep what the last block of `stack` gave, if this stage joins it."""
-    assert stack.stretch is not None
-    stretch = stack.stretch
-
-    class Noted(Edges):
-        def join(self, value: Any) -> Any:
-            def keep(x: Tensor) -> Tensor:
-                trial.blocks[stack.last] = x.detach()
-                return x
-
-            return of_first(keep, value)
-
-    _again(trial, lambda start, stop: passage(stretch, start, stop, Noted()))
-
-
-def _again(trial: Trial, made: Callable[[int, int], Passage]) -> None:
-    answers = iter(trial.calls)
-    with passed_by(trial.module, made):
-        run(trial, lambda name, layer, x: next(answers).wrote.detach().clone())
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
@@ -128,64 +106,6 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
     of_first(note, value)
     return found[0] if found else None
-
-
-# --- training
-
-
-def shard_pipeline_sequence(model: nn.Module, stack: Stack, comm: Comm) -> None:
-    """Have the activations of the pipeline `model` sharded where `stack` says."""
-    stretch = stack.stretch
-    assert stretch is not None
-    assert isinstance(model, PipelineModule)
-
-    passes: list[_SequenceSplit] = []
-
-    def made(start: int, stop: int) -> Passage:
-        if passes:
-            passes.pop().give_up()
-        passes.append(_SequenceSplit(model, stack, comm))
-        return passage(stretch, start, stop, passes[-1])
-
-    model.passage = made
-
-
-class _SequenceSplit(Edges):
-    """Of one pass. In the blocks dropout draws for this rank's part alone.
-
-    The random numbers of all ranks are kept for as long as the pass can be repeated: a recomputation of some of its
-    layers may begin where they are set aside, or end where they go on.
-    """
-
-    def __init__(self, model: PipelineModule, stack: Stack, comm: Comm) -> None:
-        self._model = model
-        self._stack = stack
-        self._comm = comm
-        self._stream = RankStream(comm.rank)
-        self._over = False
-
-    def split(self, value: Any) -> Any:
-        return of_first(lambda x: split(x, self._comm, self._stack.dim, self._stack.first), value)
-
-    def join(self, value: Any) -> Any:
-        return of_first(lambda x: join(x, self._comm, self._stack.dim, self._stack.last), value)
-
-    def begin(self, value: Any) -> None:
-        def enter(x: Tensor) -> Tensor:
-            self._stream.enter(x.device, self._stack.first)
-            return x
-
-        if self._model.training:
-            of_first(enter, value)
-
-    def end(self) -> None:
-        self._stream.leave(forget=False)
-        self._over = True
-
-    def give_up(self) -> None:
-        """Go on with the random numbers of all ranks if a layer failed where they were set aside."""
-        if not self._over:
-            self._stream.leave()
 
 
 def find_stack(model: nn.Module, roles: Mapping[str, Role], dim: int, stretch: Stretch | None = None) -> Stack:
@@ -245,29 +165,65 @@ def whole_in(model: nn.Module, stack: Stack, roles: Mapping[str, Role]) -> list[
     return found
 
 
+# --- training
+
+
 def shard_sequence(model: nn.Module, stack: Stack, comm: Comm) -> None:
     """Shard what the first block gets along the sequence, and join what the last one returns.
 
     In between dropout draws for this rank's part alone.
     """
-    if stack.stretch is not None:
-        shard_pipeline_sequence(model, stack, comm)
+    stretch = stack.stretch
+    if stretch is None:
+        first, last = model.get_submodule(stack.first), model.get_submodule(stack.last)
+        hook_edges(first, last, _SequenceSplit(first, stack, comm, repeats=False))
         return
-    stream = RankStream(comm.rank)
-    first = model.get_submodule(stack.first)
+    assert isinstance(model, PipelineModule)
+    passes: list[_SequenceSplit] = []
 
-    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        def enter(x: Tensor) -> Tensor:
-            if module.training:
-                stream.leave()
-                stream.enter(x.device, stack.first)
-            return split(x, comm, stack.dim, stack.first)
+    def made(start: int, stop: int) -> Passage:
+        if passes:
+            passes.pop().give_up()
+        passes.append(_SequenceSplit(model, stack, comm, repeats=True))
+        return passage(stretch, start, stop, passes[-1])
 
-        return on_first_activation(enter, args, kwargs)
+    model.passage = made
 
-    def end(_: nn.Module, __: Any, output: Any) -> Any:
-        stream.leave()
-        return on_first_activation(lambda x: join(x, comm, stack.dim, stack.last), (output,), {})[0][0]
 
-    first.register_forward_pre_hook(begin, with_kwargs=True)
-    model.get_submodule(stack.last).register_forward_hook(end)
+class _SequenceSplit(Edges):
+    """Activations sharded along the sequence, in one pass if some of its layers may be called again (`repeats`), or in
+    all. In the blocks dropout draws for this rank's part alone.
+
+    The random numbers of all ranks are kept for as long as a pass can be repeated: a recomputation of some of its
+    layers may begin where they are set aside, or end where they go on.
+    """
+
+    def __init__(self, model: nn.Module, stack: Stack, comm: Comm, *, repeats: bool) -> None:
+        self._model = model
+        self._stack = stack
+        self._comm = comm
+        self._repeats = repeats
+        self._stream = RankStream(comm.rank)
+        self._over = False
+
+    def split(self, x: Tensor) -> Tensor:
+        return split(x, self._comm, self._stack.dim, self._stack.first)
+
+    def join(self, x: Tensor) -> Tensor:
+        return join(x, self._comm, self._stack.dim, self._stack.last)
+
+    def begin(self, x: Tensor) -> Tensor:
+        if self._model.training:
+            if not self._repeats:
+                self._stream.leave()  # the pass before may have been broken off
+            self._stream.enter(x.device, self._stack.first)
+        return x
+
+    def end(self) -> None:
+        self._stream.leave(forget=not self._repeats)
+        self._over = True
+
+    def give_up(self) -> None:
+        """Go on with the random numbers of all ranks if a layer failed where they were set aside."""
+        if not self._over:
+            self._stream.leave()
