@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.consensus import Team, gather_objects
+from ..comm.consensus import World, gather_objects
 from ..tensor.sharding import TensorShard
 from ..training_state import Training
 from .dcp import Contents, Piece
@@ -44,7 +44,7 @@ def save_16bit_model(
             stacklevel=3,
         )
         return False
-    team = Team(CheckpointError)
+    world = World(CheckpointError)
     with training.hooks.span("phase", "checkpoint", purpose="checkpoint"):
         state = consolidated(training, with_frozen=not exclude_frozen_parameters)
 
@@ -58,7 +58,7 @@ def save_16bit_model(
             with training.hooks.span("copy", "checkpoint_write", purpose="checkpoint", bytes=size):
                 replace_whole(path, put)
 
-        team.from_first(f"{path} was not written", write)
+        world.from_first(f"{path} was not written", write)
     return True
 
 

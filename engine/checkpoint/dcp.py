@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 
-from ..comm.consensus import Team, reason
+from ..comm.consensus import World, reason
 from .folder import CheckpointError
 
 CHUNK: Final = 1 << 24
@@ -97,7 +97,7 @@ def _chunks(piece: Piece) -> Iterator[Piece]:
 # --- writing
 
 
-def write(path: Path, pieces: Iterable[Piece], values: Mapping[str, bytes], team: Team, doing: str) -> None:
+def write(path: Path, pieces: Iterable[Piece], values: Mapping[str, bytes], world: World, doing: str) -> None:
     """Write a checkpoint to the folder `path`: of every rank its `pieces` and `values`, whose names no other rank has.
 
     Raises CheckpointError, beginning with `doing`, on all ranks if one cannot.
@@ -105,12 +105,14 @@ def write(path: Path, pieces: Iterable[Piece], values: Mapping[str, bytes], team
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of saving alone
-            save_planned({}, storage_writer=_Writer(path), planner=_SavePlanner(pieces, values), no_dist=team.size == 1)
+            save_planned(
+                {}, storage_writer=_Writer(path), planner=_SavePlanner(pieces, values), no_dist=world.size == 1
+            )
     except CheckpointException as failure:
         rank, (error, _) = next(iter(failure.failures.items()))
-        where = f"rank {rank}: " if team.size > 1 else ""
+        where = f"rank {rank}: " if world.size > 1 else ""
         raise CheckpointError(f"{doing}: {where}{reason(error)}") from error
-    team.from_first(doing, lambda: Contents(path).check_files())
+    world.from_first(doing, lambda: Contents(path).check_files())
 
 
 class _Writer(FileSystemWriter):

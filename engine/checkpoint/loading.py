@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.consensus import Team, gather_objects
+from ..comm.consensus import World, gather_objects
 from ..optim.onebit import OneBitAdam
 from ..tensor.sharding import TensorShard
 from ..training_state import Training
@@ -48,10 +48,10 @@ def load(
     Raises CheckpointError on all ranks. If that is because a file cannot be read, the weights may be neither the old
     ones nor the new; nothing is touched before it is known that the checkpoint fits and is complete.
     """
-    team, folder = Team(CheckpointError), Path(load_dir)
+    world, folder = World(CheckpointError), Path(load_dir)
     with training.hooks.span("phase", "checkpoint", purpose="checkpoint"):
         chosen = None if tag is None else str(tag)
-        name = team.from_first(f"no checkpoint was loaded from {folder}", lambda: _choose(folder, chosen))
+        name = world.from_first(f"no checkpoint was loaded from {folder}", lambda: _choose(folder, chosen))
         if name is None:
             warnings.warn(
                 f"no checkpoint was loaded: there is no file {folder / 'latest'}. If there should be one, check "
@@ -62,19 +62,19 @@ def load(
         path = folder / name
         doing = f"checkpoint {path} was not loaded"
         optimizer = training.optimizer
-        mine = team.together(doing, lambda: _OfRank(
+        mine = world.together(doing, lambda: _OfRank(
             holdings(training), [] if optimizer is None else group_names(optimizer, training.zero)
         ))  # fmt: skip
         replica = gather_objects(mine, training.parallel.model)
-        loading = team.together(doing, lambda: _Loading(training, path, team, replica, strict=load_module_strict))
+        loading = world.together(doing, lambda: _Loading(training, path, world, replica, strict=load_module_strict))
         if not load_module_only:
-            team.together(
+            world.together(
                 doing, lambda: loading.with_training(optimizer=load_optimizer_states, lr=load_lr_scheduler_states)
             )
-        team.together(doing, loading.check)
+        world.together(doing, loading.check)
         with training.hooks.span("copy", "checkpoint_read", purpose="checkpoint", bytes=loading.bytes):
-            team.together(doing, loading.read)
-        team.together(doing, loading.finish)
+            world.together(doing, loading.read)
+        world.together(doing, loading.finish)
         loading.publish()
     return str(path), loading.client_state
 
@@ -99,9 +99,11 @@ class _Loading:
     communicates.
     """
 
-    def __init__(self, training: Training, path: Path, team: Team, replica: Sequence[_OfRank], *, strict: bool) -> None:
+    def __init__(
+        self, training: Training, path: Path, world: World, replica: Sequence[_OfRank], *, strict: bool
+    ) -> None:
         self._job = training
-        self._team = team
+        self._world = world
         self._replica = replica
         self._contents = Contents(path)
         self._training = about_training(self._contents)
@@ -130,7 +132,7 @@ class _Loading:
             if saved is not None:
                 self._optimizer = OptimizerLoading(
                     training.optimizer, OptimizerState(**saved), training.zero, self._contents,
-                    rank=self._team.rank, same_ranks=self._same_ranks, shards=self._shards,
+                    rank=self._world.rank, same_ranks=self._same_ranks, shards=self._shards,
                     groups=[other.groups for other in self._replica],
                 )  # fmt: skip
         if lr and training.lr_scheduler is not None:
@@ -192,7 +194,7 @@ class _Loading:
         if loader is not None:
             loader.load_state_dict(self._training.get("data"))
         if self._same_ranks:
-            own = self._value(f"rank/{self._team.rank}")
+            own = self._value(f"rank/{self._world.rank}")
             set_random_states(own["random"], training.device)
 
     def publish(self) -> None:
@@ -246,7 +248,7 @@ class _Loading:
             flat = buffer.view(-1) if buffer.is_contiguous() else torch.empty_like(buffer.reshape(-1))
             if not buffer.is_contiguous():
                 self._copies.append((buffer, flat))
-            own = own_buffer(name, self._team.rank)
+            own = own_buffer(name, self._world.rank)
             saved_as = own if self._same_ranks and own in self._contents else f"buffer/{name}"
             pieces.append(Piece(saved_as, flat, buffer.numel()))
         return pieces

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..comm.consensus import Team, gather_objects
+from ..comm.consensus import World, gather_objects
 from ..training_state import Training
 from .dcp import Piece, shares, write
 from .folder import CheckpointError, Place, check_tag, write_synced
@@ -36,9 +36,9 @@ def save(
     Returns True. Raises CheckpointError on all ranks; if so, or if the job is killed at any moment, what was there
     before is still there, a checkpoint of the same tag included.
     """
-    team = Team(CheckpointError)
+    world = World(CheckpointError)
     with training.hooks.span("phase", "checkpoint", purpose="checkpoint"):
-        name = _agree_on_tag(training, f"global_step{training.global_steps}" if tag is None else str(tag), team)
+        name = _agree_on_tag(training, f"global_step{training.global_steps}" if tag is None else str(tag), world)
         if training.under_way:
             warnings.warn(
                 "save_checkpoint in the middle of a step: the gradients of its micro-batches so far are not saved, and "
@@ -48,34 +48,34 @@ def save(
         doing = f"checkpoint {name} was not saved to {save_dir}"
         with contextlib.ExitStack() as stack:
             if training.optimizer is not None:
-                team.together(doing, lambda: stack.enter_context(training.states.at_once(changed=False)))
-            mine, described = team.together(doing, lambda: _take(training, exclude_frozen_parameters, team.rank))
+                world.together(doing, lambda: stack.enter_context(training.states.at_once(changed=False)))
+            mine, described = world.together(doing, lambda: _take(training, exclude_frozen_parameters, world.rank))
             replica = gather_objects(described, training.parallel.model)
-            values = team.together(
-                doing, lambda: _values(training, client_state or {}, exclude_frozen_parameters, replica, team.rank)
+            values = world.together(
+                doing, lambda: _values(training, client_state or {}, exclude_frozen_parameters, replica, world.rank)
             )
-            mine += team.together(doing, lambda: _buffers(training, replica))
+            mine += world.together(doing, lambda: _buffers(training, replica))
             everyones = gather_objects((
-                training.parallel.mesh.dp_rank, team.together(doing, lambda: digests(training.module))
+                training.parallel.mesh.dp_rank, world.together(doing, lambda: digests(training.module))
             ))  # fmt: skip
             common = merged(found for dp_rank, found in everyones if dp_rank == 0)
-            mine += team.together(doing, lambda: _own_buffers(training, common, team.rank))
+            mine += world.together(doing, lambda: _own_buffers(training, common, world.rank))
             place = Place(Path(save_dir), name)
-            team.from_first(doing, place.open)
+            world.from_first(doing, place.open)
             try:
                 size = sum(piece.flat.nbytes for piece in mine)
                 with training.hooks.span("copy", "checkpoint_write", purpose="checkpoint", bytes=size):
-                    write(place.temporary, mine, values, team, doing)
-                team.from_first(doing, lambda: _finish(training, place, save_latest))
+                    write(place.temporary, mine, values, world, doing)
+                world.from_first(doing, lambda: _finish(training, place, save_latest))
             except CheckpointError:
-                if team.rank == 0:
+                if world.rank == 0:
                     place.discard()
                 raise
     return True
 
 
-def _agree_on_tag(training: Training, tag: str, team: Team) -> str:
-    team.together("no checkpoint was saved", lambda: check_tag(tag))
+def _agree_on_tag(training: Training, tag: str, world: World) -> str:
+    world.together("no checkpoint was saved", lambda: check_tag(tag))
     tags = gather_objects(tag)
     validation = training.config.checkpoint.tag_validation
     odd = [rank for rank, other in enumerate(tags) if other != tags[0]]
@@ -83,7 +83,7 @@ def _agree_on_tag(training: Training, tag: str, team: Team) -> str:
         text = f"rank 0 gave the tag {tags[0]!r}, and rank {odd[0]} {tags[odd[0]]!r}; give the same on all ranks"
         if validation == "Fail":
             raise CheckpointError(f"no checkpoint was saved: {text} (checkpoint.tag_validation is Fail)")
-        if team.rank == 0:
+        if world.rank == 0:
             warnings.warn(f"save_checkpoint: {text}. Rank 0's is taken", stacklevel=4)
     return tags[0]
 

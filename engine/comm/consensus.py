@@ -107,7 +107,7 @@ def failing_together(doing: str, everyone: Comm) -> Iterator[None]:
             raise SharedError(f"{doing}: failed on rank {rank}: {text}")
 
 
-class Team:
+class World:
     """All ranks of the job; alone without a process group. What fails on one raises `error` on all."""
 
     def __init__(self, error: type[SharedError] = SharedError) -> None:

@@ -36,7 +36,7 @@ from dsprof.engine.checkpoint import CheckpointError
 from dsprof.engine.checkpoint.dcp import Contents, Piece, write
 from dsprof.engine.checkpoint.reshard import Wanted, join, part_name, read, tensor_shard
 from dsprof.engine.checkpoint.serialize import unpack
-from dsprof.engine.comm.consensus import Team
+from dsprof.engine.comm.consensus import World
 from dsprof.engine.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from dsprof.engine.tensor import TensorShard
 
@@ -649,7 +649,7 @@ def test_any_sharding_is_read_as_any_other(tmp_path_factory: pytest.TempPathFact
     path = tmp_path_factory.mktemp("cut") / "one"
     path.mkdir()
     written = {part_name("p", cut): flat for cut, flat in parts(saved)}
-    write(path, [Piece(name, flat, flat.numel()) for name, flat in written.items()], {}, Team(), "test")
+    write(path, [Piece(name, flat, flat.numel()) for name, flat in written.items()], {}, World(), "test")
     for cut, expected in parts(mine):
         start = data.draw(st.integers(0, expected.numel()))
         stop = data.draw(st.integers(start, expected.numel()))

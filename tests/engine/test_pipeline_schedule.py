@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import get_args
 
+import closed_form
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,6 @@ from dsprof.engine.schedule import (
     Plan,
     ScheduleError,
     check,
-    closed_form,
     make_plan,
     peak_activations,
     render,

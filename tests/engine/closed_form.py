@@ -1,4 +1,4 @@
-"""What the papers say of schedules whose stages all take the same time.
+"""What the papers say of schedules whose stages all take the same time: what plans and their simulation are held to.
 
 Sources: GPipe, arXiv 1811.06965; 1F1B and interleaved 1F1B, Narayanan et al. 2021, arXiv 2104.04473, section 2.2;
 ZB-H1, Qi et al. 2023, arXiv 2401.10241, section 2.3. With p ranks, m micro-batches, v stages a rank.
