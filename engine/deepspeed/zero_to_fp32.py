@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint import weights_of
+from ..tree import batches
 
 UNITS: Final = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -63,11 +64,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(
             "convert_zero_checkpoint_to_fp32_state_dict: the engine writes no safetensors; write "
             "model.save_pretrained(output_dir, state_dict=get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir))"
         )
-    limit = None if max_shard_size is None else _bytes(max_shard_size)
+    limit = sys.maxsize if max_shard_size is None else _bytes(max_shard_size)
     state = weights_of(checkpoint_dir, tag, without_frozen=exclude_frozen_parameters)
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    shards = list(_shards(state, limit))
+    shards = [dict(items) for items in batches(state.items(), limit, lambda item: item[1].nbytes)] or [{}]
     if len(shards) == 1:
         torch.save(shards[0], folder / "pytorch_model.bin")
         return
@@ -78,19 +79,6 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         where |= dict.fromkeys(shard, name)
     index = {"metadata": {"total_size": sum(value.nbytes for value in state.values())}, "weight_map": where}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _shards(state: dict[str, Tensor], limit: int | None) -> Iterator[dict[str, Tensor]]:
-    """Parts of at most `limit` bytes, one tensor at least, in order."""
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, value in state.items():
-        if shard and limit is not None and size + value.nbytes > limit:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = value
-        size += value.nbytes
-    yield shard
 
 
 def _bytes(size: str | int) -> int:

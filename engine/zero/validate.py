@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Container
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -68,16 +67,15 @@ def refuse_overlaps(model: nn.Module) -> None:
     torch trains these as one, and an engine, which moves them, as two."""
     spans: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
     for name, param in model.named_parameters():
-        if is_lazy(param) or param.is_meta or param.layout != torch.strided or find_sharded(param) is not None:
-            continue
-        if param.numel() == 0:
+        elsewhere = is_lazy(param) or param.is_meta or param.layout != torch.strided or find_sharded(param) is not None
+        if elsewhere or param.numel() == 0:
             continue
         start = param.data_ptr()
         stop = start + param.numel() * param.element_size()
         spans.setdefault(param.untyped_storage()._cdata, []).append((start, stop, name, param))
     for same in spans.values():
         same.sort(key=lambda span: span[:2])
-        for (start, stop, name, param), (other_start, _, other_name, other) in itertools.pairwise(same):
+        for (start, stop, name, param), (other_start, _, other_name, other) in pairwise(same):
             # Rows and columns of one tensor lie between each other's without having any in common.
             dense = param.is_contiguous() and other.is_contiguous()
             if not (start == other_start or (dense and other_start < stop)):
