@@ -20,7 +20,7 @@ from dsprof.collectors import engine_events
 from dsprof.engine.config.zero import AioConfig
 from dsprof.engine.hooks import Hooks
 from dsprof.engine.offload.buffers import aligned
-from dsprof.engine.offload.disk import About, Disk
+from dsprof.engine.offload.disk import Disk
 from dsprof.schema import BUDGET_PARTS, COLUMNS
 from dsprof.trace.capture import read_capture
 from dsprof.trace.derive import trace_rows
@@ -304,10 +304,10 @@ def test_an_engine_that_waits_for_its_disk(tmp_path: Path, monkeypatch: pytest.M
     hooks, stop = Hooks(), engine_events.install(recorder, lambda: None)
     disk = Disk(tmp_path, AioConfig(), hooks)
     file = disk.open("a test")
-    file.write(file.allocate(4096), aligned(4096), About("optimizer")).wait()
+    file.write(file.allocate(4096), aligned(4096), {"purpose": "optimizer"}).wait()
     monkeypatch.setattr(os, "preadv", slowly)
     with hooks.span("phase", "backward"):
-        file.read(0, aligned(4096), About("optimizer")).wait()
+        file.read(0, aligned(4096), {"purpose": "optimizer"}).wait()
     disk.close()
     stop()
     recorder.close()
