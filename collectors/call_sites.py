@@ -1,5 +1,6 @@
 """Which lines of the script issue which collectives: at level full, so that ranks that disagree about one can be told
-where each issued its own. A line is stated once for each name, size and type.
+where each issued its own. A line is stated once for each name, size and type: where several lines issue the same,
+none of them is to be taken for the one that issued a certain collective.
 
 Only calls from Python pass here, and not those of DDP's reducer, which the script's backward issues.
 """
@@ -26,8 +27,8 @@ METHODS: Final = {
     "broadcast": "broadcast", "reduce": "reduce", "gather": "gather", "scatter": "scatter", "barrier": "barrier",
 }  # fmt: skip
 """Of ProcessGroup -> the name in the trace."""
-MOST_KINDS: Final = 500
-"""Of collectives whose lines are stated."""
+MOST: Final = 500
+"""Lines, of a name, size and type each, that are stated; where there are more, that is stated."""
 
 
 def install(capture: OpenCapture) -> list[Uninstall]:
@@ -45,7 +46,7 @@ class CallSites:
 
     def __init__(self, write_fact: Callable[[facts.Fact], None]) -> None:
         self._write_fact = write_fact
-        self._known: set[tuple[str, int, int]] = set()
+        self._known: set[tuple[str, int, int, str | None]] = set()
 
     def watch(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """What wraps the method that issues collectives of this name."""
@@ -66,9 +67,11 @@ class CallSites:
 
     def _note(self, name: str, args: tuple[Any, ...]) -> None:
         size, dtype, _ = (0, 0, True) if name == "barrier" or not args else payload(args)
-        if (name, size, dtype) in self._known or len(self._known) >= MOST_KINDS:
+        known = (name, size, dtype, facts.caller_site())
+        if known in self._known or len(self._known) > MOST:
             return
-        self._known.add((name, size, dtype))
-        self._write_fact(
-            {"fact": CALL_SITE, "name": name, "bytes": size, "dtype": DTYPES[dtype], "site": facts.caller_site()}
-        )
+        self._known.add(known)
+        if len(self._known) > MOST:
+            self._write_fact({"fact": CALL_SITE, "more": True})
+            return
+        self._write_fact({"fact": CALL_SITE, "name": name, "bytes": size, "dtype": DTYPES[dtype], "site": known[3]})

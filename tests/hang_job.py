@@ -206,7 +206,9 @@ def main() -> None:
             call()
     if CASE == "size":
         dist.all_reduce(torch.ones(1000 + (rank == CULPRIT)))
-    if CASE == "dtype":
+    if CASE == "dtype-again":
+        dist.all_reduce(torch.ones(1000))
+    if CASE in ("dtype", "dtype-again"):
         dist.all_reduce(torch.ones(1000, dtype=torch.int32 if rank == CULPRIT else torch.float32))
     if CASE == "skipped" and rank != CULPRIT:
         dist.all_reduce(torch.ones(5))

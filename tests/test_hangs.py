@@ -175,6 +175,7 @@ def test_another_size(case: str, odd: str, tmp_path: Path) -> None:
     found = first(run(tmp_path, case, ranks=3))
     assert (found["code"], found["where"]["ranks"]) == ("run.desync", [1]), found
     assert odd in found["title"]
+    assert ("--level full" in found["fixes"][0]["title"]) is (case == "size")
 
 
 def test_another_dtype_that_nobody_noticed(tmp_path: Path) -> None:
@@ -188,6 +189,16 @@ def test_another_dtype_that_nobody_noticed(tmp_path: Path) -> None:
     assert issued["ranks 0, 2 issued"] == f"all_reduce of 4000 bytes of float32 at {at}"
     assert issued["rank 1 issued"] == f"all_reduce of 4000 bytes of int32 at {at}"
     assert found["fixes"][0]["patch"][0]["line"] == line_of("torch.int32 if rank")
+
+
+def test_a_line_is_named_where_no_other_issues_the_same(tmp_path: Path) -> None:
+    """Ranks 0 and 2 issue theirs at two lines."""
+    found = first(run(tmp_path, "dtype-again", ranks=3, more=("--level", "full")))
+    issued = {item["metric"]: item["value"] for item in found["evidence"]}
+    assert issued["ranks 0, 2 issued"] == "all_reduce of 4000 bytes of float32"
+    line = line_of("torch.int32 if rank")
+    assert issued["rank 1 issued"] == f"all_reduce of 4000 bytes of int32 at hang_job.py:{line}"
+    assert found["fixes"][0]["patch"][0]["line"] == line
 
 
 @pytest.mark.slow

@@ -197,15 +197,25 @@ def _stood(context: Context, rank: int, *, culprit: bool) -> list[Evidence]:
 
 
 def _issued_at(context: Context, stall: Stall) -> dict[int, str]:
-    """Rank -> the line that issued its version of what ranks disagree about, where only one issues such ones."""
-    found: dict[int, set[str]] = defaultdict(set)
-    for fact in context.facts.get(CALL_SITE, []):
+    """Rank -> the line that issued its version of what ranks disagree about, where only one issues such ones, and DDP's
+    reducer, which has no line, none."""
+    found: dict[int, set[str | None]] = defaultdict(set)
+    stated = context.facts.get(CALL_SITE, [])
+    for fact in stated:
         for ranks, operation in stall.versions:
             alike = (fact.get("name"), fact.get("bytes"), fact.get("dtype") or None)
             same = alike == (operation.name, operation.bytes, operation.dtype)
-            if same and fact.get("rank") in ranks and fact.get("site"):
-                found[int(fact["rank"])].add(str(fact["site"]))
-    return {rank: next(iter(sites)) for rank, sites in found.items() if len(sites) == 1}
+            if same and fact.get("rank") in ranks:
+                found[int(fact["rank"])].add(fact.get("site"))
+    for ranks, operation in stall.versions if found else ():
+        rows = context.rows[context.rows["rank"].isin(ranks) & (context.rows["name"] == operation.name)]
+        reduced = rows[(rows["kind"] == "comm") & (rows["bytes"] == operation.bytes) & (rows["purpose"] == "gradient")]
+        for rank in reduced["rank"].unique():
+            found[int(rank)].add(None)
+    for fact in stated:
+        if fact.get("more"):  # lines that were not stated
+            found[int(fact["rank"])].add(None)
+    return {rank: site for rank, (site, *others) in found.items() if site is not None and not others}
 
 
 def _site(context: Context, rank: int) -> str | None:
@@ -231,6 +241,8 @@ def _fix(code: str, stall: Stall, sites: Mapping[int, str]) -> Fix:
     at = f": see {short(site)}" if site else ""
     if code == "run.desync":
         title = f"every rank must issue the same collectives of a group, in the same order, size and type{at}"
+        if stall.kind == "mismatch" and not site:
+            title += "; a run at --level full knows lines that issue them"
         return Fix("code", title, patch)
     if stall.kind == "stuck":
         return Fix("code", f"see whether the hosts reach each other, and that no rank in {what} is stopped")
