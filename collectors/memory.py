@@ -61,6 +61,8 @@ class Sampler:
         """Where, name and pool -> what was written last, and in which step."""
         self._ids: dict[str, int] = {"": 0}
         self._steps = 0
+        self._resident = 0
+        """When the last step ended, bytes."""
         self._next_look = 1
         """In which step it is asked what memory is for, if that has not taken too long so far."""
         self._opened = clock()
@@ -126,6 +128,7 @@ class Sampler:
     def _sample_host(self, now: int) -> int:
         """Resident memory."""
         resident, virtual = self._host.now()
+        self._resident = resident
         self._write(now, HOST, "resident", resident)
         self._write(now, HOST, "resident_peak", self._host.resident_peak(resident))
         if self._capacity is not None:
@@ -263,9 +266,10 @@ class Sampler:
             {
                 "fact": "out_of_memory", "place": HOST, "asked": out_of_memory.asked_for(said),
                 "capacity": limits.address_space or limits.least, "resident": resident, "virtual": virtual,
-                "resident_peak": self._host.resident_peak(resident), "step": self._steps, "error": type(error).__name__,
-                "said": said.partition("\n")[0][:500], "stack": out_of_memory.stack_of(error),
-                "parts": self._parts(HOST), "variables": out_of_memory.variables_of(error.__traceback__, HOST),
+                "resident_peak": self._host.resident_peak(resident), "resident_at_step": self._resident,
+                "step": self._steps, "error": type(error).__name__, "said": said.partition("\n")[0][:500],
+                "stack": out_of_memory.stack_of(error), "parts": self._parts(HOST),
+                "variables": out_of_memory.variables_of(error.__traceback__, HOST),
             }
         )  # fmt: skip
 

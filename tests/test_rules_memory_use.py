@@ -244,6 +244,13 @@ def test_a_rank_that_ran_out_of_memory_is_explained() -> None:
     assert first.fixes[0].title == "memory.oom-risk says what held the memory, and what makes room"
 
 
+def test_what_the_step_had_made_until_then_is_told_apart() -> None:
+    job = Job(steps=40, facts=[oom(resident_at_step=600 * MiB)], exits=died())
+    finding = found("memory.oom-risk", analyze(sampled(job, resident=600 * MiB, capacity=16 * GiB)))
+    assert told(finding)["activations and what else came since the last step, resident"] == 300 * MiB
+    assert told(finding)["libraries, the script's own data and all else, resident"] == 200 * MiB
+
+
 def test_a_device_that_ran_out_names_the_lines_that_held_it(tmp_path: Path) -> None:
     device = Device(device_bytes=1900 * MiB)
     with pytest.raises(allocations.OutOfMemory):

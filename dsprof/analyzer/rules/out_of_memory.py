@@ -88,9 +88,14 @@ def _told(context: Context, fact: Mapping[str, Any]) -> Finding:
     evidence.append(Evidence("in use then" if place != HOST else "address space in use then", used, "bytes", limit))
     evidence += [Evidence(f"{WORDS[part]}", number, "bytes") for part, number in _largest(parts)]
     rest = (_bytes(fact, "allocated") if place != HOST else _bytes(fact, "resident")) - sum(parts.values())
-    if parts and rest > 0:
-        what = "activations and all else that is allocated" if place != HOST else "activations, libraries and all else"
-        evidence.append(Evidence(f"{what}, resident" if place == HOST else what, rest, "bytes"))
+    at_step = _bytes(fact, "resident_at_step")  # on the host
+    grown = max(0, min(rest, _bytes(fact, "resident") - at_step)) if at_step else 0
+    if grown:
+        evidence.append(Evidence("activations and what else came since the last step, resident", grown, "bytes"))
+    if parts and rest > grown:
+        what = "libraries, the script's own data" if grown else "activations, libraries"
+        what = "activations and all else that is allocated" if place != HOST else f"{what} and all else, resident"
+        evidence.append(Evidence(what, rest - grown, "bytes"))
     for one in list(fact.get("variables") or [])[:SHOWN]:
         evidence.append(Evidence(f"held by {_variable(one)}", int(one.get("bytes", 0)), "bytes"))
     if site != UNKNOWN:
@@ -101,7 +106,8 @@ def _told(context: Context, fact: Mapping[str, Any]) -> Finding:
     where = Where(ranks=(rank,), steps=(steps, steps))
     taken = used if place == HOST else _bytes(fact, "reserved")
     missing = asked if not limit or asked + taken <= limit else asked + taken - limit
-    fixes = _fixes(context, rank, place, parts, max(rest, 0), missing, list(fact.get("variables") or []))
+    held = parts if not grown else {"activations": grown, **parts}
+    fixes = _fixes(context, rank, place, held, max(rest, 0), missing, list(fact.get("variables") or []))
     return Finding(CODE, title, "high", where, tuple(evidence), NO_TIME, fixes)
 
 
