@@ -75,15 +75,16 @@ def trainer(kind: str, width: int, layers: int, batch: int) -> Step:
     return step
 
 
-def opened(folder: Path) -> None:
+def opened(folder: Path) -> session.Session:
     os.environ["DSPROF_RUN"] = str(folder)
     capture = session.start()
     assert capture is not None, "the collectors did not start: is DSPROF=0 set?"
+    return capture
 
 
 def compared(kind: str, size: tuple[int, int, int], folder: Path) -> dict[str, Any]:
     step = trainer(kind, *size)
-    opened(folder)
+    capture = opened(folder)
     for _ in range(WARM):
         step()
     torch.cuda.synchronize()
@@ -92,6 +93,8 @@ def compared(kind: str, size: tuple[int, int, int], folder: Path) -> dict[str, A
         step()
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
+    failures = capture.recorder.failures()  # a collector catches what it raises, for waiting too
+    assert not failures, failures
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(PROFILED):
             step()
@@ -105,7 +108,7 @@ def compared(kind: str, size: tuple[int, int, int], folder: Path) -> dict[str, A
     rows = load(RunFolder(folder)).rows
     return {
         "kind": kind, **against(rows, json.loads(trace_file.read_text())), **communications(rows),
-        "clock_error_us": clock_error_us(folder),
+        "clock_error_us": clock_error_us(folder), "steps_in_which_to_wait_raises": STEPS, "errors_of_collectors": 0,
     }  # fmt: skip
 
 
