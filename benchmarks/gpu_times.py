@@ -108,7 +108,8 @@ def compared(kind: str, size: tuple[int, int, int], folder: Path) -> dict[str, A
     rows = load(RunFolder(folder)).rows
     return {
         "kind": kind, **against(rows, json.loads(trace_file.read_text())), **communications(rows),
-        "clock_error_us": clock_error_us(folder), "steps_in_which_to_wait_raises": STEPS, "errors_of_collectors": len(failures),
+        "clock_error_us": clock_error_us(folder), "steps_in_which_to_wait_raises": STEPS,
+        "errors_of_collectors": len(failures),
     }  # fmt: skip
 
 
