@@ -7,6 +7,7 @@ import datetime
 import io
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -167,6 +168,29 @@ def slow_compiler(graph: Any, inputs: Any) -> Any:
     return graph.forward
 
 
+def serve(listening: socket.socket) -> None:
+    """1 MB/s to whoever connects first."""
+    connection, _ = listening.accept()
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        connection.sendall(bytes(250_000))
+        time.sleep(0.25)
+    connection.close()
+
+
+def download(rank: int) -> None:
+    """One rank takes what another process sends, and uses next to no CPU."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = torch.tensor([listening.getsockname()[1]])
+    dist.broadcast(port, 0)
+    if rank == 0:
+        threading.Thread(target=serve, args=(listening,)).start()
+    if rank == CULPRIT:
+        with socket.create_connection(("127.0.0.1", int(port))) as connection:
+            while connection.recv(1 << 20):
+                pass
+
+
 ASLEEP = {
     "python": lambda: time.sleep(FOREVER),
     "c": lambda: ctypes.CDLL(None).sleep(FOREVER),
@@ -220,6 +244,8 @@ def main() -> None:
         for _ in range(int(SECONDS)):
             time.sleep(1)
             dist.all_reduce(torch.ones(4))
+    if CASE == "download":
+        download(rank)
     if CASE == "checkpoint" and rank == CULPRIT:
         torch.save({"weights": torch.ones(8)}, SlowFile())
     if CASE == "compile" and rank == CULPRIT:

@@ -209,6 +209,7 @@ def test_what_the_engine_proves_itself(tmp_path: Path) -> None:
     "case",
     [
         "ddp/busy",
+        pytest.param("download", marks=pytest.mark.slow),
         pytest.param("checkpoint", marks=pytest.mark.slow),
         pytest.param("slow", marks=pytest.mark.slow),
         pytest.param("compile", marks=pytest.mark.slow),
@@ -220,7 +221,7 @@ def test_a_slow_job_lives(case: str, tmp_path: Path) -> None:
     assert finished.status == 0, finished.stderr
     assert not CALLED.search(finished.stderr), finished.stderr
     assert not {"run.hang", "run.desync"} & {finding["code"] for finding in finished.findings["findings"]}
-    if case in ("ddp/busy", "checkpoint"):
+    if case in ("ddp/busy", "download", "checkpoint"):
         assert "which is not called a hang: rank 1 has not reached" in finished.stderr
 
 
