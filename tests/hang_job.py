@@ -199,6 +199,7 @@ ASLEEP = {
     "late": lambda: time.sleep(SECONDS),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "left": lambda: (dist.destroy_process_group(), sys.exit(0)),
+    "gone": lambda: os._exit(0),
     "busy": look_busy,
 }
 """What one rank does in the place of its fourth step, in the job that each name begins with, if any."""

@@ -118,9 +118,10 @@ def test_a_stage_asleep(asleep: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["ddp/left", "ddp/gone"])
+def test_a_rank_that_left(case: str, tmp_path: Path) -> None:
     """The others are told by gloo at once: no time-out has passed."""
-    finished = run(tmp_path, "ddp/left")
+    finished = run(tmp_path, case)
     found = first(finished)
     assert (found["code"], found["where"]["ranks"], found["where"]["op"]) == ("run.hang", [1], "all_reduce")
     assert "rank 1 had ended" in found["title"]
