@@ -22,6 +22,11 @@ CULPRIT = 1
 FOREVER = 100_000
 
 
+def begins() -> None:
+    """Say when what the case is about begins, for who looks how soon that is told."""
+    print(f"begins at {time.time():.3f}", file=sys.stderr, flush=True)
+
+
 class Loaded(torch.utils.data.Dataset[torch.Tensor]):
     """Whose fifth sample never comes, on one rank."""
 
@@ -33,6 +38,7 @@ class Loaded(torch.utils.data.Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if self.rank == CULPRIT and index == 4:
+            begins()
             time.sleep(FOREVER)  # the loader stands here
         return torch.ones(8)
 
@@ -219,6 +225,7 @@ def main() -> None:
             step(batch)
     for _ in range(3):
         step()
+    begins()
     if rank == CULPRIT and asleep in ASLEEP:
         ASLEEP[asleep]()
     if asleep in ASLEEP:
