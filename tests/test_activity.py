@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import socket
+import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dsprof.live.activity import BUSY_BYTES, LONGEST_NAME, Activity, Moved, Usage, bytes_between, name_thread, usage
+from dsprof.live.activity import (
+    BUSY_BYTES,
+    LONGEST_NAME,
+    Activity,
+    Moved,
+    Usage,
+    bytes_between,
+    kernel_children,
+    name_thread,
+    usage,
+)
 from dsprof.live.sockets import Carried, connections
 
 SIZE = 8 << 20
@@ -156,6 +170,19 @@ def test_a_process_that_only_receives_works(a_second: int, works: bool, monkeypa
     for at_s in range(10):
         activity.sample(float(at_s))
     assert activity.works(4.0) is works
+
+
+@pytest.mark.skipif(not os.access("/proc/self/task", os.R_OK), reason="the kernel does not tell children")
+def test_where_the_kernel_has_the_children() -> None:
+    with subprocess.Popen(["sh", "-c", "sleep 1000 & wait"]) as shell:
+        until = time.monotonic() + 10
+        found: list[dict[str, Any]] = []
+        while [one["name"] for one in found] != ["sh", "sleep"] and time.monotonic() < until:
+            found = kernel_children(os.getpid())
+        for child in {shell.pid, *(one["task"] for one in found)}:
+            os.kill(child, signal.SIGKILL)
+    assert [one["name"] for one in found] == ["sh", "sleep"]
+    assert found[0]["task"] == shell.pid
 
 
 def test_a_thread_has_its_name_for_whoever_lists_threads() -> None:

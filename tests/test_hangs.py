@@ -115,6 +115,9 @@ def test_a_rank_asleep(case: str, words: str, tmp_path: Path) -> None:
     assert (found["code"], found["where"]["ranks"]) == ("run.hang", [1]), found
     assert words in found["title"]
     assert found["where"]["op"] in ("all_reduce", "all_gather", "reduce_scatter", "reduce")
+    if case == "loader":
+        said = {item["metric"]: item["value"] for item in found["evidence"]}
+        assert said["rank 1: a child (pt_data_worker)"].startswith("sleeps for a set time (in the kernel: ")
     in_time(finished)
 
 

@@ -70,19 +70,26 @@ def usage(process: int, at_s: float) -> Usage | None:
     if own is None:
         return None
     not_its_work, files = _own_threads(process)
-    cpu, files, seen, left = -not_its_work, Moved() - files, {process}, [process]
-    sockets: set[int] = set()
-    while left:
-        one = left.pop()
+    cpu, files, sockets = -not_its_work, Moved() - files, set[int]()
+    processes = [process, *descendants(process)]
+    for one in processes:
         cpu += _cpu_seconds(f"/proc/{one}") or 0.0
         files += _moved(f"/proc/{one}")
         sockets |= inodes(one)
-        for child in _children(one):
-            if child not in seen and len(seen) < MOST_PROCESSES:
-                seen.add(child)
-                left.append(child)
     carried = {inode: one for inode, one in connections().items() if inode in sockets} if sockets else {}
-    return Usage(at_s, cpu, files, carried, frozenset(seen))
+    return Usage(at_s, cpu, files, carried, frozenset(processes))
+
+
+def descendants(process: int) -> list[int]:
+    """Its children and theirs, as many as are looked at."""
+    found: list[int] = []
+    left = [process]
+    while left:
+        for child in _children(left.pop()):
+            if child not in found and len(found) < MOST_PROCESSES:
+                found.append(child)
+                left.append(child)
+    return found
 
 
 def bytes_between(samples: Sequence[Usage]) -> int:
@@ -148,24 +155,28 @@ class Activity:
 def kernel_threads(process: int) -> list[dict[str, Any]]:
     """Each thread of a process as the kernel knows it: number, name, state, the function of the kernel that it sleeps
     in and its system call, where those may be read."""
-    found: list[dict[str, Any]] = []
     try:
         numbers = sorted(map(int, os.listdir(f"/proc/{process}/task")))
     except (OSError, ValueError):
         return []
-    for number in numbers[:MOST_THREADS]:
-        name, _, rest = _text(process, number, "stat").partition("(")[2].rpartition(")")
-        call = _text(process, number, "syscall").split()
-        found.append(
-            {
-                "task": number,
-                "name": name,
-                "state": rest.split()[0] if rest.split() else "",
-                "wchan": _text(process, number, "wchan").strip(),
-                "syscall": int(call[0]) if call and call[0].lstrip("-").isdigit() else None,
-            }
-        )
-    return found
+    return [_kernel_thread(process, number) for number in numbers[:MOST_THREADS]]
+
+
+def kernel_children(process: int) -> list[dict[str, Any]]:
+    """The main thread of each child, and of theirs, as in `kernel_threads`."""
+    return [_kernel_thread(child, child) for child in descendants(process)]
+
+
+def _kernel_thread(process: int, number: int) -> dict[str, Any]:
+    name, _, rest = _text(process, number, "stat").partition("(")[2].rpartition(")")
+    call = _text(process, number, "syscall").split()
+    return {
+        "task": number,
+        "name": name,
+        "state": rest.split()[0] if rest.split() else "",
+        "wchan": _text(process, number, "wchan").strip(),
+        "syscall": int(call[0]) if call and call[0].lstrip("-").isdigit() else None,
+    }
 
 
 def _text(process: int, thread: int, name: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -28,6 +28,8 @@ RECORDER: Final = "flight_recorder"
 """The importer of what there is to be judged here."""
 MOST_ASKED: Final = 64
 """Ranks that are asked whether the engine told of a deadlock: each that is in it does."""
+MOST_CHILDREN: Final = 4
+"""Kinds of child processes that are told."""
 NO_PROGRESS: Final = tuple(Kind(kind).name.lower() for kind in SAMPLES)
 """Kinds of rows: side threads sample a job that stands still, too."""
 NO_GAIN: Final = Gain(0.0, 0.0, 0.0, 0.0, method="none")
@@ -197,6 +199,7 @@ def _finding(context: Context, stall: Stall, told: Mapping[str, Any]) -> Finding
     for rank, threads in (told.get("threads") or {}).items():
         waiting = [in_the_kernel(str(item["wchan"]), str(item["state"])) for item in threads[:1]]
         evidence += [Evidence(f"rank {rank}: its main thread", said, "") for said in waiting]
+        evidence += _children(rank, (told.get("children") or {}).get(rank) or [])
     complete = _last_step(context)
     step = step_of(context, first)
     if step is None and complete is not None:
@@ -220,6 +223,16 @@ def _stood(context: Context, rank: int, *, culprit: bool) -> list[Evidence]:
         return []
     what = "stands in" if culprit else "waits in"
     return [Evidence(f"rank {rank} {what}", in_words(frames), "")]
+
+
+def _children(rank: str, children: Iterable[Mapping[str, Any]]) -> list[Evidence]:
+    """What those that do the same wait for, the rarest first: of DataLoader workers that is the one that is stuck."""
+    alike = Counter((str(one["name"]), in_the_kernel(str(one["wchan"]), str(one["state"]))) for one in children)
+    rarest = sorted(alike.items(), key=lambda item: item[1])[:MOST_CHILDREN]
+    return [
+        Evidence(f"rank {rank}: {f'{count} children' if count > 1 else 'a child'} ({name})", said, "")
+        for (name, said), count in rarest
+    ]
 
 
 def _issued_at(context: Context, stall: Stall) -> dict[int, str]:
