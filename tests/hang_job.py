@@ -7,6 +7,7 @@ import datetime
 import io
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,6 +22,11 @@ CULPRIT = 1
 FOREVER = 100_000
 
 
+def begins() -> None:
+    """Say when what the case is about begins, for who looks how soon that is told."""
+    print(f"begins at {time.time():.3f}", file=sys.stderr, flush=True)
+
+
 class Loaded(torch.utils.data.Dataset[torch.Tensor]):
     """Whose fifth sample never comes, on one rank."""
 
@@ -32,6 +38,7 @@ class Loaded(torch.utils.data.Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if self.rank == CULPRIT and index == 4:
+            begins()
             time.sleep(FOREVER)  # the loader stands here
         return torch.ones(8)
 
@@ -167,6 +174,29 @@ def slow_compiler(graph: Any, inputs: Any) -> Any:
     return graph.forward
 
 
+def serve(listening: socket.socket) -> None:
+    """1 MB/s to whoever connects first."""
+    connection, _ = listening.accept()
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        connection.sendall(bytes(250_000))
+        time.sleep(0.25)
+    connection.close()
+
+
+def download(rank: int) -> None:
+    """One rank takes what another process sends, and uses next to no CPU."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = torch.tensor([listening.getsockname()[1]])
+    dist.broadcast(port, 0)
+    if rank == 0:
+        threading.Thread(target=serve, args=(listening,)).start()
+    if rank == CULPRIT:
+        with socket.create_connection(("127.0.0.1", int(port))) as connection:
+            while connection.recv(1 << 20):
+                pass
+
+
 ASLEEP = {
     "python": lambda: time.sleep(FOREVER),
     "c": lambda: ctypes.CDLL(None).sleep(FOREVER),
@@ -175,6 +205,7 @@ ASLEEP = {
     "late": lambda: time.sleep(SECONDS),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "left": lambda: (dist.destroy_process_group(), sys.exit(0)),
+    "gone": lambda: os._exit(0),
     "busy": look_busy,
 }
 """What one rank does in the place of its fourth step, in the job that each name begins with, if any."""
@@ -194,6 +225,7 @@ def main() -> None:
             step(batch)
     for _ in range(3):
         step()
+    begins()
     if rank == CULPRIT and asleep in ASLEEP:
         ASLEEP[asleep]()
     if asleep in ASLEEP:
@@ -222,6 +254,8 @@ def main() -> None:
         for _ in range(int(SECONDS)):
             time.sleep(1)
             dist.all_reduce(torch.ones(4))
+    if CASE == "download":
+        download(rank)
     if CASE == "checkpoint" and rank == CULPRIT:
         torch.save({"weights": torch.ones(8)}, SlowFile())
     if CASE == "compile" and rank == CULPRIT:

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ class Finished:
     status: int
     stdout: str
     stderr: str
+    heard: tuple[tuple[float, str], ...] = ()
+    """Each line of stderr, and when it came, in s since the epoch."""
 
     @property
     def findings(self) -> dict[str, Any]:
@@ -58,10 +62,29 @@ def profile(tmp_path: Path, script: Path, *args: str, ranks: int | None = 2, fla
     launcher = [] if ranks is None else ["--nproc-per-node", str(ranks)]
     command = [sys.executable, "-m", "dsprof", "run", "-o", str(folder), *launcher, *flags]
     for _ in range(3):
-        done = subprocess.run(
-            [*command, str(script), *args], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
-        )
-        if ABORTED not in done.stderr:
+        finished = _heard(RunFolder(folder), [*command, str(script), *args], tmp_path)
+        if ABORTED not in finished.stderr:
             break
         shutil.rmtree(folder)
-    return Finished(RunFolder(folder), done.returncode, done.stdout, done.stderr)
+    return finished
+
+
+def _heard(folder: RunFolder, command: list[str], cwd: Path) -> Finished:
+    """Run it, and note when it says what on stderr."""
+    heard: list[tuple[float, str]] = []
+    read, write = os.pipe()
+
+    def listen() -> None:
+        with open(read, errors="replace") as lines:
+            heard.extend((time.time(), line) for line in lines)
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=write, text=True, timeout=240
+        )
+    finally:
+        os.close(write)
+    listener.join()
+    return Finished(folder, done.returncode, done.stdout, "".join(line for _, line in heard), tuple(heard))

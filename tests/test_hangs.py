@@ -25,7 +25,7 @@ JOB = Path(__file__).parent / "hang_job.py"
 TIMEOUT_S = 4
 SECONDS = 3 * TIMEOUT_S
 CALLED = re.compile(r"\[dsprof\] (hang|desync): ")
-STOOD = re.compile(r"nothing has moved for (\d+) s")
+BEGINS = re.compile(r"begins at ([\d.]+)")
 
 
 def run(
@@ -53,10 +53,20 @@ def line_of(text: str) -> int:
     return number
 
 
-def in_time(finished: Finished) -> None:
-    told = STOOD.search(finished.stderr)
-    assert told is not None, finished.stderr
-    assert int(told[1]) <= TIMEOUT_S + 5
+def heard(finished: Finished, pattern: re.Pattern[str]) -> list[tuple[float, re.Match[str]]]:
+    """Lines of stderr that hold it, and when they came by this process's clock, in s since the epoch."""
+    return [(at, found) for at, line in finished.heard if (found := pattern.search(line))]
+
+
+def in_time(finished: Finished, *, at_s: float | None = None) -> None:
+    """It was told within 5 s of the time-out, and not before, since the job itself says that it began to hang. `at_s`:
+    when it was told; None: when the launcher said so on stderr."""
+    began_s = max(float(said[1]) for _, said in heard(finished, BEGINS))
+    if at_s is None:
+        told = heard(finished, CALLED)
+        assert told, finished.stderr
+        at_s = told[0][0]
+    assert TIMEOUT_S <= at_s - began_s <= TIMEOUT_S + 5, finished.stderr
 
 
 # --- hangs ---------------------------------------------------------------------------------------
@@ -80,6 +90,7 @@ def test_a_rank_asleep_in_python(tmp_path: Path) -> None:
     assert "rank 1 stands in" in text
     (fix,) = found["fixes"]
     assert fix["patch"][0]["file"] == str(JOB)
+    in_time(finished)
 
 
 SLEEPERS = [
@@ -104,6 +115,9 @@ def test_a_rank_asleep(case: str, words: str, tmp_path: Path) -> None:
     assert (found["code"], found["where"]["ranks"]) == ("run.hang", [1]), found
     assert words in found["title"]
     assert found["where"]["op"] in ("all_reduce", "all_gather", "reduce_scatter", "reduce")
+    if case == "loader":
+        said = {item["metric"]: item["value"] for item in found["evidence"]}
+        assert said["rank 1: a child (pt_data_worker)"].startswith("sleeps for a set time (in the kernel: ")
     in_time(finished)
 
 
@@ -118,9 +132,10 @@ def test_a_stage_asleep(asleep: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["ddp/left", "ddp/gone"])
+def test_a_rank_that_left(case: str, tmp_path: Path) -> None:
     """The others are told by gloo at once: no time-out has passed."""
-    finished = run(tmp_path, "ddp/left")
+    finished = run(tmp_path, case)
     found = first(finished)
     assert (found["code"], found["where"]["ranks"], found["where"]["op"]) == ("run.hang", [1], "all_reduce")
     assert "rank 1 had ended" in found["title"]
@@ -137,9 +152,11 @@ def test_torchs_own_timeout_comes_first(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_both_receive_first(tmp_path: Path) -> None:
-    found = first(run(tmp_path, "both-receive", ranks=3))
+    finished = run(tmp_path, "both-receive", ranks=3)
+    found = first(finished)
     assert (found["code"], found["where"]["ranks"], found["where"]["op"]) == ("run.hang", [0, 1], "recv")
     assert "wait for each other" in found["title"]
+    in_time(finished)
 
 
 # --- desyncs -------------------------------------------------------------------------------------
@@ -151,6 +168,7 @@ def test_another_order(tmp_path: Path) -> None:
     assert (found["code"], found["where"]["ranks"]) == ("run.desync", [1]), found
     assert "broadcast of 16 bytes of float32 on rank 1" in found["title"]
     assert "all_reduce of 16 bytes of float32 on ranks 0, 2" in found["title"]
+    in_time(finished)
 
 
 @pytest.mark.slow
@@ -172,10 +190,13 @@ def test_another_order_of_two_groups(tmp_path: Path) -> None:
     ],
 )
 def test_another_size(case: str, odd: str, tmp_path: Path) -> None:
-    found = first(run(tmp_path, case, ranks=3))
+    finished = run(tmp_path, case, ranks=3)
+    found = first(finished)
     assert (found["code"], found["where"]["ranks"]) == ("run.desync", [1]), found
     assert odd in found["title"]
     assert ("--level full" in found["fixes"][0]["title"]) is (case == "size")
+    if case == "skipped":  # of another size gloo tells the ranks at once
+        in_time(finished)
 
 
 def test_another_dtype_that_nobody_noticed(tmp_path: Path) -> None:
@@ -220,6 +241,7 @@ def test_what_the_engine_proves_itself(tmp_path: Path) -> None:
     "case",
     [
         "ddp/busy",
+        pytest.param("download", marks=pytest.mark.slow),
         pytest.param("checkpoint", marks=pytest.mark.slow),
         pytest.param("slow", marks=pytest.mark.slow),
         pytest.param("compile", marks=pytest.mark.slow),
@@ -231,7 +253,7 @@ def test_a_slow_job_lives(case: str, tmp_path: Path) -> None:
     assert finished.status == 0, finished.stderr
     assert not CALLED.search(finished.stderr), finished.stderr
     assert not {"run.hang", "run.desync"} & {finding["code"] for finding in finished.findings["findings"]}
-    if case in ("ddp/busy", "checkpoint"):
+    if case in ("ddp/busy", "download", "checkpoint"):
         assert "which is not called a hang: rank 1 has not reached" in finished.stderr
 
 
@@ -243,7 +265,7 @@ def test_a_rank_that_comes_after_all(tmp_path: Path) -> None:
     flags = ("--no-report", "--hang-timeout", str(TIMEOUT_S))
     finished = profile(tmp_path, JOB, "ddp/late", str(SECONDS), flags=flags)
     assert finished.status == 0, finished.stderr
-    assert CALLED.search(finished.stderr)
+    in_time(finished)
     assert "the job goes on, after" in finished.stderr
     at = f"hang_job.py:{line_of('lambda: time.sleep(SECONDS)')}"
     said = re.search(r"at step 3 the job stood still (\d+) s: it waited for rank 1 \((\S+)\) in all_reduce",
@@ -259,7 +281,7 @@ def test_a_job_that_torchs_time_out_ends_does_not_go_on(tmp_path: Path) -> None:
     flags = ("--no-report", "--hang-timeout", str(TIMEOUT_S))
     finished = profile(tmp_path, JOB, "torch-timeout", str(4 * TIMEOUT_S), flags=flags)
     assert finished.status not in (0, HUNG)
-    assert CALLED.search(finished.stderr)
+    in_time(finished)
     assert "goes on" not in finished.stderr
     found = first(finished)
     assert (found["code"], found["where"]["ranks"], found["where"]["op"]) == ("run.hang", [1], "barrier")
@@ -276,17 +298,18 @@ def test_a_hung_job_that_is_interrupted(tmp_path: Path) -> None:
         command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stderr is not None
-    said = ""
+    lines = []
     for line in process.stderr:  # it says so while the job goes on to wait
-        said += line
+        lines.append((time.time(), line))
         if CALLED.search(line):
             process.send_signal(signal.SIGINT)
             break
-    said += process.communicate(timeout=120)[1]
-    finished = Finished(RunFolder(tmp_path / "run"), process.returncode, "", said)
+    said = "".join(line for _, line in lines) + process.communicate(timeout=120)[1]
+    finished = Finished(RunFolder(tmp_path / "run"), process.returncode, "", said, tuple(lines))
     found = first(finished)
     assert (found["code"], found["where"]["ranks"]) == ("run.hang", [1]), said
     assert process.returncode == 130
+    in_time(finished)
 
 
 @pytest.mark.slow
@@ -308,7 +331,8 @@ dist.init_process_group = lambda backend: init(backend, store=store, rank={rank}
 sys.argv = ["hang_job.py", "ddp/python"]
 exec(compile(open({str(JOB)!r}).read(), {str(JOB)!r}, "exec"))
 """
-        procs.append(subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env))
+        with (tmp_path / f"{rank}.log").open("w") as log:
+            procs.append(subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env, stderr=log))
     try:
         until = time.monotonic() + 120
         while time.monotonic() < until:
@@ -316,6 +340,7 @@ exec(compile(open({str(JOB)!r}).read(), {str(JOB)!r}, "exec"))
             said = [line for path in files for line in path.read_text().splitlines() if '"fact": "standstill"' in line]
             stands, waits = (any(words in line for line in said) for words in (at, "all_reduce"))
             if stands and waits:
+                told_s = time.time()
                 break
             time.sleep(0.2)
         else:
@@ -330,3 +355,5 @@ exec(compile(open({str(JOB)!r}).read(), {str(JOB)!r}, "exec"))
     )  # fmt: skip
     found = json.loads(done.stdout)["findings"][0]
     assert (found["code"], found["where"]["ranks"]) == ("run.hang", [1]), done.stdout
+    logs = [(0.0, line) for rank in range(2) for line in (tmp_path / f"{rank}.log").read_text().splitlines()]
+    in_time(Finished(RunFolder(tmp_path / "run"), 0, "", "", tuple(logs)), at_s=told_s)

@@ -2,8 +2,8 @@
 
 The ranks' captures are live mappings, so their progress is read from there. A job hangs where no rank has begun or
 ended anything for the time-out, ranks wait in a communication, and the rank that has not issued its part of it neither
-works (CPU time, files, its children's too) nor saves a checkpoint or compiles; or where ranks wait for each other, or
-for different things under one number. See docs/hangs.md.
+works (CPU time, files, connections, its children's too) nor saves a checkpoint or compiles; or where ranks wait for
+each other, or for different things under one number. See docs/hangs.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsprof.atomic import write_atomically
-from dsprof.live.activity import Activity, kernel_threads, process_state
+from dsprof.live.activity import Activity, kernel_children, kernel_threads, process_state
 from dsprof.live.frames import short, user_site
 from dsprof.live.tail import Tail, captures
 from dsprof.live.waiting import RankState, Stall, find_stall
@@ -264,12 +264,14 @@ class HangWatch:
         where = [said for rank in culprits if (said := self._where(states[rank], told[rank]))]
         if where:
             words += f"; {'; '.join(where)}"
+        here = {rank: self._ranks[rank] for rank in culprits if self._here(rank)}
         details = {
             "code": stall.code, "kind": stall.kind, "words": words, "culprits": list(culprits),
             "waiters": list(stall.waiters), "operation": asdict(stall.operation),
             "ended": [rank for rank in culprits if self._ranks[rank].gone],
             "frozen": [rank for rank in culprits if self._frozen(rank)],
-            "threads": {str(rank): kernel_threads(self._ranks[rank].process) for rank in culprits if self._here(rank)},
+            "threads": {str(rank): kernel_threads(one.process) for rank, one in here.items()},
+            "children": {str(rank): kernel_children(one.process) for rank, one in here.items()},
         }  # fmt: skip
         return Judgement(True, words, stall, details, {rank: state.count for rank, state in states.items()})
 

@@ -2,7 +2,8 @@
 
     tail          follows the records of a capture that is being written
     waiting       which rank a job waits for, from what each has issued
-    activity      what a process and its children use of CPU and files, and where the kernel has its threads
+    activity      what a process and its children use of CPU, files and TCP, and where the kernel has its threads
+    sockets       bytes that the TCP connections of this host have carried
     frames        which frame of a stack is the user's
     kernel_waits  what a thread waits for, by the function of the kernel that it sleeps in
 

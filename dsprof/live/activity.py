@@ -1,13 +1,17 @@
-"""What a process and its children use of CPU and of files: whether one that is waited for works, or sleeps."""
+"""What a process and its children use of CPU, files and TCP connections: whether one that is waited for works, or
+sleeps."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
+
+from .sockets import Carried, connections, inodes
 
 TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 BUSY: Final = 0.05
@@ -28,12 +32,35 @@ LONGEST_NAME: Final = 15
 
 
 @dataclass(frozen=True)
+class Moved:
+    """Bytes that processes have read and written so far: by system calls on files and pipes, and from and to storage,
+    which is all that is seen of files that are mapped into memory."""
+
+    read: int = 0
+    written: int = 0
+    from_storage: int = 0
+    to_storage: int = 0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(
+            self.read + other.read,
+            self.written + other.written,
+            self.from_storage + other.from_storage,
+            self.to_storage + other.to_storage,
+        )
+
+    def __sub__(self, other: Moved) -> Moved:
+        return self + Moved(-other.read, -other.written, -other.from_storage, -other.to_storage)
+
+
+@dataclass(frozen=True)
 class Usage:
-    """So far: CPU time in s, bytes read and written, and of which processes."""
+    """So far: CPU time in s, bytes of files, bytes of each TCP connection by its inode, and of which processes."""
 
     at_s: float
     cpu_s: float
-    bytes: int
+    files: Moved
+    connections: Mapping[int, Carried]
     processes: frozenset[int]
 
 
@@ -42,17 +69,48 @@ def usage(process: int, at_s: float) -> Usage | None:
     own = _cpu_seconds(f"/proc/{process}")
     if own is None:
         return None
-    cpu, size = _own_threads(process)
-    cpu, size, seen, left = -cpu, -size, {process}, [process]
-    while left:
-        one = left.pop()
+    not_its_work, files = _own_threads(process)
+    cpu, files, sockets = -not_its_work, Moved() - files, set[int]()
+    processes = [process, *descendants(process)]
+    for one in processes:
         cpu += _cpu_seconds(f"/proc/{one}") or 0.0
-        size += _bytes(f"/proc/{one}")
-        for child in _children(one):
-            if child not in seen and len(seen) < MOST_PROCESSES:
-                seen.add(child)
+        files += _moved(f"/proc/{one}")
+        sockets |= inodes(one)
+    carried = {inode: one for inode, one in connections().items() if inode in sockets} if sockets else {}
+    return Usage(at_s, cpu, files, carried, frozenset(processes))
+
+
+def descendants(process: int) -> list[int]:
+    """Its children and theirs, as many as are looked at."""
+    found: list[int] = []
+    left = [process]
+    while left:
+        for child in _children(left.pop()):
+            if child not in found and len(found) < MOST_PROCESSES:
+                found.append(child)
                 left.append(child)
-    return Usage(at_s, cpu, size, frozenset(seen))
+    return found
+
+
+def bytes_between(samples: Sequence[Usage]) -> int:
+    """Read and written from the first to the last of samples of a process, in their order.
+
+    What comes by read(2) from a disk or a connection is in two counters: of each direction the largest counts. A
+    connection that was not there before is new, and all that it has carried is.
+    """
+    if not samples:
+        return 0
+    files = samples[-1].files - samples[0].files
+    told = [one.connections for one in samples if one.connections]
+    known = dict(told[0]) if told else {}
+    received = sent = 0
+    for connections_now in told[1:]:
+        for inode, now in connections_now.items():
+            was = known.get(inode, Carried(0, 0))
+            received += max(0, now.received - was.received)
+            sent += max(0, now.sent - was.sent)
+        known.update(connections_now)
+    return max(files.read, files.from_storage, received) + max(files.written, files.to_storage, sent)
 
 
 def name_thread(name: str) -> None:
@@ -84,36 +142,41 @@ class Activity:
         if not self._samples:
             return None
         last = self._samples[-1]
-        first = next((one for one in self._samples if last.at_s - one.at_s <= max(over_s, SHORTEST_S)), last)
+        samples = [one for one in self._samples if last.at_s - one.at_s <= max(over_s, SHORTEST_S)]
+        first = samples[0]
         seconds = last.at_s - first.at_s
         if seconds < SHORTEST_S / 2:
             return None
         if last.processes != first.processes:  # some began or ended: work is handed out
             return True
-        return last.cpu_s - first.cpu_s > BUSY * seconds or last.bytes - first.bytes > BUSY_BYTES * seconds
+        return last.cpu_s - first.cpu_s > BUSY * seconds or bytes_between(samples) > BUSY_BYTES * seconds
 
 
 def kernel_threads(process: int) -> list[dict[str, Any]]:
     """Each thread of a process as the kernel knows it: number, name, state, the function of the kernel that it sleeps
     in and its system call, where those may be read."""
-    found: list[dict[str, Any]] = []
     try:
         numbers = sorted(map(int, os.listdir(f"/proc/{process}/task")))
     except (OSError, ValueError):
         return []
-    for number in numbers[:MOST_THREADS]:
-        name, _, rest = _text(process, number, "stat").partition("(")[2].rpartition(")")
-        call = _text(process, number, "syscall").split()
-        found.append(
-            {
-                "task": number,
-                "name": name,
-                "state": rest.split()[0] if rest.split() else "",
-                "wchan": _text(process, number, "wchan").strip(),
-                "syscall": int(call[0]) if call and call[0].lstrip("-").isdigit() else None,
-            }
-        )
-    return found
+    return [_kernel_thread(process, number) for number in numbers[:MOST_THREADS]]
+
+
+def kernel_children(process: int) -> list[dict[str, Any]]:
+    """The main thread of each child, and of theirs, as in `kernel_threads`."""
+    return [_kernel_thread(child, child) for child in descendants(process)]
+
+
+def _kernel_thread(process: int, number: int) -> dict[str, Any]:
+    name, _, rest = _text(process, number, "stat").partition("(")[2].rpartition(")")
+    call = _text(process, number, "syscall").split()
+    return {
+        "task": number,
+        "name": name,
+        "state": rest.split()[0] if rest.split() else "",
+        "wchan": _text(process, number, "wchan").strip(),
+        "syscall": int(call[0]) if call and call[0].lstrip("-").isdigit() else None,
+    }
 
 
 def _text(process: int, thread: int, name: str) -> str:
@@ -139,22 +202,22 @@ def _cpu_seconds(place: str) -> float | None:
     return sum(map(int, fields[11:13])) / TICKS_A_SECOND if len(fields) > 12 and fields[0] != "Z" else None
 
 
-def _bytes(place: str) -> int:
+def _moved(place: str) -> Moved:
     try:
         with open(f"{place}/io", "rb") as file:
-            lines = file.read().split()
-        return int(lines[1]) + int(lines[3])  # rchar, wchar
+            fields = file.read().split()
+        return Moved(*(int(fields[at]) for at in (1, 3, 9, 11)))  # rchar, wchar, read_bytes, write_bytes
     except (OSError, ValueError, IndexError):
-        return 0
+        return Moved()
 
 
-def _own_threads(process: int) -> tuple[float, int]:
-    """CPU time in s and bytes of dsprof's own threads so far."""
-    cpu, size = 0.0, 0
+def _own_threads(process: int) -> tuple[float, Moved]:
+    """CPU time in s and bytes of files of dsprof's own threads so far."""
+    cpu, files = 0.0, Moved()
     try:
         threads = os.listdir(f"/proc/{process}/task")
     except OSError:
-        return cpu, size
+        return cpu, files
     for thread in threads[:MOST_SEARCHED]:
         place = f"/proc/{process}/task/{thread}"
         try:
@@ -164,8 +227,8 @@ def _own_threads(process: int) -> tuple[float, int]:
             continue
         if own:
             cpu += _cpu_seconds(place) or 0.0
-            size += _bytes(place)
-    return cpu, size
+            files += _moved(place)
+    return cpu, files
 
 
 def _children(process: int) -> list[int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import pandas as pd
@@ -12,7 +13,7 @@ from dsprof.live.frames import in_words, short
 from dsprof.live.kernel_waits import in_the_kernel
 from dsprof.live.tail import SAMPLES
 from dsprof.live.waiting import Communication, Stall, described, ranks_in_words
-from dsprof.run import failures, from_known, last_processes
+from dsprof.run import RankExit, failures, from_known, last_processes
 from dsprof.schema import CALL_SITE, DEADLOCK, LOCKED, STANDSTILL, WENT_ON, Kind
 
 from ..context import Context, once
@@ -27,6 +28,8 @@ RECORDER: Final = "flight_recorder"
 """The importer of what there is to be judged here."""
 MOST_ASKED: Final = 64
 """Ranks that are asked whether the engine told of a deadlock: each that is in it does."""
+MOST_CHILDREN: Final = 4
+"""Kinds of child processes that are told."""
 NO_PROGRESS: Final = tuple(Kind(kind).name.lower() for kind in SAMPLES)
 """Kinds of rows: side threads sample a job that stands still, too."""
 NO_GAIN: Final = Gain(0.0, 0.0, 0.0, 0.0, method="none")
@@ -53,9 +56,10 @@ def hang_or_desync(context: Context) -> list[Finding]:
     stall = stall_at_end(context.rows, context.trace, run)
     if stall is None or stall.kind == "stuck":
         return []
-    if not (imported or _all_stand(context, stall) or _failed_in_it(context, stall)):
-        return []
-    return [_finding(context, stall, {})]
+    if imported or _all_stand(context, stall):
+        return [_finding(context, stall, {})]
+    failed = _failed_in_it(context, stall)
+    return [] if failed is None else [_finding(context, failed, {})]
 
 
 def _proved(context: Context) -> Finding | None:
@@ -110,31 +114,53 @@ def _all_stand(context: Context, stall: Stall) -> bool:
     standing, locked = _standing(context), _locked(context)
     if not stall.waiters or not all(rank in standing for rank in stall.waiters):
         return False
-    closed = {item.rank for item in last_processes(context.run.ranks) if item.closed}
     for rank in stall.culprits:
         said = standing.get(rank)
-        if said is None and not (rank in locked or rank in closed):
+        if said is None and not (rank in locked or _ended(context, rank)):
             return False
         if said is not None and (said.get("works") or set(AT_WORK) & set(said.get("phases") or ())):
             return False
     return True
 
 
-def _failed_in_it(context: Context, stall: Stall) -> bool:
-    """Whether the rank that failed first had stood still in it, as where a time-out of torch ended the job, or was told
-    that another had gone; and none of those that it waited for had failed."""
+def _failed_in_it(context: Context, stall: Stall) -> Stall | None:
+    """The stall, where the rank that failed first had stood still in it, as where a time-out of torch ended the job, or
+    was told that another had gone: that one alone is the culprit then. None where another that it waited for failed."""
     failed = [item.rank for item in failures(context.run.exits)]
     if not failed or failed[0] not in stall.waiters or set(failed) & set(stall.culprits):
-        return False
+        return None
     # One that ended in order without having come: that is why the others failed, however soon.
+    gone = tuple(rank for rank in stall.culprits if _left_before(context, rank, failed[0]))
+    if gone:
+        return replace(stall, culprits=gone)
+    ended_ns = next((item.closed_ns for item in last_processes(context.run.ranks) if item.rank == failed[0]), None)
+    stood = ended_ns is not None and (ended_ns - _last_begun(context, failed[0])) / 1e9 >= STOOD_S
+    return stall if stood else None
+
+
+def _left_before(context: Context, rank: int, failed: int) -> bool:
+    """Whether a rank ended in order before another failed: by their captures, or by what the launcher saw where one of
+    them was not closed, as after `os._exit(0)`."""
     closed = {item.rank: item.closed_ns for item in last_processes(context.run.ranks)}
-    ended_ns = closed.get(failed[0])
-    early = [closed[rank] for rank in stall.culprits if closed.get(rank) is not None]
-    if ended_ns is None:
-        return False
-    if early and len(early) == len(stall.culprits) and max(one for one in early if one is not None) <= ended_ns:
-        return True
-    return (ended_ns - _last_begun(context, failed[0])) / 1e9 >= STOOD_S
+    left_ns, failed_ns = closed.get(rank), closed.get(failed)
+    if left_ns is None or failed_ns is None:
+        exits = _exits(context)
+        if failed not in exits or not _ended_well(context, rank):
+            return False
+        left_ns, failed_ns = (exits[one].ended_epoch_ns or exits[one].ended_ns for one in (rank, failed))
+    return left_ns is not None and failed_ns is not None and left_ns <= failed_ns
+
+
+@once
+def _exits(context: Context) -> Mapping[int, RankExit]:
+    """Rank -> how its last process ended, where a launcher saw that."""
+    return {item.rank: item for item in last_processes(context.run.exits)}
+
+
+def _ended_well(context: Context, rank: int) -> bool:
+    """Whether a rank ended by itself with exit status 0."""
+    end = _exits(context).get(rank)
+    return end is not None and end.code == 0 and not end.stopped
 
 
 def _last_begun(context: Context, rank: int) -> int:
@@ -168,9 +194,12 @@ def _finding(context: Context, stall: Stall, told: Mapping[str, Any]) -> Finding
         evidence.append(Evidence(f"{ranks_in_words(ranks)} issued", described(operation) + where_issued, ""))
     for rank in sorted({*culprits, *stall.waiters}):
         evidence += _stood(context, rank, culprit=rank in culprits)
+        if rank in culprits and _ended_well(context, rank):
+            evidence.append(Evidence(f"rank {rank} ended by", _exits(context)[rank].how, ""))
     for rank, threads in (told.get("threads") or {}).items():
         waiting = [in_the_kernel(str(item["wchan"]), str(item["state"])) for item in threads[:1]]
         evidence += [Evidence(f"rank {rank}: its main thread", said, "") for said in waiting]
+        evidence += _children(rank, (told.get("children") or {}).get(rank) or [])
     complete = _last_step(context)
     step = step_of(context, first)
     if step is None and complete is not None:
@@ -194,6 +223,16 @@ def _stood(context: Context, rank: int, *, culprit: bool) -> list[Evidence]:
         return []
     what = "stands in" if culprit else "waits in"
     return [Evidence(f"rank {rank} {what}", in_words(frames), "")]
+
+
+def _children(rank: str, children: Iterable[Mapping[str, Any]]) -> list[Evidence]:
+    """What those that do the same wait for, the rarest first: of DataLoader workers that is the one that is stuck."""
+    alike = Counter((str(one["name"]), in_the_kernel(str(one["wchan"]), str(one["state"]))) for one in children)
+    rarest = sorted(alike.items(), key=lambda item: item[1])[:MOST_CHILDREN]
+    return [
+        Evidence(f"rank {rank}: {f'{count} children' if count > 1 else 'a child'} ({name})", said, "")
+        for (name, said), count in rarest
+    ]
 
 
 def _issued_at(context: Context, stall: Stall) -> dict[int, str]:
@@ -224,7 +263,9 @@ def _site(context: Context, rank: int) -> str | None:
 
 
 def _ended(context: Context, rank: int) -> bool:
-    return any(item.rank == rank and item.closed for item in last_processes(context.run.ranks))
+    """In order, as far as its capture or the launcher tells."""
+    closed = any(item.rank == rank and item.closed for item in last_processes(context.run.ranks))
+    return closed or _ended_well(context, rank)
 
 
 def _last_step(context: Context) -> int | None:
