@@ -23,6 +23,7 @@ from dsprof.importers import import_trace
 from dsprof.reports import memory as memory_figures
 from dsprof.run import RunError, RunFolder, open_run
 from dsprof.schema import COLUMNS
+from dsprof.trace import room
 
 REAL = Path(os.environ.get("DSPROF_REAL_TRACES", Path(__file__).parents[2] / "shared" / "data" / "traces"))
 
@@ -271,6 +272,63 @@ def test_a_list_that_is_named_again_and_again_takes_no_more_room_than_its_file(t
         import_trace(path)
     assert tracemalloc.get_traced_memory()[1] < 20 * MiB
     tracemalloc.stop()
+
+
+LIST_OF_SEGMENTS = SEGMENTS + b"]("
+MANY = 300_000
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        LIST_OF_SEGMENTS + b"}" * MANY + b"es.",  # dictionaries
+        LIST_OF_SEGMENTS + b"]" * MANY + b"es.",
+        LIST_OF_SEGMENTS + b"}K\x01K\x01s" * (MANY // 6) + b"es.",
+        SEGMENTS + b"]" + b"\x94" * MANY + b"s.",  # one list, under many numbers
+        SEGMENTS + b"N" + b"\x85" * MANY + b"s.",  # a tuple in a tuple in a tuple
+    ],
+    ids=["dictionaries", "lists", "items", "memo", "tuples"],
+)
+def test_a_byte_may_ask_for_a_hundred_but_no_file_gets_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    """Without the bound each of them, of 0.3 MB, took 12 to 60 MB."""
+    monkeypatch.setattr(room, "FREE", 0)
+    tracemalloc.start()
+    text = refusal(content, tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "would take more than" in text
+    assert "MiB of memory, which a memory snapshot never does; dump it again" in text
+    assert peak < 11_000_000, peak
+
+
+def test_a_history_that_is_named_again_and_again_is_gone_through_once(tmp_path: Path) -> None:
+    """The same 2,000 events on 2,000 devices, and the same one 300,000 times."""
+    event = {"action": "alloc", "addr": 0, "size": 1, "stream": 0, "time_us": 1}
+    for traces in ([[event] * 2000] * 2000, [[event] * MANY]):
+        told = refusal({"segments": [], "device_traces": traces}, tmp_path)
+        assert "more entries than the file has room for" in told
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_history_without_stacks_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int) -> None:
+    """The densest that torch writes: 5,000 events of some 60 bytes."""
+    monkeypatch.setattr(room, "FREE", 0)
+    events = [
+        {
+            "action": "alloc",
+            "addr": (1 << 46) + at,
+            "size": 512 * at,
+            "stream": 0,
+            "time_us": (1 << 50) + at,
+            "frames": [],
+        }
+        for at in range(5000)
+    ]
+    path = write(pickle.dumps({"segments": [], "device_traces": [events]}, protocol=protocol), tmp_path)
+    assert path.stat().st_size < 350_000
+    assert len(import_trace(path).memory[0].history) == 5000
 
 
 def test_a_gzip_bomb_stays_packed(tmp_path: Path) -> None:
