@@ -20,6 +20,7 @@ from damage import damaged
 from dsprof import cli, trace
 from dsprof.analyzer import analyze
 from dsprof.importers import import_trace, kineto
+from dsprof.importers.rank_names import rank_in
 from dsprof.run import RunError, open_run
 from dsprof.schema import COLUMNS
 from dsprof.trace.kineto import reader, stream
@@ -217,7 +218,7 @@ def test_any_layout_and_any_cut_into_blocks(
     ],
 )  # fmt: skip
 def test_ranks_in_names(name: str, rank: int | None) -> None:
-    assert kineto._rank_in(name) == rank
+    assert rank_in(name) == rank
 
 
 def test_what_the_file_says_of_its_rank_counts_before_its_name(tmp_path: Path) -> None:

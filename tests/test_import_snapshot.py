@@ -196,6 +196,52 @@ def test_names_in_the_file_are_shown_as_text(tmp_path: Path, capsys: pytest.Capt
     assert "<script>alert(1)" not in (run / "report.html").read_text()
 
 
+@pytest.mark.parametrize(
+    ("names", "ranks", "noted"),
+    [
+        (["rank3.pickle", "rank0.pickle"], [0, 3], False),
+        (["job_rank_1.pkl", "job_rank_0.pkl"], [0, 1], False),
+        (["snapshot_10.pickle", "snapshot_2.pickle"], [2, 10], False),
+        (["before.pickle", "after.pickle"], [0, 1], True),
+        (["a_1.pickle", "b_1.pickle"], [0, 1], True),
+        (["rank2.pickle"], [2], False),
+        (["snapshot_7.pickle"], [0], False),
+    ],
+)
+def test_a_folder_of_snapshots_is_one_a_rank(tmp_path: Path, names: list[str], ranks: list[int], noted: bool) -> None:
+    for size, name in enumerate(names, 1):
+        device = Device()
+        device.alloc(size * 20 * MiB)
+        device.write(tmp_path / name)
+    found = import_trace(tmp_path)
+    assert list(found.memory) == [info.rank for info in found.run.ranks] == ranks
+    files = {fact["rank"]: fact["file"] for fact in found.run.facts if fact["fact"] == "import"}
+    sizes = {names[size - 1]: size * 20 * MiB for size in range(1, len(names) + 1)}
+    assert {rank: int(found.memory[rank].segments["bytes"].sum()) for rank in ranks} == {
+        rank: sizes[file] for rank, file in files.items()
+    }
+    assert sorted(set(found.rows["rank"])) == ranks
+    assert any("in the order of the names; call them rank<N>.pickle" in word for word in warnings_of(found)) is noted
+
+
+def test_a_snapshot_that_is_damaged_costs_its_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    snapshots, run = tmp_path / "snapshots", tmp_path / "run"
+    snapshots.mkdir()
+    for rank in range(3):
+        write(tiny(), snapshots, f"rank{rank}.pickle")
+    (snapshots / "rank1.pickle").write_bytes(pickle.dumps(tiny())[:300])
+    assert cli.main(["import", str(snapshots), "-o", str(run)]) == 0
+    assert "imported the memory of 2 ranks" in capsys.readouterr().err
+    loaded = trace.load(open_run(run))
+    assert list(loaded.memory) == [0, 2]
+    assert "rank1.pickle: damaged or cut short" in " ".join(warnings_of(loaded))
+    assert {held.rank for held in analyze(loaded).memory} == {0, 2}
+
+
+def warnings_of(found: trace.Trace) -> list[str]:
+    return [word for fact in found.run.facts if fact["fact"] == "import" for word in fact["warnings"]]
+
+
 # --- hostile ------------------------------------------------------------------------------------
 
 
