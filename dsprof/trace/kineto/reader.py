@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from dsprof.trace.room import taken_by_json
-
+from ..room import taken_by_json
 from .events import COPY, FILL, KERNEL, UNKNOWN, Annotation, Events
 from .names import ANNOTATIONS, CommNames
 from .stream import FIRST, LAST, MOST_TAKEN, SPLIT, TraceError, TraceText

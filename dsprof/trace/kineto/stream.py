@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from dsprof.trace.room import taken_by_json
+from ..room import taken_by_json
 
 Int = npt.NDArray[np.int64]
 
