@@ -136,17 +136,23 @@ def measure(ranks: int, steps: int, rows: int, keep: Path | None) -> dict[str, A
     return {"ranks": ranks, "steps": steps, "rows_a_step": rows, **found}
 
 
-def compare_with_hta(python: Path, times: int) -> int:
+def compare_with_hta(python: Path, times: int, rounds: int, output: Path) -> int:
+    """0 where both tools give the same times, else 1."""
     import beside_hta
 
     found = {
         "what": "traces of torch.profiler: to HTA's breakdown, overlap and idle time, and to dsprof's verdict",
-        "machine": {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()},
-        **beside_hta.measure(python, times),
-    }
-    IMPORT_RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        "machine": {
+            "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
+            "load_before": round(os.getloadavg()[0], 1),
+        },
+        **beside_hta.measure(python, times, rounds),
+    }  # fmt: skip
+    output.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
-    return 0
+    for difference in found["differences"]:
+        print(difference, file=sys.stderr)
+    return 0 if found["agree"] else 1
 
 
 def main() -> int:
@@ -156,19 +162,21 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=500, help="rows a step and rank")
     parser.add_argument("--keep", type=Path, help="a folder to keep the made-up runs in, and to find them in")
     parser.add_argument("--force", action="store_true", help="measure again what the result file holds")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, help="the result file, instead of the one in benchmarks/results")
     parser.add_argument("--plot", action="store_true")
     parser.add_argument("--hta", type=Path, metavar="PYTHON", help="an interpreter that has HTA (pip: traceinsight)")
     parser.add_argument("--times", type=int, default=160, help="with --hta: how often each trace's step is repeated")
+    parser.add_argument("--rounds", type=int, default=2, help="with --hta: how often each tool runs, in turns")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         analyze_and_tell(args.child)
         return 0
     if args.hta:
-        return compare_with_hta(args.hta, args.times)
+        return compare_with_hta(args.hta, args.times, args.rounds, args.output or IMPORT_RESULTS)
+    output = args.output or RESULTS
     cases = [(int(ranks), args.steps, args.rows) for ranks in args.ranks.split(",")] if args.ranks else CASES
-    known = json.loads(args.output.read_text())["cases"] if args.output.exists() else []
+    known = json.loads(output.read_text())["cases"] if output.exists() else []
     for case in [] if args.plot else cases:
         kept = [item for item in known if (item["ranks"], item["steps"], item["rows_a_step"]) != case]
         if len(kept) < len(known) and not args.force:
@@ -180,10 +188,10 @@ def main() -> int:
             "machine": {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()},
             "cases": known,
         }
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=1) + "\n")
         print(json.dumps(found, indent=1))
-    draw(known, args.output.with_suffix(".svg"))
+    draw(known, output.with_suffix(".svg"))
     return 0
 
 

@@ -3,11 +3,13 @@
     python -m venv /tmp/hta && /tmp/hta/bin/pip install traceinsight
     python benchmarks/analysis.py --hta /tmp/hta/bin/python              # eight ranks of half a million events each
 
-The files are real ones repeated (DLRM on eight V100, `$DSPROF_REAL_TRACES`): a step after the other, gzipped. HTA loads
-them and gives its breakdown, overlap and idle time, and no more; dsprof imports them into a run and goes on to the
-verdict. Each in fresh processes, interpreters and imports included; CPU time is that of all of a tool's processes,
-memory the sum of what they hold at one moment (proportional set size, looked at ten times a second). HTA leaves out the
-last step.
+The files are real ones repeated (DLRM on eight V100, `$DSPROF_REAL_TRACES`): a step after the other, gzipped, without
+the kernels whose launch was not traced (64 each on ranks 1 and 3), which HTA drops from a trace of several steps. HTA
+loads them and gives its breakdown, overlap and idle time, and no more; dsprof imports them into a run and goes on to
+the verdict. Each in fresh processes, interpreters and imports included; CPU time is that of all of a tool's
+processes, memory the sum of what they hold at one moment (proportional set size, looked at ten times a second). HTA
+is told to take the last step too, which it leaves out otherwise. Both must give the same times, rank by rank: `agree`
+says whether they do, `differences` where not.
 """
 
 from __future__ import annotations
@@ -32,14 +34,19 @@ DLRM = TRACES / "dlrm_8rank"
 APART_US = 25_000
 """From one repetition to the next: the longest of the steps takes 20 ms."""
 LOOK_EVERY_S = 0.1
-ROUNDS = 2
+TIMES = ("idle_time", "compute_time", "non_compute_time", "kernel_time")
+"""Of a rank, us, as both tools call them."""
+ROUNDING_US = 1.0
 
+CATEGORY = re.compile(r'"cat": "(\w+)"')
+CORRELATION = re.compile(r'"correlation": (\d+)')
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 SHIFTED = re.compile(r'"(ts|correlation|External id|id)": (\d+)|ProfilerStep#(\d+)')
 
 HTA = """
 import json, sys
 from hta.trace_analysis import TraceAnalysis
-traces = TraceAnalysis(trace_dir=sys.argv[1])
+traces = TraceAnalysis(trace_dir=sys.argv[1], include_last_profiler_step=True)
 times = traces.get_temporal_breakdown(visualize=False)
 overlap = traces.get_comm_comp_overlap(visualize=False)
 idle = [traces.get_idle_time_breakdown(ranks=[rank], visualize=False) for rank in sorted(traces.t.traces)]
@@ -53,6 +60,7 @@ def repeat(source: Path, target: Path, times: int) -> int:
     head, _, rest = text.partition('"traceEvents": [')
     body, _, tail = rest.rpartition("\n  ]")
     events = [event for event in re.split(r"(?<=\n  \}),(?=\n  \{)", body) if '"ph": "M"' not in event]
+    events = launched(events)
     one = ",".join(events)
 
     def moved(number: int) -> str:
@@ -70,6 +78,21 @@ def repeat(source: Path, target: Path, times: int) -> int:
             file.write(("," if number else "") + moved(number))
         file.write("\n  ]" + tail)
     return len(events) * times
+
+
+def launched(events: list[str]) -> list[str]:
+    """Without what ran on the device and has no launch among them."""
+    categories, correlations = ([pattern.search(event) for event in events] for pattern in (CATEGORY, CORRELATION))
+    told = [
+        (category is not None and category[1] in ON_DEVICE, correlation[1] if correlation else None)
+        for category, correlation in zip(categories, correlations, strict=True)
+    ]
+    launches = {correlation for on_device, correlation in told if not on_device}
+    return [
+        event
+        for event, (on_device, correlation) in zip(events, told, strict=True)
+        if not on_device or correlation in launches
+    ]
 
 
 def watched(command: list[str], **more: Any) -> tuple[dict[str, float], str]:
@@ -110,7 +133,7 @@ def dsprof(*words: str) -> list[str]:
     return [sys.executable, "-m", "dsprof", *words]
 
 
-def measure(python: Path, times: int, rounds: int = ROUNDS) -> dict[str, Any]:
+def measure(python: Path, times: int, rounds: int) -> dict[str, Any]:
     """Both tools in turns."""
     folder = Path(tempfile.mkdtemp(prefix="dsprof-hta-"))
     try:
@@ -122,6 +145,7 @@ def measure(python: Path, times: int, rounds: int = ROUNDS) -> dict[str, Any]:
         found: dict[str, Any] = {"hta": [], "dsprof_import": [], "dsprof_analyze": []}
         expected: list[dict[str, float]] = []
         given: list[dict[str, float]] = []
+        differences: list[str] = []
         for number in range(rounds):
             run = folder / f"run{number}"
             told, _ = watched(dsprof("import", str(traces), "-o", str(run)))
@@ -132,10 +156,27 @@ def measure(python: Path, times: int, rounds: int = ROUNDS) -> dict[str, Any]:
             told, text = watched([str(python), str(script), str(traces)])
             found["hta"].append(told)
             expected = json.loads(text.strip().splitlines()[-1])
+            differences += unequal(expected, given)
             shutil.rmtree(run)
-        return summary(found, events, len(list(traces.iterdir())), sizes(traces), expected, given)
+        told = summary(found, events, len(list(traces.iterdir())), sizes(traces), expected, given)
+        return {**told, "agree": not differences, "differences": differences}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def unequal(expected: list[dict[str, float]], given: list[dict[str, float]]) -> list[str]:
+    """Where HTA and dsprof give different times of a rank, or only one of them has it, in words."""
+    hta = {int(one["rank"]): one for one in expected}
+    ours = {int(one["rank"]): one for one in given}
+    found = [
+        f"rank {rank}: only {'HTA' if rank in hta else 'dsprof'} has it" for rank in sorted(hta.keys() ^ ours.keys())
+    ]
+    for rank in sorted(hta.keys() & ours.keys()):
+        for name in TIMES:
+            theirs, mine = hta[rank][f"{name}(us)"], ours[rank][f"{name}_us"]
+            if abs(theirs - mine) > ROUNDING_US:
+                found.append(f"rank {rank}: {name} of {theirs:,.0f} us by HTA, {mine:,.0f} us by dsprof")
+    return found
 
 
 def sizes(traces: Path) -> float:
@@ -146,7 +187,7 @@ def summary(
     found: dict[str, Any], events: int, ranks: int, megabytes: float, expected: list[dict[str, float]],
     given: list[dict[str, float]],
 ) -> dict[str, Any]:  # fmt: skip
-    """Medians, and ratios to HTA's. `agree`: whether both give the same time computing and communicating."""
+    """The best of the rounds, and ratios to HTA's."""
     best = {name: min(one["cpu_s"] for one in runs) for name, runs in found.items()}
     peak = {name: max(one["peak_mb"] for one in runs) for name, runs in found.items()}
     whole = best["dsprof_import"] + best["dsprof_analyze"]
@@ -163,7 +204,7 @@ def summary(
         },
         "share_of_memory": round(peak_mb / peak["hta"], 3),
         "compute_time_us": {
-            "hta": [next(value for name, value in one.items() if name.startswith("compute_time(")) for one in expected],
+            "hta": [one["compute_time(us)"] for one in expected],
             "dsprof": [one["compute_time_us"] for one in given],
         },
     }  # fmt: skip

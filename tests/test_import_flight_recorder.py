@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dsprof.analyzer import analyze
 from dsprof.analyzer.finding import Finding
 from dsprof.importers import import_trace
 from dsprof.run import RunError
+from dsprof.trace import room
 
 
 def entry(seq: int, name: str = "nccl:all_reduce", state: str = "completed", **more: Any) -> dict[str, Any]:
@@ -181,6 +183,56 @@ def test_what_is_wrong_is_one_line(content: bytes, said: str, tmp_path: Path, mo
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 600
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"pg_config": {}, "entries": [' + b"{}," * 500_000 + b"{}]}",
+        b'{"pg_config": {}, "entries": [' + b"[]," * 500_000 + b"{}]}",
+        b"\x80\x02}(X\x09\0\0\0pg_config}X\x07\0\0\0entries](" + b"}" * 300_000 + b"eu.",
+    ],
+    ids=["dictionaries", "lists", "pickle"],
+)
+def test_what_would_fill_the_memory_is_refused(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the bound the first, of 1.5 MB, took 40."""
+    monkeypatch.setattr(room, "FREE", 0)
+    path = tmp_path / "rank_0"
+    path.write_bytes(content)
+    tracemalloc.start()
+    with pytest.raises(RunError) as error:
+        import_trace(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "MiB of memory, which a Flight Recorder dump never does; dump it again" in str(error.value)
+    assert peak < 11_000_000, peak
+
+
+def test_what_a_pickle_names_again_and_again_is_refused(tmp_path: Path) -> None:
+    """One message 300,000 times, and 1,000 groups of the same 100,000 ranks: half a MB each, and were 400 and 800."""
+    message = entry(1, "nccl:recv 0<-1", "started", is_p2p=True)
+    path = tmp_path / "rank_0"
+    path.write_bytes(pickle.dumps(dump([message] * 300_000, 2), protocol=2))
+    with pytest.raises(RunError, match="entries has 300,000 communications in 60"):
+        import_trace(path)
+    members = list(range(100_000))
+    config = {str(number): {"ranks": members} for number in range(1000)}
+    path.write_bytes(pickle.dumps({"pg_config": config, "entries": []}, protocol=2))
+    with pytest.raises(RunError, match="more members in its process groups than the file has room for"):
+        import_trace(path)
+
+
+@formats
+def test_communications_of_many_tensors_have_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    """All-to-alls, without stacks."""
+    monkeypatch.setattr(room, "FREE", 0)
+    tensors: dict[str, Any] = {"frames": []}
+    for side in ("input", "output"):
+        tensors |= {f"{side}_sizes": [[16]] * 100, f"{side}_dtypes": ["Float"] * 100}
+    many = dump([entry(number + 1, **tensors) for number in range(200)], 1)
+    assert len(import_trace(write(tmp_path, {0: many}, as_json=as_json)).rows) == 200
 
 
 @formats

@@ -20,9 +20,10 @@ from damage import damaged
 from dsprof import cli, trace
 from dsprof.analyzer import analyze
 from dsprof.importers import import_trace, kineto
+from dsprof.importers.rank_names import rank_in
 from dsprof.run import RunError, open_run
 from dsprof.schema import COLUMNS
-from dsprof.trace.kineto import stream
+from dsprof.trace.kineto import reader, stream
 
 REAL = Path(os.environ.get("DSPROF_REAL_TRACES", Path(__file__).parents[2] / "shared" / "data" / "traces"))
 MiB = 1 << 20
@@ -217,7 +218,7 @@ def test_any_layout_and_any_cut_into_blocks(
     ],
 )  # fmt: skip
 def test_ranks_in_names(name: str, rank: int | None) -> None:
-    assert kineto._rank_in(name) == rank
+    assert rank_in(name) == rank
 
 
 def test_what_the_file_says_of_its_rank_counts_before_its_name(tmp_path: Path) -> None:
@@ -410,6 +411,32 @@ def test_an_event_without_end_is_not_held(tmp_path: Path, monkeypatch: pytest.Mo
     assert "an event of more than 2 MiB" in refusal(path, tmp_path)
 
 
+def test_an_event_of_many_brackets_is_not_parsed(tmp_path: Path) -> None:
+    """Of 15 MB; without the bound it took 600."""
+    event = '{"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1, "dur": 5, "args": {"x": [%s1]}}'
+    path = kt.write(tmp_path, '{"traceEvents": [' + event % ("[]," * (5 * MiB)) + "]}")
+    tracemalloc.start()
+    assert "an event of more than 4 MiB, before byte" in refusal(path, tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 250 * MiB
+
+
+@pytest.mark.parametrize("where", ["its beginning", "its end"])
+def test_what_stands_around_the_events_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    monkeypatch.setattr(stream, "MOST_TAKEN", 8 * MiB)
+    lists, events = '"schemaVersion": 1, "x": [' + "[]," * MiB + "[]]", '"traceEvents": [{"ph": "X"}]'
+    path = kt.write(tmp_path, "{" + ", ".join([lists, events] if where == "its beginning" else [events, lists]) + "}")
+    assert f"{where} would take more than 8 MiB of memory" in refusal(path, tmp_path)
+
+
+def test_lists_in_the_arguments_of_communications_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "MOST_TAKEN", 1 * MiB)
+    events = kt.training(args={**kt.COLLECTIVE, "Process Group Ranks": [[]] * 20_000})
+    told = refusal(kt.write(tmp_path, kt.as_kineto(events)), tmp_path)
+    assert "the arguments of its communications would take more than 1 MiB of memory" in told
+
+
 def imported_unless_refused(path: Path) -> trace.Trace | None:
     try:
         return import_trace(path)
@@ -491,6 +518,16 @@ def test_single_ranks_equal_hta(trace_name: str, reference_name: str) -> None:
     of_rank = {one["rank"]: one for one in analysis.device.to_dict()["ranks"]}
     check_against_hta(reference(reference_name), of_rank)
     assert analysis.verdict.status in ("bottleneck", "inconclusive")
+
+
+def test_what_rounding_as_hta_does_would_cost() -> None:
+    """HTA gives 506,512, 113,012 and 41,026 us, and 15.14 %."""
+    device = analyze(import_trace(real("nccl_args/nccl_data.json.gz"))).device
+    assert device is not None
+    (rank,) = device.to_dict()["ranks"]
+    times = [rank[f"{name}_time_us"] for name in ("idle", "compute", "non_compute")]
+    assert times == pytest.approx([503_050.991, 115_655.847, 41_844.167], abs=1e-6)
+    assert rank["comp_comm_overlap_pctg"] == 15.61
 
 
 def rounded(whole: trace.Trace) -> trace.Trace:

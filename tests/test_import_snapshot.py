@@ -23,6 +23,7 @@ from dsprof.importers import import_trace
 from dsprof.reports import memory as memory_figures
 from dsprof.run import RunError, RunFolder, open_run
 from dsprof.schema import COLUMNS
+from dsprof.trace import room
 
 REAL = Path(os.environ.get("DSPROF_REAL_TRACES", Path(__file__).parents[2] / "shared" / "data" / "traces"))
 
@@ -195,6 +196,52 @@ def test_names_in_the_file_are_shown_as_text(tmp_path: Path, capsys: pytest.Capt
     assert "<script>alert(1)" not in (run / "report.html").read_text()
 
 
+@pytest.mark.parametrize(
+    ("names", "ranks", "noted"),
+    [
+        (["rank3.pickle", "rank0.pickle"], [0, 3], False),
+        (["job_rank_1.pkl", "job_rank_0.pkl"], [0, 1], False),
+        (["snapshot_10.pickle", "snapshot_2.pickle"], [2, 10], False),
+        (["before.pickle", "after.pickle"], [0, 1], True),
+        (["a_1.pickle", "b_1.pickle"], [0, 1], True),
+        (["rank2.pickle"], [2], False),
+        (["snapshot_7.pickle"], [0], False),
+    ],
+)
+def test_a_folder_of_snapshots_is_one_a_rank(tmp_path: Path, names: list[str], ranks: list[int], noted: bool) -> None:
+    for size, name in enumerate(names, 1):
+        device = Device()
+        device.alloc(size * 20 * MiB)
+        device.write(tmp_path / name)
+    found = import_trace(tmp_path)
+    assert list(found.memory) == [info.rank for info in found.run.ranks] == ranks
+    files = {fact["rank"]: fact["file"] for fact in found.run.facts if fact["fact"] == "import"}
+    sizes = {names[size - 1]: size * 20 * MiB for size in range(1, len(names) + 1)}
+    assert {rank: int(found.memory[rank].segments["bytes"].sum()) for rank in ranks} == {
+        rank: sizes[file] for rank, file in files.items()
+    }
+    assert sorted(set(found.rows["rank"])) == ranks
+    assert any("in the order of the names; call them rank<N>.pickle" in word for word in warnings_of(found)) is noted
+
+
+def test_a_snapshot_that_is_damaged_costs_its_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    snapshots, run = tmp_path / "snapshots", tmp_path / "run"
+    snapshots.mkdir()
+    for rank in range(3):
+        write(tiny(), snapshots, f"rank{rank}.pickle")
+    (snapshots / "rank1.pickle").write_bytes(pickle.dumps(tiny())[:300])
+    assert cli.main(["import", str(snapshots), "-o", str(run)]) == 0
+    assert "imported the memory of 2 ranks" in capsys.readouterr().err
+    loaded = trace.load(open_run(run))
+    assert list(loaded.memory) == [0, 2]
+    assert "rank1.pickle: damaged or cut short" in " ".join(warnings_of(loaded))
+    assert {held.rank for held in analyze(loaded).memory} == {0, 2}
+
+
+def warnings_of(found: trace.Trace) -> list[str]:
+    return [word for fact in found.run.facts if fact["fact"] == "import" for word in fact["warnings"]]
+
+
 # --- hostile ------------------------------------------------------------------------------------
 
 
@@ -271,6 +318,63 @@ def test_a_list_that_is_named_again_and_again_takes_no_more_room_than_its_file(t
         import_trace(path)
     assert tracemalloc.get_traced_memory()[1] < 20 * MiB
     tracemalloc.stop()
+
+
+LIST_OF_SEGMENTS = SEGMENTS + b"]("
+MANY = 300_000
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        LIST_OF_SEGMENTS + b"}" * MANY + b"es.",  # dictionaries
+        LIST_OF_SEGMENTS + b"]" * MANY + b"es.",
+        LIST_OF_SEGMENTS + b"}K\x01K\x01s" * (MANY // 6) + b"es.",
+        SEGMENTS + b"]" + b"\x94" * MANY + b"s.",  # one list, under many numbers
+        SEGMENTS + b"N" + b"\x85" * MANY + b"s.",  # a tuple in a tuple in a tuple
+    ],
+    ids=["dictionaries", "lists", "items", "memo", "tuples"],
+)
+def test_a_byte_may_ask_for_a_hundred_but_no_file_gets_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    """Without the bound each of them, of 0.3 MB, took 12 to 60 MB."""
+    monkeypatch.setattr(room, "FREE", 0)
+    tracemalloc.start()
+    text = refusal(content, tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "would take more than" in text
+    assert "MiB of memory, which a memory snapshot never does; dump it again" in text
+    assert peak < 11_000_000, peak
+
+
+def test_a_history_that_is_named_again_and_again_is_gone_through_once(tmp_path: Path) -> None:
+    """The same 2,000 events on 2,000 devices, and the same one 300,000 times."""
+    event = {"action": "alloc", "addr": 0, "size": 1, "stream": 0, "time_us": 1}
+    for traces in ([[event] * 2000] * 2000, [[event] * MANY]):
+        told = refusal({"segments": [], "device_traces": traces}, tmp_path)
+        assert "more entries than the file has room for" in told
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_history_without_stacks_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int) -> None:
+    """The densest that torch writes: 5,000 events of some 60 bytes."""
+    monkeypatch.setattr(room, "FREE", 0)
+    events = [
+        {
+            "action": "alloc",
+            "addr": (1 << 46) + at,
+            "size": 512 * at,
+            "stream": 0,
+            "time_us": (1 << 50) + at,
+            "frames": [],
+        }
+        for at in range(5000)
+    ]
+    path = write(pickle.dumps({"segments": [], "device_traces": [events]}, protocol=protocol), tmp_path)
+    assert path.stat().st_size < 350_000
+    assert len(import_trace(path).memory[0].history) == 5000
 
 
 def test_a_gzip_bomb_stays_packed(tmp_path: Path) -> None:

@@ -43,9 +43,9 @@ def command(
 
     So far: traces of torch.profiler (*.pt.trace.json, also gzipped, any number
     of ranks), straggler tables (Parquet) of the OSDI '25 what-if analysis,
-    CUDA memory snapshots (torch.cuda.memory._dump_snapshot), whose file is
-    read without running anything in it, and a folder of Flight Recorder dumps,
-    JSON or pickles, one a rank.
+    CUDA memory snapshots (torch.cuda.memory._dump_snapshot; a folder of one a
+    rank), whose files are read without running anything in them, and a folder
+    of Flight Recorder dumps, JSON or pickles, one a rank.
     """
     from dsprof.importers import import_trace
 

@@ -2,13 +2,14 @@
 
     straggler.py        tables of 'Understanding Stragglers in Large Model Training Using What-if Analysis' (OSDI '25);
                         straggler_table.py reads and checks them
-    memory_snapshot.py  CUDA memory snapshots of torch.cuda.memory._dump_snapshot (read by dsprof.trace.snapshot)
+    memory_snapshot.py  CUDA memory snapshots of torch.cuda.memory._dump_snapshot (read by dsprof.trace.snapshot), one
+                        file a rank
     kineto.py           traces of torch.profiler, one file a rank
     flight_recorder.py  what each rank had issued and not seen end (torch's Flight Recorder), a file a rank
 
 A format's module has a DESCRIPTION, `recognizes(path)`, which looks at one file and never raises, and `read(path)`, its
-`Trace`; what is wrong with the file is a RunError that says what, where, and what to write instead. Traces of
-torch.profiler may be several, one a rank.
+`Trace`; what is wrong with the file is a RunError that says what, where, and what to write instead. All but tables may
+be several, one a rank (rank_names.py: which rank, by a file's name).
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class Format(Protocol):
 
 
 def import_trace(path: Path, comm_kernels: Sequence[str] = ()) -> Trace:
-    """The trace in a file, or in the one of a folder that a format recognizes, or, of torch.profiler and the Flight
-    Recorder, in all of them. `comm_kernels`: see `kineto.read`. Raises RunError."""
-    from . import flight_recorder
+    """The trace in a file, or in the one of a folder that a format recognizes, or, of a format whose files are one a
+    rank, in all of them. `comm_kernels`: see `kineto.read`. Raises RunError."""
+    from . import flight_recorder, memory_snapshot
 
     formats = [cast(Format, importlib.import_module(f".{name}", __name__)) for name in FORMATS]
     if not path.exists():
@@ -57,8 +58,12 @@ def import_trace(path: Path, comm_kernels: Sequence[str] = ()) -> Trace:
         from . import kineto
 
         return kineto.read(path if len(found) > 1 else found[0][0], comm_kernels)
-    if len(found) > 1 and {known.__name__ for _, known in found} == {flight_recorder.__name__}:
-        return flight_recorder.read_all([file for file, _ in found])  # of one job, a file a rank
+    kinds = {known.__name__ for _, known in found}
+    if len(found) > 1:  # of one job, a file a rank
+        if kinds == {flight_recorder.__name__}:
+            return flight_recorder.read_all([file for file, _ in found])
+        if kinds == {memory_snapshot.__name__}:
+            return memory_snapshot.read_all([file for file, _ in found])
     if len({file for file, _ in found}) > 1:
         names = ", ".join(file.name for file, _ in found[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
         raise RunError(f"{path}: holds {len(found)} traces ({names}); name one of them")

@@ -22,12 +22,15 @@ from dsprof.run import RankInfo, RunError, RunInfo
 from dsprof.schema import COLUMNS, STANDSTILL
 from dsprof.trace import Trace
 from dsprof.trace.plain_pickle import load
+from dsprof.trace.room import room_for, taken_by_json
 
 DESCRIPTION: Final = "a folder of Flight Recorder dumps (JSON, or pickles), one a rank"
 
 PICKLE: Final = ("a Flight Recorder dump", "TORCH_NCCL_DUMP_ON_TIMEOUT=1")
-LARGEST: Final = 256 << 20
-"""Bytes of a file that is read."""
+LARGEST: Final = 64 << 20
+"""Bytes of a file that is read: those of 2,000 communications, torch's default, have five."""
+ENTRY: Final = 64
+"""Bytes of the file that a communication takes at least. Real ones take some 300 and more."""
 HEAD: Final = 1 << 16
 RANK: Final = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle|bin))?$")
 MOST_RANK: Final = 1_000_000
@@ -121,14 +124,17 @@ class Dump:
     def __init__(self, path: Path) -> None:
         """Raises RunError."""
         self.path = path
-        content = _content(path)
+        data = _data(path)
+        content = _content(path, data)
         if not isinstance(content, dict):
             raise self._wrong("the file", "no dictionary")
         entries, config = content.get("entries"), content.get("pg_config")
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise self._wrong("entries", "no list of dictionaries")
+        if len(entries) * ENTRY > len(data) + HEAD:  # in a pickle one may be named again and again
+            raise self._wrong("entries", f"{len(entries):,} communications in {len(data):,} bytes")
         self.entries: list[dict[str, Any]] = entries
-        self.groups = self._groups(config)
+        self.groups = self._groups(config, len(data) + MOST_MEMBERS)
         self.rank = self._rank(content)
 
     def _rank(self, content: Mapping[str, Any]) -> int:
@@ -142,7 +148,8 @@ class Dump:
             raise self._wrong("its name", f"rank {found}, which is none")
         return found
 
-    def _groups(self, config: Any) -> dict[str, dict[str, Any]]:
+    def _groups(self, config: Any, most: int) -> dict[str, dict[str, Any]]:
+        """`most`: members of all of them together."""
         if not isinstance(config, dict):
             raise self._wrong("pg_config", "no dictionary of process groups")
         found = {}
@@ -156,6 +163,9 @@ class Dump:
             listed = ranks if isinstance(ranks, (list, tuple)) and len(ranks) <= MOST_MEMBERS else (None,)
             if not all(type(rank) is int and 0 <= rank <= MOST_RANK for rank in listed):
                 raise self._wrong(f"process group {str(name)[:80]!r}", "no list of ranks")
+            most -= len(listed)
+            if most < 0:
+                raise self._wrong("pg_config", "more members in its process groups than the file has room for")
             described = str(about.get("desc", ""))
             found[str(name)[:LONGEST_NAME]] = {"ranks": sorted(listed), "desc": described, "size": len(listed)}
         for entry in self.entries:  # of gloo the default group has no name in the configuration
@@ -266,18 +276,27 @@ class Dump:
         )
 
 
-def _content(path: Path) -> Any:
+def _data(path: Path) -> bytes:
     try:
         size = path.stat().st_size
         if size > LARGEST:
             raise RunError(
                 f"{path}: {size:,} bytes, more than the {LARGEST:,} that are read; use a smaller TORCH_FR_BUFFER_SIZE"
             )
-        data = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
+
+
+def _content(path: Path, data: bytes) -> Any:
     if data[:1] == b"\x80":
         return load(data, str(path), PICKLE)
+    most = room_for(len(data))
+    if taken_by_json(data) > most:
+        raise RunError(
+            f"{path}: its {len(data):,} bytes would take more than {most >> 20:,} MiB of memory, which "
+            f"{PICKLE[0]} never does; dump it again with {PICKLE[1]}"
+        )
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:

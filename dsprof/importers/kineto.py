@@ -35,18 +35,14 @@ from dsprof.trace import Trace
 from dsprof.trace.kineto import CommNames, TraceError, TraceRows, looks_like_trace, read_events, trace_rows_of
 from dsprof.trace.load import EVERY_COLUMN
 
+from .rank_names import rank_in, rank_of
+
 Int = npt.NDArray[np.int64]
 
 DESCRIPTION: Final = "a trace of torch.profiler (Chrome trace JSON, plain or gzipped; a folder of one a rank)"
 
 IN_PROCESSES_FROM: Final = 4 << 20
 """Bytes of all files together, compressed, from which on they are read by several processes."""
-RANK_IN_NAME: Final = (
-    re.compile(r"(?:^|[^a-z])ranks?[-_.=]?(\d+)", re.IGNORECASE), re.compile(r"worker[-_.]?(\d+)", re.IGNORECASE),
-    re.compile(r"(?:^|[_.-])(?:r|gpu|device)[-_]?(\d+)(?=[_.-]|$)", re.IGNORECASE), re.compile(r"^(\d+)\."),
-)  # fmt: skip
-"""Of which the first that fits counts: rank3.json, trace_8_rank_1.json, worker0_step_12.1694.pt.trace.json, 3.json."""
-MOST_RANK: Final = 1 << 20
 APART_NS: Final = 1_000_000
 """The ends of one collective lie microseconds apart where clocks are the same."""
 MOST_NAMED: Final = 4
@@ -155,17 +151,11 @@ def _convert(path: Path, target: Path, comm_kernels: tuple[str, ...]) -> _File:
     about = events.about.get("distributedInfo")
     told = about if isinstance(about, dict) else {}
     return _File(
-        path, rows=target, rank=_number(told.get("rank")), world_size=_number(told.get("world_size")),
+        path, rows=target, rank=rank_of(told.get("rank")), world_size=rank_of(told.get("world_size")),
         count=events.count, last_step=int(found.steps.number.max()), marked=found.steps.marked,
         has_device=found.has_device, numbered=found.numbered, groups=found.groups, versions=_versions(events.about),
         device=_device_name(events.about), host=_host(events.about), notes=notes, ends=_ends(found),
     )  # fmt: skip
-
-
-def _number(value: Any) -> int | None:
-    if isinstance(value, str) and value.isdecimal() and len(value) < 8:
-        value = int(value)
-    return value if type(value) is int and 0 <= value < MOST_RANK else None
 
 
 def _versions(about: dict[str, Any]) -> dict[str, str]:
@@ -202,9 +192,9 @@ def _ends(found: TraceRows) -> dict[str, Int]:
 
 def _with_ranks(path: Path, files: list[_File]) -> list[_File]:
     """By rank: what each says of itself, else what its name says. Raises RunError where that cannot be told."""
-    if len(files) == 1 and files[0].rank is None and _rank_in(files[0].path.name) is None:
+    if len(files) == 1 and files[0].rank is None and rank_in(files[0].path.name) is None:
         return [replace(files[0], rank=0)]
-    named = [one if one.rank is not None else replace(one, rank=_rank_in(one.path.name)) for one in files]
+    named = [one if one.rank is not None else replace(one, rank=rank_in(one.path.name)) for one in files]
     unknown = [one.path.name for one in named if one.rank is None]
     if unknown:
         raise RunError(
@@ -218,14 +208,6 @@ def _with_ranks(path: Path, files: list[_File]) -> list[_File]:
     if twice:
         raise RunError(f"{path}: rank {twice[0]} is there {len(twice[1])} times ({_some(twice[1])}); leave one of them")
     return sorted(named, key=lambda one: one.rank or 0)
-
-
-def _rank_in(name: str) -> int | None:
-    for pattern in RANK_IN_NAME:
-        match = pattern.search(name)
-        if match:
-            return _number(match[1])
-    return None
 
 
 def _some(names: Sequence[str]) -> str:

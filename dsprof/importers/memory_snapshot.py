@@ -1,24 +1,28 @@
 """Memory snapshots of CUDA: what `torch.cuda.memory._dump_snapshot` writes, with or without a recorded history.
 
-The whole snapshot becomes the side tables of `dsprof.trace.Memory`, of rank 0. The trace's own rows are `mem` samples:
-`reserved`, what the allocator holds, and `requested`, what tensors asked for, at each change.
+The whole snapshot becomes the side tables of `dsprof.trace.Memory`, of one rank. The trace's own rows are `mem`
+samples: `reserved`, what the allocator holds, and `requested`, what tensors asked for, at each change. A file does not
+say which rank it is of: its name may.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
 from dsprof.names import new_run_id
-from dsprof.run import RankInfo, RunInfo
+from dsprof.run import RankInfo, RunError, RunInfo
 from dsprof.schema import COLUMNS
 from dsprof.trace import Memory, Trace
-from dsprof.trace.snapshot import read_snapshot
+from dsprof.trace.snapshot import Snapshot, read_snapshot
 
-DESCRIPTION: Final = "a CUDA memory snapshot (torch.cuda.memory._dump_snapshot)"
+from .rank_names import last_number, rank_in
+
+DESCRIPTION: Final = "a CUDA memory snapshot (torch.cuda.memory._dump_snapshot; a folder of one a rank)"
 
 HEAD: Final = 256
 """Bytes at its beginning in which a snapshot names its first table."""
@@ -37,26 +41,63 @@ def recognizes(path: Path) -> bool:
 
 def read(path: Path) -> Trace:
     """The snapshot as a trace of one rank. Raises RunError for one that cannot be understood."""
-    memory, settings, warnings = read_snapshot(path)
-    rows = _samples(memory)
-    facts = [
-        {"fact": "import", "rank": 0, "format": "memory_snapshot", "file": path.name, "warnings": warnings},
-        {"fact": "allocator", "rank": 0, "settings": settings},
-    ]
+    return read_all([path])
+
+
+def read_all(paths: Iterable[Path]) -> Trace:
+    """The snapshots of several ranks. One that cannot be understood costs only itself, with a warning. Raises RunError
+    where none can."""
+    ranks, note = _ranks(sorted(paths))
+    found: dict[int, Snapshot] = {}
+    refused: list[RunError] = []
+    for rank, path in sorted(ranks.items()):
+        try:
+            found[rank] = read_snapshot(path)
+        except RunError as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    of_all = [*note, *(f"left out: {error}" for error in refused)]
+    facts: list[dict[str, Any]] = []
+    for rank, snapshot in found.items():
+        warnings = [*snapshot.warnings, *([] if facts else of_all)]
+        file = ranks[rank].name
+        facts += [
+            {"fact": "import", "rank": rank, "format": "memory_snapshot", "file": file, "warnings": warnings},
+            {"fact": "allocator", "rank": rank, "settings": snapshot.settings},
+        ]
+    rows = {rank: _samples(snapshot.memory, rank) for rank, snapshot in found.items()}
+    first = next(iter(ranks.values()))
+    name, source = (first.stem, first) if len(ranks) == 1 else (first.parent.name, first.parent)
     info = RunInfo(
-        id=new_run_id(path.stem), name=path.stem, level="", command=["dsprof", "import", str(path)], world_size=1,
+        id=new_run_id(name), name=name, level="", command=["dsprof", "import", str(source)], world_size=max(ranks) + 1,
         facts=facts,
         ranks=[
             RankInfo(
-                rank=0, restart=0, host="", pid=0, capture="", native=True, last_step=-1, records=len(rows), dropped=0,
-                damaged=0, errors=0, closed=True,
+                rank=rank, restart=0, host="", pid=0, capture="", native=True, last_step=-1, records=len(rows[rank]),
+                dropped=0, damaged=0, errors=0, closed=True,
             )
+            for rank in found
         ],
     )  # fmt: skip
-    return Trace.of(info, rows, {0: memory})
+    together = pd.concat(list(rows.values()), ignore_index=True)
+    return Trace.of(info, together, {rank: snapshot.memory for rank, snapshot in found.items()})
 
 
-def _samples(memory: Memory) -> pd.DataFrame:
+def _ranks(paths: list[Path]) -> tuple[dict[int, Path], list[str]]:
+    """Rank -> file, as the names tell, or in their order where they do not; and what is to be said of it."""
+    if len(paths) == 1:
+        return {rank_in(paths[0].name) or 0: paths[0]}, []
+    tell: Callable[[str], int | None]
+    for tell in (rank_in, last_number):
+        told = [tell(path.name) for path in paths]
+        if None not in told and len(set(told)) == len(paths):
+            return {rank or 0: path for rank, path in zip(told, paths, strict=True)}, []
+    note = "the files' names don't tell their ranks, so these are in the order of the names; call them rank<N>.pickle"
+    return dict(enumerate(paths)), [note]
+
+
+def _samples(memory: Memory, rank: int) -> pd.DataFrame:
     """`mem` rows: bytes reserved and requested after each change of them; the last one is the snapshot's own."""
     parts = [pd.DataFrame(columns=list(COLUMNS))]
     used = memory.blocks[memory.blocks["state"] == "allocated"]
@@ -80,5 +121,5 @@ def _samples(memory: Memory) -> pd.DataFrame:
                 pd.DataFrame({"name": name, "lane": f"cuda.{number}", "start_ns": when, "bytes": value, "step": -1})
             )
     rows = pd.concat([part for part in parts if len(part)] or parts, ignore_index=True).reindex(columns=list(COLUMNS))
-    rows = rows.assign(rank=0, restart=0, kind="mem", dur_ns=0, ended=True, source="imported")
+    rows = rows.assign(rank=rank, restart=0, kind="mem", dur_ns=0, ended=True, source="imported")
     return rows.sort_values("start_ns", kind="stable", ignore_index=True).astype(dict(COLUMNS))

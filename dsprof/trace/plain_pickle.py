@@ -1,17 +1,20 @@
 """Pickles that hold nothing but data: dictionaries with names for keys, lists, tuples, text, bytes and numbers.
 
 A pickle is a program, and Python's own reader runs it. This one knows only the opcodes that make such data. What would
-import a name, call something or hash a structure has no opcode here, so nothing in the file can be executed, and what
-the file makes is bounded by its size.
+import a name, call something or hash a structure has no opcode here, so nothing in the file can be executed. One byte
+of a file can ask for a dictionary, so what is made is added up: it takes no more than `room_for` the file's size.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from sys import getsizeof
 from typing import Any, Final
 
 from dsprof.run import RunError
+
+from .room import room_for
 
 DENIED: Final = {
     b"c": "imports a name", b"\x93": "imports a name", b"i": "imports a name and calls it",
@@ -24,6 +27,10 @@ DENIED: Final = {
 LONGEST_NAME: Final = 80
 LONGEST_NUMBER: Final = 16
 """Bytes of a whole number."""
+LOOK_EVERY: Final = 1 << 16
+"""Bytes of the file between two looks at how much has been made of it."""
+KEY: Final = 32
+"""Bytes of a number that the memo has as a key."""
 
 _U4, _I4, _U8, _F8, _U2 = (struct.Struct(code) for code in ("<I", "<i", "<Q", ">d", "<H"))
 _MARK: Final = object()
@@ -51,10 +58,13 @@ class _Reader:
         self._at = 0
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
+        self._room = room_for(len(data))
+        self._made = 0
+        """Bytes of what was made, without stack and memo."""
 
     def value(self) -> Any:
         data, stack, memo = self._data, self._stack, self._memo
-        at = 0
+        at = look_at = 0
         while True:
             code = data[at]
             at += 1
@@ -73,7 +83,7 @@ class _Reader:
                 self._set(self._marked())
             elif code == 0x8C:  # SHORT_BINUNICODE
                 end = at + 1 + data[at]
-                stack.append(str(data[at + 1 : end], "utf-8", "replace"))
+                self._make(str(data[at + 1 : end], "utf-8", "replace"))
                 at = end
             elif code == 0x4B:  # BININT1
                 stack.append(data[at])
@@ -88,8 +98,20 @@ class _Reader:
                 else:
                     act(self)
                 at = self._at
-            if at > len(data):
-                raise IndexError
+            if at > look_at:
+                look_at = self._look(at)
+
+    def _look(self, at: int) -> int:
+        """Raises where more was made than there is room for, or read than there is. The next place to look."""
+        if at > len(self._data):
+            raise IndexError
+        memo = self._memo
+        if self._made + getsizeof(self._stack) + getsizeof(memo) + KEY * len(memo) > self._room:
+            raise RunError(
+                f"{self._name}: its {len(self._data):,} bytes would take more than {self._room >> 20:,} MiB of memory, "
+                f"which {self._kind[0]} never does; dump it again with {self._kind[1]}"
+            )
+        return min(at + LOOK_EVERY, len(self._data))
 
     # --- the rarer opcodes ------------------------------------------------------------------------
 
@@ -105,13 +127,18 @@ class _Reader:
     def _push(self, value: Any) -> None:
         self._stack.append(value)
 
+    def _make(self, value: Any) -> None:
+        """Push what takes room of its own."""
+        self._made += getsizeof(value)
+        self._stack.append(value)
+
     def _long(self, count: int) -> None:
         if count > LONGEST_NUMBER:
             raise ValueError
-        self._push(int.from_bytes(self._take(count), "little", signed=True))
+        self._make(int.from_bytes(self._take(count), "little", signed=True))
 
     def _text(self, form: struct.Struct) -> None:
-        self._push(str(self._take(self._number(form)), "utf-8", "replace"))
+        self._make(str(self._take(self._number(form)), "utf-8", "replace"))
 
     def _put(self, key: int) -> None:
         self._memo[key] = self._stack[-1]
@@ -133,20 +160,24 @@ class _Reader:
         for key in items[::2]:
             if type(key) is not str and type(key) is not int:
                 raise ValueError
+        before = getsizeof(into)
         into.update(zip(items[::2], items[1::2], strict=True))
+        self._made += getsizeof(into) - before
 
     def _extend(self, items: list[Any]) -> None:
         into = self._stack[-1]
         if type(into) is not list:
             raise ValueError
+        before = getsizeof(into)
         into += items
+        self._made += getsizeof(into) - before
 
     def _tuple(self, count: int) -> None:
         items = self._stack[len(self._stack) - count :]
         if len(items) < count or _MARK in items:
             raise ValueError
         del self._stack[len(self._stack) - count :]
-        self._push(tuple(items))
+        self._make(tuple(items))
 
     def _only(self) -> Any:
         if len(self._stack) != 1 or self._stack[0] is _MARK:
@@ -180,27 +211,27 @@ def _constant(value: Any) -> Callable[[_Reader], None]:
 _OTHERS: Final[dict[int, Callable[[_Reader], None]]] = {
     0x80: lambda r: _checked_protocol(r._take(1)[0]),
     0x95: lambda r: (r._take(8), None)[1],  # FRAME: how much is to be read ahead
-    0x7D: lambda r: r._push({}),
-    0x5D: lambda r: r._push([]),
+    0x7D: lambda r: r._make({}),
+    0x5D: lambda r: r._make([]),
     0x29: lambda r: r._push(()),
     0x4E: _constant(None),
     0x88: _constant(True),
     0x89: _constant(False),
-    0x4A: lambda r: r._push(r._number(_I4)),
-    0x4D: lambda r: r._push(r._number(_U2)),
-    0x47: lambda r: r._push(r._number(_F8)),
+    0x4A: lambda r: r._make(r._number(_I4)),
+    0x4D: lambda r: r._make(r._number(_U2)),
+    0x47: lambda r: r._make(r._number(_F8)),
     0x8A: lambda r: r._long(r._take(1)[0]),
     0x8B: lambda r: r._long(r._number(_U4)),
     0x58: lambda r: r._text(_U4),
     0x8D: lambda r: r._text(_U8),
-    0x43: lambda r: r._push(r._take(r._take(1)[0])),
-    0x42: lambda r: r._push(r._take(r._number(_U4))),
+    0x43: lambda r: r._make(r._take(r._take(1)[0])),
+    0x42: lambda r: r._make(r._take(r._number(_U4))),
     0x71: lambda r: r._put(r._take(1)[0]),
     0x72: lambda r: r._put(r._number(_U4)),
     0x73: lambda r: r._set([r._stack.pop(-2), r._stack.pop()]),
     0x61: lambda r: r._extend([r._stack.pop()]),
     0x65: lambda r: r._extend(r._marked()),
-    0x74: lambda r: r._push(tuple(r._marked())),
+    0x74: lambda r: r._make(tuple(r._marked())),
     0x85: lambda r: r._tuple(1),
     0x86: lambda r: r._tuple(2),
     0x87: lambda r: r._tuple(3),

@@ -19,6 +19,10 @@ STATES: Final = {
     "active_allocated": "allocated", "active_awaiting_free": "pending", "active_pending_free": "pending",
     "inactive": "free",
 }  # fmt: skip
+ENTRY: Final = 24
+"""Bytes of the file that a segment, a block or an event takes at least. Real ones take 50 and more."""
+NAMED: Final = 2
+"""And a frame of a stack: mostly one of another stack again, named by its number."""
 
 
 class Snapshot(NamedTuple):
@@ -47,13 +51,17 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 class SnapshotTables:
-    """A snapshot's lists as columns. No list is gone through twice, and all together are no longer than the file."""
+    """A snapshot's lists as columns. A pickle may name a list again and again: all that is gone through is no more than
+    the file has room for."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._path, self._left = path, size
+        """Bytes of the file that no entry took yet."""
         self._columns: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
         self._lists: dict[int, int] = {}
         """Identity of a list of frames -> its stack."""
+        self._frames: dict[int, tuple[str, str, int]] = {}
+        """Identity of a frame -> its function, file and line."""
         self._stacks: dict[tuple[tuple[str, str, int], ...], int] = {}
         self.warnings: list[str] = []
 
@@ -63,8 +71,10 @@ class SnapshotTables:
         for number, segment in enumerate(self._list(content, "segments", "the file")):
             self._segment(number, segment)
         self._order_blocks()
-        for device, trace in enumerate(self._list(content, "device_traces", "the file", missing=True)):
-            self._history(device, trace)
+        for device, trace in enumerate(self._list(content, "device_traces", "the file", missing=True, each=NAMED)):
+            if not isinstance(trace, list):
+                raise self._wrong(f"the history of device {device}", "no list")
+            self._history(device, self._room_for(trace, ENTRY, f"the history of device {device}"))
         if not self._columns["history"]:
             self.warnings.append(
                 "no history was recorded, so only the last state is known: call "
@@ -110,9 +120,7 @@ class SnapshotTables:
                 raise self._wrong("the file", "two segments at one place")
             last[device] = address + size
 
-    def _history(self, device: int, trace: Any) -> None:
-        if not isinstance(trace, list):
-            raise self._wrong(f"the history of device {device}", "no list")
+    def _history(self, device: int, trace: list[Any]) -> None:
         unknown: set[str] = set()
         for index, event in enumerate(trace):
             where = f"event {index} of device {device}"
@@ -140,11 +148,8 @@ class SnapshotTables:
         known = self._lists.get(id(frames))
         if known is not None:
             return known
-        found = []
-        for frame in self._list(holder, "frames", where):
-            file, name = (self._text(frame, key, f"{where}, frames") for key in ("filename", "name"))
-            found.append((name, file, self._number(frame, "line", f"{where}, frames", 0, most=2**31 - 1)))
-        stack = tuple(found)
+        listed = self._list(holder, "frames", where, each=NAMED)
+        stack = tuple([self._frames.get(id(frame)) or self._frame(frame, where) for frame in listed])
         number = self._stacks.get(stack)
         if number is None:
             number = self._stacks[stack] = len(self._stacks)
@@ -153,18 +158,28 @@ class SnapshotTables:
         self._lists[id(frames)] = number
         return number
 
+    def _frame(self, frame: Any, where: str) -> tuple[str, str, int]:
+        file, name = (self._text(frame, key, f"{where}, frames") for key in ("filename", "name"))
+        found = name, file, self._number(frame, "line", f"{where}, frames", 0, most=2**31 - 1)
+        self._frames[id(frame)] = found
+        return found
+
     def _add(self, table: str, **values: Any) -> None:
         columns = self._columns[table]
         for name, value in values.items():
             columns[name].append(value)
 
-    def _list(self, holder: Any, key: str, where: str, *, missing: bool = False) -> list[Any]:
+    def _list(self, holder: Any, key: str, where: str, *, missing: bool = False, each: int = ENTRY) -> list[Any]:
         found = holder.get(key) if isinstance(holder, dict) else None
         if found is None and missing:
             return []
         if not isinstance(found, list):
             raise self._wrong(where, f"no list `{key}`")
-        self._left -= len(found)
+        return self._room_for(found, each, where)
+
+    def _room_for(self, found: list[Any], each: int, where: str) -> list[Any]:
+        """The list. Raises RunError where all that is gone through, at `each` bytes an entry, is more than the file."""
+        self._left -= len(found) * each
         if self._left < 0:
             raise self._wrong(where, "more entries than the file has room for")
         return found

@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from ..room import taken_by_json
 from .events import COPY, FILL, KERNEL, UNKNOWN, Annotation, Events
 from .names import ANNOTATIONS, CommNames
-from .stream import FIRST, LAST, SPLIT, TraceError, TraceText
+from .stream import FIRST, LAST, MOST_TAKEN, SPLIT, TraceError, TraceText
 
 Int = npt.NDArray[np.int64]
 Event = dict[str, Any]
@@ -45,7 +46,7 @@ PASSED_OVER: Final = (
 MEMORY: Final = "[memory]"
 COMM_ARGS: Final = (
     "Collective name", "In msg nelems", "Out msg nelems", "Group size", "dtype", "Process Group Name",
-    "Process Group Description", "Process Group Ranks", "Seq",
+    "Process Group Description", "Process Group Ranks", "Seq", "Input Dims", "Input type",
 )  # fmt: skip
 
 
@@ -109,6 +110,7 @@ class _EventReader:
                 self._takes[(layout % category.encode())[:TELLING]] = take
         self._rest: list[bytes] = []
         self._broken = 0
+        self._taken_by_lists = 0
 
     def take(self, piece: memoryview) -> None:
         """Add the events in a piece of text. Raises TraceError."""
@@ -233,7 +235,7 @@ class _EventReader:
         )  # fmt: skip
         if what == KERNEL:
             for at in np.flatnonzero(np.array(self.events.communicates)[names]).tolist():
-                self.events.comm_args[first + at] = {key: args[at][key] for key in COMM_ARGS if key in args[at]}
+                self.events.comm_args[first + at] = self._kept(args[at])
 
     def _annotations(self, found: list[Event]) -> None:
         _, thread, start, duration = zip(*map(OF_A_THREAD, found), strict=True)
@@ -241,7 +243,23 @@ class _EventReader:
         for event, of, begin, length in zip(found, *places, strict=True):
             name = event["name"][:MOST_NAME]
             args = event.get("args") if name.startswith(ANNOTATIONS) else None
-            self.events.annotations.append(Annotation(name, of, begin, length, args if isinstance(args, dict) else {}))
+            kept = self._kept(args) if isinstance(args, dict) else {}
+            self.events.annotations.append(Annotation(name, of, begin, length, kept))
+
+    def _kept(self, args: Event) -> Event:
+        """Of a communication's arguments those that are used. Raises TraceError where lists in them take too much."""
+        kept = {}
+        for name in COMM_ARGS:
+            value = args.get(name)
+            if isinstance(value, list):
+                self._taken_by_lists += taken_by_json(orjson.dumps(value))
+            if isinstance(value, (str, int, list)):
+                kept[name] = value
+        if self._taken_by_lists > MOST_TAKEN:
+            raise TraceError(
+                f"the arguments of its communications would take more than {MOST_TAKEN >> 20} MiB of memory"
+            )
+        return kept
 
     def _memory(self, found: list[Event]) -> None:
         args = [event["args"] for event in found]
@@ -261,14 +279,15 @@ class _EventReader:
     def _new_name(self, name: Any) -> int:
         if not isinstance(name, str):
             raise _Odd
+        name = name[:MOST_NAME]
         code = self._names.get(name)
         if code is None:
             if len(self._names) >= MOST_DISTINCT:
                 name = OTHER_NAME
             code = self._names.get(name, len(self.events.names))
             if code == len(self.events.names):
-                self.events.names.append(name[:MOST_NAME])
-                self.events.communicates.append(self._comm.communicates(name[:MOST_NAME]))
+                self.events.names.append(name)
+                self.events.communicates.append(self._comm.communicates(name))
             self._names[name] = code
         return code
 

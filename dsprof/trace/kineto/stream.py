@@ -17,14 +17,20 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from ..room import taken_by_json
+
 Int = npt.NDArray[np.int64]
 
 BLOCK: Final = 1 << 20
 """Bytes of text that are looked at together: no more than stays in a core's cache."""
 READ: Final = 1 << 14
 """Compressed bytes that are unpacked at once: zlib copies what of them it has not come to, again and again."""
-MOST_EVENT: Final = 32 << 20
-"""Bytes of one event, and of all that stands before or behind the events."""
+MOST_EVENT: Final = 4 << 20
+"""Bytes of one event. Long ones are of a few hundred kB: the shapes of a model's parameters."""
+MOST_AROUND: Final = 32 << 20
+"""Bytes of all that stands before or behind the events."""
+MOST_TAKEN: Final = 256 << 20
+"""Bytes of memory that what stands before or behind them may take, and that lists in arguments may."""
 MOST_RATIO: Final = 200
 """So many times what a gzipped file holds it may become. Kineto's traces become 15 to 40 times as large."""
 RATIO_FROM: Final = 64 << 20
@@ -145,7 +151,7 @@ class TraceText:
             if found:
                 self._note(head[: found.start()].strip().rstrip(b",") + b"}", "its beginning")
                 return head[found.end() :], True
-            if len(head) > MOST_EVENT:
+            if len(head) > MOST_AROUND:
                 break
         raise TraceError("holds no traceEvents")
 
@@ -154,7 +160,7 @@ class TraceText:
             return
         for block in blocks:
             rest = b"".join((rest, *block))
-            if len(rest) > MOST_EVENT:
+            if len(rest) > MOST_AROUND:
                 return
         text = rest.strip()
         if not text.endswith(b"}"):
@@ -164,6 +170,8 @@ class TraceText:
         self._note(b"{" + text, "its end")
 
     def _note(self, text: bytes, where: str) -> None:
+        if taken_by_json(text) > MOST_TAKEN:
+            raise TraceError(f"{where} would take more than {MOST_TAKEN >> 20} MiB of memory, as no trace's does")
         try:
             found = orjson.loads(text)
         except orjson.JSONDecodeError as error:
