@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import closed_form
 import numpy as np
 import pytest
 from graphs import graph_of, steps_of
@@ -83,7 +84,7 @@ def test_pipelines_take_what_the_papers_say(
     plan = schedule.make_plan(name, ranks, microbatches, virtual)
     of = cost(*times, plan.splits)
     graph = schedule_graph(plan, lambda action: np.array([1.0, 2.0]) * of[action.op], steps=2)
-    idle = schedule.closed_form.bubble_time(name, ranks, microbatches, forward, backward, weight, virtual)
+    idle = closed_form.bubble_time(name, ranks, microbatches, forward, backward, weight, virtual)
     step = idle + virtual * microbatches * (forward + backward + weight)
     assert makespan(graph) == pytest.approx([step, 2 * step], rel=1e-9)
     assert makespan(graph)[0] == pytest.approx(schedule.simulate(plan, lambda action: of[action.op]).makespan, rel=1e-9)
@@ -94,7 +95,7 @@ def test_gpipe_with_stages_that_differ() -> None:
     plan = schedule.make_plan("gpipe", 3, 6)
     taken = {"F": forward, "B": backward}
     graph = schedule_graph(plan, lambda action: taken[action.op][action.stage])
-    assert makespan(graph)[0] == pytest.approx(schedule.closed_form.gpipe_makespan(forward, backward, 6), rel=1e-9)
+    assert makespan(graph)[0] == pytest.approx(closed_form.gpipe_makespan(forward, backward, 6), rel=1e-9)
 
 
 def test_transfers_of_a_pipeline_hold_nobody_up() -> None:

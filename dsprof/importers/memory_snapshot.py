@@ -7,7 +7,7 @@ say which rank it is of: its name may.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,8 +46,8 @@ def read(path: Path) -> Trace:
 
 def read_all(paths: Iterable[Path]) -> Trace:
     """The snapshots of several ranks. One that cannot be understood costs only itself, with a warning. Raises RunError
-    where none can."""
-    ranks, note = _ranks(sorted(paths))
+    where none can, and for names that do not tell the ranks."""
+    ranks = _ranks(sorted(paths))
     found: dict[int, Snapshot] = {}
     refused: list[RunError] = []
     for rank, path in sorted(ranks.items()):
@@ -57,7 +57,7 @@ def read_all(paths: Iterable[Path]) -> Trace:
             refused.append(error)
     if not found:
         raise refused[0]
-    of_all = [*note, *(f"left out: {error}" for error in refused)]
+    of_all = [f"left out: {error}" for error in refused]
     facts: list[dict[str, Any]] = []
     for rank, snapshot in found.items():
         warnings = [*snapshot.warnings, *([] if facts else of_all)]
@@ -84,17 +84,19 @@ def read_all(paths: Iterable[Path]) -> Trace:
     return Trace.of(info, together, {rank: snapshot.memory for rank, snapshot in found.items()})
 
 
-def _ranks(paths: list[Path]) -> tuple[dict[int, Path], list[str]]:
-    """Rank -> file, as the names tell, or in their order where they do not; and what is to be said of it."""
+def _ranks(paths: list[Path]) -> dict[int, Path]:
+    """Rank -> file. Raises RunError where the names do not tell: one rank may have written several, at many steps."""
     if len(paths) == 1:
-        return {rank_in(paths[0].name) or 0: paths[0]}, []
-    tell: Callable[[str], int | None]
-    for tell in (rank_in, last_number):
-        told = [tell(path.name) for path in paths]
-        if None not in told and len(set(told)) == len(paths):
-            return {rank or 0: path for rank, path in zip(told, paths, strict=True)}, []
-    note = "the files' names don't tell their ranks, so these are in the order of the names; call them rank<N>.pickle"
-    return dict(enumerate(paths)), [note]
+        return {rank_in(paths[0].name) or 0: paths[0]}
+    told = [rank_in(path.name) for path in paths]
+    if None in told or len(set(told)) < len(told):
+        told = [last_number(path.name) for path in paths]
+        if set(told) != set(range(len(paths))):
+            raise RunError(
+                f"{paths[0].parent} holds {len(paths)} memory snapshots whose names do not tell their ranks: name one "
+                "of them, or call them rank0.pickle, rank1.pickle and so on"
+            )
+    return {rank: path for rank, path in zip(told, paths, strict=True) if rank is not None}
 
 
 def _samples(memory: Memory, rank: int) -> pd.DataFrame:
