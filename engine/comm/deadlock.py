@@ -206,7 +206,7 @@ class DeadlockWatch:
 def _error_of(posts: Mapping[int, Post]) -> RuntimeError:
     waits = "; ".join(f"rank {rank} waits for {_what(post)}" for rank, post in posts.items())
     return RuntimeError(
-        f"ZeRO stage 3: the ranks ran different modules, and now wait for each other: {waits}. Every rank has a piece "
+        f"ZeRO stage 3: the ranks ran different modules, and now wait for each other: {waits}. Every rank has a shard "
         "of all parameters, so all must run the same modules in the same order: where the data decide, run the branch "
         "on all ranks (times 0 where it is not wanted), or write a lower stage. The training cannot go on"
     )

@@ -105,7 +105,7 @@ FOREIGN: Final[dict[str, dict[str, Foreign]]] = {
         "mics_hierarchical_params_gather": _removed('write "zero_hpz_partition_size": the GPUs of a machine'),
         "mics_shard_size": _removed('write "zero_hpz_partition_size" with the size of the group', -1),
         "override_module_apply": _no_effect("`zero.Init` needs no change to torch"),
-        "parameter_alignment": _no_effect("pieces of parameters are aligned anyway"),
+        "parameter_alignment": _no_effect("shards of parameters are aligned anyway"),
         "pipeline_loading_checkpoint": _no_effect("checkpoints are read piece by piece, by all ranks at once"),
         "save_muon_momentum_buffer_in_memory": _no_effect("all states of an offloaded optimizer lie in one place"),
         "stage3_allgather_sequential": _no_effect(
