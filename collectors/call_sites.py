@@ -66,9 +66,11 @@ class CallSites:
         return watched
 
     def _note(self, name: str, args: tuple[Any, ...]) -> None:
+        if len(self._known) > MOST:  # before the sizes and the stack are looked at
+            return
         size, dtype, _ = (0, 0, True) if name == "barrier" or not args else payload(args)
         known = (name, size, dtype, facts.caller_site())
-        if known in self._known or len(self._known) > MOST:
+        if known in self._known:
             return
         self._known.add(known)
         if len(self._known) > MOST:
