@@ -150,7 +150,7 @@ FOREIGN: Final[dict[str, dict[str, Foreign]]] = {
         "legacy_fusion": _no_effect("torch's fused optimizers are used where there are any"),
     },
     "optimizer.params": {
-        "adam_w_mode": _refused('for L2 regularization write the type "Adam" with it', True),
+        "adam_w_mode": _no_effect('the type "Adam" takes it: write that, with false here, for L2 regularization'),
         "bias_correction": _refused(_PASS_IT, True),
         **dict.fromkeys(("amsgrad", "capturable", "differentiable", "eps_inside_sqrt", "maximize"), _refused(_PASS_IT)),
         "comm_backend_name": _no_effect("compressed momenta travel over the backend of the process group"),

@@ -99,7 +99,10 @@ def initialize(
     refuse_lazy(model)
     for param in model.parameters():
         if not isinstance(find_sharded(param), EarlyParam | None):
-            raise ValueError("initialize: the model has an engine already; call its destroy() first, on all ranks")
+            raise ValueError(
+                "initialize: the model has an engine already; call its destroy() first, on all ranks, or, where "
+                "nothing refers to that engine any more, build the model anew"
+            )
     if (left := abandoned(model)) is not None:
         raise ValueError(
             f"initialize: {left} is sharded (ZeRO stage 3), by an engine that is gone; build the model anew"

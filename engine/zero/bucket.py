@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..comm.comm import Comm
 from ..comm.lane import Ticket
+from .buffer_pool import BufferPool
 from .settings import ZeroSettings
 from .shard import ShardedParam
 
@@ -158,31 +159,6 @@ def await_host_copies(buckets: Iterable[Bucket]) -> None:
     """Copies of reduced gradients to host memory are over when this returns."""
     if any(bucket.apart and bucket.params[0].device.type == "cuda" for bucket in buckets):
         torch.cuda.current_stream().synchronize()
-
-
-class BufferPool:
-    """Memory that communications have used, for the next ones: on a CPU, fresh pages cost as much as these. Of what is
-    given back, the `most` largest are kept; all, by default."""
-
-    def __init__(self, most: int | None = None) -> None:
-        self._most = most
-        self.free: list[Tensor] = []
-
-    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer [size]: the smallest free one that holds it, or new."""
-        fitting = [b for b in self.free if b.numel() >= size and b.dtype == dtype and b.device == device]
-        if not fitting:
-            with torch.inference_mode(False):  # it is used again, by training
-                return torch.empty(size, dtype=dtype, device=device)
-        best = min(fitting, key=Tensor.numel)
-        self.free = [buffer for buffer in self.free if buffer is not best]
-        return best[:size]
-
-    def give(self, buffer: Tensor) -> None:
-        """Give back a buffer that was taken, or a view of it."""
-        flat = buffer.view(-1)
-        whole = torch.as_strided(flat, (flat.untyped_storage().nbytes() // flat.element_size(),), (1,), 0)
-        self.free = sorted([*self.free, whole], key=Tensor.numel, reverse=True)[: self._most]
 
 
 class BucketExchange:

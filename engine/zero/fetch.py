@@ -72,13 +72,14 @@ class Fetcher:
         self._pass: CurrentPass | None = None
         self._pass_with_grad = True
         self.live_params = LiveParams()
+        self.by_storage: dict[int, ShardedParam] = {}
         self._install(root)
         self._sharded = [param for param in sharded.values() if not param.persistent]
         for param in self._sharded:
             param.live_params = self.live_params
             param.fetcher = self
             param.release()
-        self.by_storage = {param.storage_key: param for param in self._sharded}
+            self.by_storage[param.storage_key] = param
 
     def remove(self) -> None:
         """Take every hook out of the model."""
@@ -246,6 +247,11 @@ class Fetcher:
             if remember and param not in call.owner.params:
                 call.owner.params.append(param)
         self._fetch([param], name)
+
+    def replace_storage(self, key: int, param: ShardedParam) -> None:
+        """`param` has a storage of its own instead of the one whose identity was `key`."""
+        if self.by_storage.pop(key, None) is not None:
+            self.by_storage[param.storage_key] = param
 
     def fetch_used(self, param: ShardedParam) -> None:
         """`param` is used while it is sharded."""

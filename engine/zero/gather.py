@@ -17,7 +17,7 @@ from torch import Tensor
 from ..comm.comm import Comm, Content
 from ..comm.lane import Ticket
 from ..tree import batches
-from .bucket import BufferPool
+from .buffer_pool import BufferPool
 from .order_check import OrderCheck
 from .settings import ZeroSettings
 from .shard import Partition, ShardedParam

@@ -102,6 +102,9 @@ class ParamFetcher(Protocol):
     def fetch_used(self, param: ShardedParam) -> None:
         """`param` is used: have it whole, if a module runs, or a backward, that it can be brought for."""
 
+    def replace_storage(self, key: int, param: ShardedParam) -> None:
+        """`param` has a storage of its own instead of the one whose identity was `key`."""
+
     def hook_saved_tensors(self) -> AbstractContextManager[object] | None:
         """Within this, what autograd saves of parameters is brought when backward needs it; None if it is already."""
 
@@ -318,9 +321,22 @@ class ShardedParam:
             self.param.data = self._stand_in.expand(self.shape)
         if type(self.param) is nn.Parameter:
             self.param.__class__ = Absent  # as torch does with lazy ones, the other way round
-        self._whole.untyped_storage().resize_(0)
+        storage = self._whole.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+        else:
+            self._leave_storage()
         self.resident = False
         self.live_params.leave(self)
+
+    def _leave_storage(self) -> None:
+        """Take a new storage, empty: a numpy array, or another process, shares the present one, which stays theirs."""
+        key = self.storage_key
+        with torch.inference_mode(False):
+            self._whole = torch.empty_like(self._whole)
+        self._whole.untyped_storage().resize_(0)
+        if self.fetcher is not None:
+            self.fetcher.replace_storage(key, self)
 
     @property
     def storage_key(self) -> int:

@@ -340,6 +340,42 @@ def test_gathered_parameters_stay_whole_and_are_counted(ranks: Ranks) -> None:
         assert after == 0
 
 
+def shared_with_numpy(rank: int) -> tuple[list[str], float, bool]:
+    """What is not sharded, how far the weights are from the reference's, and whether numpy's copies stayed."""
+    torch.manual_seed(0)
+    model, expected = Plain(), Plain()
+    expected.load_state_dict(model.state_dict())
+    arrays = [model.first.weight.detach().numpy()]  # torch never resizes a storage that numpy has seen
+    engine = engine_for(model)
+    x = torch.ones(2, WIDTH)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    with ds.zero.GatheredParameters(model.parameters()):
+        arrays.append(model.middle.weight.detach().numpy())
+    kept = [array.copy() for array in arrays]
+    for _ in range(2):
+        loss = engine(x).square().sum()
+        with ds.zero.GatheredParameters(model.last.weight):  # what autograd has saved of it is in the storage it leaves
+            arrays.append(model.last.weight.detach().numpy())
+        engine.backward(loss)
+        engine.step()
+        optimizer.zero_grad()
+        expected(x).square().sum().backward()
+        nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+        optimizer.step()
+    sharded = [param.name for param in engine.zero.params if stored_bytes(param)]
+    with ds.zero.GatheredParameters(model.parameters()):
+        pairs = zip(model.parameters(), expected.parameters(), strict=True)
+        difference = max((found - wanted).abs().max().item() for found, wanted in pairs)
+    return sharded, difference, all((one == two).all() for one, two in zip(arrays, kept, strict=False))
+
+
+def test_a_storage_that_numpy_shares_is_left_to_it(ranks: Ranks) -> None:
+    for sharded, difference, kept in ranks.run(2, shared_with_numpy):
+        assert sharded == []
+        assert difference < 1e-6
+        assert kept
+
+
 # --- memory
 
 

@@ -1,0 +1,153 @@
+"""One round of `overhead.py`'s arms that cost little: each in processes of its own, which take turns, a step at a time.
+
+python overhead_turns.py JOB FOLDER SEED TURNS
+
+Prints one line: for each arm a `Round`'s part, the mean of its ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import resource
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from overhead_jobs import JOBS
+
+ARMS: Final = {"off": None, "off_again": None, "light": "light", "full": "full"}
+"""Arm -> DSPROF_LEVEL; None: no collectors."""
+FIRST_TURNS: Final = 8
+"""Not counted: memory is taken, libraries choose their kernels, Python specializes what it runs."""
+BESIDE: Final = ("dsprof-host-load", "dsprof-nvml", "dsprof-watchdog", "dsprof-reaper")
+"""Names of the collectors' threads. (Those of the engine's lanes are the job's.)"""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What one rank says when its steps are over.
+
+    faults:        of pages, a step
+    records:       a step
+    beside_ms_a_second: CPU time of the collectors' own threads; in a step as much of it counts as falls into it
+    opening_ms, closing_ms: CPU time of what comes once a capture, in no step
+    """
+
+    faults: float
+    records: float = 0.0
+    beside_ms_a_second: float = 0.0
+    opening_ms: float = 0.0
+    closing_ms: float = 0.0
+
+
+class Collectors:
+    """The capture of one process, opened before the model is made as `dsprof run` does; nothing at level None."""
+
+    def __init__(self, level: str | None, folder: Path) -> None:
+        self._session: Any = None
+        began = time.process_time()
+        if level is not None:
+            from dsprof.collectors import session
+
+            os.environ.update(DSPROF_NATIVE="1", DSPROF_LEVEL=level, DSPROF_RUN=str(folder))
+            self._session = session.start()
+            assert isinstance(self._session, session.Session)
+        self.opening_s = time.process_time() - began
+
+    @property
+    def records(self) -> int:
+        return 0 if self._session is None else int(self._session.recorder.records)
+
+    def close(self) -> float:
+        """Its CPU time, s."""
+        if self._session is None:
+            return 0.0
+        from dsprof.collectors import session
+
+        recorder = self._session.recorder
+        assert (recorder.dropped, recorder.errors) == (0, 0), recorder.failures()
+        began = time.process_time()
+        session.stop()
+        return time.process_time() - began
+
+
+def take_turns(job: str, arm: str, rank: int, folder: Path, link: Connection) -> None:
+    """One rank of an arm. For each message on `link`, whether the step counts, it takes a step and answers with its CPU
+    and wall time, s; to None it answers `Captured`, and ends."""
+    ranks = JOBS[job].ranks
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    collectors = Collectors(ARMS[arm], folder / arm)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{arm}.store", ranks), rank=rank, world_size=ranks)
+    step = JOBS[job].make(rank, JOBS[job].batch_size)
+    steps, before = 0, _so_far(collectors)
+    while (counts := link.recv()) is not None:
+        if counts and not steps:
+            before = _so_far(collectors)
+        steps += counts
+        cpu, wall = time.process_time(), time.perf_counter()
+        step()
+        link.send((time.process_time() - cpu, time.perf_counter() - wall))
+    faults, records, beside_s, elapsed_s = (now - then for now, then in zip(_so_far(collectors), before, strict=True))
+    closing_s = collectors.close()
+    link.send(
+        Captured(
+            faults / steps, records / steps, 1e3 * beside_s / elapsed_s, 1e3 * collectors.opening_s, 1e3 * closing_s
+        )
+    )
+    os._exit(0)  # gloo's threads may abort an orderly end, after all is told
+
+
+def _so_far(collectors: Collectors) -> tuple[int, int, float, float]:
+    """Faults of pages, records, CPU time of the threads that the collectors have started and wall time, s."""
+    beside_ns = 0
+    for thread in threading.enumerate():
+        if thread.name in BESIDE:
+            beside_ns += int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0])
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return faults, collectors.records, beside_ns / 1e9, time.perf_counter()
+
+
+def main(job: str, folder: str, seed: str, turns: str) -> None:
+    torch.set_num_threads(1)
+    forks = multiprocessing.get_context("fork")  # the arms' processes have one layout of memory, and import torch once
+    links: dict[str, list[Connection]] = {arm: [] for arm in ARMS}
+    for arm in ARMS:
+        for rank in range(JOBS[job].ranks):
+            ours, theirs = forks.Pipe()
+            forks.Process(target=take_turns, args=(job, arm, rank, Path(folder), theirs), daemon=True).start()
+            theirs.close()
+            links[arm].append(ours)
+    order = random.Random(int(seed))
+    times: dict[str, list[Any]] = {arm: [] for arm in ARMS}
+    for turn in range(-FIRST_TURNS, int(turns)):
+        for arm in order.sample(list(ARMS), len(ARMS)):
+            ranks = _ask(links[arm], turn >= 0)
+            if turn >= 0:
+                times[arm].append([round(1e6 * sum(values) / len(ranks)) for values in zip(*ranks, strict=True)])
+    found: dict[str, Any] = {}
+    for arm, taken in times.items():
+        cpu_us, wall_us = zip(*taken, strict=True)
+        said = [asdict(one) for one in _ask(links[arm], None)]
+        means = {name: round(sum(one[name] for one in said) / len(said), 3) for name in said[0]}
+        found[arm] = {"cpu_us": cpu_us, "wall_us": wall_us, **means}
+    print(json.dumps(found), flush=True)
+
+
+def _ask(links: list[Connection], message: bool | None) -> list[Any]:
+    """The answers of an arm's ranks."""
+    for link in links:
+        link.send(message)
+    return [link.recv() for link in links]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,31 @@
+"""Memory of communications that is used again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class BufferPool:
+    """Memory that communications have used, for the next ones: on a CPU, fresh pages cost as much as these. Of what is
+    given back, the `most` largest are kept; all, by default."""
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
+        self.free: list[Tensor] = []
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer [size]: the smallest free one that holds it, or new."""
+        fitting = [b for b in self.free if b.numel() >= size and b.dtype == dtype and b.device == device]
+        if not fitting:
+            with torch.inference_mode(False):  # it is used again, by training
+                return torch.empty(size, dtype=dtype, device=device)
+        best = min(fitting, key=Tensor.numel)
+        self.free = [buffer for buffer in self.free if buffer is not best]
+        return best[:size]
+
+    def give(self, buffer: Tensor) -> None:
+        """Give back a buffer that was taken, or a view of it."""
+        flat = buffer.view(-1)
+        whole = torch.as_strided(flat, (flat.untyped_storage().nbytes() // flat.element_size(),), (1,), 0)
+        self.free = sorted([*self.free, whole], key=Tensor.numel, reverse=True)[: self._most]
