@@ -5,10 +5,12 @@
     python benchmarks/engine.py --pipeline        # ten minutes; writes benchmarks/results/pipeline.json
 
 Ranks (gloo) train each of the shapes of engine_shapes.py with AdamW (torch's fused) and gradients clipped to 1.0. All
-arms live in the same processes and take turns, in a random order each round, a few steps at a time, so the host's drift
-falls on all alike. An arm's figure is the median over rounds of its time to DDP's in the same round; the interval is
-that of a bootstrap over rounds. DeepSpeed arms are there where DeepSpeed is installed (0.19.8, DS_ACCELERATOR=cpu).
-A shape's results are written when it is through, and it is passed over from then on: `--again` measures it anew.
+arms live in the same processes and take turns, a step at a time, in a random order each round: a host's pace changes
+more from one second to the next than from one step to the next. (So a step's caches are the last arm's, for all arms
+alike.) An arm's figure is the mean over rounds of its time to DDP's in the same round, geometric and without the lowest
+and highest fifth; the interval is that of a bootstrap over rounds. DeepSpeed arms are there where DeepSpeed is
+installed (0.19.8, DS_ACCELERATOR=cpu). A shape's results are written when it is through, and it is passed over from
+then on: `--again` measures it anew.
 
 With `--pipeline` the two ranks are the stages of a pipeline over the first shape's model, four micro-batches a step,
 and figures are ratios to DeepSpeed's PipelineEngine.
@@ -40,6 +42,8 @@ from torch import Tensor, nn
 HERE = Path(__file__).parent
 WIDTH, LAYERS = 256, 10
 CLIP, LR = 1.0, 3e-4
+FIRST_ROUNDS = 4
+"""Not counted: orders of parameters are recorded, memory is taken, Python specializes what it runs."""
 Step = Callable[[Tensor], Tensor]
 Arm = Callable[[Shape], Step]
 
@@ -219,20 +223,17 @@ def measure(rank: int, shape: Shape, args: argparse.Namespace, store: str) -> di
     order = random.Random(0)
     gc.collect()
     gc.freeze()  # the arms' models are one heap here: collecting it would charge one arm for all the others
-    for number in range(args.rounds + 1):
-        data = [shape.sample(samples, batches) for _ in range(args.block + 1)]
+    for number in range(-FIRST_ROUNDS, args.rounds):
+        batch = shape.sample(samples, batches)
         for arm in order.sample(args.arms, len(args.arms)):
-            step = steps[arm]
-            losses[arm].append(step(data[0]).item())  # caches are the last arm's
             dist.barrier()
             began = time.process_time(), time.perf_counter()
-            for batch in data[1:]:
-                step(batch).item()
-            if number:  # the first round records orders and allocates
-                cpu[arm].append((time.process_time() - began[0]) / args.block)
-                wall[arm].append((time.perf_counter() - began[1]) / args.block)
+            losses[arm].append(steps[arm](batch).item())
+            if number >= 0:
+                cpu[arm].append(time.process_time() - began[0])
+                wall[arm].append(time.perf_counter() - began[1])
         if rank == 0 and sys.stderr.isatty():
-            print(f"\rround {number}/{args.rounds}", end="", file=sys.stderr)
+            print(f"\rround {number + 1}/{args.rounds}", end="", file=sys.stderr)
     both: list[Any] = [None] * world_size
     dist.all_gather_object(both, (cpu, wall, losses))
     dist.destroy_process_group()
@@ -253,17 +254,23 @@ def summarize(ranks: list[Any], shape: Shape, args: argparse.Namespace) -> dict[
         f"wall_to_{base}": {arm: ratio(wall[arm], wall[base]) for arm in args.arms if arm != base},
         "last_loss": {arm: round(statistics.fmean(rank[2][arm][-1] for rank in ranks), 5) for arm in args.arms},
         "rounds": args.rounds,
-        "steps_a_block": args.block,
         "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
     }
 
 
 def ratio(values: Any, base: Any) -> dict[str, float]:
-    """Median over rounds, with the 95 % interval of a bootstrap over them."""
-    paired = values / base
+    """Mean over rounds, with the 95 % interval of a bootstrap over them."""
+    paired = np.log(values / base)
     draw = np.random.default_rng(0).integers(0, len(paired), (10_000, len(paired)))
-    low, high = np.percentile(np.median(paired[draw], axis=1), [2.5, 97.5])
-    return {"ratio": round(float(np.median(paired)), 3), "low": round(float(low), 3), "high": round(float(high), 3)}
+    low, high = np.percentile(_trimmed(paired[draw]), [2.5, 97.5])
+    found = {"ratio": _trimmed(paired), "low": low, "high": high}
+    return {name: round(float(np.exp(value)), 3) for name, value in found.items()}
+
+
+def _trimmed(values: Any) -> Any:
+    """Of the last axis, the mean of the three fifths in the middle."""
+    aside = values.shape[-1] // 5
+    return np.sort(values, axis=-1)[..., aside : values.shape[-1] - aside].mean(axis=-1)
 
 
 def worker(rank: int, name: str, args: argparse.Namespace, store: str) -> None:
@@ -286,8 +293,7 @@ def measured(path: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--block", type=int, default=4, help="steps counted a block")
+    parser.add_argument("--rounds", type=int, default=100, help="steps counted of each arm")
     parser.add_argument("--shape", choices=SHAPES, help="this one; by default all that have not been measured")
     parser.add_argument("--again", action="store_true", help="measure what has been measured anew")
     parser.add_argument("--pipeline", action="store_true", help="two pipeline stages instead of two replicas")
