@@ -89,7 +89,8 @@ class Reducer:
         self._ready.clear()
 
     def process_ready(self) -> None:
-        """Take the gradients that have come since the last call."""
+        """Take the gradients that have come since the last call: they go to their buckets, or stay whole, in their own
+        or the accumulation's dtype. Another engine's, and those that are not `complete`, are left where they are."""
         params = [self._by_id[id(param)] for param in self._ready]
         self._ready.clear()
         if not self._open or not self._complete:
