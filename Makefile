@@ -10,8 +10,8 @@ demo: $(VENV)/.installed ## train the example under the profiler and say where t
 	$(BIN)/dsprof run --nproc-per-node 2 examples/train_gpt.py
 
 test: $(VENV)/.tested ## everything but what takes minutes
-	$(BIN)/python -m pytest -m "not slow and not alone" --numprocesses 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest -m "not slow and alone"
+	$(BIN)/python -m pytest -m "not slow and not alone" --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 40
+	$(BIN)/python -m pytest -m "not slow and alone" --durations 20
 
 test-all: $(VENV)/.tested
 	$(BIN)/python -m pytest

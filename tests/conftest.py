@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,16 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Launch]:
             monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return seen
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Where the time of a long run went, by file."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if sum(seconds.values()) > 60:
+        terminalreporter.section("slowest files")
+        for file, spent in seconds.most_common(30):
+            terminalreporter.write_line(f"{spent:6.1f} s  {file}")
