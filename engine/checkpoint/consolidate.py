@@ -179,7 +179,7 @@ def weights_of(
     wanted: list[Wanted] = []
     for name, shape in shapes.items():
         saved = TensorShard.from_dict(shards[name]) if name in shards else None
-        first = f"weight/{name}" if saved is None else f"weight/{name}@0/{saved.pieces}"
+        first = f"weight/{name}" if saved is None else f"weight/{name}@0/{saved.num_shards}"
         tensor = torch.empty(shape, dtype=_in_fp32(contents.dtype(first)))
         found[name] = tensor
         wanted.append(Wanted(Piece(f"weight/{name}", tensor.view(-1), tensor.numel()), None, saved))

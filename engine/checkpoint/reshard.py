@@ -31,7 +31,7 @@ def whole_shape(param: ShardedParam) -> torch.Size:
 
 def part_name(name: str, shard: TensorShard | None) -> str:
     """What the part of `name` is called that a rank with this `shard` has."""
-    return name if shard is None else f"{name}@{shard.rank // shard.copies}/{shard.pieces}"
+    return name if shard is None else f"{name}@{shard.rank // shard.copies}/{shard.num_shards}"
 
 
 def join(shard: TensorShard, parts: Sequence[Tensor]) -> Tensor:
@@ -43,7 +43,7 @@ def alike(one: TensorShard | None, other: TensorShard | None) -> bool:
     """Whether two shardings make the same parts, whichever of them a rank has, and however many ranks have the same."""
     if one is None or other is None:
         return one is other
-    same = one.dim == other.dim and one.bands == other.bands and one.pieces == other.pieces
+    same = one.dim == other.dim and one.bands == other.bands and one.num_shards == other.num_shards
     return same and one.shape == other.shape
 
 

@@ -1,6 +1,6 @@
 """Ranks that wait for each other for ever: noticed, and reported on each with what it waits for, instead of a time-out.
 
-In stage 3 every rank must run the same modules in the same order, since each has a piece of all parameters. Where a
+In stage 3 every rank must run the same modules in the same order, since each has a shard of all parameters. Where a
 branch depends on the data, one rank waits for parameters that another never gathers. Their gathers do not mix (a
 gather's content is its messages' tag, see `Comm.all_gather`), so both stop. Nothing is checked, and nothing sent, as
 long as nobody waits for long. Who does, posts what it waits for, and what it has begun, in the job's store, and looks

@@ -115,7 +115,7 @@ FOREIGN: Final[dict[str, dict[str, Foreign]]] = {
             "fetches are batched by size, whatever module they belong to"
         ),
         "stage3_use_all_reduce_for_fetch_params": _no_effect("parameters are fetched by all-gather"),
-        "use_multi_rank_bucket_allreduce": _no_effect("a bucket always holds the pieces of all ranks"),
+        "use_multi_rank_bucket_allreduce": _no_effect("a bucket always holds the shards of all ranks"),
         "zenflow": _refused('write "offload_optimizer": {"device": "cpu"}, which computes whole steps on the CPU'),
         "zero_quantized_gradients": _refused('write "communication_data_type": "bf16", or the optimizer "OneBitAdam"'),
         "zero_quantized_nontrainable_weights": _refused("quantize frozen weights in the model itself"),

@@ -1,4 +1,4 @@
-"""`zero_optimization`: what is sharded over the data-parallel ranks, in what pieces it travels, and what lies in host
+"""`zero_optimization`: what is sharded over the data-parallel ranks, in what buckets it travels, and what lies in host
 memory or files; `aio`: how these are read."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class OffloadParamConfig(OffloadConfig):
     """Buffers that reads from and writes to files pass through (nvme)."""
 
     buffer_size: Whole = Field(default=100_000_000, ge=1)
-    """Elements in each of these buffers (nvme). A larger piece passes through in parts."""
+    """Elements in each of these buffers (nvme). A larger shard passes through in parts."""
 
     max_in_cpu: Whole = Field(default=1_000_000_000, ge=0)
     """Elements kept in host memory although they belong on disk, so that they need no reading (nvme)."""
@@ -73,7 +73,7 @@ class AioConfig(Section):
 
 class ZeroConfig(Section):
     """ZeRO: states, gradients and parameters sharded over the data-parallel ranks. Sizes are numbers of elements, not
-    bytes. Every parameter is divided into equal pieces, one a rank; the sizes below say only how pieces are batched
+    bytes. Every parameter is divided into equal shards, one a rank; the sizes below say only how shards are batched
     into communications, so they can change at any time and checkpoints do not depend on them."""
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole)] = 0
@@ -83,7 +83,7 @@ class ZeroConfig(Section):
     """Copy gradients into the bucket's buffer as backward produces them, instead of packing them when it is full."""
 
     reduce_scatter: bool = True
-    """Reduce gradients by reduce-scatter, so that a rank receives its own pieces only; false: all-reduce."""
+    """Reduce gradients by reduce-scatter, so that a rank receives its own shard only; false: all-reduce."""
 
     reduce_bucket_size: Whole = Field(default=500_000_000, gt=0)
     """Elements of gradient reduced in one communication. Smaller buckets start earlier, larger ones cost less each."""
@@ -130,7 +130,7 @@ class ZeroConfig(Section):
     """Parameters without a gradient are passed over; false makes them an error that names them."""
 
     round_robin_gradients: bool = False
-    """Rotate which rank owns which piece from parameter to parameter, so that remainders and work spread evenly."""
+    """Rotate which rank owns which shard from parameter to parameter, so that remainders and work spread evenly."""
 
     zero_hpz_partition_size: Whole = Field(default=1, ge=1)
     """Ranks in the group within which a second copy of the parameters is sharded, so that backward fetches stay

@@ -2,7 +2,7 @@
 gradient between backward and step. `deepspeed.utils.safe_get_full_fp32_param` and its kin, for every ZeRO stage.
 
 "full" is the whole of the parameter (of this tensor-parallel rank's part of it); every rank must take part. "local" is
-this rank's piece [n], without communication. A getter returns a copy, and None for a parameter that no engine has.
+this rank's shard [n], without communication. A getter returns a copy, and None for a parameter that no engine has.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's piece of it."""
+    """This rank's shard of it."""
     return _seen(param, lambda engine, held: _weight(held).clone())
 
 
@@ -38,7 +38,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Have this rank's piece be `value` [n]. Every rank must give its own: whole parameters are gathered anew."""
+    """Have this rank's shard be `value` [n]. Every rank must give its own: whole parameters are gathered anew."""
     engine, held = _known(param)
     with engine.states.at_once():
         _same_shape(held, value, _weight(held).shape)
@@ -56,7 +56,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's piece of it. Raises ValueError if there is none (yet)."""
+    """This rank's shard of it. Raises ValueError if there is none (yet)."""
     return _seen(param, lambda engine, held: _there(engine, held, optim_state_key).clone())
 
 
@@ -72,7 +72,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Have this rank's piece of the state be `value` [n]. Raises ValueError if there is none (yet)."""
+    """Have this rank's shard of the state be `value` [n]. Raises ValueError if there is none (yet)."""
     engine, held = _known(param)
     with engine.states.at_once():
         state = _there(engine, held, optim_state_key)
@@ -92,7 +92,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's piece of it."""
+    """This rank's shard of it."""
     found = engine_of(param)
     if found is None:
         return None
@@ -113,7 +113,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Have the step use `value` [n] for this rank's piece."""
+    """Have the step use `value` [n] for this rank's shard."""
     engine, held = _known(param)
     reduced = engine.zero.reducer.reduced_gradient(held)
     if reduced is None:
@@ -155,22 +155,22 @@ def _known(param: nn.Parameter) -> tuple[BaseEngine, ShardedParam]:
 
 
 def _weight(held: ShardedParam) -> Tensor:
-    """This rank's piece [n] of what the optimizer steps; of a frozen parameter, of itself."""
+    """This rank's shard [n] of what the optimizer steps; of a frozen parameter, of itself."""
     if held.master is not None:
         return held.master.data.view(-1)
-    piece = torch.empty(held.stop - held.start, dtype=held.param.dtype, device=held.param.device)
-    held.read_shard(piece)
-    return piece
+    shard = torch.empty(held.stop - held.start, dtype=held.param.dtype, device=held.param.device)
+    held.read_shard(shard)
+    return shard
 
 
-def _write_weight(held: ShardedParam, piece: Tensor) -> None:
-    held.write_shard(piece.to(held.param.device))
+def _write_weight(held: ShardedParam, shard: Tensor) -> None:
+    held.write_shard(shard.to(held.param.device))
     if held.master is not None and not held.master_is_shard:
-        held.master.data.view(-1).copy_(piece)
+        held.master.data.view(-1).copy_(shard)
 
 
 def _state(engine: BaseEngine, held: ShardedParam, key: str) -> Tensor | None:
-    """This rank's piece [n] of an optimizer's state, in its own memory."""
+    """This rank's shard [n] of an optimizer's state, in its own memory."""
     states = {} if engine.optimizer is None or held.master is None else engine.optimizer.state.get(held.master, {})
     state = states.get(key)
     if not isinstance(state, Tensor) or held.master is None or state.shape != held.master.shape:
@@ -191,19 +191,19 @@ def _no_state(engine: BaseEngine, held: ShardedParam, key: str) -> str:
     return f"{held.name} has no optimizer state {key!r}; it has {have}"
 
 
-def _whole(held: ShardedParam, piece: Tensor | None, missing: str = "") -> Tensor:
-    """The parameter-shaped tensor of which this rank has `piece` [n]. Raises ValueError, saying what is `missing`, on
-    all ranks if one has none although its piece has elements."""
+def _whole(held: ShardedParam, shard: Tensor | None, missing: str = "") -> Tensor:
+    """The parameter-shaped tensor of which this rank has `shard` [n]. Raises ValueError, saying what is `missing`, on
+    all ranks if one has none although its shard has elements."""
     if held.partition.num_shards == 1:
-        if piece is None:
+        if shard is None:
             raise ValueError(missing)
-        return piece.to(held.param.device, held.master_dtype, copy=True).view(held.shape)
+        return shard.to(held.param.device, held.master_dtype, copy=True).view(held.shape)
     comm = held.gatherer.comm
     length = held.stop - held.start
     rows = torch.zeros(comm.size, held.partition.shard_size + 1, dtype=held.master_dtype, device=held.param.device)
-    if piece is not None:
-        rows[comm.rank, :length] = piece
-    rows[comm.rank, -1] = 1 if piece is not None or length == 0 else 0
+    if shard is not None:
+        rows[comm.rank, :length] = shard
+    rows[comm.rank, -1] = 1 if shard is not None or length == 0 else 0
     comm.all_gather(rows, "parameter").wait()
     if not bool(rows[:, -1].all()):
         raise ValueError(missing)

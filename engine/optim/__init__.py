@@ -2,7 +2,7 @@
 
 build        the optimizer of a config's `optimizer` section
 adopt        a client's optimizer, made to step the masters in place of the model's parameters
-shard        what an optimizer must know of a master that is a piece of a parameter
+shard        what an optimizer must know of a master that is a shard of a parameter
 tiled        the common ground of our own; Lion, and LAMB with norms of whole parameters
 muon         Muon, which gathers whole matrices, and AdamW for the rest
 onebit       1-bit Adam

@@ -27,7 +27,7 @@ _WHOLE_ONLY: Final[Mapping[type[Optimizer], str]] = {
     Lamb: "it must know how they are partitioned, so it has to be made from the config's optimizer section",
     Muon: "it must know how they are partitioned, so it has to be made from the config's optimizer section",
 }
-"""Optimizers that cannot step pieces of parameters, or not as the client makes them -> why."""
+"""Optimizers that cannot step shards of parameters, or not as the client makes them -> why."""
 
 _SCALARS: Final = ("step", "eta", "mu", "mu_product")
 """State of torch's optimizers that is one number, and so has the shape of a 0-d parameter by chance."""
@@ -43,13 +43,13 @@ def adopt(
     """Put masters where the optimizer's parameter groups have parameters of the model, in place.
 
     `replace` maps the latter to the former; frozen parameters are dropped. The groups keep their options, and state
-    that the optimizer already has is sharded as its master is. `shards` says which masters are pieces;
+    that the optimizer already has is sharded as its master is. `shards` says which masters are shards;
     `allow_untested` is `zero_allow_untested_optimizer`. What is returned gives the optimizer back.
 
     Raises ValueError as `check_client` does, and for state that cannot be sharded.
     """
-    pieces = shards or {}
-    check_client(optimizer, replace, any(not shard.whole for shard in pieces.values()), allow_untested)
+    described = shards or {}
+    check_client(optimizer, replace, any(not shard.whole for shard in described.values()), allow_untested)
     states: dict[Tensor, dict[str, Any]] = {}
     chosen: list[list[int]] = []
     for group in optimizer.param_groups:
@@ -59,10 +59,10 @@ def adopt(
             master = replace[param]
             if param in optimizer.state:
                 states[master] = _shard_state(
-                    optimizer.state[param], param, master, pieces.get(master) or whole(master)
+                    optimizer.state[param], param, master, described.get(master) or whole(master)
                 )
     # Nothing is changed before all of it is known to be right.
-    adopted = Adopted(optimizer, {master: param for param, master in replace.items()}, pieces)
+    adopted = Adopted(optimizer, {master: param for param, master in replace.items()}, described)
     for group, kept in zip(optimizer.param_groups, chosen, strict=True):
         group["params"] = [replace[group["params"][at]] for at in kept]
         if "param_names" in group:
@@ -166,11 +166,11 @@ def renew(optimizer: Optimizer, replace: Mapping[nn.Parameter, nn.Parameter]) ->
 
 
 def check_client(
-    optimizer: Optimizer, known: Container[nn.Parameter], in_pieces: bool, allow_untested: bool = False
+    optimizer: Optimizer, known: Container[nn.Parameter], sharded: bool, allow_untested: bool = False
 ) -> None:
-    """Raise ValueError for an optimizer that cannot work on masters, or if they are `in_pieces` on pieces, or of which
-    that is not known, and for one with a parameter to train that is not `known`."""
-    _check_kind(optimizer, in_pieces, allow_untested)
+    """Raise ValueError for an optimizer that cannot work on masters, or, where they are `sharded`, on shards (or if
+    that is not known), and for one with a parameter to train that is not `known`."""
+    _check_kind(optimizer, sharded, allow_untested)
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if param not in known and param.requires_grad:
@@ -180,12 +180,12 @@ def check_client(
                 )
 
 
-def _check_kind(optimizer: Optimizer, in_pieces: bool, allow_untested: bool) -> None:
+def _check_kind(optimizer: Optimizer, sharded: bool, allow_untested: bool) -> None:
     name = type(optimizer).__name__
     for kind, why in _NEVER.items():
         if isinstance(optimizer, kind):
             raise ValueError(f"the optimizer {name} cannot be used with the engine: {why}")
-    if not in_pieces or type(optimizer) in (*ELEMENTWISE, Lion):
+    if not sharded or type(optimizer) in (*ELEMENTWISE, Lion):
         return
     for kind, why in _WHOLE_ONLY.items():
         if isinstance(optimizer, kind):
@@ -198,7 +198,7 @@ def _check_kind(optimizer: Optimizer, in_pieces: bool, allow_untested: bool) -> 
 
 
 def _shard_state(state: dict[str, Any], param: Tensor, master: Tensor, shard: Shard) -> dict[str, Any]:
-    """The master's part of a parameter's state: its piece of tensors as large as the parameter, the rest as it is."""
+    """The master's part of a parameter's state: its shard of tensors as large as the parameter, the rest as it is."""
     result = {}
     for key, value in state.items():
         if not isinstance(value, Tensor) or key in _SCALARS or (value.numel() == 1 and param.numel() != 1):

@@ -26,7 +26,7 @@ ELEMENTWISE: Final = tuple(
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )  # fmt: skip
-"""torch's optimizers that treat each element by itself, so that they can step pieces of parameters."""
+"""torch's optimizers that treat each element by itself, so that they can step shards of parameters."""
 
 
 def build(
@@ -41,7 +41,7 @@ def build(
     """The optimizer `type` with the options `params` of a config, which has checked them, over masters or parameter
     groups of masters.
 
-    Options of a group win over `params`. `shards` describes masters that are pieces to LAMB and Muon; `group` is the
+    Options of a group win over `params`. `shards` describes masters that are shards to LAMB and Muon; `group` is the
     data-parallel one, for OneBitAdam. Raises ValueError for values that the optimizer cannot take.
     """
     options: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
@@ -94,14 +94,14 @@ def _muon(options: dict[str, Any], groups: Groups, shards: Shards | None, hooks:
     """Every group falls into the matrices that Muon steps and the rest; `muon_lr` and `adam_lr` go before `lr`."""
     adam = torch.optim.AdamW if options.pop("adam_w_mode", True) else torch.optim.Adam
     rates = {key: options.pop(key, None) for key in ("lr", "muon_lr", "adam_lr")}
-    pieces = shards or {}
-    if any(param not in pieces for group in groups for param in group["params"]):
+    described = shards or {}
+    if any(param not in described for group in groups for param in group["params"]):
         raise ValueError("Muon must know of every master whether it is a hidden matrix: give `shards` for all of them")
     halves: Groups = []
     for group in groups:
         for use_muon, defaults, own_rate in ((True, MUON_DEFAULTS, "muon_lr"), (False, ADAM_DEFAULTS, "adam_lr")):
             # Both halves even if one is empty, so that all stages of a pipeline have the same groups.
-            params = [param for param in group["params"] if pieces[param].muon is use_muon]
+            params = [param for param in group["params"] if described[param].muon is use_muon]
             rate = next((rates[key] for key in (own_rate, "lr") if rates[key] is not None), defaults["lr"])
             shared = {key: value for key, value in options.items() if key in defaults}
             halves.append({**shared, "lr": rate, **group, "params": params, "use_muon": use_muon})

@@ -84,7 +84,7 @@ def _sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
         if place != "cpu" or dtype == torch.float64:
             total += _squares(same, torch.float64).to(device)
             continue
-        squares = _squares([piece for grad in same for piece in _pieces(grad)], torch.float32)
+        squares = _squares([part for grad in same for part in _stretches(grad)], torch.float32)
         # The squares of bf16 or fp32 beyond 1.8e19 do not fit into fp32.
         total += (squares if torch.isfinite(squares) else _squares(same, torch.float64)).to(device)
     return total
@@ -94,6 +94,6 @@ def _squares(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack(torch._foreach_norm(grads, 2.0, dtype=dtype)).double().square_().sum()
 
 
-def _pieces(grad: Tensor) -> Sequence[Tensor]:
+def _stretches(grad: Tensor) -> Sequence[Tensor]:
     """A long gradient in stretches: a running sum in fp32 over millions of squares loses the fourth digit."""
     return torch.split(grad.reshape(-1), _STRETCH) if grad.numel() > _STRETCH else (grad,)

@@ -1,4 +1,4 @@
-"""What an optimizer must know of a master that is a piece of a parameter."""
+"""What an optimizer must know of a master that is a shard of a parameter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Shard:
     shape: torch.Size
     """Of the whole parameter."""
     bounds: tuple[tuple[int, int], ...]
-    """First element, and the one after the last, of each rank's piece of the flattened parameter; it may be empty."""
+    """First element, and the one after the last, of each rank's shard of the flattened parameter; it may be empty."""
     group: dist.ProcessGroup | None = None
     muon: bool = False
     """Whether Muon is to step it (`wants_muon`)."""
@@ -38,7 +38,7 @@ class Shard:
         return self.group is None
 
     def sizes(self) -> list[int]:
-        """Elements of each rank's piece."""
+        """Elements of each rank's shard."""
         return [stop - start for start, stop in self.bounds]
 
     def mine(self, tensor: Tensor) -> Tensor:

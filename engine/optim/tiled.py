@@ -106,7 +106,7 @@ class Lamb(TiledOptimizer):
     """p = p - lr * sqrt(1 - b2^t) / (1 - b1^t) * c * u, with u = m / (sqrt(v) + eps) + decay * p and c = |p| / |u|.
 
     m and v are Adam's moments. c is kept between `min_coeff` and `max_coeff`, and is 1 where a norm is 0. The norms are
-    those of whole parameters: the squares of the pieces are summed over the ranks, in one all-reduce for all of them.
+    those of whole parameters: the squares of the shards are summed over the ranks, in one all-reduce for all of them.
     With `eps_inside_sqrt` the denominator is sqrt(v + eps); without `bias_correction` the factor after lr is left out.
     Source: You et al. 2019, arXiv 1904.00962, as in DeepSpeed (`csrc/lamb/fused_lamb_cuda_kernel.cu`).
     """

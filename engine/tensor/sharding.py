@@ -46,18 +46,18 @@ class TensorShard:
             raise ValueError(f"bands {self.bands} do not make up dimension {self.dim} of {self.shape}")
         if not 0 <= self.rank < self.size or self.size % self.copies:
             raise ValueError(f"rank {self.rank} of {self.size} ranks, {self.copies} of which share a part")
-        if any(band % self.pieces for band in self.bands) or (self.padding and len(self.bands) > 1):
-            raise ValueError(f"bands {self.bands} with {self.padding} of padding do not divide by {self.pieces}")
+        if any(band % self.num_shards for band in self.bands) or (self.padding and len(self.bands) > 1):
+            raise ValueError(f"bands {self.bands} with {self.padding} of padding do not divide by {self.num_shards}")
 
     @property
-    def pieces(self) -> int:
+    def num_shards(self) -> int:
         """Different shards there are."""
         return self.size // self.copies
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of every rank's part."""
-        return (*self.shape[: self.dim], sum(self.bands) // self.pieces, *self.shape[self.dim + 1 :])
+        return (*self.shape[: self.dim], sum(self.bands) // self.num_shards, *self.shape[self.dim + 1 :])
 
     @property
     def counts(self) -> bool:
@@ -67,14 +67,14 @@ class TensorShard:
     @property
     def real(self) -> int:
         """How many of this rank's elements along `dim` are not padding; they come first."""
-        mine = sum(self.bands) // self.pieces
+        mine = sum(self.bands) // self.num_shards
         return max(0, min(mine, self.shape[self.dim] - self.rank // self.copies * mine)) if self.padding else mine
 
     def index(self) -> Tensor:
         """Positions along `dim` that this rank holds, in their order [local size]; those past the end are padding."""
         starts = torch.tensor([0, *self.bands]).cumsum(0).tolist()
         mine = self.rank // self.copies
-        widths = [band // self.pieces for band in self.bands]
+        widths = [band // self.num_shards for band in self.bands]
         return torch.cat([torch.arange(at + mine * w, at + (mine + 1) * w)
                           for at, w in zip(starts, widths, strict=False)])  # fmt: skip
 
@@ -84,7 +84,7 @@ class TensorShard:
             raise ValueError(f"a tensor of shape {tuple(whole.shape)} is to be sharded as one of {self.shape}")
         parts = []
         for band in self._pad(whole).split(self.bands, self.dim):
-            width = band.shape[self.dim] // self.pieces
+            width = band.shape[self.dim] // self.num_shards
             parts.append(band.narrow(self.dim, self.rank // self.copies * width, width))
         return torch.cat(parts, self.dim)
 
@@ -95,9 +95,9 @@ class TensorShard:
                 f"{len(parts)} parts of shapes {[tuple(p.shape) for p in parts]}: a sharding of {self.shape} over "
                 f"{self.size} ranks has {self.size} of {self.local_shape}"
             )
-        widths = [band // self.pieces for band in self.bands]
+        widths = [band // self.num_shards for band in self.bands]
         split = [part.split(widths, self.dim) for part in parts[:: self.copies]]
-        whole = torch.cat([piece for band in zip(*split, strict=True) for piece in band], self.dim)
+        whole = torch.cat([shard for band in zip(*split, strict=True) for shard in band], self.dim)
         return whole.narrow(self.dim, 0, self.shape[self.dim]) if self.padding else whole
 
     def of_rank(self, rank: int) -> TensorShard:

@@ -173,9 +173,9 @@ def wholes(path: Path) -> dict[str, Tensor]:
     found = tensors(path)
     for param, saved in value(path, "training")["cuts"].items():
         cut = TensorShard.from_dict(saved)
-        first = f"@0/{cut.pieces}"
+        first = f"@0/{cut.num_shards}"
         for key in [name.removesuffix(first) for name in found if name.endswith(f"/{param}{first}")]:
-            parts = [found.pop(f"{key}@{number}/{cut.pieces}") for number in range(cut.pieces)]
+            parts = [found.pop(f"{key}@{number}/{cut.num_shards}") for number in range(cut.num_shards)]
             found[key] = join(cut, parts).reshape(-1)
     assert len(found) > 40
     assert not [name for name in found if "@" in name]
