@@ -1,7 +1,7 @@
 """The verdict is true: real jobs with one known fault each, on gloo ranks, and what is said about them.
 
-`make test` runs each family's usual job but those of ALIKE; `make test-all` these, too, and three more of each, drawn
-from a seed that is printed. DSPROF_SEED=N draws the same ones again.
+`make test` runs the usual job of the QUICK families; `make test-all` that of each, and three more of each, drawn from a
+seed that is printed. DSPROF_SEED=N draws the same ones again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from verdict_truth import Job, Outcome
 
 SEED = int(os.environ.get("DSPROF_SEED") or time.time_ns() % 2**31)
 
-ALIKE = {
-    "evaluation on rank 0": "nanoGPT, which is somebody's whole script, has the same fault",
-    "closure": "of jobs whose optimizer runs a closure LBFGS is the harder one",
-    "GAN 1:1": "of optimizers that take turns those of GAN 5:1 are the harder ones",
-}
-"""Families whose usual job says little that another's does not, each half a minute: why."""
+QUICK = (
+    "uneven pipeline", "FSDP2 with many units", "checkpoints", "nanoGPT", "late loader and BatchNorm",
+    "straggler and a stop", "LBFGS", "actor-critic",
+)  # fmt: skip
+"""Families of `make test`, each a quarter of a minute or more: of every kind of parallelism and of what can be slow one,
+a script of somebody else's, and the optimizers that are hardest to follow."""
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 
@@ -51,7 +51,7 @@ def run(job: Job, folder: Path, reference: Reference) -> Ran:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(family, marks=[pytest.mark.slow] if family in ALIKE else []) for family in FAMILIES],
+    params=[pytest.param(family, marks=[] if family in QUICK else [pytest.mark.slow]) for family in FAMILIES],
 )
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, reference: Reference) -> Ran:
     return run(FAMILIES[request.param](Draw()), tmp_path_factory.mktemp("job"), reference)
