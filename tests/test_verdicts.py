@@ -23,8 +23,8 @@ QUICK = (
     "uneven pipeline", "FSDP2 with many units", "checkpoints", "nanoGPT", "late loader and BatchNorm",
     "straggler and a stop", "LBFGS", "actor-critic",
 )  # fmt: skip
-"""Families of `make test`, each a quarter of a minute or more: of every kind of parallelism and of what can be slow one,
-a script of somebody else's, and the optimizers that are hardest to follow."""
+"""Families of `make test`, each a quarter of a minute or more: of every kind of parallelism and of fault one, a script
+of somebody else's, and the optimizers that are hardest to follow."""
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 
