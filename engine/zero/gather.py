@@ -22,6 +22,8 @@ from .order_check import OrderCheck
 from .settings import ZeroSettings
 from .shard import Partition, ShardedParam
 
+DIRECT: Final = 1 << 20
+"""Elements from which on a parameter is gathered by itself, into its own storage: that takes no buffer and no copy."""
 KEPT_BUFFERS: Final = 2
 """Of those that have been read: one is being filled while the other is."""
 
@@ -35,6 +37,8 @@ class _Batch:
     tickets: list[Ticket]
     comm: Comm
     persistent: _Persistent | None
+    direct: bool
+    """`rows` is the only parameter's own storage."""
 
 
 class _Persistent:
@@ -110,12 +114,14 @@ class Gatherer:
             self.drain(2 if self._settings.overlap_comm else 0)
 
     def start(self, params: Sequence[ShardedParam], module: str | None = None) -> None:
-        """Start gathering those of `params` that are not under way: one collective a dtype and group."""
-        kinds: dict[tuple[torch.dtype, bool], list[ShardedParam]] = {}
+        """Start gathering those of `params` that are not under way: one collective a dtype and group, and one each for
+        those that are gathered directly."""
+        kinds: dict[tuple[torch.dtype, bool, ShardedParam | None], list[ShardedParam]] = {}
         for param in params:
             if param not in self._inflight:
-                kinds.setdefault((param.dtype, param.secondary is not None), []).append(param)
-        for (_, near), batch in kinds.items():
+                alone = param if _is_direct(param) else None
+                kinds.setdefault((param.dtype, param.secondary is not None, alone), []).append(param)
+        for (_, near, _), batch in kinds.items():
             self._start(batch, self._near if near and self._near is not None else self.comm, module)
 
     def expect(self, params: Iterable[ShardedParam]) -> None:
@@ -155,7 +161,8 @@ class Gatherer:
         widths = [near_partition(p, comm).shard_size if near else p.partition.shard_size for p in params]
         # One buffer: this rank's row is what it sends.
         size, like = comm.size * sum(widths), params[0]
-        rows = self.buffers.take(size, like.dtype, like.device).view(comm.size, -1)
+        direct = _is_direct(like)
+        rows = like.storage_rows() if direct else self.buffers.take(size, like.dtype, like.device).view(comm.size, -1)
         if persistent is not None and persistent.packed:
             torch.cat([param.shard for param in params], out=rows[comm.rank])
         else:
@@ -167,7 +174,7 @@ class Gatherer:
             tickets = [comm.broadcast(rows[source], source, "parameter") for source in range(comm.size)]
         else:
             tickets = [comm.all_gather(rows, "parameter", module, content)]
-        batch = _Batch(params, widths, rows, tickets, comm, persistent)
+        batch = _Batch(params, widths, rows, tickets, comm, persistent, direct)
         self._inflight.update(dict.fromkeys(params, batch))
 
     def _read_shards(self, params: Sequence[ShardedParam], columns: Sequence[Tensor], near: bool) -> None:
@@ -182,6 +189,10 @@ class Gatherer:
     def _write(self, batch: _Batch) -> None:
         for param in batch.params:
             del self._inflight[param]
+        if batch.direct:
+            batch.params[0].fill(None)
+            self._keep_near(batch.params[0])
+            return
         if batch.persistent is not None:
             batch.persistent.write(batch.rows, batch.widths)
         else:
@@ -197,6 +208,10 @@ class Gatherer:
             start, stop = near_partition(param, self._near).bounds(self._near.rank)
             with torch.inference_mode(False):
                 param.secondary = param.flat[start:stop].clone()
+
+
+def _is_direct(param: ShardedParam) -> bool:
+    return param.numel >= DIRECT and not param.persistent and param.partition.even and param.secondary is None
 
 
 def update_shards(params: Iterable[ShardedParam]) -> None:

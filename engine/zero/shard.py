@@ -288,12 +288,18 @@ class ShardedParam:
         if self.fetcher is not None:
             self.fetcher.fetch_used(self)
 
-    def fill(self, shards: Tensor, partition: Partition | None = None) -> None:
+    def storage_rows(self) -> Tensor:
+        """The parameter's own storage [num_shards, shard_size], of an even partition, for a gather to write to."""
+        self._take_storage()
+        return self._whole.view(self.partition.num_shards, self.partition.shard_size)
+
+    def fill(self, shards: Tensor | None, partition: Partition | None = None) -> None:
         """Write the gathered `shards` [num_shards, shard_size], divided as `partition` has it, to the parameter's own
-        storage."""
+        storage; None: the gather has written to its `storage_rows`."""
         self.allocate()
-        # A persistent parameter's own part is already there: the shard is a view of it.
-        (partition or self.partition).from_shards(shards, self.flat, self.rank if self.persistent else None)
+        if shards is not None:
+            # A persistent parameter's own part is already there: the shard is a view of it.
+            (partition or self.partition).from_shards(shards, self.flat, self.rank if self.persistent else None)
         self.resident = True
 
     def allocate(self) -> None:
@@ -301,9 +307,7 @@ class ShardedParam:
         if self.persistent:
             return
         self.live_params.arrive(self)
-        storage = self._whole.untyped_storage()
-        if storage.size() == 0:
-            storage.resize_(self.numel * self._whole.element_size())
+        self._take_storage()
         if type(self.param) is Absent:
             self.param.__class__ = nn.Parameter  # type: ignore[assignment]
         self.param.data = self._whole
@@ -328,6 +332,11 @@ class ShardedParam:
             self._leave_storage()
         self.resident = False
         self.live_params.leave(self)
+
+    def _take_storage(self) -> None:
+        storage = self._whole.untyped_storage()
+        if storage.size() == 0:
+            storage.resize_(self.numel * self._whole.element_size())
 
     def _leave_storage(self) -> None:
         """Take a new storage, empty: a numpy array, or another process, shares the present one, which stays theirs."""

@@ -9,17 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from engines import ALONE, stored_bytes, watch_peak
 from ranks import Ranks
+from spans import comms, recorded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dsprof import engine as ds
 from dsprof.engine.train.engine import Engine
+from dsprof.engine.zero import gather
 from dsprof.engine.zero.fetch_order import CurrentPass, ModuleParams, Pass
 from dsprof.engine.zero.shard import Partition, ShardedParam
 
@@ -374,6 +377,40 @@ def test_a_storage_that_numpy_shares_is_left_to_it(ranks: Ranks) -> None:
         assert sharded == []
         assert difference < 1e-6
         assert kept
+
+
+def gathered(rank: int, zero: dict[str, Any], from_elements: int) -> tuple[list[Tensor], list[int], int]:
+    """Weights after three steps, each with an evaluation before; elements of each gather; bytes of buffers left."""
+    torch.manual_seed(0)
+    model = Plain().double()
+    with mock.patch.object(gather, "DIRECT", from_elements):
+        engine = engine_for(model, **zero)
+        with recorded() as spans:
+            for step in range(3):
+                with torch.no_grad():
+                    engine(batch(step, rank))
+                engine.backward(engine(batch(step, rank)).square().sum())
+                engine.step()
+        with ds.zero.GatheredParameters(model.parameters()):
+            weights = [param.detach().clone() for param in model.parameters()]
+    sizes = [(span.bytes or 0) // 8 for span in comms(spans, "parameter")]
+    return weights, sizes, sum(buffer.nbytes for buffer in engine.zero.gatherer.buffers.free)
+
+
+@pytest.mark.parametrize(
+    "zero", [{}, TIGHT, {"allgather_partitions": False}, {"offload_param": {"device": "cpu"}}], ids=str
+)
+def test_a_large_parameter_is_gathered_into_its_own_storage(ranks: Ranks, zero: dict[str, Any]) -> None:
+    """Alone, so that it takes no buffer; the numbers are the same."""
+    directly = ranks.run(2, gathered, zero, WIDTH * WIDTH)
+    for (weights, sizes, buffers), (expected, together, _) in zip(
+        directly, ranks.run(2, gathered, zero, 1 << 20), strict=True
+    ):
+        assert all(map(torch.equal, weights, expected))
+        assert sum(sizes) == sum(together)
+        if "allgather_partitions" not in zero:
+            assert set(sizes) <= {WIDTH * WIDTH, WIDTH, 2 * WIDTH, 3 * WIDTH}
+        assert buffers <= 8 * 2 * 3 * WIDTH  # of biases
 
 
 # --- memory
