@@ -22,7 +22,7 @@ from .order_check import OrderCheck
 from .settings import ZeroSettings
 from .shard import Partition, ShardedParam
 
-DIRECT: Final = 1 << 20
+DIRECT: Final = 1 << 22
 """Elements from which on a parameter is gathered by itself, into its own storage: that takes no buffer and no copy."""
 KEPT_BUFFERS: Final = 2
 """Of those that have been read: one is being filled while the other is."""

@@ -404,7 +404,7 @@ def test_a_large_parameter_is_gathered_into_its_own_storage(ranks: Ranks, zero: 
     """Alone, so that it takes no buffer; the numbers are the same."""
     directly = ranks.run(2, gathered, zero, WIDTH * WIDTH)
     for (weights, sizes, buffers), (expected, together, _) in zip(
-        directly, ranks.run(2, gathered, zero, 1 << 20), strict=True
+        directly, ranks.run(2, gathered, zero, gather.DIRECT), strict=True
     ):
         assert all(map(torch.equal, weights, expected))
         assert sum(sizes) == sum(together)
