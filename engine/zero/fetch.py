@@ -73,6 +73,7 @@ class Fetcher:
         self._pass_with_grad = True
         self.live_params = LiveParams()
         self.by_storage: dict[int, ShardedParam] = {}
+        self._owners: list[ModuleParams] = []
         self._install(root)
         self._sharded = [param for param in sharded.values() if not param.persistent]
         for param in self._sharded:
@@ -131,9 +132,9 @@ class Fetcher:
                 module._parameters = WatchedParameters(module._parameters, self._read)
             if module is not root and not any(self.sharded(param) is not None for param in module.parameters()):
                 continue
-            owner = ModuleParams(
-                name, [self._params[p] for p in dict.values(module._parameters) if self.sharded(p) is not None]
-            )
+            own = [self._params[p] for p in dict.values(module._parameters) if self.sharded(p) is not None]
+            owner = ModuleParams(name, own, backward=ModuleParams(name, []))
+            self._owners.append(owner)
             self._handles += [
                 module.register_forward_pre_hook(self._before_forward(owner, module is root), prepend=True),
                 module.register_forward_hook(self._after_forward(owner), with_kwargs=True, always_call=True),
@@ -172,12 +173,15 @@ class Fetcher:
 
     def _watch_outputs(self, owner: ModuleParams, output: Any) -> None:
         """Fetch for the module's backward when the first gradient of an output arrives."""
+        needed = owner.backward
+        if needed is None or not needed.params:
+            return
         begun = -1
 
         def before_backward(grad: Tensor) -> None:
             nonlocal begun
             if begun != (begun := torch._C._current_graph_task_id()):
-                self._need(owner)
+                self._need(needed)
 
         for tensor in _tensors(output):
             if tensor.requires_grad:
@@ -211,13 +215,20 @@ class Fetcher:
         present = None if outer is None else getattr(outer[0], "__self__", None)
         if isinstance(present, SavedParamHooks) and present.by_storage is self.by_storage:
             return None
-        ours = SavedParamHooks(self.by_storage, self._unpacked, outer)
+        ours = SavedParamHooks(self.by_storage, self._first_saved, self._unpacked, outer)
         return saved_tensors_hooks(ours.pack, ours.unpack)
 
     def sharded(self, param: nn.Parameter | None) -> ShardedParam | None:
         """`param` as it is divided; None if it is always whole."""
         found = None if param is None else self._params.get(param)
         return None if found is None or found.persistent else found
+
+    def _first_saved(self, param: ShardedParam) -> None:
+        """Autograd saves `param`: from now on it is fetched for the backward of the modules that it is fetched for."""
+        param.saved = True
+        for owner in self._owners:
+            if param in owner.params:
+                owner.divide()
 
     def _unpacked(self, param: ShardedParam) -> None:
         """Backward needs `param`. It is in use until its gradient, or the backward, is complete."""
@@ -246,6 +257,7 @@ class Fetcher:
             name = call.owner.name
             if remember and param not in call.owner.params:
                 call.owner.params.append(param)
+                call.owner.divide()
         self._fetch([param], name)
 
     def replace_storage(self, key: int, param: ShardedParam) -> None:

@@ -20,6 +20,14 @@ class ModuleParams:
 
     name: str
     params: list[ShardedParam]
+    backward: ModuleParams | None = None
+    """What is fetched for its backward: those that autograd has saved in a forward. The weight of an embedding, or a
+    bias, is not needed there."""
+
+    def divide(self) -> None:
+        """`params`, or which of them are saved, have changed."""
+        if self.backward is not None:
+            self.backward.params = [param for param in self.params if param.saved]
 
 
 class Pass:

@@ -27,6 +27,8 @@ class SavedParamHooks:
 
     by_storage: Mapping[int, ShardedParam]
     """Parameters by the identity of their storage; those of one engine."""
+    first_saved: Callable[[ShardedParam], None]
+    """Is called with each that is not known to be `saved`."""
     unpacked: Callable[[ShardedParam], None]
     """Is called with each that backward needs."""
     outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
@@ -39,7 +41,11 @@ class SavedParamHooks:
         except NotImplementedError:  # a sparse one, or a wrapper of others
             param = None
         kept = tensor if self.outer is None else self.outer[0](tensor)
-        return kept if param is None else _Saved(self, param, kept)
+        if param is None:
+            return kept
+        if not param.saved:
+            self.first_saved(param)
+        return _Saved(self, param, kept)
 
     def unpack(self, packed: Any) -> Tensor:
         if type(packed) is not _Saved or packed.hooks is not self:

@@ -180,6 +180,8 @@ class ShardedParam:
         self.resident = True
         self.users = 0
         """Modules that need the whole of it at this moment."""
+        self.saved = False
+        """Whether autograd has ever saved it, so that a backward may need it."""
         self.secondary: Tensor | None = None
         """This rank's shard in the hierarchical partition, as long as it is of the present weights."""
         self.live_params = LiveParams()

@@ -497,10 +497,37 @@ def test_frozen_bases_called_by_keyword_go_in_backward(ranks: Ranks) -> None:
 
 
 def test_listing_parameters_is_no_use_of_each_call(ranks: Ranks) -> None:
-    """The last layer alone is needed after the first step: in forward and in backward."""
+    """The last layer alone is needed after the first step: in forward only, since its input needs no gradient."""
     for steps, owners in ranks.run(2, peaks, Lists):
         assert steps == [LAYER, LAYER, LAYER]
-        assert owners == ["6", "6"]
+        assert owners == ["6"]
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.first, self.last = nn.Embedding(4 * WIDTH, WIDTH), linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(torch.tanh(self.first(self.words(x.long().abs() % 4).mean(-2))))
+        return y
+
+
+def gathers_of_a_step(rank: int) -> list[int]:
+    """Elements of each gather of the third step."""
+    engine = engine_for(Words().double(), **TIGHT)
+    for step in range(3):
+        with recorded() as spans:
+            engine.backward(engine(batch(step, rank)).square().sum())
+        engine.step()
+    return [(span.bytes or 0) // 8 for span in comms(spans, "parameter")]
+
+
+def test_backward_fetches_what_autograd_has_saved(ranks: Ranks) -> None:
+    """No embedding, and no bias; the last layer is still there."""
+    table, weight = 4 * WIDTH * WIDTH, WIDTH * WIDTH
+    for sizes in ranks.run(2, gathers_of_a_step):
+        assert sizes == [table, LAYER, LAYER, weight]
 
 
 # --- a pass as data
