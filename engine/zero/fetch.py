@@ -133,7 +133,7 @@ class Fetcher:
             if module is not root and not any(self.sharded(param) is not None for param in module.parameters()):
                 continue
             own = [self._params[p] for p in dict.values(module._parameters) if self.sharded(p) is not None]
-            owner = ModuleParams(name, own, backward=ModuleParams(name, []))
+            owner = ModuleParams(name, own, backward=ModuleParams(name, []) if _is_torchs(module) else None)
             self._owners.append(owner)
             self._handles += [
                 module.register_forward_pre_hook(self._before_forward(owner, module is root), prepend=True),
@@ -173,8 +173,8 @@ class Fetcher:
 
     def _watch_outputs(self, owner: ModuleParams, output: Any) -> None:
         """Fetch for the module's backward when the first gradient of an output arrives."""
-        needed = owner.backward
-        if needed is None or not needed.params:
+        needed = owner.backward or owner
+        if not needed.params:
             return
         begun = -1
 
@@ -354,6 +354,12 @@ class Fetcher:
 def _in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether backward cannot need parameters of `module` but through what autograd saves. A function of the script's
+    own may have kept them itself, and give them to a kernel that nothing announces."""
+    return type(module).__module__.startswith("torch.nn.") and "forward" not in vars(module)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -21,8 +21,8 @@ class ModuleParams:
     name: str
     params: list[ShardedParam]
     backward: ModuleParams | None = None
-    """What is fetched for its backward: those that autograd has saved in a forward. The weight of an embedding, or a
-    bias, is not needed there."""
+    """Of a module of torch's own, what is fetched for its backward: those that autograd has saved in a forward. The
+    weight of an embedding, or a bias, is not needed there. None: all."""
 
     def divide(self) -> None:
         """`params`, or which of them are saved, have changed."""

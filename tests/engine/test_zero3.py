@@ -530,6 +530,55 @@ def test_backward_fetches_what_autograd_has_saved(ranks: Ranks) -> None:
         assert sizes == [table, LAYER, LAYER, weight]
 
 
+class KeepsWeight(torch.autograd.Function):
+    """What a kernel of somebody's own may do: autograd does not know that backward reads the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (x,) = ctx.saved_tensors
+        with torch._C.DisableTorchFunctionSubclass():  # as a kernel in C++, which reads what is there
+            return grad * ctx.weight, (grad * x).sum((0, 1))
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1, 2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = KeepsWeight.apply(x, self.weight)
+        return y
+
+
+def scaled(rank: int) -> float:
+    """How far the weights come from a single process's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(linear(), Scale(), linear()).double()
+    expected = copy.deepcopy(model)
+    engine = engine_for(model, **TIGHT)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(3):
+        engine.backward(engine(batch(step, 0)).square().mean())
+        engine.step()
+        optimizer.zero_grad()
+        expected(batch(step, 0)).square().mean().backward()
+        nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+        optimizer.step()
+    with ds.zero.GatheredParameters(model.parameters()):
+        pairs = zip(model.parameters(), expected.parameters(), strict=True)
+        return max((found - wanted).abs().max().item() for found, wanted in pairs)
+
+
+def test_a_weight_that_a_function_has_kept_itself_is_there_in_its_backward(ranks: Ranks) -> None:
+    assert max(ranks.run(2, scaled)) < 1e-9
+
+
 # --- a pass as data
 
 
