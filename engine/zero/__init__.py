@@ -11,6 +11,7 @@ order_check    whether the ranks gathered the same ones, in one order
 fetch          stage 3: when a module's parameters come and go
 fetch_order    one way through a model, as data
 param_hooks    uses of parameters that no module's call announces
+huge_pages     for large storages that come and go
 placeholder    what a parameter is between its uses, and which are sharded
 sparse         gradients of embeddings, as rows
 init           zero.Init and zero.GatheredParameters

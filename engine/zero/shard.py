@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.comm import Comm
+from .huge_pages import use_huge_pages
 from .placeholder import REGISTRY, Absent
 
 
@@ -339,6 +340,8 @@ class ShardedParam:
         storage = self._whole.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.numel * self._whole.element_size())
+            if self.device.type == "cpu":
+                use_huge_pages(storage)
 
     def _leave_storage(self) -> None:
         """Take a new storage, empty: a numpy array, or another process, shares the present one, which stays theirs."""
