@@ -229,9 +229,9 @@ def test_parameters_pass_through_buffers(tmp_path: Path) -> None:
             train(engine, STEPS)
         return [span.bytes for span in copies(spans, "read")]
 
-    assert read(10**6) == 3 * [16384]
-    assert read(2048) == 6 * [8192]
-    assert read(1000) == 12 * [4096]
+    assert read(10**6) == 2 * [16384]  # backward needs the second one alone, which is still there
+    assert read(2048) == 4 * [8192]
+    assert read(1000) == 8 * [4096]
 
 
 class _Mean(nn.Module):

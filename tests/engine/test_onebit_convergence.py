@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from ranks import Ranks
 from spans import recorded
@@ -60,6 +61,7 @@ def train(rank: int, optimizer: dict[str, Any], steps: int) -> tuple[list[float]
     return losses, bytes_sent(spans), weights
 
 
+@pytest.mark.slow  # test_onebit trains less, and is in `make test`
 def test_one_bit_adam_learns_as_adam_does_with_a_sixteenth_of_the_bytes(ranks: Ranks) -> None:
     params = {"lr": 1e-3}
     adam = ranks.run(2, train, {"type": "AdamW", "params": params}, STEPS)
