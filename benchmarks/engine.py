@@ -32,6 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import interval
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -259,18 +260,7 @@ def summarize(ranks: list[Any], shape: Shape, args: argparse.Namespace) -> dict[
 
 
 def ratio(values: Any, base: Any) -> dict[str, float]:
-    """Mean over rounds, with the 95 % interval of a bootstrap over them."""
-    paired = np.log(values / base)
-    draw = np.random.default_rng(0).integers(0, len(paired), (10_000, len(paired)))
-    low, high = np.percentile(_trimmed(paired[draw]), [2.5, 97.5])
-    found = {"ratio": _trimmed(paired), "low": low, "high": high}
-    return {name: round(float(np.exp(value)), 3) for name, value in found.items()}
-
-
-def _trimmed(values: Any) -> Any:
-    """Of the last axis, the mean of the three fifths in the middle."""
-    aside = values.shape[-1] // 5
-    return np.sort(values, axis=-1)[..., aside : values.shape[-1] - aside].mean(axis=-1)
+    return {name: round(value, 3) for name, value in interval.ratio(np.log(values / base)).items()}
 
 
 def worker(rank: int, name: str, args: argparse.Namespace, store: str) -> None:

@@ -11,7 +11,6 @@ import gc
 import json
 import os
 import random
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -44,13 +43,10 @@ ARMS: Final = {
 
 @dataclass(frozen=True)
 class Block:
-    """What one rank measured: CPU time of the process and wall time of all steps of the block, faults of pages in them
-    and records written."""
+    """What one rank measured: CPU time of the process and wall time of all steps of the block."""
 
     cpu_s: float
     wall_s: float
-    faults: int
-    records: int = 0
 
 
 def run_block(arm: Arm, step: Step, block: int, warm: int, folder: Path) -> Block:
@@ -79,22 +75,18 @@ def _captured(step: Step, block: int, warm: int, folder: Path) -> Block:
     assert isinstance(capture, session.Session)
     for _ in range(warm):
         step()
-    records = capture.recorder.records
     taken = _taken(step, block)
-    records = capture.recorder.records - records
     assert (capture.recorder.dropped, capture.recorder.errors) == (0, 0), capture.recorder.failures()
     session.stop()
-    return Block(*taken, records)
+    return Block(*taken)
 
 
-def _taken(call: Step, times: int) -> tuple[float, float, int]:
-    """CPU time of the process, wall time, faults of pages."""
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def _taken(call: Step, times: int) -> tuple[float, float]:
+    """CPU time of the process, wall time."""
     cpu, wall = time.process_time(), time.perf_counter()
     for _ in range(times):
         call()
-    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    return cpu, wall, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    return time.process_time() - cpu, time.perf_counter() - wall
 
 
 def main(job: str, folder: str, seed: str, rounds: str, block: str, warm: str, rank: str) -> None:

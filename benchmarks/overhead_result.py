@@ -15,6 +15,7 @@ import platform
 from pathlib import Path
 from typing import Any, Final
 
+import interval
 import numpy as np
 from numpy.typing import NDArray
 
@@ -44,8 +45,8 @@ class Result:
             "cores": os.cpu_count(),
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "collectors": _hash_of(*sorted((HERE.parent / "collectors").rglob("*.[chp]*"))),
-            "jobs": _hash_of(*(HERE / f"overhead_{name}.py" for name in ("blocks", "jobs", "turns"))),
+            "collectors": _hash_of("collectors", "*.py", "*.[ch]pp"),
+            "jobs": _hash_of("benchmarks", "overhead_blocks.py", "overhead_jobs.py", "overhead_turns.py"),
         }
         self.rounds: list[Round] = []
         if path.exists() and not anew:
@@ -119,19 +120,9 @@ def ratio(rounds: list[Round], arm: str, what: str) -> dict[str, float]:
         if arm != "off_again":
             off = (off + np.log(steps_us(one, "off_again", what))) / 2
         paired.append(np.log(steps_us(one, arm, what)) - off)
-    of_rounds = np.array([_trimmed(steps) for steps in paired])
-    draw = np.random.default_rng(0).integers(0, len(of_rounds), (4000, len(of_rounds)))
-    low, high = np.percentile(_trimmed(of_rounds[draw]), [2.5, 97.5])
-    mean = float(np.mean(np.concatenate(paired)))
-    found = {"ratio": float(_trimmed(of_rounds)), "low": low, "high": high, "mean": mean}
-    return {name: round(float(np.exp(value)), 4) for name, value in found.items()}
-
-
-def _trimmed(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of the last axis, the mean of the three fifths in the middle."""
-    cut = values.shape[-1] // 5
-    kept: NDArray[np.float64] = np.sort(values, axis=-1)[..., cut : values.shape[-1] - cut]
-    return kept.mean(axis=-1)
+    found = interval.ratio(np.array([interval.trimmed(steps) for steps in paired]))
+    found["mean"] = float(np.exp(np.mean(np.concatenate(paired))))
+    return {name: round(value, 4) for name, value in found.items()}
 
 
 def _arms(rounds: list[Round]) -> list[str]:
@@ -167,10 +158,9 @@ def _captured(turns: list[Round], arm: str) -> dict[str, float]:
     }
 
 
-def _hash_of(*paths: Path) -> str:
+def _hash_of(folder: str, *patterns: str) -> str:
     """Of these files, so that rounds of different code do not mix."""
     found = hashlib.sha256()
-    for path in paths:
-        if path.suffix in (".py", ".cpp", ".hpp", ".c", ".h"):
-            found.update(path.read_bytes())
+    for path in sorted(path for pattern in patterns for path in (HERE.parent / folder).rglob(pattern)):
+        found.update(path.read_bytes())
     return found.hexdigest()[:16]

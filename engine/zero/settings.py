@@ -44,9 +44,9 @@ class ZeroSettings:
     def of(cls, config: Config) -> ZeroSettings:
         """What the configuration says."""
         zero = config.zero_optimization
-        of_section = {field.name for field in fields(cls)}.intersection(type(zero).model_fields)
+        alike = {field.name for field in fields(cls)}.intersection(type(zero).model_fields)
         return cls(
-            **{name: getattr(zero, name) for name in of_section},
+            **{name: getattr(zero, name) for name in alike},
             sparse_gradients=config.sparse_gradients,
             communication_dtype=DTYPES.get(config.communication_data_type or ""),
             accumulate_dtype=DTYPES.get(config.data_types.grad_accum_dtype or ""),

@@ -256,8 +256,9 @@ def test_max_live_parameters(ranks: Ranks) -> None:
 
 @alive("zero_optimization.stage3_max_reuse_distance")
 def test_max_reuse_distance(ranks: Ranks) -> None:
-    """The second layer is used again after the two others have been twice, the third after the last one was."""
-    for distance, kept in ((0, 1), (2 * LAYER, 2), (4 * LAYER, 3)):
+    """The second layer is used again after the two others have been twice, the third after the last one was, and the
+    first is not."""
+    for distance, kept in ((0, 1), (2 * LAYER, 2), (4 * LAYER, 3), (6 * LAYER, 3)):
         (seen, _) = see(ranks, 3, stage3_max_reuse_distance=distance, stage3_prefetch_bucket_size=0)
         assert len(fetches(seen)) == 4 + 3 - kept
 

@@ -97,7 +97,10 @@ def again(rank: int, stage: int) -> tuple[float, str]:
 def test_a_destroyed_engine_leaves_the_model_to_the_next(ranks: Ranks, stage: int) -> None:
     for difference, text in ranks.run(2, again, stage):
         assert difference < 1e-5
-        assert text.startswith("initialize: the model has an engine already; call its destroy() first, on all ranks")
+        assert text == (
+            "initialize: the model has an engine already; call its destroy() first, on all ranks, or, where nothing "
+            "refers to that engine any more, build the model anew"
+        )
 
 
 # --- what is not trained, or in a way that cannot be
