@@ -276,7 +276,7 @@ def test_buckets_overlap_and_prefetch_move_time_on_a_link(ranks: Ranks) -> None:
     assert late >= 300  # one bucket, sent when backward is over
     fetching, _ = ms(3, 10_000, overlap=True)
     prefetching, _ = ms(3, 10_000, overlap=True, prefetch=30_000)
-    assert fetching >= 400  # ten gathers in the way, but for what they overlap with
+    assert fetching >= 380  # nine gathers stand in the way: the first layer's backward needs no weight
     assert prefetching < fetching - 100
 
 
