@@ -1,79 +1,68 @@
-"""Which lines of the script issue which collectives: at level full, so that ranks that disagree about one can be told
-where each issued its own. A line is stated once for each name, size and type: where several lines issue the same,
-none of them is to be taken for the one that issued a certain collective.
+"""Which lines of the script issue which collectives, so that ranks that disagree about one can be told where each
+issued its own: a `mark` for each line and for each name, size and type of what it issues. Where several lines issue the
+same, none of them is to be taken for the one that issued a certain collective.
 
-Only calls from Python pass here, and not those of DDP's reducer, which the script's backward issues.
+To look at the stack takes microseconds, so at level light not every call is looked at, but the first of those that are
+alike, and then one of many. The twin in C++ is `native/call_sites.hpp`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+import time
+from typing import Final
 
-from dsprof.schema import CALL_SITE, DTYPES
+from dsprof.schema import ALL_MARKED, CALL_SITE, Kind
 
-from . import dynamo, facts
-from .collective_kernels import payload
 from .collector import OpenCapture
-from .errors import count_error
-from .uninstall import Uninstall
-from .waits import replace_method
+from .native import NativeRecorder
+from .python_recorder import PyRecorder
+from .record import Recorder
+from .sites import LIBRARY, Sites, passed_over
+from .uninstall import Uninstall, replace_attribute
 
-METHODS: Final = {
-    "allreduce": "all_reduce", "allreduce_coalesced": "all_reduce", "allgather": "all_gather",
-    "_allgather_base": "all_gather", "allgather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter": "reduce_scatter", "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter", "alltoall": "all_to_all", "alltoall_base": "all_to_all",
-    "broadcast": "broadcast", "reduce": "reduce", "gather": "gather", "scatter": "scatter", "barrier": "barrier",
-}  # fmt: skip
-"""Of ProcessGroup -> the name in the trace."""
-MOST: Final = 500
-"""Lines, of a name, size and type each, that are stated; where there are more, that is stated."""
+EVERY: Final = 61
+"""Of those alike that come after the first ALL_MARKED, one in so many is looked at, at level light. A prime number, as
+steps repeat themselves."""
+MOST: Final = 2000
+"""Lines, of a name, size and type each, that are marked; where there are more, a mark without a name says so."""
 
 
 def install(capture: OpenCapture) -> list[Uninstall]:
-    """State where collectives are issued from now on, at level full."""
-    import torch.distributed as dist
-
-    if not capture.full or not dist.is_available():
-        return []
-    sites = CallSites(capture.write_fact)
-    return [replace_method(dist.ProcessGroup, method, sites.watch(name)) for method, name in METHODS.items()]
+    """Mark the lines that issue collectives from now on."""
+    recorder, every = capture.recorder, 1 if capture.full else EVERY
+    if isinstance(recorder, NativeRecorder):
+        recorder.install_call_sites(passed_over(), LIBRARY, ALL_MARKED, every, MOST)
+        return [recorder.uninstall_call_sites]
+    if isinstance(recorder, PyRecorder):
+        return [replace_attribute(recorder, "note_call", CallSites(recorder, every).note)]
+    return []
 
 
 class CallSites:
-    """Those of one capture."""
+    """Those of one capture, for the hooks in Python."""
 
-    def __init__(self, write_fact: Callable[[facts.Fact], None]) -> None:
-        self._write_fact = write_fact
-        self._known: set[tuple[str, int, int, str | None]] = set()
+    def __init__(self, recorder: Recorder, every: int) -> None:
+        self._recorder = recorder
+        self._every = every
+        self._here = Sites(recorder).here
+        self._mark = recorder.intern(CALL_SITE)
+        self._times: dict[tuple[int, int, int], int] = {}
+        self._known: set[tuple[int, int, int, int]] = set()
 
-    def watch(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """What wraps the method that issues collectives of this name."""
-
-        def watched(original: Callable[..., Any]) -> Callable[..., Any]:
-            def issue(self: Any, *args: Any, **kwargs: Any) -> Any:
-                if not dynamo.compiling():
-                    try:
-                        note(name, args)
-                    except Exception as error:
-                        count_error("call sites", error)
-                return original(self, *args, **kwargs)
-
-            return issue
-
-        note = self._note
-        return watched
-
-    def _note(self, name: str, args: tuple[Any, ...]) -> None:
-        if len(self._known) > MOST:  # before the sizes and the stack are looked at
+    def note(self, name: int, bytes: int, dtype: int) -> None:
+        """This thread is about to issue one. `name` is an id, `dtype` an index into DTYPES."""
+        if len(self._known) > MOST:
             return
-        size, dtype, _ = (0, 0, True) if name == "barrier" or not args else payload(args)
-        known = (name, size, dtype, facts.caller_site())
+        alike = name, bytes, dtype
+        times = self._times[alike] = self._times.get(alike, 0) + 1
+        if times > ALL_MARKED and (times - ALL_MARKED) % self._every:
+            return
+        site = self._here()
+        known = (*alike, site)
         if known in self._known:
             return
         self._known.add(known)
         if len(self._known) > MOST:
-            self._write_fact({"fact": CALL_SITE, "more": True})
-            return
-        self._write_fact({"fact": CALL_SITE, "name": name, "bytes": size, "dtype": DTYPES[dtype], "site": known[3]})
+            name, bytes, dtype, site = 0, -1, 0, 0
+        now = time.monotonic_ns()
+        self._recorder.span(Kind.MARK, self._mark, now, now, 0, dtype, bytes, 0, 0, -1, -1, 0, name, -1, site)

@@ -86,7 +86,7 @@ ABOUT: Final[dict[str, About]] = {
     "pipelining": About(LOOP, "torch.distributed.pipelining: each stage's micro-batches, and the schedule"),
     "collectives": About(COMMUNICATION, "every collective, send and receive, and every wait for one"),
     "process-groups": About(COMMUNICATION, "which process groups there are, and their ranks"),
-    "call-sites": About(COMMUNICATION, "at --level full, which line of the script issues which collective"),
+    "call-sites": About(COMMUNICATION, "which lines of the script issue which collectives"),
     "sharding": About(COMMUNICATION, "how FSDP divides the model, and its own work for that"),
     "tensor-parallelism": About(COMMUNICATION, "which groups are for tensor parallelism"),
     "devices": About(DEVICES, "which GPU a rank trains on", (GPU,)),

@@ -173,6 +173,10 @@ class PythonHooks:
             self._backward.watch(cpu)
         except Exception as error:
             self._recorder.count_error("the work of a collective", error)
+        name = self._names.get(call.name)
+        if name is None:
+            name = self._names[call.name] = self._recorder.intern(call.name)
+        self._recorder.note_call(name, nbytes, dtype)
         pg = ProcessGroup.unbox(args[call.group])
         peer, tag = call.argument(args, call.peer, -1), call.argument(args, call.tag, -1)
         flags = int(Flag.ASYNC) if call.argument(args, call.async_op, False) else 0
@@ -183,9 +187,6 @@ class PythonHooks:
             seq = next(self._p2p.setdefault((group.id, peer, tag, call.send), itertools.count()))
         else:
             seq = next(group.numbers)
-        name = self._names.get(call.name)
-        if name is None:
-            name = self._names[call.name] = self._recorder.intern(call.name)
         handle = self._recorder.comm_begin(name, group.id, seq, peer, tag, nbytes, dtype, flags, call.p2p)
         target = self._targets.here.issued
         if not handle or target is None:

@@ -8,6 +8,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Final
 
 from dsprof import ondisk, schema
@@ -85,6 +86,8 @@ class PyRecorder(SharedParts):
         self.passed_over = PassedOver()
         self.purposes = Purposes()
         self.targets = Targets()
+        self.note_call: Callable[[int, int, int], None] = lambda name, bytes, dtype: None
+        """Called with name, bytes and dtype before a communication is numbered (`call_sites`)."""
 
     @property
     def records(self) -> int:
@@ -245,6 +248,7 @@ class PyRecorder(SharedParts):
     ) -> int:  # fmt: skip
         target = Target(name, group, seq & ondisk.NO_SEQ, peer, -1, peer != -1)
         if kind == _COMM:
+            self.note_call(name, bytes, dtype)
             self.targets.here.told = target
         context = CallContext(stage, microbatch, module, purpose)
         family, fields = _comm_fields(target, issue_ns, bytes, dtype, context)

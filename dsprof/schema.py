@@ -100,6 +100,12 @@ HOST_SYNC: Final = "host_sync"
 torch; `bytes`, what was copied. A row says that the host stood, not that the device did."""
 SYNC_CALLS: Final = ("item", "nonzero", "copy to host", "copy to device")
 
+CALL_SITE: Final = "call_site"
+"""Name of the `mark` rows of lines (`site`; none: no line of Python's) that issue collectives of a name (`purpose`),
+size (`bytes`) and type (`value`: its index in DTYPES). Without a name: there are lines of which none of these tell."""
+ALL_MARKED: Final = 16
+"""Of collectives that are alike, the first ones of which none is left out."""
+
 CPU_SECONDS: Final = "cpu_seconds"
 """Name of the `gauge` row of a process's CPU time so far, written at each step that it counts."""
 FLOPS_FACT: Final = "flops"
@@ -147,8 +153,6 @@ CAPTURE_GAP: Final = "capture_gap"
 `value`: how many steps the rank had counted by its end; 0 where it counts none."""
 STANDSTILL: Final = "standstill"
 """Fact of a rank that has recorded nothing for the time-out: since when, whether it works all the same, its stacks."""
-CALL_SITE: Final = "call_site"
-"""Fact of a line that issues collectives of a name, size and type."""
 DEADLOCK: Final = "deadlock: "
 """Begins the name of the `mark` row in which dsprof's engine tells of a deadlock that it proved (`engine.hooks`)."""
 LOCKED: Final = "locked"

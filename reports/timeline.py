@@ -11,7 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dsprof.analyzer import text
-from dsprof.schema import PHASES
+from dsprof.schema import CALL_SITE, PHASES
 
 from . import palette, tables
 from .plots import styled
@@ -143,7 +143,7 @@ class _Drawing:
             self.y += 0.6
         known = events["name"].isin(PHASES)
         self._lane(f"<b>rank {rank}</b>", events[(events["kind"] == "step") | (events["kind"] == "phase") & known], 1.0)
-        for item in events[events["kind"] == "mark"].itertuples():
+        for item in events[(events["kind"] == "mark") & (events["name"] != CALL_SITE)].itertuples():
             self.marks.append((self._at(item.start_ns), self.y - 1.0, self._hover(item)))
         self._lane("waits", events[events["kind"].isin(["wait", "pause"])], 0.6)
         self._packed("comm", events[events["kind"] == "comm"], MAX_COMM_LANES)

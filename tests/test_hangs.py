@@ -194,13 +194,15 @@ def test_another_size(case: str, odd: str, tmp_path: Path) -> None:
     found = first(finished)
     assert (found["code"], found["where"]["ranks"]) == ("run.desync", [1]), found
     assert odd in found["title"]
-    assert ("--level full" in found["fixes"][0]["title"]) is (case == "size")
+    issued = {item["metric"]: item["value"] for item in found["evidence"]}
+    if case == "size":
+        assert issued["rank 1 issued"].endswith(f" at hang_job.py:{line_of('1000 + (rank == CULPRIT)')}")
     if case == "skipped":  # of another size gloo tells the ranks at once
         in_time(finished)
 
 
 def test_another_dtype_that_nobody_noticed(tmp_path: Path) -> None:
-    finished = run(tmp_path, "dtype", ranks=3, more=("--level", "full"))
+    finished = run(tmp_path, "dtype", ranks=3)
     assert finished.status == 0, finished.stderr
     found = first(finished)
     assert (found["code"], found["where"]["ranks"], found["where"]["op"]) == ("run.desync", [1], "all_reduce")
@@ -214,7 +216,7 @@ def test_another_dtype_that_nobody_noticed(tmp_path: Path) -> None:
 
 def test_a_line_is_named_where_no_other_issues_the_same(tmp_path: Path) -> None:
     """Ranks 0 and 2 issue theirs at two lines."""
-    found = first(run(tmp_path, "dtype-again", ranks=3, more=("--level", "full")))
+    found = first(run(tmp_path, "dtype-again", ranks=3))
     issued = {item["metric"]: item["value"] for item in found["evidence"]}
     assert issued["ranks 0, 2 issued"] == "all_reduce of 4000 bytes of float32"
     line = line_of("torch.int32 if rank")

@@ -83,6 +83,8 @@ def test_ranks_that_disagree(odd: dict[str, Any], words: str, tmp_path: Path) ->
     assert (found.code, found.where.ranks) == ("run.desync", (1,))
     assert words in found.title
     assert "rank 1 is at train.py:42" in found.title
+    issued = {item.metric: item.value for item in found.evidence}
+    assert issued["ranks 0, 2 issued"] == "all_reduce of 64 bytes of float32 at train.py:42"
 
 
 def test_a_message_that_was_never_sent(tmp_path: Path) -> None:

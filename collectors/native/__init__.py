@@ -85,6 +85,8 @@ class NativeRecorder(SharedParts):
         self.coalescing = module.coalescing
         self.uninstall_syncs = module.uninstall_syncs
         self._install_syncs = module.install_syncs
+        self.uninstall_call_sites = module.uninstall_call_sites
+        self._install_call_sites = module.install_call_sites
         self.lock_watch = NativeLockWatch(module)
         self._install_collectives = module.install_collectives
         self._install_modules = module.install_modules
@@ -121,6 +123,11 @@ class NativeRecorder(SharedParts):
         """Record every operator that waits for a device. The place of a call is outside of the files that begin with
         one of `inside`, and of the standard library."""
         self._install_syncs(list(inside), library)
+
+    def install_call_sites(self, inside: Sequence[str], library: str, first: int, every: int, most: int) -> None:
+        """Mark the lines that issue collectives, `most` in all: of those alike the first are looked at, and one in
+        `every` after them. Places are those of `install_syncs`."""
+        self._install_call_sites(list(inside), library, first, every, most)
 
 
 def load(explain: Callable[[str], None] = lambda reason: None) -> Native | None:

@@ -19,6 +19,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
 
+#include "call_sites.hpp"
 #include "device_times.hpp"
 #include "recorder.hpp"
 #include "waits.hpp"
@@ -309,7 +310,14 @@ class CollectiveKernel final : public c10::OperatorKernel {
     for (size_t i = 0; i < count_; i++) {
       payload.bytes = std::max(payload.bytes, payload.add(arguments[i]));
     }
+    const int64_t bytes = barrier_ ? 0 : payload.bytes;  // a barrier's tensor is a dummy
+    const uint8_t dtype = barrier_ ? 0 : payload.dtype;
+    if (recorder->generation != generation_) {
+      id_ = recorder->intern(name_);
+      generation_ = recorder->generation;
+    }
     watch_backward(payload);
+    call_sites().note(*recorder, id_, bytes, dtype);
     group = &groups().of(*arguments[group_].toCustomClass<c10d::ProcessGroup>(), *recorder);
     const int64_t peer = peer_ < 0 ? -1 : arguments[peer_].toInt();
     const int64_t tag = tag_ < 0 ? -1 : arguments[tag_].toInt();
@@ -321,12 +329,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
       remember_results(arguments[0], Target());
       return nullptr;
     }
-    if (recorder->generation != generation_) {
-      id_ = recorder->intern(name_);
-      generation_ = recorder->generation;
-    }
-    const int64_t now = now_ns(), bytes = barrier_ ? 0 : payload.bytes;  // a barrier's tensor is a dummy
-    const uint8_t dtype = barrier_ ? 0 : payload.dtype;
+    const int64_t now = now_ns();
     const auto other = static_cast<int16_t>(peer);
     const bool p2p = tag_ >= 0;
     const Target target{id_, group->id, seq, p2p ? other : int16_t{-1}, p2p ? static_cast<int32_t>(tag) : -1, p2p};

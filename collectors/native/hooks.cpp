@@ -8,7 +8,7 @@
 //     modules.hpp      the hook on torch.nn.Module; calls.hpp: which call made a node of the autograd graph
 //     flops.hpp        the operations of a step
 //     device_times.hpp what a device's streams did when, by events
-//     syncs.hpp        where the host waits for a device, and sites.hpp: at which line of the script
+//     syncs.hpp        where the host waits for a device; call_sites.hpp: what issues collectives; sites.hpp: lines
 //     lock_watch.hpp   stacks where no Python can run
 //     python_*.hpp     what Python may call: the table below
 //
@@ -22,7 +22,7 @@
 #include "python_device.hpp"
 #include "python_modules.hpp"
 #include "python_records.hpp"
-#include "python_syncs.hpp"
+#include "python_sites.hpp"
 
 namespace dsprof {
 namespace {
@@ -74,9 +74,11 @@ PyMethodDef methods[] = {
     {"begin_on_stream", FAST(py_begin_on_stream), "begin_on_stream(key, name): the current stream begins to wait"},
     {"end_on_stream", py_end_on_stream, METH_O, "end_on_stream(key): it has waited"},
     {"coalescing", py_coalescing, METH_O, "coalescing(whether what this thread issues is begun together, later)"},
-    // waits for a device: python_syncs.hpp
+    // lines of the script: python_sites.hpp
     {"install_syncs", py_install_syncs, METH_VARARGS, "install_syncs(files to pass over, standard library)"},
     {"uninstall_syncs", py_uninstall_syncs, METH_NOARGS, ""},
+    {"install_call_sites", py_install_call_sites, METH_VARARGS, "install_call_sites(as above, first, every, most)"},
+    {"uninstall_call_sites", py_uninstall_call_sites, METH_NOARGS, ""},
     // where no Python can run: lock_watch.hpp
     {"lock_watch_start", py_lock_watch_start, METH_VARARGS, "lock_watch_start(file, seconds): write stacks unless fed"},
     {"lock_watch_feed", py_lock_watch_feed, METH_O, "lock_watch_feed(identity of the thread that trains)"},

@@ -79,6 +79,7 @@ def _constants() -> list[str]:
         "kBackwardDone": schema.BACKWARD_DONE,
         "kDeviceClock": schema.DEVICE_CLOCK,
         "kHostSync": schema.HOST_SYNC,
+        "kCallSite": schema.CALL_SITE,
     }
     calls = ", ".join(f'"{call}"' for call in schema.SYNC_CALLS)
     return [

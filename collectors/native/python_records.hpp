@@ -4,6 +4,7 @@
 
 #include <Python.h>
 
+#include "call_sites.hpp"
 #include "device_times.hpp"
 #include "python_arguments.hpp"
 #include "recorder.hpp"
@@ -85,7 +86,10 @@ PyObject* py_comm(PyObject*, PyObject* const* args, Py_ssize_t count) {
   fill_comm(r, static_cast<uint8_t>(kind), target, start, end, issue, bytes, static_cast<uint8_t>(dtype),
             context_of(stage, microbatch, module, purpose));
   r->head.flags = static_cast<uint8_t>(flags);
-  if (kind == kComm) this_thread.told = target;
+  if (kind == kComm) {
+    call_sites().note(*recorder, target.name, bytes, static_cast<uint8_t>(dtype));
+    this_thread.told = target;
+  }
   publish(r, end ? kDone : kBegun);
   return handle_of(*recorder, index);
 }

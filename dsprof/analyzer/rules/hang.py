@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -14,8 +14,9 @@ from dsprof.live.kernel_waits import in_the_kernel
 from dsprof.live.tail import SAMPLES
 from dsprof.live.waiting import Communication, Stall, described, ranks_in_words
 from dsprof.run import RankExit, failures, from_known, last_processes
-from dsprof.schema import CALL_SITE, DEADLOCK, LOCKED, STANDSTILL, WENT_ON, Kind
+from dsprof.schema import DEADLOCK, LOCKED, STANDSTILL, WENT_ON, Kind
 
+from ..call_sites import CallSite, call_sites
 from ..context import Context, once
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..passed_hang import AT_WORK, has_passed, step_of
@@ -175,11 +176,14 @@ def _last_begun(context: Context, rank: int) -> int:
 def _finding(context: Context, stall: Stall, told: Mapping[str, Any]) -> Finding:
     first, culprits = stall.operation, stall.culprits
     code, title = str(told.get("code") or stall.code), str(told.get("words") or stall.words)
-    sites = _issued_at(context, stall)
-    sites |= {rank: site for rank in (*culprits, *stall.waiters) if (site := _site(context, rank))}
+    issued: dict[int, CallSite] = {}
+    for ranks, operation in stall.versions:
+        issued |= call_sites(context, ranks, operation)
+    stands = {rank: site for rank in (*culprits, *stall.waiters) if (site := _site(context, rank))}
+    issued |= {rank: CallSite(site, certain=True) for rank, site in stands.items()}
+    sites = {rank: line.site for rank, line in issued.items()}
     if not told:
-        stood = {rank for rank in culprits if _site(context, rank)}
-        places = [f"rank {rank} is at {short(sites[rank])}" for rank in culprits if rank in stood]
+        places = [f"rank {rank} is at {short(stands[rank])}" for rank in culprits if rank in stands]
         ended = [rank for rank in culprits if stall.kind == "missing" and _ended(context, rank)]
         places += [f"{ranks_in_words(ended)} had ended"] if ended else []
         title += "".join(f"; {place}" for place in places)
@@ -189,8 +193,7 @@ def _finding(context: Context, stall: Stall, told: Mapping[str, Any]) -> Finding
     if told.get("aborted"):
         title += "; dsprof ended the job then (--on-hang abort)"
     for ranks, operation in stall.versions:
-        at = sorted({short(sites[rank]) for rank in ranks if rank in sites})
-        where_issued = f" at {', '.join(at)}" if at else ""
+        where_issued = _issued_at([issued[rank] for rank in ranks if rank in issued])
         evidence.append(Evidence(f"{ranks_in_words(ranks)} issued", described(operation) + where_issued, ""))
     for rank in sorted({*culprits, *stall.waiters}):
         evidence += _stood(context, rank, culprit=rank in culprits)
@@ -210,6 +213,13 @@ def _finding(context: Context, stall: Stall, told: Mapping[str, Any]) -> Finding
     )
     fixes = (_fix(code, stall, sites),)
     return Finding(code, title, "high", where, tuple(evidence), NO_GAIN, fixes)
+
+
+def _issued_at(lines: Collection[CallSite]) -> str:
+    """Of the lines that issued something, behind what it is."""
+    at = ", ".join(sorted({short(line.site) for line in lines if line.certain}))
+    alike = ", ".join(sorted({short(line.site) for line in lines if not line.certain}))
+    return (f" at {at}" if at else "") + (f" (such ones come from {alike})" if alike else "")
 
 
 def _stood(context: Context, rank: int, *, culprit: bool) -> list[Evidence]:
@@ -233,28 +243,6 @@ def _children(rank: str, children: Iterable[Mapping[str, Any]]) -> list[Evidence
         Evidence(f"rank {rank}: {f'{count} children' if count > 1 else 'a child'} ({name})", said, "")
         for (name, said), count in rarest
     ]
-
-
-def _issued_at(context: Context, stall: Stall) -> dict[int, str]:
-    """Rank -> the line that issued its version of what ranks disagree about, where only one issues such ones, and DDP's
-    reducer, which has no line, none."""
-    found: dict[int, set[str | None]] = defaultdict(set)
-    stated = context.facts.get(CALL_SITE, [])
-    for fact in stated:
-        for ranks, operation in stall.versions:
-            alike = (fact.get("name"), fact.get("bytes"), fact.get("dtype") or None)
-            same = alike == (operation.name, operation.bytes, operation.dtype)
-            if same and fact.get("rank") in ranks:
-                found[int(fact["rank"])].add(fact.get("site"))
-    for ranks, operation in stall.versions if found else ():
-        rows = context.rows[context.rows["rank"].isin(ranks) & (context.rows["name"] == operation.name)]
-        reduced = rows[(rows["kind"] == "comm") & (rows["bytes"] == operation.bytes) & (rows["purpose"] == "gradient")]
-        for rank in reduced["rank"].unique():
-            found[int(rank)].add(None)
-    for fact in stated:
-        if fact.get("more"):  # lines that were not stated
-            found[int(fact["rank"])].add(None)
-    return {rank: site for rank, (site, *others) in found.items() if site is not None and not others}
 
 
 def _site(context: Context, rank: int) -> str | None:
@@ -282,8 +270,6 @@ def _fix(code: str, stall: Stall, sites: Mapping[int, str]) -> Fix:
     at = f": see {short(site)}" if site else ""
     if code == "run.desync":
         title = f"every rank must issue the same collectives of a group, in the same order, size and type{at}"
-        if stall.kind == "mismatch" and not site:
-            title += "; a run at --level full knows lines that issue them"
         return Fix("code", title, patch)
     if stall.kind == "stuck":
         return Fix("code", f"see whether the hosts reach each other, and that no rank in {what} is stopped")
