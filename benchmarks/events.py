@@ -5,11 +5,11 @@
 An event is recorded in a tight loop, in processes of its own, the recorders taking turns: CPU time of the whole process
 (the thread that prepares the next chunk included) less that of the empty loop, divided by the events; the median over
 the rounds, and the quartiles beside it. Of hooks (a module's call; an all-reduce and its wait, which are two records)
-it is the same loop with and without them. Memory is what is resident after as many events as fill several chunks, less
-what was before the recorder was opened. Arming is timed as the CPU time, children included, of whole interpreters that
-run `pass` or `import torch`, or train for three seconds, of which a whole capture is written; armed and not in turns:
-the difference of the medians, with its 95 % interval by the bootstrap; where that holds 0, nothing was found. So is the
-most that was resident.
+it is the same loop with and without them; of what looks for the line that issues it, with and without that. Memory is
+what is resident after as many events as fill several chunks, less what was before the recorder was opened. Arming is
+timed as the CPU time, children included, of whole interpreters that run `pass` or `import torch`, or train for three
+seconds, of which a whole capture is written; armed and not in turns: the difference of the medians, with its 95 %
+interval by the bootstrap; where that holds 0, nothing was found. So is the most that was resident.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ taken = {loop.__name__: (cpu_ns(loop) - nothing) / events for loop in (one_put, 
 after = resident()
 
 import torch.distributed as dist
-from dsprof.collectors import collectives, modules
+from dsprof.collectors import call_sites, collectives, modules
+from dsprof.collectors.collector import OpenCapture
+from dsprof.collectors.uninstall import in_reverse
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 layer, value = torch.nn.Identity(), torch.ones(2)
 
@@ -104,14 +106,24 @@ def reductions():
     for number in range(events // 30):
         dist.all_reduce(value, async_op=True).wait()
 
-for what, loop, count, install in (("hook_of_a_module", calls, events // 4, modules.install),
-                                   ("hooks_of_an_all_reduce", reductions, events // 30, collectives.install)):
+def added(loop, count, install):
     loop()
     plain = cpu_ns(loop)
-    uninstall = install(recorder)
+    uninstall = install()
     loop()
-    taken[what] = (cpu_ns(loop) - plain) / count
+    found = (cpu_ns(loop) - plain) / count
     uninstall()
+    return found
+def sites(level):
+    capture = OpenCapture(recorder, folder, level, lambda: True, lambda: None, lambda fact: None)
+    return in_reverse(call_sites.install(capture))
+
+taken["hook_of_a_module"] = added(calls, events // 4, lambda: modules.install(recorder))
+taken["hooks_of_an_all_reduce"] = added(reductions, events // 30, lambda: collectives.install(recorder))
+uninstall = collectives.install(recorder)
+for level in ("light", "full"):
+    taken[f"line_of_an_all_reduce_at_{level}"] = added(reductions, events // 30, lambda: sites(level))
+uninstall()
 dist.destroy_process_group()
 written = recorder.records
 size = sum(path.stat().st_size for path in folder.glob("chunk-*.bin"))
