@@ -1,16 +1,18 @@
 """The engine against DDP, FSDP2 and DeepSpeed: CPU and wall time a step on the same model, ranks and optimizer.
 
-    python benchmarks/engine.py                   # about half an hour; writes benchmarks/results/engine.json
+    python benchmarks/engine.py                   # an hour; writes benchmarks/results/engine.json
     python benchmarks/engine.py --shape convolutions
     python benchmarks/engine.py --pipeline        # ten minutes; writes benchmarks/results/pipeline.json
 
 Ranks (gloo) train each of the shapes of engine_shapes.py with AdamW (torch's fused) and gradients clipped to 1.0. All
 arms live in the same processes and take turns, a step at a time, in a random order each round: a host's pace changes
-more from one second to the next than from one step to the next. (So a step's caches are the last arm's, for all arms
-alike.) An arm's figure is the mean over rounds of its time to DDP's in the same round, geometric and without the lowest
-and highest fifth; the interval is that of a bootstrap over rounds. DeepSpeed arms are there where DeepSpeed is
-installed (0.19.8, DS_ACCELERATOR=cpu). A shape's results are written when it is through, and it is passed over from
-then on: `--again` measures it anew.
+more from one second to the next than from one step to the next. Of an arm's turn the first step does not count: what
+the caches and the kernel have taken from it in the others' turns a job of its own would have kept (a virtual machine
+may give free memory back to its host within two seconds, and to have 80 MB again took a step's time). An arm's figure
+is the mean over rounds of its time to DDP's in the same round, geometric and without the lowest and highest fifth; the
+interval is that of a bootstrap over rounds. DeepSpeed arms are there where DeepSpeed is installed (0.19.8,
+DS_ACCELERATOR=cpu). A shape's results are written when it is through, and it is passed over from then on: `--again`
+measures it anew.
 
 With `--pipeline` the two ranks are the stages of a pipeline over the first shape's model, four micro-batches a step,
 and figures are ratios to DeepSpeed's PipelineEngine.
@@ -227,6 +229,8 @@ def measure(rank: int, shape: Shape, args: argparse.Namespace, store: str) -> di
     for number in range(-FIRST_ROUNDS, args.rounds):
         batch = shape.sample(samples, batches)
         for arm in order.sample(args.arms, len(args.arms)):
+            for _ in range(args.steps_before):
+                steps[arm](batch).item()
             dist.barrier()
             began = time.process_time(), time.perf_counter()
             losses[arm].append(steps[arm](batch).item())
@@ -255,6 +259,7 @@ def summarize(ranks: list[Any], shape: Shape, args: argparse.Namespace) -> dict[
         f"wall_to_{base}": {arm: ratio(wall[arm], wall[base]) for arm in args.arms if arm != base},
         "last_loss": {arm: round(statistics.fmean(rank[2][arm][-1] for rank in ranks), 5) for arm in args.arms},
         "rounds": args.rounds,
+        "steps_before": args.steps_before,
         "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
     }
 
@@ -284,6 +289,7 @@ def measured(path: Path) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=100, help="steps counted of each arm")
+    parser.add_argument("--steps-before", type=int, default=1, help="in each turn, that do not count")
     parser.add_argument("--shape", choices=SHAPES, help="this one; by default all that have not been measured")
     parser.add_argument("--again", action="store_true", help="measure what has been measured anew")
     parser.add_argument("--pipeline", action="store_true", help="two pipeline stages instead of two replicas")
