@@ -27,8 +27,8 @@ from overhead_jobs import JOBS
 ARMS: Final = {"off": None, "off_again": None, "light": "light", "full": "full"}
 """Arm -> DSPROF_LEVEL; None: no collectors."""
 FIRST_TURNS: Final = 30
-"""Not counted: libraries choose their kernels, Python specializes what it runs, and the heap grows for some twenty steps
-where there is a capture (400 page faults a step), until what it allocates between the tensors has found its place."""
+"""Not counted: libraries choose their kernels, Python specializes what it runs, and with a capture the heap grows for
+some twenty steps (400 page faults a step), until what that allocates between the tensors has found its place."""
 BESIDE: Final = ("dsprof-host-load", "dsprof-nvml", "dsprof-watchdog", "dsprof-reaper")
 """Names of the collectors' threads. (Those of the engine's lanes are the job's.)"""
 
