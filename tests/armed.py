@@ -17,8 +17,9 @@ from jobs import ABORTED, environment
 
 from dsprof.schema import Kind
 
-both = pytest.mark.parametrize("native", ["1", "0"])
-"""With the native helper, and without."""
+both = pytest.mark.parametrize("native", ["1", pytest.param("0", marks=pytest.mark.slow)])
+"""With the native helper, and without. What differs there, the recorders and the hooks on collectives and modules, has
+tests of its own (test_record, test_collectives, test_modules)."""
 
 ALONE = "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)"
 """Makes a process group of one; `dist` is torch.distributed."""

@@ -86,6 +86,10 @@ def job(request: pytest.FixtureRequest, jobs: dict[str, Job]) -> Job:
     return jobs[request.param]
 
 
+usually_native = pytest.mark.parametrize("kind", ["native", pytest.param("python", marks=pytest.mark.slow)])
+"""Of what takes processes of its own: that both write the same is tested by one job."""
+
+
 def described(rows: list[Row]) -> list[tuple[str, int, str]]:
     return [(row.name, row.bytes, row.dtype) for row in rows]
 
@@ -475,7 +479,7 @@ recorder.close()
 """
 
 
-@pytest.mark.parametrize("kind", RECORDERS)
+@usually_native
 def test_hooks_come_and_go(kind: str, tmp_path: Path) -> None:
     run_alone(TOGGLED, kind, tmp_path)
     for number in range(3):
@@ -533,7 +537,7 @@ assert plain == hooked == train()
 """
 
 
-@pytest.mark.parametrize("kind", RECORDERS)
+@usually_native
 def test_training_is_bit_identical(kind: str, tmp_path: Path) -> None:
     run_alone(TRAINED, kind, tmp_path)
     rows = read_rows(tmp_path / "capture")
@@ -561,7 +565,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("kind", RECORDERS)
+@usually_native
 def test_killed_rank_leaves_what_was_under_way(kind: str, tmp_path: Path) -> None:
     if kind == "native":
         build_helper()
@@ -593,7 +597,7 @@ if rank == 0:
 """
 
 
-@pytest.mark.parametrize("kind", RECORDERS)
+@usually_native
 @pytest.mark.parametrize("ending", EXITS)
 def test_exit_status_is_the_jobs_own(kind: str, ending: str, tmp_path: Path) -> None:
     """With a collective under way that its peer abandoned."""

@@ -292,7 +292,7 @@ NAMES = (
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 120), st.integers(1, 60))
 def test_whatever_was_recorded_becomes_a_table(seed: int, count: int, apart: int) -> None:
     """Unordered, overlapping, never ended, of any kind, in any number."""
