@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -50,13 +50,9 @@ def save_16bit_model(
 
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
-
-            def put(file: BinaryIO) -> None:
-                torch.save(state, file)
-
             size = sum({id(tensor): tensor.nbytes for tensor in state.values()}.values())
             with training.hooks.span("copy", "checkpoint_write", purpose="checkpoint", bytes=size):
-                replace_whole(path, put)
+                replace_whole(path, partial(torch.save, state))
 
         world.from_first(f"{path} was not written", write)
     return True
