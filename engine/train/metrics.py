@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,15 +74,10 @@ class Metrics:
         training = self._training
         sizes = {str(comm.group.group_name): comm.size for comm in training.comms() if comm.group is not None}
         everyone = training.parallel.everyone
-
-        def gather(samples: list[Any]) -> list[list[Any]] | None:
-            everybody = gather_objects(samples, everyone)
-            return everybody if self._rank == 0 else None
-
         return monitors.start(
             training.config, training.hooks, model=training.module, device=training.device, rank=self._rank,
             group_size=lambda name: sizes.get(name or "", everyone.size), samples=lambda: training.global_samples,
-            gather=gather,
+            gather=partial(gather_objects, comm=everyone),
         )  # fmt: skip
 
     def _samples_per_second(self) -> str:
