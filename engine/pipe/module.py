@@ -17,16 +17,7 @@ from ..comm.launch import init_distributed
 from ..hooks import Hooks
 from ..partition import partition, read_costs
 from ..unsupported import PIPELINE_MODULE
-from .layers import (
-    LayerSpec,
-    PipelineLayer,
-    check_agreement,
-    described,
-    named,
-    of_model,
-    shared_parameters,
-    where_raised,
-)
+from .layers import LayerSpec, PipelineLayer, check_agreement, described, named, of_model, shared_parameters
 from .p2p import PipelineError
 from .placement import NAMES, Placement
 from .topology import ProcessTopology, stages_asked
@@ -255,7 +246,7 @@ class PipelineModule(nn.Module):
                     with self.hooks.span("module", layer.name):
                         inputs = call(inputs) if passage is None else passage(at, call, inputs)
                 except Exception as error:
-                    error.add_note(where_raised(layer, inputs, by_name=self._by_name))
+                    error.add_note(layer.where_raised(inputs, by_name=self._by_name))
                     raise
             return inputs
 
