@@ -10,19 +10,16 @@ from torch import nn
 
 from ..comm.comm import Comm
 from ..comm.consensus import gather_objects
-from ..pipe.module import PipelineModule
 from ..tensor import layers
 from ..tensor.attention import HeadsAttention
 from ..tensor.batch_norm import Features, is_batch_norm, shard_batch_norm
 from ..tensor.rng import RankStream
 from ..tensor.shape_override import override_shapes
 from ..tensor.sharding import TensorShard, even_shard, mark_partial, shard_in_place
-from .blocks import Stretch
 from .dependence import Share
-from .derive import decided, plan_for
+from .derive import plan_for
 from .plan import TensorPlan
-from .sequence_parallel import NO_BLOCKS, blocks_here, shard_sequence, widest
-from .stage_tracer import Tried, try_stages
+from .sequence_parallel import shard_sequence
 from .styles import PlanError, Role
 
 
@@ -51,20 +48,14 @@ def parallelize(
     """
     made: TensorPlan | None = None
     cause: PlanError | None = None
-    stretch: Stretch | None = None
-    tried: Tried | None = None
-    if isinstance(model, PipelineModule) and comm.size > 1 and not isinstance(plan, TensorPlan):
-        tried = try_stages(model, comm.size if sequence_parallel else 1, example, everyone)
-        if sequence_parallel:
-            stretch, cause = _stretch_of(model, comm.size, plan, example, everyone or comm, tried)
     try:
         if isinstance(plan, TensorPlan):
             made = plan
             _check_given(model, plan, comm.size)
-        elif cause is None:
+        else:
             made = plan_for(
                 model, comm.size, plan=plan, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim,
-                example=example, stretch=stretch, tried=tried,
+                example=example, everyone=everyone,
             )  # fmt: skip
     except PlanError as error:
         cause = error
@@ -77,22 +68,6 @@ def parallelize(
     if made.size > 1:
         _apply(model, made, comm)
     return made
-
-
-def _stretch_of(
-    model: PipelineModule, size: int, plan: Mapping[str, str] | str | None, example: Any, everyone: Comm,
-    tried: Tried | None,
-) -> tuple[Stretch | None, PlanError | None]:  # fmt: skip
-    """Where the blocks are in the pipeline, or why that cannot be found here. On all ranks of `everyone`."""
-    mine: list[int] = []
-    cause: PlanError | None = None
-    try:
-        _, trials, found = decided(model, size, plan, size, example, tried)
-        mine = blocks_here(model, trials, found.roles)
-    except PlanError as error:
-        cause = error
-    stretch = widest(mine, everyone, model.placement.bounds[-1])
-    return stretch, cause or (PlanError(NO_BLOCKS) if stretch is None else None)
 
 
 def _check_given(model: nn.Module, plan: TensorPlan, size: int) -> None:
