@@ -19,7 +19,7 @@ from .example_inputs import given_inputs, guesses, variants
 from .plan import TensorPlan
 from .sequence_parallel import NO_BLOCKS, blocks_here, find_stack, whole_in, widest
 from .solve import decide
-from .stage_tracer import Tried, try_stages
+from .stage_tracer import try_stages
 from .styles import PlanError, Role, Roles, Wanted, leave_whole, own_plan, own_styles, wanted_styles
 from .tracer import Trial, brief, joined, note_randomness, observe, run_again
 
@@ -102,17 +102,17 @@ def _wanted(model: nn.Module, plan: Mapping[str, str] | str | None) -> dict[str,
 
 
 def _trials(
-    model: nn.Module, tokens: int, wanted: Mapping[str, Wanted], example: Any, tried: Tried | None
+    model: nn.Module, tokens: int, wanted: Mapping[str, Wanted], example: Any, tried: list[Trial] | str | None
 ) -> list[Trial]:
     """What was `tried` of a pipeline, or trials of the model on `example`, or on what is made up; in the latter
     sequences are a multiple of `tokens`."""
     failed: dict[str, str] = {}
     if tried is not None:
-        if not tried.failed:
-            return list(tried.trials)
+        if not isinstance(tried, str):
+            return tried
         if example is not None:
-            raise PlanError(f"tensor parallelism: {tried.failed}")
-        failed[""] = tried.failed
+            raise PlanError(f"tensor parallelism: {tried}")
+        failed[""] = tried
         trials = _try_children("", model, tokens, failed, alone=False)
         takes = "the first layer of the pipeline takes"
     elif example is not None:
