@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from ..comm.consensus import World, gather_objects
 from ..tensor.sharding import TensorShard
 from ..training_state import Training
 from .dcp import Contents, Piece
-from .folder import CheckpointError, find, latest_tag, replace_whole
+from .folder import CheckpointError, find, replace_whole
 from .reshard import Wanted, join, read, tensor_shard
 from .serialize import unpack
 from .state import about_training, buffers, merged, names
@@ -50,13 +50,9 @@ def save_16bit_model(
 
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
-
-            def put(file: BinaryIO) -> None:
-                torch.save(state, file)
-
             size = sum({id(tensor): tensor.nbytes for tensor in state.values()}.values())
             with training.hooks.span("copy", "checkpoint_write", purpose="checkpoint", bytes=size):
-                replace_whole(path, put)
+                replace_whole(path, partial(torch.save, state))
 
         world.from_first(f"{path} was not written", write)
     return True
@@ -159,19 +155,17 @@ def weights_of(
     as the optimizer's groups say. Raises CheckpointError.
     """
     place = Path(folder)
-    chosen = latest_tag(place) if tag is None else str(tag)
-    if chosen is None:
+    below = find(place, tag)
+    if below is None:
         raise CheckpointError(f"there is no file {place / 'latest'}: check the folder, or give a tag")
-    contents = Contents(place / find(place, chosen))
+    contents = Contents(place / below)
     contents.check_files()
     training = about_training(contents)
     shapes: dict[str, torch.Size] = training["weights"]
     shards = training["cuts"]
     if without_frozen:
         if "optimizer" not in contents:
-            raise CheckpointError(
-                f"{place / chosen} was saved without an optimizer, and so does not say what is frozen"
-            )
+            raise CheckpointError(f"{place / below} was saved without an optimizer, and so does not say what is frozen")
         stages = unpack(contents.value("optimizer"), "optimizer")["groups"]
         trained = {name for groups in stages for group in groups for name in group["params"]}
         shapes = {name: shape for name, shape in shapes.items() if name in trained}

@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as described
+from torch.distributed.checkpoint import planner as plans
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
@@ -28,15 +29,6 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_global_save_plan,
 )
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 
@@ -129,12 +121,12 @@ class _SavePlanner(DefaultSavePlanner):
         self._pieces = {described.MetadataIndex(piece.name, [piece.start]): piece for piece in pieces}
         self._values = values
 
-    def create_local_plan(self) -> SavePlan:
+    def create_local_plan(self) -> plans.SavePlan:
         items = [
-            WriteItem(
+            plans.WriteItem(
                 index,
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
+                plans.WriteItemType.SHARD,
+                tensor_data=plans.TensorWriteData(
                     described.ChunkStorageMetadata(torch.Size([piece.start]), piece.flat.shape),
                     described.TensorProperties(piece.flat.dtype),
                     torch.Size([piece.numel]),
@@ -142,14 +134,14 @@ class _SavePlanner(DefaultSavePlanner):
             )
             for index, piece in self._pieces.items()
         ]
-        items += [WriteItem(described.MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._values]
-        return SavePlan(items)
+        items += [plans.WriteItem(described.MetadataIndex(name), plans.WriteItemType.BYTE_IO) for name in self._values]
+        return plans.SavePlan(items)
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], described.Metadata]:
+    def create_global_plan(self, all_plans: list[plans.SavePlan]) -> tuple[list[plans.SavePlan], described.Metadata]:
         return create_default_global_save_plan(all_plans)
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        if write_item.type == WriteItemType.BYTE_IO:
+    def resolve_data(self, write_item: plans.WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type == plans.WriteItemType.BYTE_IO:
             return _Value(self._values[write_item.index.fqn])
         return self._pieces[write_item.index].elements()
 
@@ -206,14 +198,14 @@ class Contents:
         index = described.MetadataIndex(name)
         nowhere = torch.Size([0])
         planner = _LoadPlanner({})
-        self._read([ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere)], planner)
+        self._read([plans.ReadItem(plans.LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere)], planner)
         return planner.values[name]
 
-    def plan(self, pieces: Sequence[Piece]) -> list[ReadItem]:
+    def plan(self, pieces: Sequence[Piece]) -> list[plans.ReadItem]:
         """How `pieces` are read, in the order in which they lie in the files. Raises CheckpointError if parts are
         missing.
         """
-        items: list[ReadItem] = []
+        items: list[plans.ReadItem] = []
         for piece in pieces:
             length = piece.flat.numel()
             if length == 0:
@@ -237,15 +229,15 @@ class Contents:
         """Fill `pieces`, in their own precision."""
         self._read(self.plan(pieces), _LoadPlanner({piece.name: piece.flat for piece in pieces}))
 
-    def _place(self, item: ReadItem) -> tuple[str, int]:
+    def _place(self, item: plans.ReadItem) -> tuple[str, int]:
         info = self._metadata.storage_data.get(item.storage_index)
         if info is None:
             raise CheckpointError(f"{self._path}: a part of {item.storage_index.fqn} is in no file, so it is damaged")
         return info.relative_path, info.offset
 
-    def _read(self, items: list[ReadItem], planner: _LoadPlanner) -> None:
+    def _read(self, items: list[plans.ReadItem], planner: _LoadPlanner) -> None:
         try:
-            self._reader.read_data(LoadPlan(items), planner).wait()
+            self._reader.read_data(plans.LoadPlan(items), planner).wait()
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 f"{self._path}: what should be a tensor is something else: the file is damaged, or was made to run "
@@ -265,10 +257,10 @@ class _LoadPlanner(DefaultLoadPlanner):
         self._targets = targets
         self.values: dict[str, bytes] = {}
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: plans.ReadItem, value: io.BytesIO) -> None:
         self.values[read_item.dest_index.fqn] = value.getvalue()
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+    def resolve_tensor(self, read_item: plans.ReadItem) -> Tensor:
         start = read_item.dest_offsets[0]
         return self._targets[read_item.dest_index.fqn][start : start + read_item.lengths[0]]
 

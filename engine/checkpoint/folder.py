@@ -33,17 +33,15 @@ def check_tag(tag: str) -> None:
         )
 
 
-def latest_tag(folder: Path) -> str | None:
-    """The tag in the file `latest`; None without one."""
-    try:
-        return (folder / LATEST).read_text().strip()
-    except FileNotFoundError:
-        return None
-
-
-def find(folder: Path, tag: str) -> str:
-    """The name of the folder below `folder` in which checkpoint `tag` is. Raises CheckpointError if there is none."""
-    for name in (tag, f".{tag}{_REPLACED}"):
+def find(folder: Path, tag: str | int | None) -> str | None:
+    """The name of the folder below `folder` in which checkpoint `tag` is, by default the one that the file `latest`
+    names; None without one. Raises CheckpointError if there is no such checkpoint."""
+    if tag is None:
+        try:
+            tag = (folder / LATEST).read_text().strip()
+        except FileNotFoundError:
+            return None
+    for name in (str(tag), f".{tag}{_REPLACED}"):
         if (folder / name).is_dir():
             return name
     there = sorted(path.name for path in folder.glob("*/") if (path / ".metadata").exists()) if folder.is_dir() else []

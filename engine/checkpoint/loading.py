@@ -19,7 +19,7 @@ from ..training_state import Training
 from ..zero.gather import update_shards
 from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
-from .folder import CheckpointError, find, latest_tag
+from .folder import CheckpointError, find
 from .optimizer import OptimizerLoading, OptimizerState, group_names
 from .reshard import Wanted, read, tensor_shard
 from .saving import COUNTERS
@@ -50,8 +50,7 @@ def load(
     """
     world, folder = World(CheckpointError), Path(load_dir)
     with training.hooks.span("phase", "checkpoint", purpose="checkpoint"):
-        chosen = None if tag is None else str(tag)
-        name = world.from_first(f"no checkpoint was loaded from {folder}", lambda: _choose(folder, chosen))
+        name = world.from_first(f"no checkpoint was loaded from {folder}", lambda: find(folder, tag))
         if name is None:
             warnings.warn(
                 f"no checkpoint was loaded: there is no file {folder / 'latest'}. If there should be one, check "
@@ -77,12 +76,6 @@ def load(
         world.together(doing, loading.finish)
         loading.publish()
     return str(path), loading.client_state
-
-
-def _choose(folder: Path, tag: str | None) -> str | None:
-    if tag is None:
-        tag = latest_tag(folder)
-    return None if tag is None else find(folder, tag)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -54,12 +54,9 @@ def save(
             values = world.together(
                 doing, lambda: _values(training, client_state or {}, exclude_frozen_parameters, replica, world.rank)
             )
-            mine += world.together(doing, lambda: _buffers(training, replica))
-            everyones = gather_objects((
-                training.parallel.mesh.dp_rank, world.together(doing, lambda: digests(training.module))
-            ))  # fmt: skip
-            common = merged(found for dp_rank, found in everyones if dp_rank == 0)
-            mine += world.together(doing, lambda: _own_buffers(training, common, world.rank))
+            hashes = world.together(doing, lambda: digests(training.module))
+            found = gather_objects((training.parallel.mesh.dp_rank, hashes))
+            mine += world.together(doing, lambda: _buffers(training, found, world.rank))
             place = Place(Path(save_dir), name)
             world.from_first(doing, place.open)
             try:
@@ -118,28 +115,20 @@ def _take(training: Training, without_frozen: bool, rank: int) -> tuple[list[Pie
     return list(shares(mine, mesh.dp_rank, mesh.dp)), described
 
 
-def _buffers(training: Training, replica: Sequence[_Described]) -> list[Piece]:
-    """The buffers that this rank writes: of the first replica, the first rank that has one of the name."""
-    parallel = training.parallel
-    if parallel.mesh.dp_rank != 0:
-        return []
-    before = merged(other.holdings.buffers for other in replica[: parallel.model.rank])
-    mine = [
-        Piece(f"buffer/{name}", buffer.reshape(-1), buffer.numel())
-        for name, buffer in buffers(training.module).items()
-        if name not in before
-    ]
-    return list(shares(mine, 0, 1))
-
-
-def _own_buffers(training: Training, common: Mapping[str, bytes], rank: int) -> list[Piece]:
-    """The buffers of this rank that are not as those in `common`, the ones every other layout of ranks will read."""
-    found = digests(training.module)
-    mine = [
-        Piece(own_buffer(name, rank), buffer.reshape(-1), buffer.numel())
-        for name, buffer in buffers(training.module).items()
-        if found[name] != common[name]
-    ]
+def _buffers(training: Training, found: Sequence[tuple[int, dict[str, bytes]]], rank: int) -> list[Piece]:
+    """The buffers that this rank writes: of the first replica, the first rank that has one of a name writes it, and any
+    other rank its own where that is otherwise. `found`: of every rank, which replica it is of, and its `digests`."""
+    written = merged(
+        {name: (writer, digest) for name, digest in theirs.items()}
+        for writer, (replica, theirs) in enumerate(found)
+        if replica == 0
+    )
+    mine = []
+    for name, buffer in buffers(training.module).items():
+        writer, digest = written[name]
+        if rank == writer or found[rank][1][name] != digest:
+            called = f"buffer/{name}" if rank == writer else own_buffer(name, rank)
+            mine.append(Piece(called, buffer.reshape(-1), buffer.numel()))
     return list(shares(mine, 0, 1))
 
 

@@ -85,17 +85,19 @@ class SharedError(RuntimeError):
 
 
 @contextlib.contextmanager
-def failing_together(doing: str, everyone: Comm) -> Iterator[None]:
-    """What fails in this block on one rank fails on all. On all of them; they must not communicate in it, except in its
-    first lines.
+def failing_together(
+    doing: str, everyone: Comm | None = None, error: Callable[[str], Exception] = SharedError
+) -> Iterator[None]:
+    """What fails in this block on one rank fails on all, by default of the job. On all of them; they must not
+    communicate in it, except in its first lines.
 
-    A rank raises its own error, or SharedError, beginning with `doing`, if only others failed.
+    A rank raises its own error, or `error`, beginning with `doing`, if only others failed.
     """
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:
-        failure = error
+    except Exception as raised:
+        failure = raised
     reasons = gather_objects(None if failure is None else reason(failure), everyone)
     if failure is not None:
         try:
@@ -104,7 +106,7 @@ def failing_together(doing: str, everyone: Comm) -> Iterator[None]:
             del failure  # which leads to this frame, and to all that it was raised in
     for rank, text in enumerate(reasons):
         if text is not None:
-            raise SharedError(f"{doing}: failed on rank {rank}: {text}")
+            raise error(f"{doing}: failed on rank {rank}: {text}")
 
 
 class World:

@@ -85,11 +85,6 @@ class Parallel:
     """Of those, the ones on the same stage."""
     everyone: Comm
 
-    @property
-    def apart(self) -> bool:
-        """Whether no rank has the whole model."""
-        return self.mesh.pp * self.mesh.tp > 1
-
     def close(self) -> None:
         """Destroy the groups. On all ranks."""
         for comm in (self.data, self.model, self.tensor, self.everyone):

@@ -5,7 +5,7 @@ A rule is a function of the configuration and the number of ranks that yields re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -193,9 +193,11 @@ def length_of_warm_up(config: Config, world_size: int) -> Iterator[Remark]:
 
 # --- offloading ---------------------------------------------------------------------------------
 
-ON_DISK: Final = (
-    "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init",
-)  # fmt: skip
+OF_DEVICE: Final[Mapping[str, Sequence[str]]] = {
+    "cpu": ("ratio",),
+    "nvme": ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init"),
+}
+"""Device -> the keys that are for it alone."""
 
 
 def offloading(config: Config, world_size: int) -> Iterator[Remark]:
@@ -211,18 +213,12 @@ def offloading(config: Config, world_size: int) -> Iterator[Remark]:
             above = "" if stage == 3 else " or more"
             why = f'the stage is {zero.stage}, and it takes "stage": {stage}{above}'
             yield Remark(where, f"has no effect; {why}", error=False)
-        elif section.device == "cpu":
-            keys = [key for key in ON_DISK if key in type(section).model_fields]
-            yield from without_effect(section, where, keys, 'it is for "device": "nvme", and the device is "cpu"')
-        elif section.nvme_path is None:
+            continue
+        if section.device == "nvme" and section.nvme_path is None:
             yield Remark(join(where, "nvme_path"), 'missing, and "device" is "nvme"; write a folder on the local disk')
-
-
-def share_of_the_optimizer(config: Config, world_size: int) -> Iterator[Remark]:
-    section = config.zero_optimization.offload_optimizer
-    if section is not None and section.device == "nvme":
-        why = 'it is for "device": "cpu", and the device is "nvme"'
-        yield from without_effect(section, "zero_optimization.offload_optimizer", ["ratio"], why)
+        other = "nvme" if section.device == "cpu" else "cpu"
+        why = f'it is for "device": "{other}", and the device is "{section.device}"'
+        yield from without_effect(section, where, OF_DEVICE[other], why)
 
 
 def files(config: Config, world_size: int) -> Iterator[Remark]:
@@ -300,7 +296,6 @@ WHOLE_MATRICES: Final = ("Lamb", "Muon")
 
 RULES: Final[tuple[Rule, ...]] = (
     one_precision, switched_off, loss_scale, accumulation_type, scaling_of_gradients, keys_of_higher_stages,
-    secondary_partition, nobody_to_send_to, sparse_embeddings, one_bit, nesterov, length_of_warm_up, offloading,
-    share_of_the_optimizer, files, model_parallel_sizes, keys_of_pipelines, keys_of_cut_layers, recomputation,
-    logged_communications,
+    secondary_partition, nobody_to_send_to, sparse_embeddings, one_bit, nesterov, length_of_warm_up, offloading, files,
+    model_parallel_sizes, keys_of_pipelines, keys_of_cut_layers, recomputation, logged_communications,
 )  # fmt: skip

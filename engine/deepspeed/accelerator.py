@@ -15,8 +15,8 @@ from torch import cuda
 from ..monitors.memory import HostMeter
 from .names import refusal
 
-Calls = tuple[Callable[..., Any], Callable[..., Any]]
-"""What is called on a GPU, and on a CPU."""
+Calls = tuple[Any, Any]
+"""What a name stands for on a GPU, and on a CPU: what is called there, or a class, of which a CPU has none."""
 
 
 def _said(gpu: Any, cpu: Any) -> Calls:
@@ -57,7 +57,7 @@ _RESERVED: Final = _of_one(cuda.memory_reserved, _HOST.used)
 _MOST_RESERVED: Final = _of_one(cuda.max_memory_reserved, _HOST.peak)
 _RESET_PEAKS: Final = _of_one(cuda.reset_peak_memory_stats)
 
-CALLS: Final[Mapping[str, Calls]] = {
+NAMES: Final[Mapping[str, Calls]] = {
     # devices; a rank on a CPU is as if it had one of its own
     "set_device": (lambda device_index: cuda.set_device(device_index), _nothing),
     "current_device": (cuda.current_device, _variable("LOCAL_RANK", "0")),
@@ -87,6 +87,8 @@ CALLS: Final[Mapping[str, Calls]] = {
         lambda device_index: torch.default_generator,
     ),
     # streams
+    "Stream": (cuda.Stream, None),
+    "Event": (cuda.Event, None),
     "stream": (cuda.stream, lambda stream: nullcontext()),
     "current_stream": _of_one(cuda.current_stream),
     "default_stream": _of_one(cuda.default_stream),
@@ -120,10 +122,7 @@ CALLS: Final[Mapping[str, Calls]] = {
     "range_push": (lambda msg, domain=None, category=None: cuda.nvtx.range_push(msg), _nothing),
     "range_pop": (lambda domain=None: cuda.nvtx.range_pop(), _nothing),
 }
-"""Name -> what it does."""
-
-CLASSES: Final[Mapping[str, Any]] = {"Stream": cuda.Stream, "Event": cuda.Event}
-"""None on a CPU."""
+"""Name -> what it is."""
 
 
 class Accelerator:
@@ -134,17 +133,15 @@ class Accelerator:
         self._cuda = name == "cuda"
 
     def __getattr__(self, name: str) -> Any:
-        if name in CALLS:
-            gpu, cpu = CALLS[name]
+        if name in NAMES:
+            gpu, cpu = NAMES[name]
             return gpu if self._cuda else cpu
-        if name in CLASSES:
-            return CLASSES[name] if self._cuda else None
         raise AttributeError(
             name if name.startswith("__") else refusal(f"deepspeed.accelerator.get_accelerator().{name}")
         )
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *CALLS, *CLASSES})
+        return sorted({*super().__dir__(), *NAMES})
 
     def device_name(self, device_index: int | None = None) -> str:
         """`cpu`, `cuda` or `cuda:1`."""

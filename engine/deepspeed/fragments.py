@@ -66,9 +66,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     _same_shape(held, value, held.shape)
     with engine.states.at_once():
         if held.stop > held.start:
-            state = _there(engine, held, optim_state_key)
-            flat = value.detach().reshape(-1)
-            state.copy_(flat[held.start : held.stop] if held.partition.num_shards > 1 else flat)
+            mine = value.detach().reshape(-1)[held.start : held.stop]
+            _there(engine, held, optim_state_key).copy_(mine)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -108,8 +107,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     gradient that it could replace."""
     _, held = _known(param)
     _same_shape(held, value, held.shape)
-    flat = value.detach().reshape(-1)
-    safe_set_local_grad(param, flat if held.partition.num_shards == 1 else flat[held.start : held.stop])
+    safe_set_local_grad(param, value.detach().reshape(-1)[held.start : held.stop])
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:

@@ -10,6 +10,7 @@ writers        `tensorboard` and `csv_monitor`: loss, learning rate, loss scale 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,8 +60,11 @@ def start(
     `group_size` gives the number of ranks of the group that a span names, `samples` how many were seen, those of the
     step under way included; `gather` is for the stragglers' table, see `CommsLogger`.
     """
-    listeners: list[Listener] = []
-    writers: list[Writer] = []
+    opened = ExitStack()
+
+    def listen(listener: Listener) -> None:
+        opened.callback(hooks.subscribe(listener))
+
     comms = None
     if (section := config.comms_logger).enabled:
         comms = CommsLogger(
@@ -72,29 +76,23 @@ def start(
             gather=gather,
             show=show,
         )
-        listeners.append(comms)
+        listen(comms)
     if rank == 0:
         every = config.steps_per_print or 1
+        writers: list[Writer] = []
         if config.tensorboard.enabled:
             writers.append(TensorBoardWriter(config.tensorboard))
         if config.csv_monitor.enabled:
             writers.append(CsvWriter(config.csv_monitor))
         curves = Curves(writers, samples)
         if writers:
-            listeners.append(curves)
+            opened.callback(curves.close)
+            listen(curves)
         if config.wall_clock_breakdown:
             timer = timer_for(device) if device.type == "cuda" else None
-            listeners.append(WallClock(every, show, curves.write if writers else None, timer))
+            listen(WallClock(every, show, curves.write if writers else None, timer))
         if config.memory_breakdown:
-            listeners.append(MemoryBreakdown(meter_for(device), every, show))
+            listen(MemoryBreakdown(meter_for(device), every, show))
         if config.flops_profiler.enabled:
-            listeners.append(FlopsProfiler(model, config.flops_profiler, timer_for(device), show))
-    unsubscribe = [hooks.subscribe(listener) for listener in listeners]
-
-    def stop() -> None:
-        for end in unsubscribe:
-            end()
-        for writer in writers:
-            writer.close()
-
-    return Monitors(comms, stop)
+            listen(FlopsProfiler(model, config.flops_profiler, timer_for(device), show))
+    return Monitors(comms, opened.close)

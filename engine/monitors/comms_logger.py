@@ -42,8 +42,8 @@ class Sample(NamedTuple):
     dur_ns: int
 
 
-Gather = Callable[[list[Sample]], "list[list[Sample]] | None"]
-"""Brings every rank's samples to rank 0, in the order of ranks, and None to the others; all ranks call it."""
+Gather = Callable[[list[Sample]], list[list[Sample]]]
+"""Every rank's samples, in the order of ranks; all ranks call it."""
 
 
 @dataclass
@@ -150,7 +150,7 @@ class CommsLogger:
             self._show("\n".join(_summary(self.tallies())))
         if show_straggler:
             gathered = [recent] if self._gather is None else self._gather(recent)
-            if gathered is not None:
+            if self._rank == 0:
                 self._show("\n".join(_straggler_table(stragglers(gathered))))
 
     def reset(self) -> None:
@@ -232,8 +232,6 @@ def in_binary(size: int) -> str:
     """A number of bytes, as DeepSpeed writes it: `1.5 MB` is 1.5 * 2**20. A dash if it is not known."""
     if size < 0:
         return "-"
-    value, units = float(size), iter(("B", "KB", "MB", "GB"))
-    unit = next(units)
-    while value >= 1024 and (larger := next(units, None)) is not None:
-        value, unit = value / 1024, larger
-    return f"{value:.4g} {unit}"
+    units = ("B", "KB", "MB", "GB")
+    power = min(max(0, size.bit_length() - 1) // 10, len(units) - 1)
+    return f"{size / 1024**power:.4g} {units[power]}"

@@ -134,26 +134,22 @@ class FlopsProfiler:
     @contextmanager
     def _counting(self, phase: str) -> Iterator[None]:
         with flop_counter() as counter:
-            if phase == "forward":
-                with self._each_module(counter.get_total_flops, self._counts), self._input_elements(0):
-                    yield
-            else:
+            with self._noting(phase, counter.get_total_flops, self._counts, 0):
                 yield
             self._flops[phase] += counter.get_total_flops()
 
     @contextmanager
     def _timing(self, phase: str) -> Iterator[None]:
         start = self._timer.stamp()
-        if phase == "forward":
-            with self._each_module(self._timer.stamp, self._times), self._input_elements(1):
-                yield
-        else:
+        with self._noting(phase, self._timer.stamp, self._times, 1):
             yield
         self._spent[phase].append((start, self._timer.stamp()))
 
     @contextmanager
-    def _each_module(self, read: Callable[[], T], readings: list[tuple[nn.Module, T, T]]) -> Iterator[None]:
-        """Note what `read` says as each module begins and ends."""
+    def _noting(
+        self, phase: str, read: Callable[[], T], readings: list[tuple[nn.Module, T, T]], place: int
+    ) -> Iterator[None]:
+        """In a forward, note what `read` says as each module begins and ends, and the elements of the model's input."""
         begun: list[T] = []
 
         def before(module: nn.Module, args: Any) -> None:
@@ -162,23 +158,17 @@ class FlopsProfiler:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             readings.append((module, begun.pop(), read()))
 
-        with ExitStack() as hooks:
-            for module in self._model.modules():
-                hooks.callback(module.register_forward_pre_hook(before).remove)
-                hooks.callback(module.register_forward_hook(after, always_call=True).remove)
-            yield
-
-    @contextmanager
-    def _input_elements(self, place: int) -> Iterator[None]:
-        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def note_input(module: nn.Module, args: Any, kwargs: Any) -> None:
             leaves = pytree.tree_leaves((args, kwargs))
             self._elements[place] += sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
-        hook = self._model.register_forward_pre_hook(note, with_kwargs=True)
-        try:
+        with ExitStack() as hooks:
+            if phase == "forward":
+                for module in self._model.modules():
+                    hooks.callback(module.register_forward_pre_hook(before).remove)
+                    hooks.callback(module.register_forward_hook(after, always_call=True).remove)
+                hooks.callback(self._model.register_forward_pre_hook(note_input, with_kwargs=True).remove)
             yield
-        finally:
-            hook.remove()
 
     def _profile(self) -> Profile:
         flops: defaultdict[nn.Module, int] = defaultdict(int)

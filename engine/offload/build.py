@@ -34,14 +34,13 @@ class States(Protocol):
     def attach(self, optimizer: Optimizer, tiles: Tiles) -> None:
         """Of whom the states are, and what is stepped together. Once, before the first `through`."""
 
-    def through(self, *, changed: bool = True) -> Iterator[Sequence[ShardedParam]]:
-        """Each tile, its masters and states in memory until the next is asked for: the only way to see or set them.
-
-        What is done to them is kept if `changed`, states that were added or replaced included.
-        """
+    def through(self) -> Iterator[Sequence[ShardedParam]]:
+        """Each tile, its masters and states in memory until the next is asked for, to see or set them. What is done to
+        them is kept, states that were added or replaced included."""
 
     def at_once(self, *, changed: bool = True) -> contextlib.AbstractContextManager[None]:
-        """As `through`, all of them at once, for a checkpoint. Those in a file are mapped, and take no memory."""
+        """As `through`, all of them at once, for a checkpoint; kept if `changed`. Those in a file are mapped, and take
+        no memory."""
 
 
 class InMemory:
@@ -68,7 +67,7 @@ class InMemory:
     def attach(self, optimizer: Optimizer, tiles: Tiles) -> None:
         self._tiles = tiles
 
-    def through(self, *, changed: bool = True) -> Iterator[Sequence[ShardedParam]]:
+    def through(self) -> Iterator[Sequence[ShardedParam]]:
         yield from self._tiles
 
     def at_once(self, *, changed: bool = True) -> contextlib.AbstractContextManager[None]:

@@ -119,23 +119,22 @@ class OnDisk:
                 self._write(tile)
         self._settle()
 
-    def through(self, *, changed: bool = True) -> Iterator[Sequence[ShardedParam]]:
+    def through(self) -> Iterator[Sequence[ShardedParam]]:
         """Raises OffloadError if a disk fails or is full."""
         try:
             for tile in self._tiles:
                 self._ready(tile)
                 if self._section.pipeline_read:
                     self._read_ahead(self._tiles[tile.number + 1 :])
-                replaced = self._forget_replaced(tile)
+                self._forget_replaced(tile)
                 if tile.buffer is not None:
                     self._install(tile, tile.buffer)
                 yield tile.params
-                if changed or replaced:
-                    self._forget_removed(tile)
-                    for param, key, tensor in self._tensors(tile):
-                        self._keep(tile, param, key, tensor)
+                self._forget_removed(tile)
+                for param, key, tensor in self._tensors(tile):
+                    self._keep(tile, param, key, tensor)
                 self._hollow_out(tile)
-                if (changed or replaced) and tile.size:
+                if tile.size:
                     self._write(tile)
                     if not self._section.pipeline_write:
                         self._settle(tile)

@@ -122,14 +122,10 @@ def _can_fuse(groups: Groups) -> bool:
 
 def _as_groups(groups: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> Groups:
     """Copies, because optimizers write their defaults into the groups they get."""
-    loose: list[nn.Parameter] = []
-    result: Groups = []
-    for item in groups:
-        if isinstance(item, dict):
-            result.append({**item, "params": list(item["params"])})
-        else:
-            loose.append(item)
-    return [*result, {"params": loose}] if loose else result
+    given: list[Any] = list(groups)
+    if given and not isinstance(given[0], dict):
+        return [{"params": given}]
+    return [{**group, "params": list(group["params"])} for group in given]
 
 
 @torch.no_grad()

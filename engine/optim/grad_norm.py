@@ -48,30 +48,22 @@ def global_norm(
     return total.sqrt_()
 
 
-def clip_coefficient(norm: Tensor | float, max_norm: float) -> Tensor | float:
+def clip_coefficient(norm: float, max_norm: float) -> float:
     """What gradients of that norm are multiplied by to have at most `max_norm`: torch.nn.utils.clip_grad_norm_'s."""
-    if isinstance(norm, Tensor):
-        return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     return min(1.0, max_norm / (norm + 1e-6))
 
 
 @torch.no_grad()
-def unscale_and_clip_(
-    grads: Sequence[Tensor], norm: Tensor | float, *, loss_scale: float = 1.0, max_norm: float = 0.0
-) -> None:
+def unscale_and_clip_(grads: Sequence[Tensor], norm: float, *, loss_scale: float = 1.0, max_norm: float = 0.0) -> None:
     """Divide the gradients by `loss_scale` and clip them to `max_norm` (0: not at all) in one pass, in place.
 
-    `norm` is theirs as they are, that is, of the scaled ones. As a tensor it is not waited for; as a number, nothing is
-    touched where there is nothing to do.
+    `norm` is theirs as they are, that is, of the scaled ones. Nothing is touched where there is nothing to do.
     """
-    factor: Tensor | float = 1.0 / loss_scale
+    factor = 1.0 / loss_scale
     if max_norm > 0:
         factor = clip_coefficient(norm / loss_scale, max_norm) * factor
-    if not grads or (not isinstance(factor, Tensor) and factor == 1.0):
-        return
-    if isinstance(factor, Tensor):
-        factor = factor.to(grads[0].dtype)
-    torch._foreach_mul_(list(grads), factor)
+    if grads and factor != 1.0:
+        torch._foreach_mul_(list(grads), factor)
 
 
 def _sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -57,31 +57,21 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """Halves the scale at an overflow, and doubles it after `window` steps in a row without one.
+    """Halves the scale at an overflow, and doubles it after `loss_scale_window` steps in a row without one.
 
     `hysteresis` is the number of overflows it takes to halve the scale. They are forgiven by each step without one if
     `consecutive_hysteresis`, else when the scale is doubled. Counted from an overflow, the first doubling comes after
-    window + 1 good steps and the next ones after `window`, as in DeepSpeed (`runtime/fp16/loss_scaler.py`).
+    window + 1 good steps and the next ones after the window, as in DeepSpeed (`runtime/fp16/loss_scaler.py`).
     """
 
     dynamic = True
 
-    def __init__(
-        self,
-        initial_scale_power: int = 16,
-        window: int = 1000,
-        hysteresis: int = 2,
-        consecutive_hysteresis: bool = False,
-        min_scale: float = 1.0,
-    ) -> None:
-        super().__init__(2.0**initial_scale_power)
-        self.window = window
-        self.hysteresis = hysteresis
-        self.consecutive_hysteresis = consecutive_hysteresis
-        self.min_scale = min_scale
+    def __init__(self, fp16: Fp16Config) -> None:
+        super().__init__(2.0**fp16.initial_scale_power)
+        self._fp16 = fp16
         self._iteration = 0
         self._last_overflow = -1
-        self._overflows_left = hysteresis
+        self._overflows_left = fp16.hysteresis
 
     def update(self, overflow: bool) -> None:
         """After a step, or where one was skipped because of an `overflow`: settle the scale of the next.
@@ -92,11 +82,11 @@ class DynamicLossScaler(LossScaler):
             self._lower()
             self._last_overflow = self._iteration
         else:
-            if self.consecutive_hysteresis:
-                self._overflows_left = self.hysteresis
+            if self._fp16.consecutive_hysteresis:
+                self._overflows_left = self._fp16.hysteresis
             stable = self._iteration - self._last_overflow - 1
-            if stable > 0 and stable % self.window == 0:
-                self._overflows_left = self.hysteresis
+            if stable > 0 and stable % self._fp16.loss_scale_window == 0:
+                self._overflows_left = self._fp16.hysteresis
                 self.scale *= 2
         self._iteration += 1
 
@@ -104,13 +94,14 @@ class DynamicLossScaler(LossScaler):
         if self._overflows_left > 1:
             self._overflows_left -= 1
             return
-        if self.scale <= self.min_scale:
+        least = self._fp16.min_loss_scale
+        if self.scale <= least:
             raise RuntimeError(
-                f"fp16: the gradients overflow although the loss scale is already at its minimum, {self.min_scale:g} "
+                f"fp16: the gradients overflow although the loss scale is already at its minimum, {least:g} "
                 f"(iteration {self._iteration}). The loss is likely infinite or NaN: lower the learning rate, clip "
                 "gradients (gradient_clipping), train in bf16, or lower fp16.min_loss_scale"
             )
-        self.scale = max(self.scale / 2, self.min_scale)
+        self.scale = max(self.scale / 2, least)
 
     def state_dict(self) -> dict[str, Any]:
         """What changes as training goes on."""
@@ -135,7 +126,4 @@ def loss_scaler(fp16: Fp16Config) -> LossScaler:
         return LossScaler(1.0)
     if fp16.loss_scale != 0:
         return LossScaler(fp16.loss_scale)
-    return DynamicLossScaler(
-        fp16.initial_scale_power, fp16.loss_scale_window, fp16.hysteresis, fp16.consecutive_hysteresis,
-        fp16.min_loss_scale,
-    )  # fmt: skip
+    return DynamicLossScaler(fp16)

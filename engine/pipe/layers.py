@@ -139,6 +139,18 @@ class PipelineLayer:
             return functools.partial(self.source.forward_fn, built)  # type: ignore[arg-type]
         return built
 
+    def where_raised(self, inputs: Any, *, by_name: bool) -> str:
+        """Where an error was raised: here, called on `inputs`. `by_name`: this is one of the modules of a model."""
+        plain = isinstance(inputs, Tensor) and not inputs.is_nested  # a nested one has no shape
+        what = f"a tensor of shape {tuple(inputs.shape)}" if plain else f"a {type(inputs).__name__}"
+        where = f"in layer {self.name} ({self.kind}) of the pipeline, called on {what}"
+        if not by_name:
+            return where
+        return (
+            f"{where} and nothing else: the model's own forward does not run, and what it makes for its modules "
+            "(masks, positions) has to be made in a layer"
+        )
+
 
 def named(layers: Sequence[Any] | nn.Sequential) -> list[PipelineLayer]:
     """The layers of a list. Raises TypeError for one that cannot be called."""
@@ -157,19 +169,6 @@ def named(layers: Sequence[Any] | nn.Sequential) -> list[PipelineLayer]:
                 "function"
             )
     return [PipelineLayer(name, layer) for name, layer in children.items()]
-
-
-def where_raised(layer: PipelineLayer, inputs: Any, *, by_name: bool) -> str:
-    """Where an error was raised: in `layer`, called on `inputs`. `by_name`: it is one of the modules of a model."""
-    plain = isinstance(inputs, Tensor) and not inputs.is_nested  # a nested one has no shape
-    what = f"a tensor of shape {tuple(inputs.shape)}" if plain else f"a {type(inputs).__name__}"
-    where = f"in layer {layer.name} ({layer.kind}) of the pipeline, called on {what}"
-    if not by_name:
-        return where
-    return (
-        f"{where} and nothing else: the model's own forward does not run, and what it makes for its modules (masks, "
-        "positions) has to be made in a layer"
-    )
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:

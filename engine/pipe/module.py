@@ -12,21 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import activation_checkpoint
-from ..comm.consensus import gather_objects
+from ..comm.consensus import failing_together, gather_objects
 from ..comm.launch import init_distributed
 from ..hooks import Hooks
 from ..partition import partition, read_costs
 from ..unsupported import PIPELINE_MODULE
-from .layers import (
-    LayerSpec,
-    PipelineLayer,
-    check_agreement,
-    described,
-    named,
-    of_model,
-    shared_parameters,
-    where_raised,
-)
+from .layers import LayerSpec, PipelineLayer, check_agreement, described, named, of_model, shared_parameters
 from .p2p import PipelineError
 from .placement import NAMES, Placement
 from .topology import ProcessTopology, stages_asked
@@ -159,17 +150,8 @@ class PipelineModule(nn.Module):
             **described(self.pipeline_layers, self._shared),
         })  # fmt: skip
         self.costs = gather_objects(self.costs)[0]
-        failed: Exception | None = None
-        try:
+        with failing_together("PipelineModule", error=PipelineError):
             self.arrange(num_stages, rank)
-        except Exception as error:
-            failed = error
-        reasons = gather_objects(None if failed is None else str(failed))
-        if failed is not None:
-            raise failed
-        for number, text in enumerate(reasons):
-            if text is not None:
-                raise PipelineError(f"PipelineModule: rank {number} has no layers: {text}")
         check_agreement({"bounds": self.placement.bounds})
 
     def set_checkpoint_interval(self, interval: int) -> None:
@@ -264,7 +246,7 @@ class PipelineModule(nn.Module):
                     with self.hooks.span("module", layer.name):
                         inputs = call(inputs) if passage is None else passage(at, call, inputs)
                 except Exception as error:
-                    error.add_note(where_raised(layer, inputs, by_name=self._by_name))
+                    error.add_note(layer.where_raised(inputs, by_name=self._by_name))
                     raise
             return inputs
 

@@ -135,12 +135,8 @@ def _kinds(model: nn.Module, roles: Mapping[str, Role], stack: Stack | None, siz
 def _common(names: Sequence[str]) -> str:
     """The module in which all of them lie."""
     paths = [name.split(".")[:-1] for name in names]
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+    shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return ".".join(parts[0] for parts in shared)
 
 
 def _options(

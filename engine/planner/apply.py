@@ -10,32 +10,16 @@ from torch import nn
 
 from ..comm.comm import Comm
 from ..comm.consensus import gather_objects
-from ..pipe.module import PipelineModule
+from ..tensor import layers
 from ..tensor.attention import HeadsAttention
 from ..tensor.batch_norm import Features, is_batch_norm, shard_batch_norm
-from ..tensor.layers import (
-    Column,
-    ColumnConv1D,
-    ColumnLinear,
-    Entrance,
-    Exit,
-    Row,
-    RowConv1D,
-    RowLinear,
-    Vocabulary,
-    VocabularyEmbedding,
-    derive,
-    layer_of,
-)
 from ..tensor.rng import RankStream
 from ..tensor.shape_override import override_shapes
 from ..tensor.sharding import TensorShard, even_shard, mark_partial, shard_in_place
-from .blocks import Stretch
 from .dependence import Share
-from .derive import decided, plan_for
+from .derive import plan_for
 from .plan import TensorPlan
-from .sequence_parallel import NO_BLOCKS, blocks_here, shard_sequence, widest
-from .stage_tracer import Tried, try_stages
+from .sequence_parallel import shard_sequence
 from .styles import PlanError, Role
 
 
@@ -64,20 +48,14 @@ def parallelize(
     """
     made: TensorPlan | None = None
     cause: PlanError | None = None
-    stretch: Stretch | None = None
-    tried: Tried | None = None
-    if isinstance(model, PipelineModule) and comm.size > 1 and not isinstance(plan, TensorPlan):
-        tried = try_stages(model, comm.size if sequence_parallel else 1, example, everyone)
-        if sequence_parallel:
-            stretch, cause = _stretch_of(model, comm.size, plan, example, everyone or comm, tried)
     try:
         if isinstance(plan, TensorPlan):
             made = plan
             _check_given(model, plan, comm.size)
-        elif cause is None:
+        else:
             made = plan_for(
                 model, comm.size, plan=plan, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim,
-                example=example, stretch=stretch, tried=tried,
+                example=example, everyone=everyone,
             )  # fmt: skip
     except PlanError as error:
         cause = error
@@ -92,28 +70,12 @@ def parallelize(
     return made
 
 
-def _stretch_of(
-    model: PipelineModule, size: int, plan: Mapping[str, str] | str | None, example: Any, everyone: Comm,
-    tried: Tried | None,
-) -> tuple[Stretch | None, PlanError | None]:  # fmt: skip
-    """Where the blocks are in the pipeline, or why that cannot be found here. On all ranks of `everyone`."""
-    mine: list[int] = []
-    cause: PlanError | None = None
-    try:
-        _, trials, found = decided(model, size, plan, size, example, tried)
-        mine = blocks_here(model, trials, found.roles)
-    except PlanError as error:
-        cause = error
-    stretch = widest(mine, everyone, model.placement.bounds[-1])
-    return stretch, cause or (PlanError(NO_BLOCKS) if stretch is None else None)
-
-
 def _check_given(model: nn.Module, plan: TensorPlan, size: int) -> None:
     if plan.size != size:
         raise PlanError(f"the tensor parallel plan is one for {plan.size} ranks, and there are {size}")
     modules = dict(model.named_modules())
     for role in plan.roles:
-        found = layer_of(modules[role.module]) if role.module in modules else None
+        found = layers.layer_of(modules[role.module]) if role.module in modules else None
         if found != role.layer:
             raise PlanError(f"the tensor parallel plan was made for another model: {role.module} is {found} here")
 
@@ -141,7 +103,7 @@ def _agreed(comm: Comm, planned: str | None, cause: PlanError | None, rank: str)
 
 def _apply(model: nn.Module, plan: TensorPlan, comm: Comm) -> None:
     params = dict(model.named_parameters(remove_duplicate=False))
-    entrances: dict[str, Entrance] = {}
+    entrances: dict[str, layers.Entrance] = {}
     streams = {region: RankStream(comm.rank) for region in plan.random_regions}
     readers = [role.shares for role in plan.roles]
     for role in plan.roles:
@@ -154,14 +116,14 @@ def _apply(model: nn.Module, plan: TensorPlan, comm: Comm) -> None:
         if role.style in ("column", "column_gather"):
             key = role.shares or role.module
             if key not in entrances:
-                entrances[key] = Entrance(comm, max(1, readers.count(key)), sequence_dim=along, stream=stream)
+                entrances[key] = layers.Entrance(comm, max(1, readers.count(key)), sequence_dim=along, stream=stream)
             _shard_column(module, role, comm, entrances[key])
         elif role.style in ("row", "row_split"):
-            _shard_row(module, role, Row(comm, role.module, along, stream, role.style == "row_split"))
+            _shard_row(module, role, layers.Row(comm, role.module, along, stream, role.style == "row_split"))
         elif role.style == "vocab":
             shard_vocabulary(module, role, comm)
         elif role.style == "heads":
-            _shard_attention(module, role, Exit(comm, role.module, along, stream))
+            _shard_attention(module, role, layers.Exit(comm, role.module, along, stream))
     for change in plan.arrangement.changes:
         change.make(model.get_submodule(change.module))
     for name, override in plan.arrangement.overrides:
@@ -174,15 +136,15 @@ def _apply(model: nn.Module, plan: TensorPlan, comm: Comm) -> None:
         shard_sequence(model, plan.stack, comm)
 
 
-def _shard_column(module: nn.Module, role: Role, comm: Comm, entrance: Entrance) -> None:
+def _shard_column(module: nn.Module, role: Role, comm: Comm, entrance: layers.Entrance) -> None:
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     assert weight is not None
     shard = _weight_shard(role, role.layer.shape, role.layer.output_dim, comm)
     shard_in_place(weight, shard)
     if bias is not None:
         shard_in_place(bias, _weight_shard(role, (role.layer.outputs,), 0, comm))
-    derive(module, ColumnConv1D if role.layer.kind == "conv1d" else ColumnLinear)
-    state: Any = Column(comm, role.module, entrance, shard, role.style == "column_gather")
+    layers.derive(module, layers.ColumnConv1D if role.layer.kind == "conv1d" else layers.ColumnLinear)
+    state: Any = layers.Column(comm, role.module, entrance, shard, role.style == "column_gather")
     module.tensor = state
     _set_counts(module, role, outputs=shard.local_shape[shard.dim])
 
@@ -192,7 +154,7 @@ def _shard_row(module: nn.Module, role: Role, state: Any) -> None:
     assert weight is not None
     shard = even_shard(role.layer.shape, 1 - role.layer.output_dim, state.comm.size, state.comm.rank)
     shard_in_place(weight, shard)
-    derive(module, RowConv1D if role.layer.kind == "conv1d" else RowLinear)
+    layers.derive(module, layers.RowConv1D if role.layer.kind == "conv1d" else layers.RowLinear)
     module.tensor = state
     _set_counts(module, role, inputs=shard.local_shape[shard.dim])
 
@@ -202,8 +164,8 @@ def shard_vocabulary(module: nn.Module, role: Role, comm: Comm) -> None:
     assert isinstance(module, nn.Embedding)
     shard = even_shard(role.layer.shape, 0, comm.size, comm.rank)
     shard_in_place(module.weight, shard)
-    derive(module, VocabularyEmbedding)
-    state: Any = Vocabulary(comm, role.module, shard, module.padding_idx)
+    layers.derive(module, layers.VocabularyEmbedding)
+    state: Any = layers.Vocabulary(comm, role.module, shard, module.padding_idx)
     module.tensor = state
     _set_counts(module, role, inputs=shard.local_shape[0])
 
@@ -219,7 +181,7 @@ def _shard_attention(module: nn.Module, role: Role, state: Any) -> None:
         if param is not None:
             shard_in_place(param, even_shard(param.shape, 0, size, rank))
     shard_in_place(module.out_proj.weight, even_shard((width, width), 1, size, rank))
-    derive(module, HeadsAttention)
+    layers.derive(module, HeadsAttention)
     module.tensor = state
 
 

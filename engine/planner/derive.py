@@ -10,15 +10,16 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..comm.comm import Comm
 from ..pipe.module import PipelineModule
 from ..tensor.layers import layer_of, layers_of
 from .adapt import fit
 from .blocks import Edges, Stack, Stretch, with_edges
 from .example_inputs import given_inputs, guesses, variants
 from .plan import TensorPlan
-from .sequence_parallel import find_stack, stretch_here, whole_in
+from .sequence_parallel import NO_BLOCKS, blocks_here, find_stack, whole_in, widest
 from .solve import decide
-from .stage_tracer import Tried, try_stages
+from .stage_tracer import try_stages
 from .styles import PlanError, Role, Roles, Wanted, leave_whole, own_plan, own_styles, wanted_styles
 from .tracer import Trial, brief, joined, note_randomness, observe, run_again
 
@@ -33,8 +34,7 @@ def plan_for(
     sequence_parallel: bool = False,
     sequence_dim: int = 1,
     example: Any = None,
-    stretch: Stretch | None = None,
-    tried: Tried | None = None,
+    everyone: Comm | None = None,
 ) -> TensorPlan:
     """How `model` is to be sharded over `size` tensor-parallel ranks. It is not changed, and its weights are not read.
 
@@ -42,8 +42,8 @@ def plan_for(
     derived; `"derive"` to derive all of it; or a dict of patterns and styles (styles.py). Whatever it comes from is
     rehearsed. `example` is what the model's forward takes, a tuple or a dict, and of a pipeline what its first layer
     takes: needed where no input can be made up. With `sequence_parallel` activations between the sharded regions of the
-    blocks are sharded along `sequence_dim`. In a pipeline `stretch` says where these are, and `tried` what was seen of
-    the stages; without them, all are taken to be on this rank.
+    blocks are sharded along `sequence_dim`. The stages of a pipeline are on the ranks of `everyone`, all of which call
+    this then; without it, all are taken to be on this rank.
 
     Raises PlanError, naming the module, for what cannot be derived or carried out.
     """
@@ -51,12 +51,25 @@ def plan_for(
         raise PlanError(f"tensor parallelism over {size} ranks: write 1 or more")
     if size == 1:
         return TensorPlan(1)
-    wanted, trials, found = decided(model, size, plan, size if sequence_parallel else 1, example, tried)
-    if sequence_parallel and stretch is None:
-        stretch = stretch_here(model, trials, found.roles)
+    tokens = size if sequence_parallel else 1
+    pipeline = model if isinstance(model, PipelineModule) else None
+    tried = None if pipeline is None else try_stages(pipeline, tokens, example, everyone)
+    blocks: list[int] = []
+    stretch: Stretch | None = None
+    try:
+        wanted = _wanted(model, plan)
+        trials = _trials(model, tokens, wanted, example, tried)
+        found = decide(model, trials, wanted, size)
+        if pipeline is not None and sequence_parallel:
+            blocks = blocks_here(pipeline, trials, found.roles)
+    finally:  # the other ranks go on to this, too, if this one cannot plan
+        if pipeline is not None and sequence_parallel:
+            stretch = widest(blocks, everyone or Comm(None, None), pipeline.placement.bounds[-1])
+    if pipeline is not None and sequence_parallel and stretch is None:
+        raise PlanError(NO_BLOCKS)
     trials += _variants(trials)
     shards = any(role.style != "whole" for role in found.roles.values())
-    if not shards and "auto" in wanted.values() and not isinstance(model, PipelineModule):
+    if not shards and "auto" in wanted.values() and pipeline is None:
         reasons = "; ".join(f"{role.module}: {role.why}" for role in list(found.roles.values())[:5])
         raise PlanError(f"tensor parallelism over {size} ranks: found nothing to shard ({reasons or 'no layers'})")
     stack = find_stack(model, found.roles, sequence_dim, stretch) if sequence_parallel else None
@@ -78,17 +91,6 @@ def plan_for(
     )  # fmt: skip
 
 
-def decided(
-    model: nn.Module, size: int, plan: Mapping[str, str] | str | None, tokens: int, example: Any,
-    tried: Tried | None = None,
-) -> tuple[dict[str, Wanted], list[Trial], Roles]:  # fmt: skip
-    """What is wanted of each layer, what was seen when the model was tried on sequences of a multiple of `tokens`, and
-    how each layer is to be sharded. Raises as `plan_for`."""
-    wanted = _wanted(model, plan)
-    trials = _trials(model, tokens, wanted, example, tried)
-    return wanted, trials, decide(model, trials, wanted, size)
-
-
 def _wanted(model: nn.Module, plan: Mapping[str, str] | str | None) -> dict[str, Wanted]:
     if isinstance(plan, Mapping):
         return wanted_styles(model, plan)
@@ -100,17 +102,17 @@ def _wanted(model: nn.Module, plan: Mapping[str, str] | str | None) -> dict[str,
 
 
 def _trials(
-    model: nn.Module, tokens: int, wanted: Mapping[str, Wanted], example: Any, tried: Tried | None
+    model: nn.Module, tokens: int, wanted: Mapping[str, Wanted], example: Any, tried: list[Trial] | str | None
 ) -> list[Trial]:
-    """Trials of the model on `example`, or on what is made up; in the latter sequences are a multiple of `tokens`."""
+    """What was `tried` of a pipeline, or trials of the model on `example`, or on what is made up; in the latter
+    sequences are a multiple of `tokens`."""
     failed: dict[str, str] = {}
-    if isinstance(model, PipelineModule):
-        tried = tried or try_stages(model, tokens, example)
-        if not tried.failed:
-            return list(tried.trials)
+    if tried is not None:
+        if not isinstance(tried, str):
+            return tried
         if example is not None:
-            raise PlanError(f"tensor parallelism: {tried.failed}")
-        failed[""] = tried.failed
+            raise PlanError(f"tensor parallelism: {tried}")
+        failed[""] = tried
         trials = _try_children("", model, tokens, failed, alone=False)
         takes = "the first layer of the pipeline takes"
     elif example is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -144,34 +145,29 @@ class TensorPlan:
             changed.setdefault(change.module, []).append(f"{change.attribute} {change.before} -> {change.after}")
         for module, override in self.arrangement.overrides:
             changed.setdefault(module, []).append(f"its input reports {override}")
-        for name, said, _ in _folded([(name, ", ".join(said), "") for name, said in changed.items()]):
-            lines.append(f"  {name or 'the model'}: {said}")
+        for name, what in _folded([(name, ", ".join(said)) for name, said in changed.items()]):
+            lines.append(f"  {name or 'the model'}: {what}")
         if self.stack is not None:
             lines.append(
                 f"  sequence (dimension {self.stack.dim}) sharded from {self.stack.first} to {self.stack.last}"
             )
         if self.others:
-            named = [f"{name} ({kind})" for name, kind, _ in _folded([(*other, "") for other in self.others])]
+            named = [f"{name} ({kind})" for name, kind in _folded(self.others)]
             lines.append(f"  whole, for they are no layers that can be sharded: {', '.join(named)}")
         if self.arrangement.shares:
-            names = [name for name, _, _ in _folded([(name, "", "") for name, _ in self.arrangement.shares])]
+            names = [name for (name,) in _folded([(name,) for name, _ in self.arrangement.shares])]
             lines.append(f"  sharded with what they are applied to: {', '.join(names)}")
         if self.partial:
-            names = [name for name, _, _ in _folded([(name, "", "") for name in self.partial])]
+            names = [name for (name,) in _folded([(name,) for name in self.partial])]
             lines.append(f"  gradients summed over the ranks: {', '.join(names)}")
         return "\n".join(lines)
 
 
-def _folded(rows: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+def _folded(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Rows that differ in the number of a block alone are said once, with `*` for it."""
-    said: dict[str, set[tuple[str, str]]] = {}
-    for name, style, why in rows:
-        said.setdefault(_starred(name), set()).add((style, _starred(why)))
-    alike = {name for name, different in said.items() if len(different) == 1}
-    return list(dict.fromkeys(
-        (_starred(name), style, _starred(why)) if _starred(name) in alike else (name, style, why)
-        for name, style, why in rows
-    ))  # fmt: skip
+    starred = [tuple(map(_starred, row)) for row in rows]
+    said = Counter(row[0] for row in dict.fromkeys(starred))
+    return list(dict.fromkeys(s if said[s[0]] == 1 else row for s, row in zip(starred, rows, strict=True)))
 
 
 def _starred(text: str) -> str:

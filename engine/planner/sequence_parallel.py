@@ -72,16 +72,6 @@ def widest(mine: Sequence[int], comm: Comm, count: int) -> Stretch | None:
     return Stretch(first, last, count) if first <= last else None
 
 
-def stretch_here(model: nn.Module, trials: Sequence[Trial], roles: Mapping[str, Role]) -> Stretch | None:
-    """Where the blocks are in a pipeline all of which is on this rank; None for another model."""
-    if not isinstance(model, PipelineModule):
-        return None
-    stretch = widest(blocks_here(model, trials, roles), Comm(None, None), len(model.pipeline_layers))
-    if stretch is None:
-        raise PlanError(NO_BLOCKS)
-    return stretch
-
-
 def stack_of(model: nn.Module, stretch: Stretch, dim: int) -> Stack:
     """The blocks that activations pass one after the other. Raises PlanError for what is a block and something else."""
     assert isinstance(model, PipelineModule)

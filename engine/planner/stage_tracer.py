@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -57,22 +57,14 @@ class _StageOutput:
         return Inputs((treespec.filled(self.form, [sent.made() for sent in self.tensors]),), fixed=fixed)
 
 
-@dataclass
-class Tried:
-    """What was seen of the stages that are here."""
-
-    trials: list[Trial] = field(default_factory=list)
-    failed: str = ""
-    """Why one of them, or one before, could not be tried; empty if all were."""
-
-
-def try_stages(model: PipelineModule, tokens: int, example: Any, everyone: Comm | None = None) -> Tried:
+def try_stages(model: PipelineModule, tokens: int, example: Any, everyone: Comm | None = None) -> list[Trial] | str:
     """Try the stages one after the other, on all ranks of `everyone`, which have them all; without it, those here.
 
     The first is tried on `example`, its layer's one argument; if that is None, on what is made up, as is a stage that
-    what it is passed does not fit.
+    what it is passed does not fit. Returns the trials of the stages here, or why one of them, or one before, failed.
     """
-    tried = Tried()
+    trials: list[Trial] = []
+    failed = ""
     output: _StageOutput | str | None = None
     for stage in range(model.placement.last_stage + 1):
         mine: _StageOutput | str | None = None
@@ -86,13 +78,13 @@ def try_stages(model: PipelineModule, tokens: int, example: Any, everyone: Comm 
             made = guesses(model, tokens) if guessing else ()
             found = output if isinstance(output, str) and not guessing else _first(model, stage, choices, made)
             if isinstance(found, Trial):
-                tried.trials.append(found)
+                trials.append(found)
                 mine = _returned(model, stage, found)
             else:
                 mine = found
-                tried.failed = tried.failed or found
+                failed = failed or found
         output = mine if everyone is None else next((x for x in gather_objects(mine, everyone) if x is not None), None)
-    return tried
+    return failed or trials
 
 
 def _examples(example: Any) -> list[Inputs]:

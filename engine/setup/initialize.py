@@ -37,16 +37,7 @@ from ..zero import Comms, Zero, ZeroSettings
 from ..zero.init import EarlyParam
 from ..zero.shard import ShardedParam, find_sharded
 from ..zero.validate import abandoned, refuse_lazy, refuse_overlaps
-from .arguments import (
-    check_arguments,
-    check_listed,
-    check_parameters,
-    compare,
-    config_of,
-    in_vain,
-    parameter_groups,
-    refuse_sharded,
-)
+from . import arguments
 from .parallelize import arrange, shard_layers, share_parameters, stages_of
 from .sync import broadcast_model, check_same_config, check_same_model
 
@@ -82,7 +73,7 @@ def initialize(
     the model and the optimizer are as before, but where they are and in which precision, and what pipelines and tensor
     parallelism divided. Once layers are divided, what fails on one rank fails on all: SharedError on the others.
     """
-    check_arguments(args, model_parameters)
+    arguments.check_arguments(args, model_parameters)
     if model is None:
         raise ValueError("initialize: no model; pass model=")
     if not isinstance(model, nn.Module):
@@ -109,8 +100,8 @@ def initialize(
         )
     if not (optimizer is None or callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer)):
         raise TypeError(f"initialize: optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer")
-    refuse_sharded(model)
-    source = config_of(args, config, config_params)
+    arguments.refuse_sharded(model)
+    source = arguments.config_of(args, config, config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -123,7 +114,7 @@ def initialize(
         if settings.dump_state:
             print(settings.model_dump_json(indent=2))
 
-    vain = list(in_vain(optimizer, lr_scheduler, settings))
+    vain = list(arguments.in_vain(optimizer, lr_scheduler, settings))
     own = {"optimizer": optimizer, "scheduler": lr_scheduler}
     settings = settings.model_copy(update={name: None for name, passed in own.items() if passed is not None})
 
@@ -135,9 +126,9 @@ def initialize(
     refuse_overlaps(model)
     listed = None if model_parameters is None else list(model_parameters)
     if listed and any(isinstance(item, Mapping) for item in listed):
-        listed = parameter_groups(listed)  # whose parameters may be a generator's
-    check_parameters(model, settings)
-    check_listed(listed, model)
+        listed = arguments.parameter_groups(listed)  # whose parameters may be a generator's
+    arguments.check_parameters(model, settings)
+    arguments.check_listed(listed, model)
     if isinstance(optimizer, torch.optim.Optimizer):
         trained = any(param.requires_grad for param in model.parameters())
         sharded = settings.zero_optimization.stage > 0 and mesh.dp > 1 and trained
@@ -267,7 +258,7 @@ def _optimizer(
     if given is not None:
         client = given if isinstance(given, torch.optim.Optimizer) else given(listed)
         if client is given and parameters is not None and main.rank == 0:
-            compare(parameter_groups(listed), client.param_groups)
+            arguments.compare(arguments.parameter_groups(listed), client.param_groups)
         allow = config.zero_allow_untested_optimizer
         return client, optim.adopt(client, masters, shards=shards, allow_untested=allow)
     if config.optimizer is None:
@@ -275,7 +266,8 @@ def _optimizer(
     if not listed:
         listed = [{"params": []}]  # a pipeline stage without parameters steps with the others
     groups = [
-        {**group, "params": [masters[p] for p in group["params"] if p in masters]} for group in parameter_groups(listed)
+        {**group, "params": [masters[p] for p in group["params"] if p in masters]}
+        for group in arguments.parameter_groups(listed)
     ]
     built = optim.build(
         config.optimizer.type, config.optimizer.params.arguments(), groups, shards=shards, group=main.group, hooks=hooks

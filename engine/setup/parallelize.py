@@ -139,7 +139,7 @@ def share_parameters(model: nn.Module, parallel: Parallel, hooks: Hooks) -> Shar
             params = [param for param in whole if (param in partial) == is_partial]
             sharings.append(Sharing(parallel.tensor, params, counted=first, partial=is_partial))
         shards = [(param, shard_of(param)) for param in model.parameters()]
-        copies = [param for param, shard in shards if shard is not None and shard.rank % shard.copies]
+        copies = [param for param, shard in shards if shard is not None and not shard.counts]
     return SharedParameters(sharings, copies)
 
 

@@ -84,7 +84,7 @@ class BaseEngine(nn.Module):
         self,
         training: Training,
         opened: contextlib.ExitStack,
-        progress: Callable[[], str] | None = None,
+        progress: Callable[[float], str] | None = None,
     ) -> None:
         """`opened` takes the training off its model when it is closed. `progress`: see Metrics."""
         super().__init__()

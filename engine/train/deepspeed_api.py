@@ -198,19 +198,16 @@ def _consolidated(training: Training, exclude_frozen_parameters: bool = False) -
     return checkpoint.consolidated(training, with_frozen=not exclude_frozen_parameters)
 
 
-def _tensor_parallel_rank(training: Training) -> int:
-    """Which part of each layer this rank has."""
-    return training.parallel.mesh.tp_rank
-
-
 _METHODS: Final[Mapping[str, Callable[..., Any]]] = {
     **SETTINGS,
     "optimizer_name": _optimizer_name,
     "get_lr": Training.learning_rates,
     "get_mom": Training.momenta,
     "get_data_parallel_rank": documented("Which replica this rank is of.", lambda t: t.parallel.mesh.dp_rank),
-    "get_tensor_parallel_rank": _tensor_parallel_rank,
-    "get_model_parallel_rank": _tensor_parallel_rank,
+    **dict.fromkeys(
+        ("get_tensor_parallel_rank", "get_model_parallel_rank"),
+        documented("Which part of each layer this rank has.", lambda t: t.parallel.mesh.tp_rank),
+    ),
     "set_train_batch_size": _set_train_batch_size,
     "set_train_micro_batch_size": _set_train_micro_batch_size,
     "empty_partition_cache": _empty_partition_cache,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,12 +15,13 @@ from ..training_state import Training
 
 
 class Metrics:
-    """Reports one training. `progress` makes the line that is printed, in the place of this class's own."""
+    """Reports one training. `progress` makes the line that is printed, of samples a second, in the place of this
+    class's own."""
 
-    def __init__(self, training: Training, progress: Callable[[], str] | None = None) -> None:
+    def __init__(self, training: Training, progress: Callable[[float], str] | None = None) -> None:
         self._training = training
         self._rank = training.parallel.mesh.rank
-        self._progress = progress or self._samples_per_second
+        self._progress = progress or self._line
         self._losses: list[Tensor] = []
         self._paced: tuple[int, float] | None = None
         """Samples seen at the last line, and when that was."""
@@ -58,7 +59,7 @@ class Metrics:
             training.hooks.mark("loss_scale", kind="gauge", value=training.scaler.scale)
         every = training.config.steps_per_print
         if every and self._rank == 0 and (training.global_steps + 1) % every == 0:
-            print(self._progress())
+            print(self._progress(self._samples_per_second()))
 
     def log_summary(self, show_straggler: bool = False) -> None:
         """Print the table of communications so far (`comms_logger`); with `show_straggler` on all ranks at once."""
@@ -74,23 +75,22 @@ class Metrics:
         training = self._training
         sizes = {str(comm.group.group_name): comm.size for comm in training.comms() if comm.group is not None}
         everyone = training.parallel.everyone
-
-        def gather(samples: list[Any]) -> list[list[Any]] | None:
-            everybody = gather_objects(samples, everyone)
-            return everybody if self._rank == 0 else None
-
         return monitors.start(
             training.config, training.hooks, model=training.module, device=training.device, rank=self._rank,
             group_size=lambda name: sizes.get(name or "", everyone.size), samples=lambda: training.global_samples,
-            gather=gather,
+            gather=partial(gather_objects, comm=everyone),
         )  # fmt: skip
 
-    def _samples_per_second(self) -> str:
-        """Of the step that ends; the speed is since the last line."""
-        training, now = self._training, time.perf_counter()
-        before, then = self._paced or (training.global_samples, now)
-        self._paced = training.global_samples, now
-        speed = (training.global_samples - before) / (now - then) if now > then else 0.0
+    def _samples_per_second(self) -> float:
+        """Since the last line."""
+        samples, now = self._training.global_samples, time.perf_counter()
+        before, then = self._paced or (samples, now)
+        self._paced = samples, now
+        return (samples - before) / (now - then) if now > then else 0.0
+
+    def _line(self, speed: float) -> str:
+        """Of the step that ends."""
+        training = self._training
         return (
             f"step={training.global_steps + 1}, skipped={training.skipped_steps}, lr={training.learning_rates()}, "
             f"mom={training.momenta()}, samples/sec: {speed:0.3f}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -40,7 +40,7 @@ class PipelineEngine(BaseEngine):
         double = torch.tensor(float(any(param.dtype is torch.float64 for param in training.module.parameters())))
         double = double.to(training.device)
         parallel.everyone.all_reduce(double, "pipeline").wait()  # a rank without parameters is to know
-        super().__init__(training, opened, self._seconds_per_step)
+        super().__init__(training, opened, self._line)
         self.forward = self.names.find("forward", training)  # nn.Module has one, so the table would not be asked
         module = self.module
         module.hooks = training.hooks
@@ -55,13 +55,10 @@ class PipelineEngine(BaseEngine):
         self._loss_dtype = torch.float64 if double.item() else torch.float32
         """Of losses that are returned: float64 in models of it."""
         training.hooks.stage = mesh.pp_rank
-        self._began = time.perf_counter()
         self._batch_fn: Callable[[Any], Any] = _same
         self._last_loss: Tensor | None = None
         self._halfway = False
         """Whether a step failed that had begun to make gradients."""
-        self._reported: tuple[int, float] | None = None
-        """At which step, and when, progress was reported last."""
 
     # --- training
 
@@ -81,7 +78,7 @@ class PipelineEngine(BaseEngine):
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch is called under torch.no_grad(); write engine.eval_batch(data_iter) there")
         self.train()
-        self._began = time.perf_counter()
+        self.metrics.start_clock()
         if data_iter is not None:
             self._own_data = data_iter
         loss_fn = self.module.loss_fn
@@ -241,14 +238,10 @@ class PipelineEngine(BaseEngine):
             raise raised
         return losses
 
-    def _seconds_per_step(self) -> str:
-        """As DeepSpeed's pipelines report it: loss, and time and samples since the last report."""
-        step, now = self.global_steps + 1, time.perf_counter()
-        before, then = self._reported or (step - 1, self._began)
-        self._reported = step, now
-        each = (now - then) / (step - before)
-        loss = float("nan") if self._last_loss is None else self._last_loss.item()
-        speed = self.config.train_batch_size / each
+    def _line(self, speed: float) -> str:
+        """As DeepSpeed's pipelines report a step: its loss, and what a step takes at this many samples a second."""
+        step, each = self.global_steps + 1, self.config.train_batch_size / speed if speed else math.inf
+        loss = math.nan if self._last_loss is None else self._last_loss.item()
         return f"steps: {step} loss: {loss:0.4f} iter time (s): {each:0.3f} samples/sec: {speed:0.3f}"
 
     def _mean(self, losses: list[Any], microbatches: int) -> Tensor:

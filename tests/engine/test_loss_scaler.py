@@ -39,23 +39,23 @@ def course(scaler: LossScaler, overflows: str) -> list[float]:
 
 
 def test_an_overflow_halves_and_a_window_doubles() -> None:
-    scaler = DynamicLossScaler(4, window=2, hysteresis=1)
+    scaler = DynamicLossScaler(Section())
     # The first doubling takes one step more than the window, counted from the beginning or an overflow.
     assert course(scaler, "...x.....") == [16, 16, 32, 16, 16, 16, 32, 32, 64]
 
 
 def test_hysteresis_forgives_overflows_until_the_scale_is_doubled() -> None:
-    scaler = DynamicLossScaler(4, window=2, hysteresis=3)
+    scaler = DynamicLossScaler(Section(hysteresis=3))
     assert course(scaler, "x.x.x...xxx") == [16, 16, 16, 16, 8, 8, 8, 16, 16, 16, 8]
 
 
 def test_consecutive_hysteresis_forgives_overflows_at_each_good_step() -> None:
-    scaler = DynamicLossScaler(4, window=9, hysteresis=2, consecutive_hysteresis=True)
+    scaler = DynamicLossScaler(Section(loss_scale_window=9, hysteresis=2, consecutive_hysteresis=True))
     assert course(scaler, "x.x.xx") == [16, 16, 16, 16, 16, 8]
 
 
 def test_the_minimum_is_reached_and_then_an_error() -> None:
-    scaler = DynamicLossScaler(2, hysteresis=1, min_scale=3)
+    scaler = DynamicLossScaler(Section(initial_scale_power=2, min_loss_scale=3))
     assert course(scaler, "x") == [3]
     with pytest.raises(RuntimeError, match=r"already at its minimum, 3 \(iteration 1\).*gradient_clipping"):
         scaler.update(True)
@@ -63,8 +63,9 @@ def test_the_minimum_is_reached_and_then_an_error() -> None:
 
 def test_a_resumed_scaler_goes_on_as_if_never_stopped() -> None:
     steps = "x..x..x....x..x."
-    whole = course(DynamicLossScaler(8, 3, 2), steps)
-    first, second = DynamicLossScaler(8, 3, 2), DynamicLossScaler(8, 3, 2)
+    section = Section(initial_scale_power=8, loss_scale_window=3, hysteresis=2)
+    whole = course(DynamicLossScaler(section), steps)
+    first, second = DynamicLossScaler(section), DynamicLossScaler(section)
     course(first, steps[:5])
     second.load_state_dict(first.state_dict())
     assert course(second, steps[5:]) == whole[5:]

@@ -392,7 +392,7 @@ def test_any_optimizer_steps_the_same_from_disk(tmp_path: Path, name: str, setti
         for shard, other in zip(found, expected, strict=True):
             assert torch.equal(shard.param, other.param)
             assert shard.master.untyped_storage().nbytes() == 4  # nothing of it is in memory
-        for _ in store.through(changed=False):
+        for _ in store.through():
             pass
         with store.at_once(changed=False):
             for shard, other in zip(found, expected, strict=True):

@@ -42,7 +42,7 @@ def building_job(rank: int, early: bool) -> str:
 @pytest.mark.parametrize("early", [True, False])
 def test_a_layer_that_cannot_be_built_on_one_rank_is_told_on_all(ranks: Ranks, early: bool) -> None:
     own = "layer 1 (BuildsNot) could not be built on rank 1: OSError: no such file"
-    assert ranks.run(2, building_job, early) == [f"PipelineModule: rank 1 has no layers: {own}", own]
+    assert ranks.run(2, building_job, early) == [f"PipelineModule: failed on rank 1: PipelineError: {own}", own]
 
 
 class Breaks(nn.Module):
