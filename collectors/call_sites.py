@@ -61,8 +61,9 @@ class CallSites:
         known = (*alike, site)
         if known in self._known:
             return
-        self._known.add(known)
-        if len(self._known) > MOST:
+        if len(self._known) == MOST:
             name, bytes, dtype, site = 0, -1, 0, 0
         now = time.monotonic_ns()
-        self._recorder.span(Kind.MARK, self._mark, now, now, 0, dtype, bytes, 0, 0, -1, -1, 0, name, -1, site)
+        mark = Kind.MARK, self._mark, now, now, 0, dtype, bytes, 0, 0, -1, -1, 0, name, -1, site
+        if self._recorder.span(*mark):  # else the capture is off
+            self._known.add(known)

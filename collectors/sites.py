@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Final
@@ -22,8 +23,10 @@ MOST: Final = 1 << 14
 
 
 def passed_over() -> list[str]:
-    """Beginnings of the names of files whose lines are not what anybody asks for; torch is loaded."""
-    return [str(Path(sys.modules["torch"].__file__ or "").parent) + os.sep, f"{HOME}{os.sep}", "<"]
+    """Beginnings of the names of files whose lines are not what anybody asks for, those that torch.compile writes among
+    them; torch is loaded."""
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")
+    return [str(Path(sys.modules["torch"].__file__ or "").parent) + os.sep, f"{HOME}{os.sep}", "<", compiled]
 
 
 class Sites:

@@ -19,7 +19,7 @@ from dsprof.analyzer.context import Context
 from dsprof.analyzer.rules.base import NotJudged
 from dsprof.analyzer.rules.comm import _need_gradients_to_matter
 from dsprof.run import RankExit
-from dsprof.schema import BUDGET_PARTS
+from dsprof.schema import BUDGET_PARTS, CALL_SITE
 from dsprof.trace import Trace
 
 
@@ -249,6 +249,16 @@ def test_a_dead_rank_comes_first() -> None:
     assert [finding.code for finding in analysis.findings[:2]] == ["run.rank-died", "rank.straggler"]
     assert analysis.findings[0].where.ranks == (1,)
     assert "SIGKILL" in analysis.findings[0].title
+
+
+def test_that_a_line_issues_such_ones_is_nothing_that_a_rank_did() -> None:
+    job = Job()
+    job.exits = [RankExit(rank=0, host="host", pid=100, code=None, signal=9, ended_ns=1_000)]
+    trace = job.trace()
+    last = trace.rows[trace.rows["rank"] == 0].sort_values("start_ns").tail(1)
+    mark = last.assign(kind="mark", name=CALL_SITE, start_ns=last["start_ns"] + 1, ended=True)
+    found = analyze(Trace.of(trace.run, pd.concat([trace.rows, mark], ignore_index=True))).findings[0]
+    assert {item.metric: item.value for item in found.evidence}["was doing"] == "after optimizer"
 
 
 def test_a_rank_that_nobody_watched_was_gone_before_the_one_that_waited_for_it() -> None:

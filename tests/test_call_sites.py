@@ -36,7 +36,9 @@ for name, (level, most, code) in json.loads(sys.argv[3]).items():
     nothing = lambda *args: None
     taken = [collectives.install(recorder)]
     marks = call_sites.install(OpenCapture(recorder, folder / name, level, lambda: True, nothing, nothing))
-    exec(compile(code, f"{name}.py", "exec"), {"torch": torch, "dist": dist, "marks": marks, "ones": torch.ones})
+    exec(compile(code, f"{name}.py", "exec"), {
+        "torch": torch, "dist": dist, "marks": marks, "ones": torch.ones, "recorder": recorder,
+    })
     for uninstall in [*taken, *marks]:
         uninstall()
     recorder.close()
@@ -74,6 +76,11 @@ CASES = {
         for _ in range(3):
             loss = model(ones(2, 4)).sum()
             loss.backward()
+        """),
+    "turned off": Case("light", """\
+        for off in (True, False):
+            recorder.mute(off)
+            dist.all_reduce(ones(2))
         """),
     "taken away": Case("light", """\
         dist.all_reduce(ones(1))
@@ -131,6 +138,10 @@ def test_that_there_are_more_is_marked(marks: Mapping[str, Marks]) -> None:
 
 def test_what_ddp_reduces_has_the_line_of_the_backward(marks: Mapping[str, Marks]) -> None:
     assert ("all_reduce", 80, "float32", 4) in marks["ddp"]
+
+
+def test_a_line_that_issued_while_the_capture_was_off_is_marked_later(marks: Mapping[str, Marks]) -> None:
+    assert marks["turned off"] == [("all_reduce", 8, "float32", 3)]
 
 
 def test_nothing_is_marked_once_it_is_taken_away(marks: Mapping[str, Marks]) -> None:

@@ -3,19 +3,26 @@ or by the marks of the lines that issue alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 import pandas as pd
 
 from dsprof.live.waiting import Communication
 from dsprof.schema import ALL_MARKED, CALL_SITE, CAPTURE_GAP, CAPTURE_OFF, DTYPES
-
-from .context import Context
+from dsprof.trace import Trace
 
 MOST_RANKS: Final = 64
 """Whose rows are read: those of one version have the same lines."""
-COLUMNS: Final = ("kind", "name", "group", "seq", "peer", "purpose", "bytes", "value", "site")
+COLUMNS: Final = ("kind", "name", "group", "seq", "peer", "ended", "purpose", "bytes", "value", "site")
+
+
+class Alike(NamedTuple):
+    """What a mark tells of what its line issues."""
+
+    name: str
+    bytes: int
+    dtype: str
 
 
 class CallSite(NamedTuple):
@@ -25,32 +32,43 @@ class CallSite(NamedTuple):
     certain: bool
 
 
-def call_sites(context: Context, ranks: Iterable[int], operation: Communication) -> dict[int, CallSite]:
-    """Rank -> the line that issued its `operation`, where one alone is known that issues alike."""
-    every = context.run.level == "full"
+def call_sites(
+    trace: Trace, ranks: Iterable[int], operation: Communication, stands: Mapping[int, str]
+) -> dict[int, CallSite]:
+    """Rank -> the line that issued its `operation`: the only one that is known to issue alike, or of several the one in
+    which the rank `stands`. A line that waits for what another issued is none of them."""
+    every = trace.run.level == "full"
+    lossy = {item.rank for item in trace.run.ranks if item.dropped or item.damaged}
     found: dict[int, CallSite] = {}
     for rank in list(ranks)[:MOST_RANKS]:
-        rows = context.trace.read(rank, COLUMNS)
-        own = _own(rows, operation)
-        if own:
-            found[rank] = CallSite(own, certain=True)
-            continue
-        marks = _marks(rows)
-        if (marks["name"] == "").any():  # there are lines that are not marked
-            continue
-        dtype = operation.dtype or ""
-        same = (marks["name"] == operation.name) & (marks["bytes"] == operation.bytes) & (marks["dtype"] == dtype)
-        lines = marks["site"][same].unique()
-        if len(lines) == 1 and lines[0]:
-            found[rank] = CallSite(str(lines[0]), every or _all_looked_at(rows, operation))
+        rows = trace.read(rank, COLUMNS)
+        line = _line_of(rows, operation, stands.get(rank), every=every, lossy=rank in lossy)
+        if line is not None:
+            found[rank] = line
     return found
 
 
-def _own(rows: pd.DataFrame, operation: Communication) -> str | None:
-    """The line that the collective's own row has, if it has one."""
-    mine = (rows["kind"] == "comm") & (rows["group"] == operation.group) & (rows["seq"] == operation.seq)
-    sites = rows["site"][mine & rows["peer"].isna()].dropna()
-    return str(sites.iloc[0]) if len(sites) and operation.peer is None else None
+def _line_of(
+    rows: pd.DataFrame, operation: Communication, stands: str | None, *, every: bool, lossy: bool
+) -> CallSite | None:
+    """Of one rank. every: each call's line was looked at; lossy: records are missing."""
+    same = (rows["kind"] == "comm") & (rows["group"] == operation.group) & (rows["seq"] == operation.seq)
+    mine = next(iter(rows[same & rows["peer"].isna()].to_dict("records")), None)
+    if mine is None:
+        return None
+    if pd.notna(mine["site"]):
+        return CallSite(str(mine["site"]), certain=True)
+    # Its own size: those of a gather or an all-to-all differ between ranks.
+    alike = Alike(operation.name, -1 if pd.isna(mine["bytes"]) else int(mine["bytes"]), operation.dtype or "")
+    marks = _marks(rows)
+    of_these = (marks["name"] == alike.name) & (marks["bytes"] == alike.bytes) & (marks["dtype"] == alike.dtype)
+    lines = set(marks["site"][of_these])
+    under_way = pd.notna(mine["ended"]) and not mine["ended"]
+    if stands is not None and under_way and (stands in lines or marks.empty):
+        return CallSite(stands, certain=True)
+    if len(lines) != 1 or "" in lines or (marks["name"] == "").any():  # the last: there are lines without a mark
+        return None
+    return CallSite(lines.pop(), certain=not lossy and _all_marked(rows, alike, every=every))
 
 
 def _marks(rows: pd.DataFrame) -> pd.DataFrame:
@@ -61,9 +79,10 @@ def _marks(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"name": text["purpose"], "bytes": marks["bytes"], "dtype": dtypes, "site": text["site"]})
 
 
-def _all_looked_at(rows: pd.DataFrame, operation: Communication) -> bool:
-    """Whether so few were issued that are alike that each one's line is marked."""
-    comm = rows["kind"] == "comm"
-    alike = comm & (rows["name"] == operation.name) & (rows["bytes"] == operation.bytes)
-    gaps = (rows["kind"] == "mark") & rows["name"].isin([CAPTURE_GAP, CAPTURE_OFF])
-    return int(alike.sum()) <= ALL_MARKED and not gaps.any()
+def _all_marked(rows: pd.DataFrame, alike: Alike, *, every: bool) -> bool:
+    """Whether the marks are of all lines that issued these: of every call's, or of so few that none was left out."""
+    marks = set(rows["name"][rows["kind"] == "mark"])
+    if CAPTURE_GAP in marks:  # some may have been in what was given up
+        return False
+    times = ((rows["kind"] == "comm") & (rows["name"] == alike.name) & (rows["bytes"] == alike.bytes)).sum()
+    return every or (CAPTURE_OFF not in marks and int(times) <= ALL_MARKED)

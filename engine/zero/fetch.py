@@ -73,7 +73,8 @@ class Fetcher:
         self._pass_with_grad = True
         self.live_params = LiveParams()
         self.by_storage: dict[int, ShardedParam] = {}
-        self._owners: list[ModuleParams] = []
+        self._owners: dict[ShardedParam, list[ModuleParams]] = {}
+        """Those that each is fetched for."""
         self._install(root)
         self._sharded = [param for param in sharded.values() if not param.persistent]
         for param in self._sharded:
@@ -134,7 +135,9 @@ class Fetcher:
                 continue
             own = [self._params[p] for p in dict.values(module._parameters) if self.sharded(p) is not None]
             owner = ModuleParams(name, own, backward=ModuleParams(name, []) if _is_torchs(module) else None)
-            self._owners.append(owner)
+            owner.choose_for_backward()
+            for param in own:
+                self._owners.setdefault(param, []).append(owner)
             self._handles += [
                 module.register_forward_pre_hook(self._before_forward(owner, module is root), prepend=True),
                 module.register_forward_hook(self._after_forward(owner), with_kwargs=True, always_call=True),
@@ -193,10 +196,13 @@ class Fetcher:
         if not frozen:
             return
         ended = -1
+        differentiable = False
 
         def after_backward(grad: Tensor) -> None:
-            nonlocal ended
-            if ended != (ended := torch._C._current_graph_task_id()):
+            nonlocal ended, differentiable
+            # By create_graph. What a backward through that one needs of them, nothing announces.
+            differentiable = differentiable or torch.is_grad_enabled()
+            if not differentiable and ended != (ended := torch._C._current_graph_task_id()):
                 for param in frozen:
                     self.gradient_taken(param)
 
@@ -226,9 +232,8 @@ class Fetcher:
     def _first_saved(self, param: ShardedParam) -> None:
         """Autograd saves `param`: from now on it is fetched for the backward of the modules that it is fetched for."""
         param.saved = True
-        for owner in self._owners:
-            if param in owner.params:
-                owner.divide()
+        for owner in self._owners[param]:
+            owner.choose_for_backward()
 
     def _unpacked(self, param: ShardedParam) -> None:
         """Backward needs `param`. It is in use until its gradient, or the backward, is complete."""
@@ -257,7 +262,8 @@ class Fetcher:
             name = call.owner.name
             if remember and param not in call.owner.params:
                 call.owner.params.append(param)
-                call.owner.divide()
+                call.owner.choose_for_backward()
+                self._owners[param].append(call.owner)
         self._fetch([param], name)
 
     def replace_storage(self, key: int, param: ShardedParam) -> None:
@@ -358,8 +364,13 @@ def _in_backward() -> bool:
 
 def _is_torchs(module: nn.Module) -> bool:
     """Whether backward cannot need parameters of `module` but through what autograd saves. A function of the script's
-    own may have kept them itself, and give them to a kernel that nothing announces."""
-    return type(module).__module__.startswith("torch.nn.") and "forward" not in vars(module)
+    own, also one in a parametrization, may have kept them itself, and give them to a kernel that nothing announces."""
+    return all(
+        "forward" not in vars(part)
+        and type(part).__module__.startswith("torch.nn.")
+        and getattr(type(part).forward, "__module__", "").startswith("torch.nn.")
+        for part in module.modules()
+    )
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -24,7 +24,7 @@ class ModuleParams:
     """Of a module of torch's own, what is fetched for its backward: those that autograd has saved in a forward. The
     weight of an embedding, or a bias, is not needed there. None: all."""
 
-    def divide(self) -> None:
+    def choose_for_backward(self) -> None:
         """`params`, or which of them are saved, have changed."""
         if self.backward is not None:
             self.backward.params = [param for param in self.params if param.saved]

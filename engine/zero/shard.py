@@ -181,8 +181,9 @@ class ShardedParam:
         self.resident = True
         self.users = 0
         """Modules that need the whole of it at this moment."""
-        self.saved = False
-        """Whether autograd has ever saved it, so that a backward may need it."""
+        self.saved = type(param) is not nn.Parameter
+        """Whether autograd has ever saved it, so that a backward may need it. Of a class of the script's own always: a
+        hook on its gradient may read it, and would not fetch it (`release`)."""
         self.secondary: Tensor | None = None
         """This rank's shard in the hierarchical partition, as long as it is of the present weights."""
         self.live_params = LiveParams()
@@ -296,13 +297,17 @@ class ShardedParam:
         self._take_storage()
         return self._whole.view(self.partition.num_shards, self.partition.shard_size)
 
-    def fill(self, shards: Tensor | None, partition: Partition | None = None) -> None:
+    def fill(self, shards: Tensor, partition: Partition | None = None) -> None:
         """Write the gathered `shards` [num_shards, shard_size], divided as `partition` has it, to the parameter's own
-        storage; None: the gather has written to its `storage_rows`."""
+        storage."""
         self.allocate()
-        if shards is not None:
-            # A persistent parameter's own part is already there: the shard is a view of it.
-            (partition or self.partition).from_shards(shards, self.flat, self.rank if self.persistent else None)
+        # A persistent parameter's own part is already there: the shard is a view of it.
+        (partition or self.partition).from_shards(shards, self.flat, self.rank if self.persistent else None)
+        self.resident = True
+
+    def filled(self) -> None:
+        """A gather has written to `storage_rows`."""
+        self.allocate()
         self.resident = True
 
     def allocate(self) -> None:

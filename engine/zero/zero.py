@@ -64,6 +64,7 @@ class Zero:
         size, rank = self._comm.size, self._comm.rank
         self.params: list[ShardedParam] = []
         sharded_size = 0
+        rewritten = _rewritten_in_forward(model)
         for index, (name, param) in enumerate(model.named_parameters()):
             early = find_sharded(param)  # by zero.Init
             if early is not None:
@@ -75,6 +76,7 @@ class Zero:
             sharded_size += 0 if sharded else param.numel()
             if may and sharded_size > settings.stage3_model_persistence_threshold:
                 sharded = True
+            sharded = sharded and param not in rewritten
             if sharded and early is None:
                 param.data = param.data.clone()  # storage of its own, which can be emptied
             partition = Partition(
@@ -168,6 +170,12 @@ class Zero:
     def size(self) -> int:
         """Ranks that the parameters are sharded for."""
         return self._comm.size
+
+
+def _rewritten_in_forward(model: nn.Module) -> set[nn.Parameter]:
+    """Weights that a forward writes to, which would be lost where the weight is freed behind it."""
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    return {table.weight for table in tables if table.max_norm is not None}
 
 
 def _watch(comms: Comms, hooks: Hooks) -> DeadlockWatch | None:

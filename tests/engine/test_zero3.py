@@ -18,6 +18,7 @@ from engines import ALONE, stored_bytes, watch_peak
 from ranks import Ranks
 from spans import comms, recorded
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from dsprof import engine as ds
@@ -194,6 +195,44 @@ class Recomputes(Plain):
         return y
 
 
+class FrozenMiddle(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle.requires_grad_(False)
+
+
+class Limited(Plain):
+    """Forward writes to the table's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH, max_norm=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table(torch.arange(5)))
+
+
+class OwnParameter(nn.Parameter):
+    pass
+
+
+class Decayed(Plain):
+    """Hooks on the gradients read the parameters, which are of a class of the script's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in (self.first, self.middle, self.last):
+            layer.weight, layer.bias = OwnParameter(layer.weight.data), OwnParameter(layer.bias.data)
+        self.watched = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.watched:
+            self.watched = True
+            for param in self.parameters():
+                param.register_hook(lambda grad, param=param: grad * param.detach().abs().mean())
+        return super().forward(x)
+
+
 Backward = Callable[..., Any]
 
 
@@ -241,6 +280,9 @@ CASES: dict[str, tuple[type[nn.Module], Callable[..., None]]] = {
     "read early": (ReadsBeforeAnotherRuns, once),
     "references kept": (KeepsReferences, once),
     "weights penalised": (Plain, weights_penalised),
+    "frozen, gradient penalty": (FrozenMiddle, penalised),
+    "a table with a limit": (Limited, once),
+    "hooks on parameters of another class": (Decayed, once),
 }
 
 
@@ -556,10 +598,34 @@ class Scale(nn.Module):
         return y
 
 
-def scaled(rank: int) -> float:
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return weight * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return 2 * grad * ctx.weight
+
+
+class Squared(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        y: Tensor = Square.apply(weight)
+        return y
+
+
+def squared() -> nn.Module:
+    return parametrize.register_parametrization(linear(), "weight", Squared())
+
+
+def scaled(rank: int, make: Callable[[], nn.Module]) -> float:
     """How far the weights come from a single process's."""
     torch.manual_seed(0)
-    model = nn.Sequential(linear(), Scale(), linear()).double()
+    model = nn.Sequential(linear(), make(), linear()).double()
     expected = copy.deepcopy(model)
     engine = engine_for(model, **TIGHT)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
@@ -575,8 +641,11 @@ def scaled(rank: int) -> float:
         return max((found - wanted).abs().max().item() for found, wanted in pairs)
 
 
-def test_a_weight_that_a_function_has_kept_itself_is_there_in_its_backward(ranks: Ranks) -> None:
-    assert max(ranks.run(2, scaled)) < 1e-9
+@pytest.mark.parametrize("make", [Scale, squared])
+def test_a_weight_that_a_function_has_kept_itself_is_there_in_its_backward(
+    ranks: Ranks, make: Callable[[], nn.Module]
+) -> None:
+    assert max(ranks.run(2, scaled, make)) < 1e-9
 
 
 # --- a pass as data
@@ -610,8 +679,8 @@ def test_a_pass_knows_what_comes_next() -> None:
     assert walk.outcome() is not record
 
 
-def lines_run(rank: int, layers: int, zero: dict[str, Any]) -> int:
-    """Lines of Python that fetching runs through in a step that goes as recorded."""
+def lines_run(rank: int, layers: int, zero: dict[str, Any], step: int) -> int:
+    """Lines of Python that fetching runs through in a step: the third goes as recorded."""
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(layers)))
     engine = engine_for(model, **zero)
     count = 0
@@ -624,16 +693,17 @@ def lines_run(rank: int, layers: int, zero: dict[str, Any]) -> int:
         return trace
 
     for number in range(3):
-        if number == 2:
+        if number == step:
             sys.settrace(trace)
         try:
-            engine.backward(engine(torch.ones(1, 2)).sum())
+            engine.backward(engine(torch.ones(1, 2, requires_grad=True)).sum())
         finally:
             sys.settrace(None)
         engine.step()
     return count
 
 
+@pytest.mark.parametrize("step", [0, 2])
 @pytest.mark.parametrize(
     "zero",
     [
@@ -644,7 +714,7 @@ def lines_run(rank: int, layers: int, zero: dict[str, Any]) -> int:
     ],
     ids=["kept", "prefetched", "a little prefetched", "room for few"],
 )
-def test_fetching_takes_time_in_proportion_to_the_layers(ranks: Ranks, zero: dict[str, Any]) -> None:
-    few, many = (ranks.run(2, lines_run, layers, zero)[0] for layers in (30, 120))
+def test_fetching_takes_time_in_proportion_to_the_layers(ranks: Ranks, zero: dict[str, Any], step: int) -> None:
+    few, many = (ranks.run(2, lines_run, layers, zero, step)[0] for layers in (30, 120))
     assert few > 1000
-    assert many / few < 5  # not 16
+    assert many / few < 4.5  # not 16

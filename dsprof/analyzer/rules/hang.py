@@ -177,11 +177,10 @@ def _finding(context: Context, stall: Stall, told: Mapping[str, Any]) -> Finding
     first, culprits = stall.operation, stall.culprits
     code, title = str(told.get("code") or stall.code), str(told.get("words") or stall.words)
     issued: dict[int, CallSite] = {}
-    for ranks, operation in stall.versions:
-        issued |= call_sites(context, ranks, operation)
     stands = {rank: site for rank in (*culprits, *stall.waiters) if (site := _site(context, rank))}
-    issued |= {rank: CallSite(site, certain=True) for rank, site in stands.items()}
-    sites = {rank: line.site for rank, line in issued.items()}
+    for ranks, operation in stall.versions:
+        issued |= call_sites(context.trace, ranks, operation, stands)
+    sites = stands | {rank: line.site for rank, line in issued.items()}
     if not told:
         places = [f"rank {rank} is at {short(stands[rank])}" for rank in culprits if rank in stands]
         ended = [rank for rank in culprits if stall.kind == "missing" and _ended(context, rank)]

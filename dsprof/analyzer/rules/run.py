@@ -9,6 +9,7 @@ from typing import Final
 import pandas as pd
 
 from dsprof.run import BY_HAND, RankExit, failures, last_processes
+from dsprof.schema import CALL_SITE
 
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
@@ -113,7 +114,7 @@ def _doing(rows: pd.DataFrame) -> str:
         row = unended.sort_values("start_ns").iloc[-1]
         where = f" in group {row['group']}, number {row['seq']}" if row["kind"] == "comm" else ""
         return f"{row['name']}{where} (not completed)"
-    seen = rows[rows["kind"].isin(["comm", "phase", "mark"])].sort_values("start_ns")
+    seen = rows[rows["kind"].isin(["comm", "phase", "mark"]) & (rows["name"] != CALL_SITE)].sort_values("start_ns")
     return f"after {seen.iloc[-1]['name']}" if len(seen) else "unknown: nothing was captured"
 
 
