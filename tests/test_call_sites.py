@@ -17,6 +17,7 @@ from jobs import environment
 
 from dsprof.collectors.call_sites import MOST, CallSites
 from dsprof.collectors.python_recorder import PyRecorder
+from dsprof.collectors.sites import passed_over
 from dsprof.schema import CALL_SITE, DTYPES, Kind
 
 RUN = """
@@ -26,6 +27,7 @@ import torch, torch.distributed as dist
 from dsprof.collectors import call_sites, collectives, native
 from dsprof.collectors.collector import OpenCapture
 from dsprof.collectors.python_recorder import PyRecorder
+from dsprof.collectors.sites import passed_over
 
 folder = Path(sys.argv[1])
 helper = native.load(print) if sys.argv[2] == "native" else None
@@ -159,3 +161,12 @@ def test_what_the_engine_tells_of_counts(tmp_path: Path) -> None:
     assert (mark.name, mark.purpose, mark.bytes, mark.value) == (CALL_SITE, "all_gather", 400, 7)
     assert mark.site.startswith(f"{__file__}:")
     assert told.kind == Kind.COMM
+
+
+def test_what_torch_compile_writes_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert default_cache_dir().startswith(tuple(passed_over()))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/scratch/compiled")
+    assert "/scratch/compiled" in passed_over()

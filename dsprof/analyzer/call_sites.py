@@ -17,7 +17,7 @@ MOST_RANKS: Final = 64
 COLUMNS: Final = ("kind", "name", "group", "seq", "peer", "ended", "purpose", "bytes", "value", "site")
 
 
-class Alike(NamedTuple):
+class CallKind(NamedTuple):
     """What a mark tells of what its line issues."""
 
     name: str
@@ -59,7 +59,7 @@ def _line_of(
     if pd.notna(mine["site"]):
         return CallSite(str(mine["site"]), certain=True)
     # Its own size: those of a gather or an all-to-all differ between ranks.
-    alike = Alike(operation.name, -1 if pd.isna(mine["bytes"]) else int(mine["bytes"]), operation.dtype or "")
+    alike = CallKind(operation.name, -1 if pd.isna(mine["bytes"]) else int(mine["bytes"]), operation.dtype or "")
     marks = _marks(rows)
     of_these = (marks["name"] == alike.name) & (marks["bytes"] == alike.bytes) & (marks["dtype"] == alike.dtype)
     lines = set(marks["site"][of_these])
@@ -79,7 +79,7 @@ def _marks(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"name": text["purpose"], "bytes": marks["bytes"], "dtype": dtypes, "site": text["site"]})
 
 
-def _all_marked(rows: pd.DataFrame, alike: Alike, *, every: bool) -> bool:
+def _all_marked(rows: pd.DataFrame, alike: CallKind, *, every: bool) -> bool:
     """Whether the marks are of all lines that issued these: of every call's, or of so few that none was left out."""
     marks = set(rows["name"][rows["kind"] == "mark"])
     if CAPTURE_GAP in marks:  # some may have been in what was given up

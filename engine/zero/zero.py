@@ -172,7 +172,7 @@ class Zero:
         return self._comm.size
 
 
-def _rewritten_in_forward(model: nn.Module) -> set[nn.Parameter]:
+def _rewritten_in_forward(model: nn.Module) -> set[torch.Tensor]:
     """Weights that a forward writes to, which would be lost where the weight is freed behind it."""
     tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
     return {table.weight for table in tables if table.max_norm is not None}
