@@ -180,7 +180,7 @@ def _finding(context: Context, stall: Stall, told: Mapping[str, Any]) -> Finding
     stands = {rank: site for rank in (*culprits, *stall.waiters) if (site := _site(context, rank))}
     for ranks, operation in stall.versions:
         issued |= call_sites(context.trace, ranks, operation, stands)
-    sites = stands | {rank: line.site for rank, line in issued.items()}
+    sites = stands | {rank: line.site for rank, line in issued.items() if line.certain}
     if not told:
         places = [f"rank {rank} is at {short(stands[rank])}" for rank in culprits if rank in stands]
         ended = [rank for rank in culprits if stall.kind == "missing" and _ended(context, rank)]
