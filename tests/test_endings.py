@@ -91,12 +91,12 @@ def script(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("ending", "status", "how"),
     [
-        ("exit-0", 0, None),
-        ("exit-7", 7, "exit status 7"),
+        pytest.param("exit-0", 0, None, marks=pytest.mark.slow),  # as one process below, and most other jobs
+        pytest.param("exit-7", 7, "exit status 7", marks=pytest.mark.slow),
         ("exception", 1, "exit status 1"),
         ("_exit-3", 3, "exit status 3"),
         ("SIGKILL", 137, "SIGKILL"),
-        ("SIGTERM", 143, "SIGTERM"),
+        pytest.param("SIGTERM", 143, "SIGTERM", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_ends(ending: str, status: int, how: str | None, script: Path, tmp_path: Path) -> None:
@@ -117,7 +117,12 @@ def test_a_rank_ends(ending: str, status: int, how: str | None, script: Path, tm
 
 
 @pytest.mark.parametrize(
-    ("ending", "status", "how"), [("exit-0", 0, None), ("exit-7", 7, "exit status 7"), ("SIGKILL", 137, "SIGKILL")]
+    ("ending", "status", "how"),
+    [
+        ("exit-0", 0, None),
+        ("exit-7", 7, "exit status 7"),
+        pytest.param("SIGKILL", 137, "SIGKILL", marks=pytest.mark.slow),
+    ],
 )
 def test_one_process_ends(ending: str, status: int, how: str | None, script: Path, tmp_path: Path) -> None:
     finished = profile(tmp_path, script, ending, ranks=None, flags=("--no-report",))
@@ -139,7 +144,7 @@ def test_one_process_ends(ending: str, status: int, how: str | None, script: Pat
     assert how in died[0]["title"]
 
 
-@pytest.mark.parametrize(("ending", "status"), [("exit-0", 0), ("SIGKILL", 1)])
+@pytest.mark.parametrize(("ending", "status"), [pytest.param("exit-0", 0, marks=pytest.mark.slow), ("SIGKILL", 1)])
 def test_a_script_that_spawns_its_ranks(ending: str, status: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SPAWNS)
     finished = profile(tmp_path, tmp_path / "train.py", ending, ranks=None, flags=("--no-report",))
