@@ -775,6 +775,7 @@ MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
 """Have glibc give back what is freed: how much it keeps is a matter of which thread was first."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
 def test_states_that_do_not_fit_into_memory_train_from_disk(tmp_path: Path) -> None:
     """RLIMIT_DATA leaves 220 MB: enough for gradients and tiles (140 were), not for the states as well (over 300)."""
