@@ -19,8 +19,9 @@ from dsprof.engine.schedule import Action, make_plan, simulate
 
 pytestmark = pytest.mark.alone
 
-UNIT: Final = 0.04
-"""Seconds of a layer's forward; its backward takes two, one for its inputs and one for its weights."""
+UNIT: Final = 0.07
+"""Seconds of a layer's forward; its backward takes two, one for its inputs and one for its weights. Long beside a
+message, which takes up to a millisecond of a slow host."""
 MICROBATCHES: Final = 4
 STEPS: Final = 5
 
@@ -98,8 +99,7 @@ def timed(rank: int, schedule: str, virtual: int, seconds: list[float]) -> list[
     ],
 )
 def test_bubbles_are_those_of_the_simulation(ranks: Ranks, schedule: str, virtual: int, seconds: list[float]) -> None:
-    """Within 5 % of the step, given what each action took: a busy host makes sleeps longer, too, and a message takes up
-    to a millisecond of a slow one. Another schedule's bubble differs by 9 % and more."""
+    """Within 3 % of the step, given what each action took: a busy host makes sleeps longer, too."""
     plan = make_plan(schedule, 2, MICROBATCHES, virtual)
     errors: list[list[float]] = [[], []]
     for steps in zip(*ranks.run(2, timed, schedule, virtual, seconds), strict=True):
@@ -111,7 +111,7 @@ def test_bubbles_are_those_of_the_simulation(ranks: Ranks, schedule: str, virtua
             bubble = times[-1][1] - times[0][0] - expected.busy_times[rank]
             errors[rank].append((waited - bubble) / length)
     for each in errors:
-        assert abs(statistics.median(each)) < 0.05
+        assert abs(statistics.median(each)) < 0.03
 
 
 def test_a_zero_bubble_step_is_shorter_than_1f1b(ranks: Ranks) -> None:
