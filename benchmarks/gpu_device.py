@@ -340,12 +340,10 @@ def main() -> int:
         recorder: Any = capture.recorder
 
         def switch(on: bool) -> None:
-            from dsprof.collectors.sites import LIBRARY, passed_over
-
             if not native or not on_gpu:
                 return
             if on:
-                recorder.install_syncs(passed_over(), LIBRARY)
+                recorder.install_syncs()
             else:
                 recorder.uninstall_syncs()
 

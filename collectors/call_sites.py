@@ -17,7 +17,7 @@ from .collector import OpenCapture
 from .native import NativeRecorder
 from .python_recorder import PyRecorder
 from .record import Recorder
-from .sites import LIBRARY, Sites, passed_over
+from .sites import Sites
 from .uninstall import Uninstall, replace_attribute
 
 EVERY: Final = 61
@@ -31,7 +31,7 @@ def install(capture: OpenCapture) -> list[Uninstall]:
     """Mark the lines that issue collectives from now on."""
     recorder, every = capture.recorder, 1 if capture.full else EVERY
     if isinstance(recorder, NativeRecorder):
-        recorder.install_call_sites(passed_over(), LIBRARY, ALL_MARKED, every, MOST)
+        recorder.install_call_sites(ALL_MARKED, every, MOST)
         return [recorder.uninstall_call_sites]
     if isinstance(recorder, PyRecorder):
         return [replace_attribute(recorder, "note_call", CallSites(recorder, every).note)]
@@ -49,8 +49,9 @@ class CallSites:
         self._times: dict[tuple[int, int, int], int] = {}
         self._known: set[tuple[int, int, int, int]] = set()
 
-    def note(self, name: int, bytes: int, dtype: int) -> None:
-        """This thread is about to issue one. `name` is an id, `dtype` an index into DTYPES."""
+    def note(self, name: int, bytes: int, dtype: int, issue_ns: int) -> None:
+        """This thread is about to issue one (`issue_ns` 0), or issued it then. `name` is an id, `dtype` an index into
+        DTYPES."""
         if len(self._known) > MOST:
             return
         alike = name, bytes, dtype
@@ -63,7 +64,7 @@ class CallSites:
             return
         if len(self._known) == MOST:
             name, bytes, dtype, site = 0, -1, 0, 0
-        now = time.monotonic_ns()
-        mark = Kind.MARK, self._mark, now, now, 0, dtype, bytes, 0, 0, -1, -1, 0, name, -1, site
+        at = issue_ns or time.monotonic_ns()
+        mark = Kind.MARK, self._mark, at, at, 0, dtype, bytes, 0, 0, -1, -1, 0, name, -1, site
         if self._recorder.span(*mark):  # else the capture is off
             self._known.add(known)

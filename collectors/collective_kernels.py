@@ -176,7 +176,7 @@ class PythonHooks:
         name = self._names.get(call.name)
         if name is None:
             name = self._names[call.name] = self._recorder.intern(call.name)
-        self._recorder.note_call(name, nbytes, dtype)
+        self._recorder.note_call(name, nbytes, dtype, 0)
         pg = ProcessGroup.unbox(args[call.group])
         peer, tag = call.argument(args, call.peer, -1), call.argument(args, call.tag, -1)
         flags = int(Flag.ASYNC) if call.argument(args, call.async_op, False) else 0

@@ -18,7 +18,7 @@ from . import dynamo
 from .collector import OpenCapture
 from .native import NativeRecorder
 from .record import Recorder
-from .sites import LIBRARY, Sites, passed_over
+from .sites import Sites
 from .uninstall import Uninstall, replace_attribute
 from .wrap import stands_for
 
@@ -49,7 +49,7 @@ def watch(recorder: Recorder) -> list[Uninstall]:
     sites = Sites(recorder)
     found = [_watch_call(place, name, call, recorder, sites) for place, name, call in _calls()]
     if isinstance(recorder, NativeRecorder):
-        recorder.install_syncs(passed_over(), LIBRARY)
+        recorder.install_syncs()
         found.append(recorder.uninstall_syncs)
     return found
 

@@ -86,7 +86,7 @@ class PyRecorder(SharedParts):
         self.passed_over = PassedOver()
         self.purposes = Purposes()
         self.targets = Targets()
-        self.note_call: Callable[[int, int, int], None] = lambda name, bytes, dtype: None
+        self.note_call: Callable[[int, int, int, int], None] = lambda name, bytes, dtype, issue_ns: None
         """Called with name, bytes and dtype before a communication is numbered (`call_sites`)."""
 
     @property
@@ -248,7 +248,7 @@ class PyRecorder(SharedParts):
     ) -> int:  # fmt: skip
         target = Target(name, group, seq & ondisk.NO_SEQ, peer, -1, peer != -1)
         if kind == _COMM:
-            self.note_call(name, bytes, dtype)
+            self.note_call(name, bytes, dtype, issue_ns)
             self.targets.here.told = target
         context = CallContext(stage, microbatch, module, purpose)
         family, fields = _comm_fields(target, issue_ns, bytes, dtype, context)

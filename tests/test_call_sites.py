@@ -159,6 +159,7 @@ def test_what_the_engine_tells_of_counts(tmp_path: Path) -> None:
     recorder.close()
     mark, told, *_ = read_rows(tmp_path / "capture")
     assert (mark.name, mark.purpose, mark.bytes, mark.value) == (CALL_SITE, "all_gather", 400, 7)
+    assert mark.start_ns == told.start_ns  # so that it is not taken for a mark of a later one
     assert mark.site.startswith(f"{__file__}:")
     assert told.kind == Kind.COMM
 

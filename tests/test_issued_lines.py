@@ -18,12 +18,12 @@ A, B, WAITS = "/home/me/train.py:10", "/home/me/train.py:20", "/home/me/train.py
 FLOAT = DTYPES.index("float32")
 
 
-def mark(site: str, size: int = 400, name: str = "all_gather") -> Record:
-    return (Kind.MARK, CALL_SITE, 1, 1, {"purpose": name, "bytes": size, "value": FLOAT, "site": site})
+def mark(site: str, size: int = 400, name: str = "all_gather", at: float = 1) -> Record:
+    return (Kind.MARK, CALL_SITE, at, at, {"purpose": name, "bytes": size, "value": FLOAT, "site": site})
 
 
-def issued(seq: int, end: float | None = 3, size: int = 400) -> Record:
-    return (Kind.COMM, "all_gather", 2, end, {"seq": seq, "bytes": size, "dtype": FLOAT})
+def issued(seq: int, end: float | None = 3, size: int = 400, at: float = 2) -> Record:
+    return (Kind.COMM, "all_gather", at, end, {"seq": seq, "bytes": size, "dtype": FLOAT})
 
 
 def line(*records: Record, level: str = "light", stands: str | None = None, dropped: int = 0) -> CallSite | None:
@@ -64,6 +64,13 @@ def test_where_a_mark_may_be_missing_it_is_not_certain(
     records: list[Record], more: dict[str, Any], certain: bool
 ) -> None:
     assert line(mark(A), *records, **more) == CallSite(A, certain)
+
+
+def test_lines_and_calls_that_come_later_are_others() -> None:
+    later = [mark(B, at=3), *(issued(seq, end=5, at=4) for seq in range(1, 20))]
+    assert line(mark(A), issued(0), *later) == CallSite(A, certain=True)
+    assert line(mark(A), mark(B, at=1.5), issued(0), *later) is None
+    assert line(mark(A), *many, *later) is None  # each of A and B may be the one that was not looked at
 
 
 def test_where_a_rank_stands_is_where_it_issued_it_only_if_that_line_issues_such_ones() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -14,6 +14,7 @@ from dsprof import ondisk
 
 from ..interrupts import by_handler
 from ..record import LIMIT_BYTES, SharedParts
+from ..sites import LIBRARY, passed_over
 from . import build
 
 LONGEST_WAIT_S: Final = 120.0
@@ -28,6 +29,7 @@ class Native:
 
     def open(self, folder: str | os.PathLike[str], limit_bytes: int = LIMIT_BYTES) -> NativeRecorder:
         """Record into `folder`. Raises OSError when it cannot be opened, RuntimeError while another is open."""
+        self.module.pass_over_sites(passed_over(), LIBRARY)
         self.module.open(os.fspath(folder), limit_bytes)
         return NativeRecorder(self.module)
 
@@ -84,9 +86,9 @@ class NativeRecorder(SharedParts):
         self.end_on_stream = module.end_on_stream
         self.coalescing = module.coalescing
         self.uninstall_syncs = module.uninstall_syncs
-        self._install_syncs = module.install_syncs
+        self.install_syncs = module.install_syncs
         self.uninstall_call_sites = module.uninstall_call_sites
-        self._install_call_sites = module.install_call_sites
+        self.install_call_sites = module.install_call_sites
         self.lock_watch = NativeLockWatch(module)
         self._install_collectives = module.install_collectives
         self._install_modules = module.install_modules
@@ -118,16 +120,6 @@ class NativeRecorder(SharedParts):
         import torch
 
         self._install_modules(torch.nn.Module.__call__, torch.Tensor, name_all, note_input, by_handler)
-
-    def install_syncs(self, inside: Sequence[str], library: str) -> None:
-        """Record every operator that waits for a device. The place of a call is outside of the files that begin with
-        one of `inside`, and of the standard library."""
-        self._install_syncs(list(inside), library)
-
-    def install_call_sites(self, inside: Sequence[str], library: str, first: int, every: int, most: int) -> None:
-        """Mark the lines that issue collectives, `most` in all: of those alike the first are looked at, and one in
-        `every` after them. Places are those of `install_syncs`."""
-        self._install_call_sites(list(inside), library, first, every, most)
 
 
 def load(explain: Callable[[str], None] = lambda reason: None) -> Native | None:

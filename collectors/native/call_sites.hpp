@@ -25,15 +25,16 @@ class CallSites {
 
   void uninstall() { every_ = 0; }
 
-  // This thread is about to issue one. Before it takes its number, as another thread may have the GIL.
-  void note(Recorder& recorder, uint16_t name, int64_t bytes, uint8_t dtype) noexcept try {
+  // This thread is about to issue one, before it takes its number, as another thread may have the GIL; or issued one at
+  // `issue_ns`.
+  void note(Recorder& recorder, uint16_t name, int64_t bytes, uint8_t dtype, int64_t issue_ns = 0) noexcept try {
     const uint64_t every = every_.load(std::memory_order_acquire);
     if (!every || recorder.muted || !to_be_looked_at(recorder, {bytes, name, dtype}, every)) return;
     const uint16_t site = sites().here(recorder);
     switch (enter({bytes, name, dtype}, site)) {
       case kKnown: return;
-      case kNew: return put_mark(recorder, name, bytes, dtype, site);
-      case kOneTooMany: return put_mark(recorder, 0, -1, 0, 0);
+      case kNew: return put_mark(recorder, name, bytes, dtype, site, issue_ns);
+      case kOneTooMany: return put_mark(recorder, 0, -1, 0, 0, issue_ns);
     }
   } catch (...) {
     count_error("call sites");
@@ -80,11 +81,12 @@ class CallSites {
     return kNew;
   }
 
-  static void put_mark(Recorder& recorder, uint16_t name, int64_t bytes, uint8_t dtype, uint16_t site) {
+  static void put_mark(Recorder& recorder, uint16_t name, int64_t bytes, uint8_t dtype, uint16_t site,
+                       int64_t issue_ns) {
     Record* r = recorder.claim();
     if (!r) return;
-    const int64_t now = now_ns();
-    fill(r, kMark, recorder.intern(kCallSite), now, now, dtype, bytes, 0, {0, {-1, -1, 0, name}});
+    const int64_t at = issue_ns ? issue_ns : now_ns();
+    fill(r, kMark, recorder.intern(kCallSite), at, at, dtype, bytes, 0, {0, {-1, -1, 0, name}});
     r->span.site = site;
     publish(r, kDone);
   }

@@ -75,9 +75,10 @@ PyMethodDef methods[] = {
     {"end_on_stream", py_end_on_stream, METH_O, "end_on_stream(key): it has waited"},
     {"coalescing", py_coalescing, METH_O, "coalescing(whether what this thread issues is begun together, later)"},
     // lines of the script: python_sites.hpp
-    {"install_syncs", py_install_syncs, METH_VARARGS, "install_syncs(files to pass over, standard library)"},
+    {"pass_over_sites", py_pass_over_sites, METH_VARARGS, "pass_over_sites(beginnings of files, standard library)"},
+    {"install_syncs", py_install_syncs, METH_NOARGS, "record every operator that waits for a device"},
     {"uninstall_syncs", py_uninstall_syncs, METH_NOARGS, ""},
-    {"install_call_sites", py_install_call_sites, METH_VARARGS, "install_call_sites(as above, first, every, most)"},
+    {"install_call_sites", py_install_call_sites, METH_VARARGS, "mark the lines of collectives (first, every, most)"},
     {"uninstall_call_sites", py_uninstall_call_sites, METH_NOARGS, ""},
     // where no Python can run: lock_watch.hpp
     {"lock_watch_start", py_lock_watch_start, METH_VARARGS, "lock_watch_start(file, seconds): write stacks unless fed"},

@@ -87,7 +87,7 @@ PyObject* py_comm(PyObject*, PyObject* const* args, Py_ssize_t count) {
             context_of(stage, microbatch, module, purpose));
   r->head.flags = static_cast<uint8_t>(flags);
   if (kind == kComm) {
-    call_sites().note(*recorder, target.name, bytes, static_cast<uint8_t>(dtype));
+    call_sites().note(*recorder, target.name, bytes, static_cast<uint8_t>(dtype), issue);
     this_thread.told = target;
   }
   publish(r, end ? kDone : kBegun);

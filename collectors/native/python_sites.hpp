@@ -11,25 +11,28 @@
 namespace dsprof {
 namespace {
 
-// Lines are those outside of files that begin with one of `files`, and of the standard library. False: an error is set.
-bool pass_over(PyObject* files, const char* library) {
-  std::vector<std::string> inside;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(files); i++) {
-    const char* file = PyUnicode_AsUTF8(PyList_GET_ITEM(files, i));
-    if (!file) return false;
-    inside.emplace_back(file);
-  }
-  sites().pass_over(std::move(inside), library);
-  return true;
-}
-
-// install_syncs([beginnings of files to pass over], folder of the standard library)
-PyObject* py_install_syncs(PyObject*, PyObject* args) {
+// pass_over_sites([beginnings of files], folder of the standard library): lines are those outside of these files
+PyObject* py_pass_over_sites(PyObject*, PyObject* args) {
   PyObject* files;
   const char* library;
   if (!PyArg_ParseTuple(args, "O!s", &PyList_Type, &files, &library)) return nullptr;
   return guarded([&]() -> PyObject* {
-    if (!pass_over(files, library)) return nullptr;
+    std::vector<std::string> inside;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(files); i++) {
+      const char* file = PyUnicode_AsUTF8(PyList_GET_ITEM(files, i));
+      if (file)
+        inside.emplace_back(file);
+      else
+        PyErr_Clear();  // it is not UTF-8, and the name of no code is compared with it
+    }
+    sites().pass_over(std::move(inside), library);
+    Py_RETURN_NONE;
+  });
+}
+
+// install_syncs()
+PyObject* py_install_syncs(PyObject*, PyObject*) {
+  return guarded([]() -> PyObject* {
     install_syncs();
     Py_RETURN_NONE;
   });
@@ -40,14 +43,12 @@ PyObject* py_uninstall_syncs(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// install_call_sites([beginnings of files to pass over], folder of the standard library, first, every, most)
+// install_call_sites(first, every, most): `most` lines in all; looked at are the first of those alike, and one in `every`
+// after them
 PyObject* py_install_call_sites(PyObject*, PyObject* args) {
-  PyObject* files;
-  const char* library;
   unsigned long long first, every, most;
-  if (!PyArg_ParseTuple(args, "O!sKKK", &PyList_Type, &files, &library, &first, &every, &most)) return nullptr;
+  if (!PyArg_ParseTuple(args, "KKK", &first, &every, &most)) return nullptr;
   return guarded([&]() -> PyObject* {
-    if (!pass_over(files, library)) return nullptr;
     call_sites().install(first, every, most);
     Py_RETURN_NONE;
   });

@@ -4,7 +4,7 @@ or by the marks of the lines that issue alike."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pandas as pd
 
@@ -14,7 +14,9 @@ from dsprof.trace import Trace
 
 MOST_RANKS: Final = 64
 """Whose rows are read: those of one version have the same lines."""
-COLUMNS: Final = ("kind", "name", "group", "seq", "peer", "ended", "purpose", "bytes", "value", "site")
+COLUMNS: Final = (
+    "kind", "name", "group", "seq", "peer", "start_ns", "issue_ns", "ended", "purpose", "bytes", "value", "site",
+)  # fmt: skip
 
 
 class CallKind(NamedTuple):
@@ -62,27 +64,38 @@ def _line_of(
     alike = CallKind(operation.name, -1 if pd.isna(mine["bytes"]) else int(mine["bytes"]), operation.dtype or "")
     marks = _marks(rows)
     of_these = (marks["name"] == alike.name) & (marks["bytes"] == alike.bytes) & (marks["dtype"] == alike.dtype)
+    all_marked = not lossy and _all_marked(rows, alike, _issued(mine), every=every)
+    if all_marked:  # then a line that is marked later issued others only
+        of_these &= marks["start_ns"] <= _issued(mine)
     lines = set(marks["site"][of_these])
     under_way = pd.notna(mine["ended"]) and not mine["ended"]
     if stands is not None and under_way and (stands in lines or marks.empty):
         return CallSite(stands, certain=True)
     if len(lines) != 1 or "" in lines or (marks["name"] == "").any():  # the last: there are lines without a mark
         return None
-    return CallSite(lines.pop(), certain=not lossy and _all_marked(rows, alike, every=every))
+    return CallSite(lines.pop(), certain=all_marked)
+
+
+def _issued(row: Mapping[str, Any]) -> int:
+    """When, in ns."""
+    return int(row["start_ns"] if pd.isna(row["issue_ns"]) else row["issue_ns"])
 
 
 def _marks(rows: pd.DataFrame) -> pd.DataFrame:
-    """Lines that issue collectives: name, bytes, dtype; site, "": no line of Python's."""
+    """Lines that issue collectives: name, bytes, dtype, start_ns; site, "": no line of Python's."""
     marks = rows[(rows["kind"] == "mark") & (rows["name"] == CALL_SITE)]
     text = marks[["purpose", "site"]].astype(object).fillna("")
     dtypes = [DTYPES[int(index)] for index in marks["value"].fillna(0)]
-    return pd.DataFrame({"name": text["purpose"], "bytes": marks["bytes"], "dtype": dtypes, "site": text["site"]})
+    found = {"name": text["purpose"], "bytes": marks["bytes"], "dtype": dtypes, "site": text["site"]}
+    return pd.DataFrame({**found, "start_ns": marks["start_ns"]})
 
 
-def _all_marked(rows: pd.DataFrame, alike: CallKind, *, every: bool) -> bool:
-    """Whether the marks are of all lines that issued these: of every call's, or of so few that none was left out."""
+def _all_marked(rows: pd.DataFrame, alike: CallKind, until: int, *, every: bool) -> bool:
+    """Whether the marks are of all lines that issued these up to then: of every call's, or of so few that none was left
+    out."""
     marks = set(rows["name"][rows["kind"] == "mark"])
     if CAPTURE_GAP in marks:  # some may have been in what was given up
         return False
-    times = ((rows["kind"] == "comm") & (rows["name"] == alike.name) & (rows["bytes"] == alike.bytes)).sum()
+    same = rows[(rows["kind"] == "comm") & (rows["name"] == alike.name) & (rows["bytes"] == alike.bytes)]
+    times = (same["issue_ns"].fillna(same["start_ns"]) <= until).sum()
     return every or (CAPTURE_OFF not in marks and int(times) <= ALL_MARKED)
