@@ -124,7 +124,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60, help="after these, what is not resolved stays so")
     parser.add_argument("--jobs", default=",".join(JOBS))
-    parser.add_argument("--turns", type=int, default=60, help="steps counted of each arm a round, in turns")
+    parser.add_argument("--turns", type=int, default=150, help="steps counted of each arm a round, in turns")
     parser.add_argument("--rounds-of-blocks", type=int, default=4, help="of the arms that cost much")
     parser.add_argument("--block", type=int, default=6, help="steps counted a block")
     parser.add_argument("--warm", type=int, default=4, help="steps before them")

@@ -150,7 +150,7 @@ def passed_by(model: nn.Module, made: Callable[[int, int], Passage]) -> Iterator
 @contextmanager
 def with_edges(trial: Trial, stack: Stack | None, edges: Edges) -> Iterator[None]:
     """Have `edges` done to activations in the tried module for a while, if it has the blocks, or is a pipeline's."""
-    modules = trial.modules()
+    modules = trial.modules
     if stack is None or (stack.stretch is None and stack.first not in modules):
         yield
     elif stack.stretch is not None:

@@ -178,7 +178,7 @@ def _not_by_rows(use: PipelineLayer, param: nn.Parameter, size: int) -> str:
     rows, width = param.shape
     parameters = dict(called.named_parameters())
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         others = {key: torch.rand(x.shape, requires_grad=True) for key, x in parameters.items() if x is not param}
         name = next(key for key in parameters if key not in others)
         x, weight = torch.rand(2, 3, width), torch.rand(rows, width)

@@ -7,16 +7,15 @@ little time and memory, wherever its weights are.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import logging
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 import torch
@@ -26,7 +25,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from ..tensor.batch_norm import is_batch_norm
-from ..tensor.layers import Layer, derive, layers_of
+from ..tensor.layers import Layer, derived, layers_of
 from ..tensor.shape_override import plain
 from .example_inputs import Inputs
 
@@ -60,9 +59,21 @@ class Call:
     """Differs between two calls if random numbers were drawn between them, in training."""
 
 
+@dataclass(frozen=True)
+class _Answering:
+    """A layer, or a batch norm, whose class is another one while the model is tried."""
+
+    module: nn.Module
+    own: type[nn.Module]
+    tried: type[nn.Module]
+    name: str
+    layer: Layer | None
+    """None: of a batch norm, which computes."""
+
+
 @dataclass(eq=False)
 class Trial:
-    """What was seen of `root`, a module of the model, running by itself."""
+    """What was seen of `root`, a module of the model, running by itself. Its modules stay the same meanwhile."""
 
     root: str
     module: nn.Module
@@ -82,9 +93,38 @@ class Trial:
     joined: Tensor | None = None
     """What the last of the blocks gave in which the sequence is sharded, if it was asked for."""
 
+    @cached_property
     def modules(self) -> dict[str, nn.Module]:
         """The modules that were tried, by their names in the model."""
         return {joined(self.root, name): module for name, module in self.module.named_modules()}
+
+    @cached_property
+    def places(self) -> dict[str, str]:
+        """Every place of a parameter or a buffer -> the name of its stand-in. Each module once: torch puts things back
+        in the order of the places, and would leave a stand-in in a module that has two."""
+        first = {id(x): name for name, x in (*self.module.named_parameters(), *self.module.named_buffers())}
+        return {
+            f"{prefix}.{key}" if prefix else key: first[id(x)]
+            for prefix, owner in self.module.named_modules()
+            for key, x in (*owner._parameters.items(), *owner._buffers.items())
+            if x is not None
+        }
+
+    @cached_property
+    def buffers(self) -> frozenset[str]:
+        """Names of stand-ins that a forward may write to."""
+        return frozenset(name for name, _ in self.module.named_buffers())
+
+    @cached_property
+    def answering(self) -> list[_Answering]:
+        """What does not compute as it does otherwise."""
+        norms = [module for module in self.module.modules() if is_batch_norm(module)]
+        found = [_Answering(norm, type(norm), derived(norm, _BatchNormTrial), "", None) for norm in norms]
+        for name, layer in layers_of(self.module).items():
+            module = self.module.get_submodule(name)
+            tried = derived(module, _TRIED[layer.kind])
+            found.append(_Answering(module, type(module), tried, joined(self.root, name), layer))
+        return found
 
     def numbered(self) -> dict[tuple[str, int], Call]:
         """Calls by module, and number among that module's calls."""
@@ -143,19 +183,17 @@ def run(
     """What the tried module returns, with `answer` in its layers' place, and `part` of the stand-ins' names and values
     in that of the stand-ins. The process's generator is left as it was, and so are attributes of the modules: what a
     forward counts, or keeps for the next one, is not of these inputs. Nothing is compiled."""
-    with _restored(trial.module), _uncompiled():
+    with _restored(trial.modules.values()), _uncompiled():
         trial.module.train(training)
-        with torch.random.fork_rng(devices=[]), _keeping(), _answering(trial.root, trial.module, answer):
-            torch.manual_seed(0)
+        with torch.random.fork_rng(devices=[]), _keeping(), _answered(trial, answer):
+            torch.default_generator.manual_seed(0)
             # A forward may empty what holds its inputs, and write to buffers.
             inputs = trial.inputs.replaced(lambda x: x)
-            buffers = dict(trial.module.named_buffers())
-            stand_ins = {name: x.clone() if name in buffers else x for name, x in trial.stand_ins.items()}
+            stand_ins = {name: x.clone() if name in trial.buffers else x for name, x in trial.stand_ins.items()}
             if part is not None:
                 stand_ins = {name: part(name, x) for name, x in stand_ins.items()}
-            return functional_call(
-                trial.module, _everywhere(trial.module, stand_ins), inputs.args, dict(inputs.kwargs), tie_weights=False
-            )
+            everywhere = {place: stand_ins[name] for place, name in trial.places.items()}
+            return functional_call(trial.module, everywhere, inputs.args, dict(inputs.kwargs), tie_weights=False)
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
@@ -164,31 +202,19 @@ def _uncompiled() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _restored(root: nn.Module) -> Iterator[None]:
+def _restored(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Afterwards the modules have the attributes that they have now: the same objects, not copies; and the dicts (of
     buffers and hooks, for instance), lists and sets among them hold the same."""
     before: list[tuple[Any, Any]] = []
-    for module in root.modules():
+    for module in modules:
         before.append((vars(module), dict(vars(module))))
-        before += [(held, copy.copy(held)) for held in vars(module).values() if type(held) in _HOLDERS]
+        before += [(held, held.copy()) for held in vars(module).values() if type(held) in _HOLDERS]
     try:
         yield
     finally:
         for held, contents in before:
             held.clear()
             (held.extend if isinstance(held, list) else held.update)(contents)
-
-
-def _everywhere(module: nn.Module, stand_ins: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters and buffers by every place that they are at, each module once: torch puts things back in the order of
-    the names, and would leave a stand-in in a module that has two."""
-    first = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
-    return {
-        f"{prefix}.{key}" if prefix else key: stand_ins[first[id(x)]]
-        for prefix, owner in module.named_modules()
-        for key, x in (*owner._parameters.items(), *owner._buffers.items())
-        if x is not None
-    }
 
 
 @contextmanager
@@ -241,7 +267,7 @@ def _stand_ins(module: nn.Module) -> dict[str, Tensor]:
     of_layers = {id(param) for name in layers_of(module) for param in module.get_submodule(name).parameters()}
     found: dict[str, Tensor] = {}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         for name, param in module.named_parameters():
             if not param.is_floating_point():
                 found[name] = param.detach()
@@ -304,26 +330,24 @@ class _BatchNormTrial(_BatchNorm):
         return y if self.weight is None else y * self.weight.view(shape) + self.bias.view(shape)
 
 
+_TRIED: Final[Mapping[str, type[nn.Module]]] = {
+    "linear": _LINEAR, "conv1d": _CONV1D, "embedding": _EMBEDDING, "attention": _AttentionTrial,
+}  # fmt: skip
+
+
 @contextmanager
-def _answering(prefix: str, root: nn.Module, answer: Answer) -> Iterator[None]:
-    bases: dict[str, type[nn.Module]] = {
-        "linear": _LINEAR, "conv1d": _CONV1D, "embedding": _EMBEDDING, "attention": _AttentionTrial,
-    }  # fmt: skip
-    before: list[tuple[Any, type[nn.Module]]] = []
-    for norm in filter(is_batch_norm, list(root.modules())):
-        before.append((norm, type(norm)))
-        derive(norm, _BatchNormTrial)
-    for name, layer in layers_of(root).items():
-        module: Any = root.get_submodule(name)
-        before.append((module, type(module)))
-        derive(module, bases[layer.kind])
-        module.answer = partial(answer, joined(prefix, name), layer)
+def _answered(trial: Trial, answer: Answer) -> Iterator[None]:
+    """Layers answer, for a while."""
+    for each in trial.answering:
+        each.module.__class__ = each.tried
+        if each.layer is not None:
+            vars(each.module)["answer"] = partial(answer, each.name, each.layer)
     try:
         yield
     finally:
-        for module, kind in before:
-            module.__class__ = kind
-            vars(module).pop("answer", None)
+        for each in trial.answering:
+            each.module.__class__ = each.own
+            vars(each.module).pop("answer", None)
 
 
 def joined(prefix: str, name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from ..tensor.layers import Layer
 from ..tensor.shape_override import ShapeOverride, override_shapes, plain
@@ -89,7 +88,7 @@ def rehearse(
 ) -> None:
     """Run the tried module as `rank` of `size` will: with gradients and without, and in training, where dropout lets
     only shapes be compared. Raises Mismatch."""
-    modules = trial.modules()
+    modules = trial.modules
     shares = dict(arrangement.shares)
 
     def part(name: str, x: Tensor) -> Tensor:
@@ -102,7 +101,6 @@ def rehearse(
         with (
             torch.set_grad_enabled(grad),
             arranged(modules, arrangement),
-            _NoHeadsRefused(),
             reads,
             with_edges(trial, stack, rank_run),
         ):
@@ -118,19 +116,6 @@ def rehearse(
                 text = f"{rank_run.last} is followed by {type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 raise Mismatch(rank_run.region, text) from error
             rank_run.finish(found)
-
-
-class _NoHeadsRefused(TorchFunctionMode):
-    """An arrangement that leaves a rank no key heads fails as any other wrong one does. torch 2.11 divides by their
-    number in grouped-query attention, which would end the process."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is scaled_dot_product_attention:
-            tensors = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
-            if any(x.numel() == 0 for x in tensors):
-                raise ValueError("attention is asked for no heads")
-        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -264,7 +249,8 @@ def mark(part: Tensor) -> Tensor:
 
 
 class Reads(TorchFunctionMode):
-    """While it is on, what is computed from marked tensors is marked. Raises Decided where Python is given a value."""
+    """While it is on, what is computed from marked tensors is marked. Raises Decided where Python is given a value, and
+    ValueError where attention is asked for no heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,24 +267,45 @@ class Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._aside or not (_is_marked(args) or _is_marked(kwargs)):
+        if func is scaled_dot_product_attention:
+            _refuse_no_heads(args, kwargs)
+        if self._aside or not (_is_marked(args) or _is_marked(kwargs.values())):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in _READS:
             raise Decided(name.strip("_"))
         result = func(*args, **kwargs)
         if name not in _CHECKS:
-            _mark_all(result)
+            _mark_all((result,))
         if name == "__setitem__":
-            _mark_all(args[0])
+            _mark_all(args[:1])
         return result
 
 
-def _is_marked(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and getattr(leaf, "of_one_rank", False) for leaf in tree_leaves(value))
+def _refuse_no_heads(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """An arrangement that leaves a rank no key heads fails as any other wrong one does. torch 2.11 divides by their
+    number in grouped-query attention, which would end the process."""
+    tensors = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
+    if any(x.numel() == 0 for x in tensors):
+        raise ValueError("attention is asked for no heads")
 
 
-def _mark_all(value: Any) -> None:
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            mark(leaf)
+def _is_marked(values: Iterable[Any]) -> bool:
+    """Whether a tensor among them is: what torch's functions take, of which there are many thousands in a rehearsal."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if getattr(value, "of_one_rank", False):
+                return True
+        elif isinstance(value, tuple | list | dict) and _is_marked(
+            value.values() if isinstance(value, dict) else value
+        ):
+            return True
+    return False
+
+
+def _mark_all(values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            mark(value)
+        elif isinstance(value, tuple | list | dict):
+            _mark_all(value.values() if isinstance(value, dict) else value)

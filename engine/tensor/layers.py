@@ -83,10 +83,16 @@ def layer_of(module: nn.Module) -> Layer | None:
 
 
 def derive(module: nn.Module, base: type[nn.Module]) -> None:
-    """Have the class of `module` derive from `base`, right before torch's own layer; that of a layer which does without
-    torch's own, such as a Conv1D, from `base` first."""
+    """Have the class of `module` derive from `base`."""
+    module.__class__ = derived(module, base)
+
+
+def derived(module: nn.Module, base: type[nn.Module]) -> type[nn.Module]:
+    """The class of `module` with `base` right before torch's own layer; of a layer which does without torch's own, such
+    as a Conv1D, with `base` first."""
     made: Any = _derived
-    module.__class__ = made(type(module), base, _computes_itself(module))
+    found: type[nn.Module] = made(type(module), base, _computes_itself(module))
+    return found
 
 
 class _Reached(Exception):
