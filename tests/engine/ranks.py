@@ -8,6 +8,7 @@ ranks as asked for, and must leave nothing patched.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import socket
@@ -100,6 +101,7 @@ def world() -> dist.ProcessGroup:
 
 def _serve(pipe: Connection, folder: str, port: int) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays: no collection need look at it
     sys.path.insert(0, folder)
     store = dist.TCPStore("127.0.0.1", port)
     while True:

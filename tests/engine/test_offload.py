@@ -664,7 +664,7 @@ def job(rank: int, sections: list[dict[str, Any]], dtype: torch.dtype, stage: in
 @pytest.mark.parametrize(
     ("stage", "world_size", "dtype"),
     [(1, 1, torch.float32), (1, 2, torch.bfloat16), (2, 1, torch.bfloat16), (2, 2, torch.float32),
-     (3, 1, torch.bfloat16), (3, 2, torch.float32), (3, 2, torch.bfloat16)],
+     (3, 1, torch.bfloat16), pytest.param(3, 2, torch.float32, marks=pytest.mark.slow), (3, 2, torch.bfloat16)],
 )  # fmt: skip
 def test_weights_are_those_without_offloading(
     tmp_path: Path, ranks: Ranks, stage: int, world_size: int, dtype: torch.dtype
