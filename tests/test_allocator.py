@@ -241,6 +241,19 @@ def test_an_expandable_segment_is_mapped_as_far_as_the_device_has_room() -> None
     assert allocator.malloc(80 * MiB) is not None
 
 
+def test_parts_of_expandable_segments_are_not_given_back_as_segments() -> None:
+    """Their pages are, at the last resort: what a block that is never split has."""
+    allocator = Allocator(
+        AllocatorSettings(expandable=True, max_split_bytes=20 * MiB), ReservedMemory(Limits(100 * MiB, 100 * MiB))
+    )
+    (first,) = given_by(allocator, 90 * MiB)
+    allocator.free(first)
+    given_by(allocator, 2 * MiB)
+    assert (allocator.counts.retries, allocator.counts.reserved) == (1, 20 * MiB)
+    assert allocator.malloc(80 * MiB) is not None
+    assert (allocator.counts.retries, allocator.counts.reserved) == (1, 100 * MiB)
+
+
 # --- properties ---------------------------------------------------------------------------------
 
 SETTINGS = st.builds(

@@ -208,19 +208,23 @@ class Allocator:
         self.memory.give_back(block)
 
     def _release_oversize(self, pool: Pool, stream: int, size: int) -> bool:
-        """Of segments that are never split, give back enough for `size`; whether that succeeded."""
+        """Of segments that are never split, give back enough for `size`; whether that succeeded. What is of an
+        expandable segment stays, and only what is smaller than that is looked at."""
         most = self.settings.max_split_bytes
         if most is None:
             return False
         wanted, free = max(size, most), pool.free.get(stream, [])
         at = bisect_left(free, (wanted, 0))
-        if at < len(free):
+        if at < len(free) and pool.at[free[at][1]].range is None:
             self._give_back(pool.at[free[at][1]])
             return True
         released = 0
-        while released < wanted and free and free[-1][0] >= most:
-            released += free[-1][0]
-            self._give_back(pool.at[free[-1][1]])
+        while at > 0 and released < wanted and free[at - 1][0] >= most:
+            at -= 1
+            block = pool.at[free[at][1]]
+            if block.range is None:
+                released += block.size
+                self._give_back(block)
         return released >= wanted
 
     @property
@@ -236,8 +240,10 @@ class Allocator:
         reclaimed = 0
         while target > reclaimed and old:
             mean = sum(map(pool.age, old)) / len(old)
-            chosen = [block for block in old if pool.age(block) >= mean]
+            chosen = [block for block in old if block.range is None and pool.age(block) >= mean]
+            if not chosen:
+                return
             for block in chosen:
                 reclaimed += block.size
                 self._give_back(block)
-            old = [block for block in old if pool.age(block) < mean]
+            old = [block for block in old if block.range is not None or pool.age(block) < mean]
