@@ -10,11 +10,13 @@ Four jobs (`overhead_jobs.py`) of about 150 ms a step, in these arms:
     torch_profiler, _stacks, _memory   torch.profiler, CPU activities: plain, with_stack, profile_memory; a window of a
              block, its stop included
 
-What costs little (off, off_again, light, full) is measured in turns (`overhead_turns.py`): each arm trains in processes
-of its own, captured from the beginning as `dsprof run` does, and one arm after the other takes one step, in a random
-order in each turn. So steps that are compared lie within a second: a host's pace changes more from one second to the
-next than from one step to the next. Processes differ, too (where memory happens to lie), so each round has new ones,
-and the interval is over rounds. As many rounds are taken as it takes until the A/A arm is known to 0.5 %.
+What costs little (off, off_again, light, full) is measured by `overhead_turns.py`: each arm trains in processes of its
+own, captured from the beginning as `dsprof run` does. For the CPU time all arms take a step at the same time, and the
+scheduler has them run in slices of milliseconds: a host's pace changes from one step to the next, and these differ by
+half as much as steps of which one follows the other (4 to 6 % instead of 8 to 10, of which 1500 turns would be needed
+for 0.5 %). For the wall time they take turns then, in a random order. Processes differ, too (where memory happens to
+lie), so each round has new ones, and the interval is over rounds. As many rounds are taken as it takes until the A/A
+arm's CPU time is known to 0.5 %.
 
 What costs much is measured in a few rounds of blocks (`overhead_blocks.py`): ranks take some steps with an arm and some
 with the next, of which the first few do not count, since switching is itself a cost.
@@ -124,7 +126,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60, help="after these, what is not resolved stays so")
     parser.add_argument("--jobs", default=",".join(JOBS))
-    parser.add_argument("--turns", type=int, default=150, help="steps counted of each arm a round, in turns")
+    parser.add_argument("--turns", type=int, default=60, help="steps counted of each arm a round")
     parser.add_argument("--rounds-of-blocks", type=int, default=4, help="of the arms that cost much")
     parser.add_argument("--block", type=int, default=6, help="steps counted a block")
     parser.add_argument("--warm", type=int, default=4, help="steps before them")

@@ -1,7 +1,8 @@
 """What `overhead.py` makes of its rounds, and the file that they are in.
 
-A round of turns has for each arm the CPU and wall time of each of its steps, in us; its ratio is that of the steps of
-one turn, its mean that of the three fifths of the turns in the middle. A round of blocks has for each arm and rank the
+A round of turns has for each arm the CPU time of steps that all arms took at the same time and the wall time of steps
+that they took in turns, in us; its ratio is that of the steps of one turn, its mean that of the three fifths of the
+turns in the middle. A round of blocks has for each arm and rank the
 sums of a block. Over rounds, too, the lowest and the highest fifth do not count; the 95 % interval is by the bootstrap
 over rounds, since the steps of one process have its layout of memory in common.
 """
@@ -29,8 +30,8 @@ FEWEST: Final = 10
 """Rounds: of fewer, the bootstrap's interval means little."""
 
 Round = dict[str, Any]
-"""`job`, and `turns`: for each arm its `cpu_us`, `wall_us` [turns] and the fields of `overhead_turns.Captured`; or
-`steps` a block, and `blocks`: for each arm an `overhead_blocks.Block` a rank."""
+"""`job`, and `turns`: for each arm its `cpu_us` [turns], `wall_us` [fewer turns] and the fields of
+`overhead_turns.Captured`; or `steps` a block, and `blocks`: for each arm an `overhead_blocks.Block` a rank."""
 
 
 class Result:

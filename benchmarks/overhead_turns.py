@@ -1,4 +1,5 @@
-"""One round of `overhead.py`'s arms that cost little: each in processes of its own, which take turns, a step at a time.
+"""One round of `overhead.py`'s arms that cost little: each in processes of its own, which take a step at the same time,
+for the CPU time, and then turns, for the wall time.
 
 python overhead_turns.py JOB FOLDER SEED TURNS
 
@@ -15,6 +16,7 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,6 +31,8 @@ ARMS: Final = {"off": None, "off_again": None, "light": "light", "full": "full"}
 FIRST_TURNS: Final = 30
 """Not counted: libraries choose their kernels, Python specializes what it runs, and with a capture the heap grows for
 some twenty steps (400 page faults a step), until what that allocates between the tensors has found its place."""
+TURNS_FOR_WALL: Final = 4
+"""For so many steps at the same time there is one turn that arms take one after the other."""
 BESIDE: Final = ("dsprof-host-load", "dsprof-nvml", "dsprof-watchdog", "dsprof-reaper")
 """Names of the collectors' threads. (Those of the engine's lanes are the job's.)"""
 
@@ -128,26 +132,42 @@ def main(job: str, folder: str, seed: str, turns: str) -> None:
             theirs.close()
             links[arm].append(ours)
     order = random.Random(int(seed))
-    times: dict[str, list[Any]] = {arm: [] for arm in ARMS}
+    cpu_us: dict[str, list[int]] = {arm: [] for arm in ARMS}
+    wall_us: dict[str, list[int]] = {arm: [] for arm in ARMS}
     for turn in range(-FIRST_TURNS, int(turns)):
         for arm in order.sample(list(ARMS), len(ARMS)):
-            ranks = _ask(links[arm], turn >= 0)
+            _send(links[arm], turn >= 0)
+        for arm in ARMS:
+            cpu, _ = zip(*_answers(links[arm]), strict=True)
             if turn >= 0:
-                times[arm].append([round(1e6 * sum(values) / len(ranks)) for values in zip(*ranks, strict=True)])
+                cpu_us[arm].append(_mean_us(cpu))
+    for _ in range(-(-int(turns) // TURNS_FOR_WALL)):
+        for arm in order.sample(list(ARMS), len(ARMS)):
+            _send(links[arm], True)
+            _, wall = zip(*_answers(links[arm]), strict=True)
+            wall_us[arm].append(_mean_us(wall))
     found: dict[str, Any] = {}
-    for arm, taken in times.items():
-        cpu_us, wall_us = zip(*taken, strict=True)
-        said = [asdict(one) for one in _ask(links[arm], None)]
+    for arm in ARMS:
+        _send(links[arm], None)
+        said = [asdict(one) for one in _answers(links[arm])]
         means = {name: round(sum(one[name] for one in said) / len(said), 3) for name in said[0]}
-        found[arm] = {"cpu_us": cpu_us, "wall_us": wall_us, **means}
+        found[arm] = {"cpu_us": cpu_us[arm], "wall_us": wall_us[arm], **means}
     print(json.dumps(found), flush=True)
 
 
-def _ask(links: list[Connection], message: bool | None) -> list[Any]:
-    """The answers of an arm's ranks."""
+def _send(links: list[Connection], message: bool | None) -> None:
+    """To an arm's ranks."""
     for link in links:
         link.send(message)
+
+
+def _answers(links: list[Connection]) -> list[Any]:
+    """Of an arm's ranks."""
     return [link.recv() for link in links]
+
+
+def _mean_us(seconds: Sequence[float]) -> int:
+    return round(1e6 * sum(seconds) / len(seconds))
 
 
 if __name__ == "__main__":

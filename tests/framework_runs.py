@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import functools
 import importlib.util
-import os
-import subprocess
-import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -33,22 +27,6 @@ def skip_without_packages(job: tuple[str, ...]) -> None:
     for name in needed:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
-    if "deepspeed" in needed:
-        compile_deepspeeds_operator()
-
-
-@functools.cache
-def compile_deepspeeds_operator() -> None:
-    """DeepSpeed compiles one in the first job on a machine, which may take longer than a test gives a job; and after a
-    compilation that was killed all later jobs wait for its lock. So it is done before, in a place of the tests' own."""
-    extensions = Path(tempfile.gettempdir()) / f"dsprof-tests-{os.getuid()}" / "torch_extensions"
-    extensions.mkdir(parents=True, exist_ok=True)
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions)
-    with (extensions / "of-one-process").open("w") as ours:
-        fcntl.flock(ours, fcntl.LOCK_EX)
-        (extensions / "deepspeed_shm_comm" / "lock").unlink(missing_ok=True)
-        load = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load(verbose=False)"
-        subprocess.run([sys.executable, "-c", load], check=True, capture_output=True)
 
 
 def run_job(job: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Finished:

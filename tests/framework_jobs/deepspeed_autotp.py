@@ -5,11 +5,12 @@ from __future__ import annotations
 import deepspeed
 import torch
 import torch.distributed as dist
-from steps import BATCH, STEPS, write_losses
+from steps import BATCH, STEPS, use_gloo_only, write_losses
 from transformers import LlamaConfig, LlamaForCausalLM
 
 WORDS, LENGTH = 32, 16
 
+use_gloo_only()
 deepspeed.init_distributed("gloo")
 torch.manual_seed(0)
 model = LlamaForCausalLM(

@@ -8,10 +8,12 @@ import sys
 import deepspeed
 import torch
 import torch.distributed as dist
+from steps import use_gloo_only
 from torch import nn
 
 WIDTH, LAYERS, STEPS = 16, 24, 25
 
+use_gloo_only()
 torch.manual_seed(0)
 model = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 config = {

@@ -8,8 +8,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
-from steps import BATCH, STEPS, WIDTH, Block, write_losses
+from steps import BATCH, STEPS, WIDTH, Block, use_gloo_only, write_losses
 
+use_gloo_only()
 deepspeed.init_distributed("gloo")
 torch.manual_seed(0)
 layers = [Block() for _ in range(4)]

@@ -6,8 +6,9 @@ import sys
 
 import deepspeed
 import torch.distributed as dist
-from steps import BATCH, STEPS, make_batches, make_model, write_losses
+from steps import BATCH, STEPS, make_batches, make_model, use_gloo_only, write_losses
 
+use_gloo_only()
 model = make_model()
 config = {
     "train_micro_batch_size_per_gpu": BATCH,

@@ -31,6 +31,14 @@ def make_batches(count: int, rank: int = 0) -> list[Tensor]:
     return [torch.randn(BATCH, WIDTH, generator=generator) for _ in range(count)]
 
 
+def use_gloo_only() -> None:
+    """Of DeepSpeed: its own collectives in shared memory, which it would compile for a minute or two, are left out, as
+    where they cannot be had."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def write_losses(losses: list[float], rank: int | None = None) -> None:
     """To losses.<rank>, every bit of them; by default under the rank that the launcher gave."""
     rank = int(os.environ["RANK"]) if rank is None else rank
