@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import sys
 from types import FrameType
 from typing import Any, Final
 
@@ -21,16 +22,27 @@ _NUMBERS: Final = frozenset(int(number) for number in signal.valid_signals())
 
 
 def by_handler(error: BaseException) -> bool:
-    """Whether a signal's handler raised this, which the caller has caught."""
+    """Whether a signal's handler raised this, which somebody up the stack has caught."""
     above: list[FrameType] = []
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
-        if _is_handler(frame, above):
+        # To read a frame's variables keeps them in the frame (before Python 3.13). Of the one that caught the error the
+        # error is among them, and has the frame: both would stay until garbage is collected, and so would the tensors
+        # of whoever called it. What raised is over.
+        if not _is_running(frame) and _is_handler(frame, above):
             return True
         above.append(frame)
         trace = trace.tb_next
     return False
+
+
+def _is_running(frame: FrameType) -> bool:
+    """Whether it is in this thread's stack."""
+    at: FrameType | None = sys._getframe(1)
+    while at is not None and at is not frame:
+        at = at.f_back
+    return at is not None
 
 
 def _is_handler(frame: FrameType, above: list[FrameType]) -> bool:

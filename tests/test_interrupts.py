@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -94,6 +96,32 @@ def test_what_is_ours_is_told() -> None:
         int("x")
     assert not by_handler(caught.value)
     assert not by_handler(ValueError("never raised"))
+
+
+@pytest.mark.parametrize("look", [by_handler, lambda error: errors.count_error("a hook", error)])
+def test_to_look_at_an_error_keeps_nothing_of_the_stack(
+    look: Callable[[Exception], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "noted", [])
+    kept: list[weakref.ref[Preempted]] = []
+
+    def hook(said: str) -> None:
+        try:
+            int(said)
+        except ValueError as error:
+            look(error)
+
+    def step() -> None:
+        tensor = Preempted()
+        kept.append(weakref.ref(tensor))
+        hook("x")
+
+    gc.disable()
+    try:
+        step()
+        assert kept[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_hook_counts_its_own_and_passes_on_the_jobs(
