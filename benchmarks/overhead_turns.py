@@ -28,9 +28,8 @@ from overhead_jobs import JOBS
 
 ARMS: Final = {"off": None, "off_again": None, "light": "light", "full": "full"}
 """Arm -> DSPROF_LEVEL; None: no collectors."""
-FIRST_TURNS: Final = 30
-"""Not counted: libraries choose their kernels, Python specializes what it runs, and with a capture the heap grows for
-some twenty steps (400 page faults a step), until what that allocates between the tensors has found its place."""
+FIRST_TURNS: Final = 10
+"""Not counted: libraries choose their kernels, Python specializes what it runs, and the heap grows."""
 TURNS_FOR_WALL: Final = 4
 """For so many steps at the same time there is one turn that arms take one after the other."""
 BESIDE: Final = ("dsprof-host-load", "dsprof-nvml", "dsprof-watchdog", "dsprof-reaper")
