@@ -42,7 +42,7 @@ class Captured:
 
     faults:        of pages, a step
     records:       a step
-    beside_ms_a_second: CPU time of the collectors' own threads; in a step as much of it counts as falls into it
+    beside_ms_a_second: CPU time of the collectors' own threads; in a step as much of it counts as it takes alone
     opening_ms, closing_ms: CPU time of what comes once a capture, in no step
     """
 
@@ -86,7 +86,7 @@ class Collectors:
 
 def take_turns(job: str, arm: str, rank: int, folder: Path, link: Connection) -> None:
     """One rank of an arm. For each message on `link`, whether the step counts, it takes a step and answers with its CPU
-    and wall time, s; to None it answers `Captured`, and ends."""
+    time, that of the collectors' threads aside, and wall time, s; to None it answers `Captured`, and ends."""
     ranks = JOBS[job].ranks
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     collectors = Collectors(ARMS[arm], folder / arm)
@@ -97,9 +97,11 @@ def take_turns(job: str, arm: str, rank: int, folder: Path, link: Connection) ->
         if counts and not steps:
             before = _so_far(collectors)
         steps += counts
+        beside = _beside_s()
         cpu, wall = time.process_time(), time.perf_counter()
         step()
-        link.send((time.process_time() - cpu, time.perf_counter() - wall))
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        link.send((cpu - (_beside_s() - beside), wall))
     faults, records, beside_s, elapsed_s = (now - then for now, then in zip(_so_far(collectors), before, strict=True))
     closing_s = collectors.close()
     link.send(
@@ -112,12 +114,14 @@ def take_turns(job: str, arm: str, rank: int, folder: Path, link: Connection) ->
 
 def _so_far(collectors: Collectors) -> tuple[int, int, float, float]:
     """Faults of pages, records, CPU time of the threads that the collectors have started and wall time, s."""
-    beside_ns = 0
-    for thread in threading.enumerate():
-        if thread.name in BESIDE:
-            beside_ns += int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0])
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    return faults, collectors.records, beside_ns / 1e9, time.perf_counter()
+    return faults, collectors.records, _beside_s(), time.perf_counter()
+
+
+def _beside_s() -> float:
+    """CPU time of the threads that the collectors have started."""
+    threads = [thread.native_id for thread in threading.enumerate() if thread.name in BESIDE]
+    return sum(int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 def main(job: str, folder: str, seed: str, turns: str) -> None:
@@ -150,7 +154,9 @@ def main(job: str, folder: str, seed: str, turns: str) -> None:
         _send(links[arm], None)
         said = [asdict(one) for one in _answers(links[arm])]
         means = {name: round(sum(one[name] for one in said) / len(said), 3) for name in said[0]}
-        found[arm] = {"cpu_us": cpu_us[arm], "wall_us": wall_us[arm], **means}
+        # What the collectors' threads do goes by the time that passes, of which more does where all arms take a step.
+        threads_us = round(1e-3 * means["beside_ms_a_second"] * sum(wall_us["off"]) / len(wall_us["off"]))
+        found[arm] = {"cpu_us": [us + threads_us for us in cpu_us[arm]], "wall_us": wall_us[arm], **means}
     print(json.dumps(found), flush=True)
 
 
