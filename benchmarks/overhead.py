@@ -12,11 +12,10 @@ Four jobs (`overhead_jobs.py`) of about 150 ms a step, in these arms:
 
 What costs little (off, off_again, light, full) is measured by `overhead_turns.py`: each arm trains in processes of its
 own, captured from the beginning as `dsprof run` does. For the CPU time all arms take a step at the same time, and the
-scheduler has them run in slices of milliseconds: a host's pace changes from one step to the next, and these differ by
-half as much as steps of which one follows the other (4 to 6 % instead of 8 to 10, of which 1500 turns would be needed
-for 0.5 %). For the wall time they take turns then, in a random order. Processes differ, too (where memory happens to
-lie), so each round has new ones, and the interval is over rounds. As many rounds are taken as it takes until the A/A
-arm's CPU time is known to 0.5 %.
+scheduler has them run in slices of milliseconds: a host's pace changes from one step to the next, and is then the
+same for all. For the wall time they take turns, in a random order. Processes differ, too (where memory happens to lie),
+so each round has new ones, and the interval is over rounds. As many rounds are taken as it takes until the A/A arm's
+CPU time is known to 0.5 %.
 
 What costs much is measured in a few rounds of blocks (`overhead_blocks.py`): ranks take some steps with an arm and some
 with the next, of which the first few do not count, since switching is itself a cost.

@@ -30,7 +30,7 @@ ARMS: Final = {"off": None, "off_again": None, "light": "light", "full": "full"}
 """Arm -> DSPROF_LEVEL; None: no collectors."""
 FIRST_TURNS: Final = 10
 """Not counted: libraries choose their kernels, Python specializes what it runs, and the heap grows."""
-TURNS_FOR_WALL: Final = 4
+STEPS_A_TURN: Final = 4
 """For so many steps at the same time there is one turn that arms take one after the other."""
 BESIDE: Final = ("dsprof-host-load", "dsprof-nvml", "dsprof-watchdog", "dsprof-reaper")
 """Names of the collectors' threads. (Those of the engine's lanes are the job's.)"""
@@ -144,7 +144,7 @@ def main(job: str, folder: str, seed: str, turns: str) -> None:
             cpu, _ = zip(*_answers(links[arm]), strict=True)
             if turn >= 0:
                 cpu_us[arm].append(_mean_us(cpu))
-    for _ in range(-(-int(turns) // TURNS_FOR_WALL)):
+    for _ in range(-(-int(turns) // STEPS_A_TURN)):
         for arm in order.sample(list(ARMS), len(ARMS)):
             _send(links[arm], True)
             _, wall = zip(*_answers(links[arm]), strict=True)

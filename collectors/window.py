@@ -96,8 +96,6 @@ class Switch:
             self._turn(False)
 
     def _look(self) -> None:
-        if not os.access(self._control, os.F_OK):  # as nearly always, and without an exception
-            return
         try:
             found = os.stat(self._control)
         except OSError as error:

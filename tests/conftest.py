@@ -31,7 +31,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Launch]:
 
 
 def pytest_collection_finish() -> None:
-    """All that is imported stays until the end. A collection that does not look at it takes a tenth of the time."""
+    """All that is imported stays until the end: no collection of garbage need look at it."""
     gc.collect()
     gc.freeze()
 

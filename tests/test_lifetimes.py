@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from captures import build_helper
-from jobs import environment
+from armed import ALONE, captured, train
 
-JOB = """
-import gc, sys, weakref
+JOB = f"""
+import gc, weakref
 from pathlib import Path
 import torch, torch.distributed as dist
-from dsprof.collectors import errors, native, session, window
+from dsprof.collectors import window
 
-folder = Path(sys.argv[1])
 window.LOOK_EVERY_S = 0.0
-capture = session.start()
-assert isinstance(capture.recorder, native.NativeRecorder) == (sys.argv[2] == "native")
-dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
+{ALONE}
 kept = []
 
 class Watched:
@@ -52,7 +46,7 @@ def step(number):
     optimizer.step()
     optimizer.zero_grad()
     if number == 5:
-        (Path(session.identity.setting("DSPROF_RUN")) / "control.json").write_text('{"capture": "on"}')
+        Path("run/control.json").write_text('{{"capture": "on"}}')
 
 model = torch.nn.parallel.DistributedDataParallel(Model())
 optimizer = torch.optim.AdamW(model.parameters())
@@ -63,22 +57,12 @@ for number in range(10):
     next(loader)
     step(number)
 print([one() is not None for one in kept].count(True), gc.isenabled())
-session.stop()
 """
 
 
-@pytest.mark.parametrize(("recorder", "level"), [("native", "light"), ("python", "full")])
-def test_a_steps_tensors_go_with_the_step(recorder: str, level: str, tmp_path: Path) -> None:
-    if recorder == "native":
-        build_helper()
-    env = {
-        "DSPROF_NATIVE": "1" if recorder == "native" else "0", "DSPROF_LEVEL": level,
-        "DSPROF_RUN": str(tmp_path / "run"), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-        "PYTHONPATH": ":".join(sys.path),
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", JOB, str(tmp_path), recorder], env=environment(**env), capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
+@pytest.mark.parametrize(("native", "level"), [("1", "light"), ("0", "full")])
+def test_a_steps_tensors_go_with_the_step(native: str, level: str, tmp_path: Path) -> None:
+    done = train(tmp_path, JOB, native=native, DSPROF_LEVEL=level)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "0 False\n"
+    assert len(captured(tmp_path).phases("optimizer")) == 10

@@ -4,7 +4,7 @@ or by the marks of the lines that issue alike."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import pandas as pd
 
@@ -64,9 +64,10 @@ def _line_of(
     alike = CallKind(operation.name, -1 if pd.isna(mine["bytes"]) else int(mine["bytes"]), operation.dtype or "")
     marks = _marks(rows)
     of_these = (marks["name"] == alike.name) & (marks["bytes"] == alike.bytes) & (marks["dtype"] == alike.dtype)
-    all_marked = not lossy and _all_marked(rows, alike, _issued(mine), every=every)
+    issued = int(mine["start_ns"] if pd.isna(mine["issue_ns"]) else mine["issue_ns"])
+    all_marked = not lossy and _all_marked(rows, alike, issued, every=every)
     if all_marked:  # then a line that is marked later issued others only
-        of_these &= marks["start_ns"] <= _issued(mine)
+        of_these &= marks["start_ns"] <= issued
     lines = set(marks["site"][of_these])
     under_way = pd.notna(mine["ended"]) and not mine["ended"]
     if stands is not None and under_way and (stands in lines or marks.empty):
@@ -74,11 +75,6 @@ def _line_of(
     if len(lines) != 1 or "" in lines or (marks["name"] == "").any():  # the last: there are lines without a mark
         return None
     return CallSite(lines.pop(), certain=all_marked)
-
-
-def _issued(row: Mapping[str, Any]) -> int:
-    """When, in ns."""
-    return int(row["start_ns"] if pd.isna(row["issue_ns"]) else row["issue_ns"])
 
 
 def _marks(rows: pd.DataFrame) -> pd.DataFrame:

@@ -276,9 +276,10 @@ class Reads(TorchFunctionMode):
             raise Decided(name.strip("_"))
         result = func(*args, **kwargs)
         if name not in _CHECKS:
-            _mark_all((result,))
+            for x in _tensors((result,)):
+                mark(x)
         if name == "__setitem__":
-            _mark_all(args[:1])
+            mark(args[0])
         return result
 
 
@@ -290,22 +291,16 @@ def _refuse_no_heads(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         raise ValueError("attention is asked for no heads")
 
 
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among what torch's functions take and return; of calls there are many thousands in a rehearsal."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+
+
 def _is_marked(values: Iterable[Any]) -> bool:
-    """Whether a tensor among them is: what torch's functions take, of which there are many thousands in a rehearsal."""
-    for value in values:
-        if isinstance(value, Tensor):
-            if getattr(value, "of_one_rank", False):
-                return True
-        elif isinstance(value, tuple | list | dict) and _is_marked(
-            value.values() if isinstance(value, dict) else value
-        ):
-            return True
-    return False
-
-
-def _mark_all(values: Iterable[Any]) -> None:
-    for value in values:
-        if isinstance(value, Tensor):
-            mark(value)
-        elif isinstance(value, tuple | list | dict):
-            _mark_all(value.values() if isinstance(value, dict) else value)
+    return any(getattr(x, "of_one_rank", False) for x in _tensors(values))

@@ -6,6 +6,8 @@ import copy
 import pickle
 import pkgutil
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -26,6 +28,12 @@ from dsprof.engine.hooks import Hooks
 def test_whatever_is_used_first_the_others_are_there() -> None:
     """A submodule that is imported becomes an attribute of its package: none may have a public function's name."""
     assert {module.name for module in pkgutil.iter_modules(ds.__path__)} & ds._HOME.keys() == set()
+
+
+@pytest.mark.slow
+def test_the_first_call_may_be_init_distributed() -> None:
+    code = "import dsprof.engine as ds; ds.init_distributed('gloo'); assert callable(ds.initialize), ds.initialize"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 
 def two_losses(rank: int, stage: int, sparse: bool) -> float:

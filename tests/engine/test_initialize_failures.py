@@ -22,11 +22,6 @@ from dsprof.engine.zero.shard import ShardedParam
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 
-@pytest.fixture(autouse=True)
-def without_engines_of_earlier_tests() -> None:
-    gc.collect()
-
-
 def layers(count: int = 4) -> torch.nn.Sequential:
     torch.manual_seed(0)
     return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(count)))
@@ -54,6 +49,7 @@ def hooks_of(model: torch.nn.Module) -> list[str]:
 
 def refused(model: torch.nn.Module, error: type[Exception] = ValueError, **arguments: Any) -> str:
     """What `initialize` says, which must leave nothing."""
+    gc.collect()  # engines of earlier tests
     before, weights = open_things(), [param.detach().clone() for param in model.parameters()]
     with pytest.raises(error) as caught:
         ds.initialize(model=model, **arguments)
