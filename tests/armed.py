@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import pytest
 from captures import Row, build_helper, read_rows
 from jobs import ABORTED, environment
@@ -25,8 +26,10 @@ ALONE = "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_s
 """Makes a process group of one; `dist` is torch.distributed."""
 
 
-def train(tmp_path: Path, code: str, *, native: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run `code` armed, one process, capturing into tmp_path/run."""
+def train(
+    tmp_path: Path, code: str, *, native: str, fresh: bool = False, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `code` armed, one process, capturing into tmp_path/run; `fresh`: one that imports torch itself."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(code))
     if native == "1":
@@ -35,8 +38,13 @@ def train(tmp_path: Path, code: str, *, native: str, **env: str) -> subprocess.C
     armed = environment(**{**ours, **env})
     (tmp_path / "run").mkdir(exist_ok=True)
     for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, str(script)], cwd=tmp_path, env=armed, capture_output=True, text=True, timeout=240
+        done = forked_python.run(
+            [sys.executable, str(script)],
+            cwd=tmp_path,
+            env=armed,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            fresh=fresh,
         )
         if ABORTED not in done.stderr:
             break

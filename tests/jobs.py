@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked_python
+
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.run import RunFolder
@@ -56,20 +58,30 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "CUDA_VISIBLE_DEVICES": "", **more}
 
 
-def profile(tmp_path: Path, script: Path, *args: str, ranks: int | None = 2, flags: tuple[str, ...] = ()) -> Finished:
-    """`dsprof run --nproc-per-node RANKS script args` in `tmp_path`; without ranks, `dsprof run script args`."""
+def profile(
+    tmp_path: Path,
+    script: Path,
+    *args: str,
+    ranks: int | None = 2,
+    flags: tuple[str, ...] = (),
+    fresh: bool = False,
+) -> Finished:
+    """`dsprof run --nproc-per-node RANKS script args` in `tmp_path`; without ranks, `dsprof run script args`.
+
+    fresh: in interpreters that import torch themselves, for what depends on how processes are started and end
+    """
     folder = tmp_path / "run"
     launcher = [] if ranks is None else ["--nproc-per-node", str(ranks)]
     command = [sys.executable, "-m", "dsprof", "run", "-o", str(folder), *launcher, *flags]
     for _ in range(3):
-        finished = _heard(RunFolder(folder), [*command, str(script), *args], tmp_path)
+        finished = _heard(RunFolder(folder), [*command, str(script), *args], tmp_path, fresh)
         if ABORTED not in finished.stderr:
             break
         shutil.rmtree(folder)
     return finished
 
 
-def _heard(folder: RunFolder, command: list[str], cwd: Path) -> Finished:
+def _heard(folder: RunFolder, command: list[str], cwd: Path, fresh: bool) -> Finished:
     """Run it, and note when it says what on stderr."""
     heard: list[tuple[float, str]] = []
     read, write = os.pipe()
@@ -81,9 +93,7 @@ def _heard(folder: RunFolder, command: list[str], cwd: Path) -> Finished:
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
     try:
-        done = subprocess.run(
-            command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=write, text=True, timeout=240
-        )
+        done = forked_python.run(command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=write, fresh=fresh)
     finally:
         os.close(write)
     listener.join()

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import forked_python
 import pytest
 import torch
 from captures import RECORDERS, Row, build_helper, has_compiler, read_rows
@@ -50,7 +51,7 @@ def environment() -> dict[str, str]:
 
 def run_job(kind: str, folder: Path) -> Job:
     command = [sys.executable, str(TESTS / "collective_job.py"), kind]
-    processes = [subprocess.Popen([*command, str(rank), str(folder)], env=environment()) for rank in range(2)]
+    processes = [forked_python.start([*command, str(rank), str(folder)], env=environment()) for rank in range(2)]
     codes = [process.wait(timeout=240) for process in processes]
     assert codes == [0, 0]
     return Job(
@@ -75,7 +76,7 @@ def run_alone(script: str, kind: str, folder: Path) -> None:
     if kind == "native":
         build_helper()
     command = [sys.executable, "-c", script, kind, str(folder)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    done = forked_python.run(command, env=environment(), capture_output=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -570,7 +571,7 @@ def test_killed_rank_leaves_what_was_under_way(kind: str, tmp_path: Path) -> Non
     if kind == "native":
         build_helper()
     command = [sys.executable, "-c", KILLED, kind]
-    processes = [subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment()) for rank in range(2)]
+    processes = [forked_python.start([*command, str(rank), str(tmp_path)], env=environment()) for rank in range(2)]
     assert [process.wait(timeout=120) for process in processes] == [-9, -9]
     first, second = [row for row in read_rows(tmp_path / "rank0") if row.kind is Kind.COMM]
     assert (first.seq, first.state) == (0, State.DONE)
@@ -605,7 +606,7 @@ def test_exit_status_is_the_jobs_own(kind: str, ending: str, tmp_path: Path) -> 
         build_helper()
     command = [sys.executable, "-c", EXITING + ending, kind]
     processes = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment(), stderr=subprocess.DEVNULL)
+        forked_python.start([*command, str(rank), str(tmp_path)], env=environment(), stderr=subprocess.DEVNULL)
         for rank in range(2)
     ]
     assert [process.wait(timeout=120) for process in processes] == [EXITS[ending]] * 2

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked_python
 import pytest
 from jobs import environment
 
@@ -42,9 +43,9 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 def run(tmp_path: Path, *flags: str, before: str = "") -> str:
     """What `dsprof run` says of the script, whose own status is 5; in one line, as the verdict's are broken."""
     (tmp_path / "train.py").write_text(before + SCRIPT)
-    done = subprocess.run(
+    done = forked_python.run(
         [sys.executable, "-m", "dsprof", "run", "--native", "off", "--no-report", *flags, "train.py"],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, env=environment(), capture_output=True, timeout=120,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (5, "trained\n"), done.stderr
     assert "Traceback" not in done.stderr

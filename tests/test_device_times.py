@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import forked_python
 import numpy as np
 import pandas as pd
 import pytest
@@ -103,9 +104,9 @@ def run(folder: Path, where: Path, *, fail_at: int = -1, armed: bool = True) -> 
         command = [sys.executable, "-m", "dsprof", "run", "-q", "--no-report", "-o", str(where / "run")]
         # These would ask a CUDA that is not there.
         command += ["--without", "memory,nvml,host-sync", str(script)]
-    ended = subprocess.run(
+    ended = forked_python.run(
         command, env={**environment(), "PYTHONPATH": ":".join(filter(None, paths))}, cwd=where,
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, timeout=120,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import pandas as pd
 import pytest
 import torch
@@ -317,7 +318,7 @@ def test_killed_rank_leaves_what_its_lane_was_doing(kind: str, tmp_path: Path) -
     if kind == "native":
         build_helper()
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
-    done = subprocess.run(
+    done = forked_python.run(
         [sys.executable, "-c", KILLED, kind, str(tmp_path / "c")],
         env=environment(PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD="0"), timeout=120,
     )  # fmt: skip
@@ -372,7 +373,7 @@ def test_each_collective_is_recorded_once_and_numbered_alike_on_both_ranks(kind:
         build_helper()
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
     env = environment(PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    ranks = [subprocess.Popen([sys.executable, "-c", MIXED, kind, str(r), str(tmp_path)], env=env) for r in range(2)]
+    ranks = [forked_python.start([sys.executable, "-c", MIXED, kind, str(r), str(tmp_path)], env=env) for r in range(2)]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
     for rank in range(2):
         rows = trace_rows(read_capture(tmp_path / f"rank0000{rank}.0.host.{rank + 1}"), rank, 0)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 from framework_runs import JOBS, STEPS, rows_of, skip_without_packages
 from jobs import ABORTED, environment, profile
@@ -41,9 +41,9 @@ def test_losses_are_those_without_the_profiler(job: tuple[str, ...], level: str,
     assert watched.status == 0, watched.stderr
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for _ in range(3):
-        done = subprocess.run(
+        done = forked_python.run(
             [*torchrun, str(JOBS / job[0]), *job[1:]], cwd=tmp_path / "plain", env=environment(),
-            capture_output=True, text=True,
+            capture_output=True,
         )  # fmt: skip
         if ABORTED not in done.stderr:
             break

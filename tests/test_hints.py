@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 from armed import train
 from jobs import environment
@@ -64,8 +64,8 @@ def left(tmp_path: Path) -> list[tuple[str, str]]:
 )
 def test_who_dies_for_want_of_a_rank_says_so(code: str, variable: str, tmp_path: Path) -> None:
     done = train(tmp_path, code, native="0")
-    alone = subprocess.run(
-        [sys.executable, str(tmp_path / "train.py")], env=environment(), capture_output=True, text=True, timeout=120
+    alone = forked_python.run(
+        [sys.executable, str(tmp_path / "train.py")], env=environment(), capture_output=True, timeout=120
     )
     assert (done.returncode, done.stdout) == (alone.returncode, alone.stdout) == (1, "")
     assert done.stderr.splitlines()[-1] == alone.stderr.splitlines()[-1]

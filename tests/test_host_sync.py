@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import pytest
 import torch
 from captures import RECORDERS, Row, build_helper, open_recorder, read_rows
@@ -42,8 +42,8 @@ def run(tmp_path: Path, code: str) -> list[tuple[str, str, int]]:
     script, folder = tmp_path / "train.py", tmp_path / "capture"
     script.write_text(BEGIN + textwrap.dedent(code))
     folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder)], capture_output=True, text=True, timeout=120, cwd=tmp_path,
+    done = forked_python.run(
+        [sys.executable, str(script), str(folder)], capture_output=True, timeout=120, cwd=tmp_path,
         env={**environment(), "PYTHONPATH": ":".join(sys.path)},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, ""), done.stderr

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import forked_python
 import pytest
 from jobs import Finished, environment, profile
 
@@ -91,7 +91,7 @@ def plain(script: Path, kind: str) -> str:
         kind,
     ]
     for _ in range(3):
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+        done = forked_python.run(command, env=environment(), capture_output=True)
         if done.returncode == 0:
             break
     return done.stdout
@@ -160,7 +160,7 @@ for step in range(16):
 def test_of_two_steps_the_second_is_counted(tmp_path: Path) -> None:
     script = tmp_path / "part.py"
     script.write_text(PART)
-    without = subprocess.run([sys.executable, str(script)], env=environment(), capture_output=True, text=True)
+    without = forked_python.run([sys.executable, str(script)], env=environment(), capture_output=True)
     flags = ("--level", "full", "--native", "on", "--steps", "10:12", "--no-report")
     done = profile(tmp_path, script, ranks=None, flags=flags)
     assert done.status == 0, done.stderr

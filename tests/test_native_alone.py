@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import forked_python
 import pytest
 import torch  # noqa: F401  (the helper is for the torch of this process)
 from captures import build_helper
@@ -84,9 +85,7 @@ while [ "$1" != -o ]; do shift; done; out=$2
         """Train armed, without a launcher: whether with the helper, and the warnings."""
         (self.folder / "train.py").write_text(TRAIN)
         env = environment(DSPROF="1", DSPROF_RUN=str(self.folder / run), DSPROF_NATIVE=native, **self.env)
-        done = subprocess.run(
-            [sys.executable, "train.py"], cwd=self.folder, env=env, capture_output=True, text=True, timeout=120
-        )
+        done = forked_python.run([sys.executable, "train.py"], cwd=self.folder, env=env, capture_output=True)
         assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
         info = load(RunFolder(self.folder / run)).run
         assert [item.last_step for item in info.ranks] == [4]
@@ -158,14 +157,13 @@ def test_nobody_waits_for_a_rank_that_is_not_armed(tmp_path: Path) -> None:
     for attempt in range(3):
         out = tmp_path / f"out{attempt}"
         ranks = [
-            subprocess.Popen(
+            forked_python.start(
                 [sys.executable, "ranks.py", str(rank), str(tmp_path / f"store{attempt}")],
                 cwd=tmp_path,
                 env=environment(
                     **({"DSPROF": "1"} if rank else {}), DSPROF_DIR=str(out), OMP_NUM_THREADS="1", **machine.env
                 ),
                 stderr=subprocess.PIPE,
-                text=True,
             )
             for rank in range(3)
         ]
@@ -195,7 +193,7 @@ def test_a_wrong_setting_without_a_launcher_is_told_by_the_report(tmp_path: Path
         "    optimizer.step()\n"
     )
     given = {"DSPROF": "1", "DSPROF_DIR": str(tmp_path / "runs"), "DSPROF_LIMIT": "banana"}
-    done = subprocess.run([sys.executable, str(script)], env=environment(**given), capture_output=True, text=True)
+    done = forked_python.run([sys.executable, str(script)], env=environment(**given), capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     (run,) = (tmp_path / "runs").iterdir()
     with pytest.raises(RunError, match="no capture was begun: starting the capture: ValueError: 'banana' is no size"):

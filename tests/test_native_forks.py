@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 from captures import build_helper, read_rows
 from jobs import environment
@@ -174,9 +175,9 @@ CHILDREN = 40
 def test_children_of_a_process_whose_threads_are_in_the_hooks(tmp_path: Path) -> None:
     """They fall silent, and can record into a capture of their own."""
     build_helper()
-    done = subprocess.run(
+    done = forked_python.run(
         [sys.executable, "-c", FORKS, str(tmp_path), str(CHILDREN), str(int(Kind.COMM))],
-        env=environment(PYTHONWARNINGS="ignore"), capture_output=True, text=True, timeout=200, check=False,
+        env=environment(PYTHONWARNINGS="ignore"), capture_output=True, timeout=200,
     )  # fmt: skip
     assert done.stdout.split() == ["0", "0"], done.stderr[-4000:]
     for number in range(CHILDREN):

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import forked_python
 import pytest
 from armed import both
 from clocks import SleepingClock
@@ -365,9 +366,7 @@ def test_a_network_that_does_not_answer_does_not_hold_up_the_job(tmp_path: Path,
     assert scratch.file_system(dead / "runs" / "a") == "fuse"
     (tmp_path / "tmp").mkdir()
     env = environment(DSPROF="1", DSPROF_RUN=f"{dead}/runs/a", DSPROF_NATIVE="off", TMPDIR=str(tmp_path / "tmp"))
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
-    )
+    done = forked_python.run([sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
     place = scratch.stand_in(dead / "runs" / "a", tmp_path / "tmp")
     (item,) = scratch.waiting(place, None)
@@ -391,7 +390,7 @@ def test_a_read_only_run_folder_costs_the_copy_not_the_capture(tmp_path: Path, s
     disk = tmp_path / "disk"
     run = read_only / "run"
     env = environment(DSPROF="1", DSPROF_RUN=str(run), DSPROF_NATIVE="off", DSPROF_SCRATCH=str(disk))
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = forked_python.run([sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
     place = scratch.stand_in(run, disk)
     (item,) = scratch.waiting(run, place)

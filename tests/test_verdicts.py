@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import verdict_reference
 from verdict_cases import FAMILIES, VARIANTS, Draw, variant
-from verdict_reference import Reference
 from verdict_truth import Job, Outcome
 
 SEED = int(os.environ.get("DSPROF_SEED") or time.time_ns() % 2**31)
@@ -29,13 +28,6 @@ of somebody else's, and the optimizers that are hardest to follow."""
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(scope="module")
-def reference() -> Iterator[Reference]:
-    started = Reference()
-    yield started
-    started.close()
-
-
 @dataclass(frozen=True)
 class Ran:
     """A job that ended under dsprof, and its losses without."""
@@ -45,16 +37,16 @@ class Ran:
     losses: list[list[float]]
 
 
-def run(job: Job, folder: Path, reference: Reference) -> Ran:
-    return Ran(job, job.run(folder), reference.losses(job, folder / "reference"))
+def run(job: Job, folder: Path) -> Ran:
+    return Ran(job, job.run(folder), verdict_reference.losses(job, folder / "reference"))
 
 
 @pytest.fixture(
     scope="module",
     params=[pytest.param(family, marks=[] if family in QUICK else [pytest.mark.slow]) for family in FAMILIES],
 )
-def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, reference: Reference) -> Ran:
-    return run(FAMILIES[request.param](Draw()), tmp_path_factory.mktemp("job"), reference)
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return run(FAMILIES[request.param](Draw()), tmp_path_factory.mktemp("job"))
 
 
 class TestUsualJobs:
@@ -68,9 +60,9 @@ class TestUsualJobs:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(VARIANTS))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_drawn_jobs(family: str, number: int, tmp_path: Path, reference: Reference) -> None:
+def test_drawn_jobs(family: str, number: int, tmp_path: Path) -> None:
     print(f"DSPROF_SEED={SEED}")
     job = variant(family, number, SEED)
-    drawn = run(job, tmp_path, reference)
+    drawn = run(job, tmp_path)
     assert job.wrong(drawn.outcome) == [], f"DSPROF_SEED={SEED}: {job}"
     assert [rank["losses"] for rank in drawn.outcome.truth] == drawn.losses

@@ -317,7 +317,9 @@ RESUMES: Final = {
 }
 
 
-@pytest.mark.parametrize("case", RESUMES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case == "pipeline, Muon" else []) for case in RESUMES]
+)
 def test_a_resumed_training_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path, case: str) -> None:
     layout, more = RESUMES[case]
     if "optimizer" in more:

@@ -168,7 +168,7 @@ def draw(rank: int, schedule: str, recompute: int) -> tuple[dict[str, list[Tenso
     return {name: noise.drawn for name, noise in noises.items()}, found
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zero-bubble", marks=pytest.mark.slow)])
 def test_random_numbers_are_a_ranks_own_between_the_blocks_and_repeated(ranks: Ranks, schedule: str) -> None:
     plain = ranks.run(4, draw, schedule, 0)
     for drawn, _ in plain:

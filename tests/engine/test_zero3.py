@@ -708,12 +708,15 @@ def lines_run(rank: int, layers: int, zero: dict[str, Any]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "zero",
     [
-        {},
-        {"stage3_max_reuse_distance": 0},
-        {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 20},
-        {"stage3_max_live_parameters": 40},
+        pytest.param({}, id="kept"),
+        pytest.param({"stage3_max_reuse_distance": 0}, id="prefetched"),
+        pytest.param(
+            {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 20},
+            id="a little prefetched",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"stage3_max_live_parameters": 40}, id="room for few", marks=pytest.mark.slow),
     ],
-    ids=["kept", "prefetched", "a little prefetched", "room for few"],
 )
 def test_fetching_takes_time_in_proportion_to_the_layers(ranks: Ranks, zero: dict[str, Any]) -> None:
     counted = (ranks.run(2, lines_run, layers, zero)[0] for layers in (30, 120))

@@ -1,0 +1,300 @@
+"""Python programs that begin with torch imported: `run` is `subprocess.run` for them.
+
+A rank that trains a toy spends nine tenths of its life importing torch. So one process imports it, and forks itself for
+each program it is asked for, a script or a module. What such a program starts in turn comes from there as well: the
+agent of `dsprof run`, and its ranks. A program has its own arguments, environment, streams, working directory and
+session; it is armed where it would be, at the end of torch's import; and it ends as an interpreter does. Different are
+its parent, which is the process that forks, its process group, and what is read from the environment before that point:
+a program for which that matters (a `sitecustomize` on PYTHONPATH, glibc's settings, a function before the start) gets
+an interpreter of its own, and so does all of a command that `run` is told to start `fresh`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import types
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+SOCKET: Final = "FORKED_PYTHON_SOCKET"
+"""Where the process that forks listens: a name that is no file's."""
+PRELOADED: Final = ("numpy", "torch", "torch._dynamo", "torch.distributed.run", "torch.utils.data")
+"""torch._dynamo comes with the first optimizer. Not pandas: pyarrow starts a thread."""
+OPTIONS: Final = ("-u", "-P")
+PATH, AUTOLOAD = "PYTHONPATH", "TORCH_DEVICE_BACKEND_AUTOLOAD"
+READ_EARLY: Final = (
+    "PYTHON", "LD_", "MALLOC_", "GLIBC_", "TORCH_", "MKL_", "KMP_", "GOMP_", "KINETO_",
+    "DSPROF_ENGINE",
+)  # fmt: skip
+"""Variables whose names begin so are read before torch is imported, or by it."""
+IGNORED: Final = (PATH, AUTOLOAD, "TORCH_NCCL_", "KINETO_LOG_LEVEL")
+"""Of those: the first two are done here, nothing reads the third, and the last, which `dsprof run` sets, is set."""
+
+
+class ForkedPopen(subprocess.Popen[Any]):
+    """A Popen whose process is forked from the one with torch where the command allows it, else a usual one."""
+
+    _status: socket.socket | None = None
+    """Its wait status comes here."""
+
+    def _execute_child(  # type: ignore[no-untyped-def]  # as subprocess names them
+        self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
+        start_new_session, process_group,
+    ) -> None:  # fmt: skip
+        environment = dict(os.environ if env is None else env)
+        words = program(args, environment)
+        if shell or pass_fds or words is None or (preexec_fn and not ends_with_launcher(preexec_fn)):
+            super()._execute_child(  # type: ignore[misc]
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+                p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
+                start_new_session, process_group,
+            )  # fmt: skip
+            return
+        asked = {
+            "words": words, "command": list(map(str, args)), "env": environment, "cwd": os.path.abspath(cwd or "."),
+            "session": start_new_session, "parent": os.getpid(),
+        }  # fmt: skip
+        streams = [given if given != -1 else usual for usual, given in enumerate((p2cread, c2pwrite, errwrite))]
+        self._status = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._status.connect(f"\0{environment[SOCKET]}")
+        with os.fdopen(os.memfd_create("asked"), "w") as file:  # an environment may be long for a message
+            json.dump(asked, file)
+            file.flush()
+            socket.send_fds(self._status, [b"run"], [*streams, file.fileno()])
+        self.pid = int(self._status.recv(64))
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if self._status is None:
+            waited: tuple[int, int] = super()._try_wait(wait_flags)  # type: ignore[misc]
+            return waited
+        with contextlib.suppress(BlockingIOError):
+            # Empty: the process that forks has ended, and all its children with it.
+            told = self._status.recv(64, socket.MSG_DONTWAIT if wait_flags & os.WNOHANG else 0)
+            return self.pid, int(told or signal.SIGKILL)
+        return 0, 0
+
+    def _internal_poll(self, _deadstate: int | None = None, **waits: Any) -> int | None:
+        if self._status is None:
+            return super()._internal_poll(_deadstate, **waits)  # type: ignore[misc,no-any-return]
+        return super()._internal_poll(_deadstate, _waitpid=lambda _, flags: self._try_wait(flags))  # type: ignore[misc,no-any-return]
+
+
+def program(args: Any, environment: dict[str, str]) -> list[str] | None:
+    """Of `[python, options, script or -m module or -c code, arguments]` what follows the options, but for -P; None
+    where it is no program that can be forked."""
+    if SOCKET not in environment or isinstance(args, (str, bytes, os.PathLike)) or str(args[0]) != sys.executable:
+        return None
+    early = {name for name in environment if name.startswith(READ_EARLY) and not name.startswith(IGNORED)}
+    if any(environment[name] != os.environ.get(name) for name in early):
+        return None
+    words = list(map(str, args[1:]))
+    safe_path = False
+    while words and words[0] in OPTIONS:
+        safe_path |= words.pop(0) == "-P"
+    if not words or (words[0].startswith("-") and words[0] not in ("-m", "-c")):
+        return None
+    if any(Path(entry, "sitecustomize.py").exists() for entry in environment.get(PATH, "").split(os.pathsep)):
+        return None
+    return [*(["-P"] if safe_path else []), *words]
+
+
+def ends_with_launcher(before: Any) -> bool:
+    """Whether `before`, which is to be called in the child, only has it end when the launcher does."""
+    return isinstance(before, functools.partial) and before.func.__name__ == "end_with"
+
+
+def start(command: Sequence[str], *, env: Mapping[str, str], fresh: bool = False, **options: Any) -> ForkedPopen:
+    """`subprocess.Popen` with text for a Python program; `fresh`: it and all that it starts are new interpreters."""
+    place = {} if fresh else {SOCKET: _listening()}
+    return ForkedPopen(command, env={**env, **place}, text=True, **options)
+
+
+def run(
+    command: Sequence[str], *, timeout: float = 240, capture_output: bool = False, check: bool = False, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run`, with what `start` takes."""
+    if capture_output:
+        options.update(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with start(command, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(command, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+@functools.cache
+def _listening() -> str:
+    """The socket of this process's own process that forks, which is started here and ends with this one."""
+    name = f"forked-python-{uuid.uuid4()}"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DSPROF")}
+    alive, ours = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, __file__, name, str(alive)],
+        env={**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "KINETO_LOG_LEVEL": "6"},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=(alive,),
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    os.close(alive)
+    _KEPT.append((process, ours))
+    return name
+
+
+_KEPT: Final[list[Any]] = []
+"""What is open as long as this process lives."""
+
+
+class Forker:
+    """The process that forks. It has one thread, so that a child has all that it had."""
+
+    def __init__(self, name: str, alive: int) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f"\0{name}")
+        self._listener.listen(64)
+        self._alive = alive
+        """Can be read when the test process has ended."""
+        self._running: dict[int, tuple[int, int, socket.socket]] = {}
+        """By pidfd: pid, that of who asked, and where its status is told."""
+        self._poll = select.epoll()
+        for fd in (self._listener.fileno(), alive):
+            self._poll.register(fd, select.EPOLLIN)
+
+    def serve(self) -> dict[str, Any] | None:
+        """Fork for whoever asks. Returns in each child, what was asked for; and None when the tests are over."""
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd == self._alive:
+                    for pid, _, _ in self._running.values():
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+                    return None
+                if fd in self._running:
+                    self._tell_end(fd)
+                elif (asked := self._fork()) is not None:
+                    return asked
+
+    def _fork(self) -> dict[str, Any] | None:
+        connection, _ = self._listener.accept()
+        _, fds, _, _ = socket.recv_fds(connection, 16, 4)
+        if not fds:  # gone again
+            connection.close()
+            return None
+        *streams, described = fds
+        with os.fdopen(described) as file:
+            file.seek(0)
+            asked: dict[str, Any] = json.load(file)
+        pid = os.fork()
+        if pid == 0:
+            for number, fd in enumerate(streams):
+                os.dup2(fd, number)
+            self._close(connection, streams)
+            return asked
+        for fd in streams:
+            os.close(fd)
+        connection.send(str(pid).encode())
+        fd = os.pidfd_open(pid)
+        self._running[fd] = pid, asked["parent"], connection
+        self._poll.register(fd, select.EPOLLIN)
+        return None
+
+    def _tell_end(self, fd: int) -> None:
+        pid, parent, connection = self._running.pop(fd)
+        self._poll.unregister(fd)
+        os.close(fd)
+        _, status = os.waitpid(pid, 0)
+        with contextlib.suppress(OSError):  # who asked has ended before
+            connection.send(str(status).encode())
+            os.kill(parent, signal.SIGCHLD)  # by which a launcher wakes up
+        connection.close()
+
+    def _close(self, connection: socket.socket, streams: list[int]) -> None:
+        """In a child: what only the process that forks needs."""
+        for fd in (*streams, *self._running, self._alive):
+            os.close(fd)
+        for _, _, other in self._running.values():
+            other.close()
+        connection.close()
+        self._poll.close()
+        self._listener.close()
+
+
+def become(asked: dict[str, Any]) -> None:
+    """In a child: what an interpreter and `import torch` do before a program begins."""
+    if asked["session"]:
+        os.setsid()
+    os.chdir(asked["cwd"])
+    os.environ.clear()
+    os.environ.update(asked["env"])
+    os.getppid = lambda: int(asked["parent"])
+    sys.orig_argv[:] = asked["command"]
+    sys.stdout.reconfigure(write_through="-u" in asked["command"])  # type: ignore[union-attr]
+    random.seed()
+    import numpy as np
+    import torch
+
+    np.random.seed(None)
+    torch.set_num_threads(int(asked["env"].get("OMP_NUM_THREADS", "1")))
+    if os.environ.get(AUTOLOAD, "1") == "1":
+        from dsprof.collectors.arm import autoload
+
+        autoload()
+
+
+def main(name: str, alive: str) -> None:
+    """Serve, and in each child run the program that was asked for, as `__main__` of this interpreter."""
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]  # before anything takes it from there
+    sys.path.pop(0)
+    for module in PRELOADED:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    forker = Forker(name, int(alive))
+    print("ready", flush=True)
+    os.dup2(2, 1)
+    asked = forker.serve()
+    if asked is None:
+        os._exit(0)
+    become(asked)
+    words: list[str] = asked["words"]
+    safe_path = words[0] == "-P"
+    if safe_path:
+        words.pop(0)
+    here = str(Path(words[0]).resolve().parent) if words[0][0] != "-" else ""
+    sys.path[:0] = [*([] if safe_path else [here]), *filter(None, os.environ.get(PATH, "").split(os.pathsep))]
+    # A namespace that lives until the interpreter ends, as the program's own would: to drop it before, and with it a
+    # process group, joins gloo's thread with the GIL held, for which that thread may be waiting.
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.argv[:] = words if words[0][0] != "-" else [words[0], *words[2:]]
+    if words[0] == "-m":
+        runpy._run_module_as_main(words[1], alter_argv=True)  # type: ignore[attr-defined]
+    elif words[0] == "-c":
+        exec(compile(words[1], "<string>", "exec"), module.__dict__)
+    else:
+        module.__file__ = words[0]
+        exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), module.__dict__)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
