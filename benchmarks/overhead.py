@@ -25,9 +25,9 @@ is written when it is over, an interrupted run goes on from there, and jobs take
 wider than that when the time is up is `resolved: false`.
 
 Memory that is free stays the processes' own, in every arm (`MALLOC`). With glibc as it is set by default, how often a
-process gives the end of its heap back and takes it anew in each step goes by where its tensors happen to lie: the same
-job without collectors has 180 to 1,400 page faults a step, from process to process, and with collectors 20 to 1,200.
-That is up to 2 % of a step, more than what is to be measured, and of either sign.
+process gives the end of its heap back and takes it anew goes by where its tensors happen to lie: page faults a step of
+the same job, with collectors and without, differ by hundreds from process to process, and a step's CPU time with them
+by more than what is to be measured.
 """
 
 from __future__ import annotations

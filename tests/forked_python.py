@@ -12,6 +12,7 @@ an interpreter of its own, and so does all of a command that `run` is told to st
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -34,6 +35,7 @@ SOCKET: Final = "FORKED_PYTHON_SOCKET"
 """Where the process that forks listens: a name that is no file's."""
 PRELOADED: Final = ("numpy", "torch", "torch._dynamo", "torch.distributed.run", "torch.utils.data")
 """torch._dynamo comes with the first optimizer. Not pandas: pyarrow starts a thread."""
+PR_SET_PDEATHSIG: Final = 1
 OPTIONS: Final = ("-u", "-P")
 PATH, AUTOLOAD = "PYTHONPATH", "TORCH_DEVICE_BACKEND_AUTOLOAD"
 READ_EARLY: Final = (
@@ -162,6 +164,16 @@ def _listening() -> str:
     return name
 
 
+def end_all() -> None:
+    """End all that was forked for this process; the next program has another to be forked from."""
+    for process, ours in _KEPT:
+        process.kill()
+        process.communicate()
+        os.close(ours)
+    _KEPT.clear()
+    _listening.cache_clear()
+
+
 _KEPT: Final[list[Any]] = []
 """What is open as long as this process lives."""
 
@@ -241,7 +253,9 @@ class Forker:
 
 
 def become(asked: dict[str, Any]) -> None:
-    """In a child: what an interpreter and `import torch` do before a program begins."""
+    """In a child: what an interpreter and `import torch` do before a program begins. It ends with the process that
+    forks."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if asked["session"]:
         os.setsid()
     os.chdir(asked["cwd"])

@@ -74,9 +74,15 @@ def profile(
     launcher = [] if ranks is None else ["--nproc-per-node", str(ranks)]
     command = [sys.executable, "-m", "dsprof", "run", "-o", str(folder), *launcher, *flags]
     for _ in range(3):
-        finished = _heard(RunFolder(folder), [*command, str(script), *args], tmp_path, fresh)
-        if ABORTED not in finished.stderr:
-            break
+        try:
+            finished = _heard(RunFolder(folder), [*command, str(script), *args], tmp_path, fresh)
+        except subprocess.TimeoutExpired:  # what is ours to blame hangs in interpreters of its own, too
+            if fresh:
+                raise
+            fresh = True
+        else:
+            if ABORTED not in finished.stderr:
+                break
         shutil.rmtree(folder)
     return finished
 
@@ -93,7 +99,18 @@ def _heard(folder: RunFolder, command: list[str], cwd: Path, fresh: bool) -> Fin
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
     try:
-        done = forked_python.run(command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=write, fresh=fresh)
+        done = forked_python.run(
+            command,
+            cwd=cwd,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=write,
+            fresh=fresh,
+            timeout=170 if fresh else 110,
+        )
+    except subprocess.TimeoutExpired:
+        forked_python.end_all()
+        raise
     finally:
         os.close(write)
     listener.join()

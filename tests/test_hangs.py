@@ -38,8 +38,7 @@ def run(
     more: tuple[str, ...] = (),
 ) -> Finished:
     flags = ("--no-report", "--hang-timeout", timeout, "--on-hang", "abort", *more)
-    # Ranks that only SIGKILL ends are found by whose children they are.
-    return profile(tmp_path, JOB, case, str(seconds), ranks=ranks, flags=flags, fresh=case.startswith("dtype"))
+    return profile(tmp_path, JOB, case, str(seconds), ranks=ranks, flags=flags, fresh=True)
 
 
 def first(finished: Finished) -> dict[str, Any]:
@@ -267,7 +266,7 @@ def test_a_slow_job_lives(case: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_comes_after_all(tmp_path: Path) -> None:
     flags = ("--no-report", "--hang-timeout", str(TIMEOUT_S))
-    finished = profile(tmp_path, JOB, "ddp/late", str(SECONDS), flags=flags)
+    finished = profile(tmp_path, JOB, "ddp/late", str(SECONDS), flags=flags, fresh=True)
     assert finished.status == 0, finished.stderr
     in_time(finished)
     assert "the job goes on, after" in finished.stderr
@@ -283,7 +282,7 @@ def test_a_rank_that_comes_after_all(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_job_that_torchs_time_out_ends_does_not_go_on(tmp_path: Path) -> None:
     flags = ("--no-report", "--hang-timeout", str(TIMEOUT_S))
-    finished = profile(tmp_path, JOB, "torch-timeout", str(4 * TIMEOUT_S), flags=flags)
+    finished = profile(tmp_path, JOB, "torch-timeout", str(4 * TIMEOUT_S), flags=flags, fresh=True)
     assert finished.status not in (0, HUNG)
     in_time(finished)
     assert "goes on" not in finished.stderr
