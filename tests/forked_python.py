@@ -25,6 +25,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import types
 import uuid
 from collections.abc import Mapping, Sequence
@@ -265,6 +266,7 @@ def become(asked: dict[str, Any]) -> None:
     sys.orig_argv[:] = asked["command"]
     sys.stdout.reconfigure(write_through="-u" in asked["command"])  # type: ignore[union-attr]
     random.seed()
+    tempfile.tempdir = None  # by TMPDIR, anew
     import numpy as np
     import torch
 
