@@ -61,7 +61,8 @@ class ForkedPopen(subprocess.Popen[Any]):
     ) -> None:  # fmt: skip
         environment = dict(os.environ if env is None else env)
         words = program(args, environment)
-        if shell or pass_fds or words is None or (preexec_fn and not ends_with_launcher(preexec_fn)):
+        placed = pass_fds or process_group != -1 or (preexec_fn and not ends_with_launcher(preexec_fn))
+        if shell or placed or words is None:
             super()._execute_child(  # type: ignore[misc]
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
                 p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
@@ -90,6 +91,7 @@ class ForkedPopen(subprocess.Popen[Any]):
         with contextlib.suppress(BlockingIOError):
             # Empty: the process that forks has ended, and all its children with it.
             told = self._status.recv(64, socket.MSG_DONTWAIT if wait_flags & os.WNOHANG else 0)
+            self._status.close()
             return self.pid, int(told or signal.SIGKILL)
         return 0, 0
 
@@ -100,22 +102,21 @@ class ForkedPopen(subprocess.Popen[Any]):
 
 
 def program(args: Any, environment: dict[str, str]) -> list[str] | None:
-    """Of `[python, options, script or -m module or -c code, arguments]` what follows the options, but for -P; None
-    where it is no program that can be forked."""
+    """Of `[python, options, script or -m module or -c code, arguments]` what follows the options; None where it is no
+    program that can be forked."""
     if SOCKET not in environment or isinstance(args, (str, bytes, os.PathLike)) or str(args[0]) != sys.executable:
         return None
     early = {name for name in environment if name.startswith(READ_EARLY) and not name.startswith(IGNORED)}
     if any(environment[name] != os.environ.get(name) for name in early):
         return None
     words = list(map(str, args[1:]))
-    safe_path = False
     while words and words[0] in OPTIONS:
-        safe_path |= words.pop(0) == "-P"
+        words.pop(0)
     if not words or (words[0].startswith("-") and words[0] not in ("-m", "-c")):
         return None
     if any(Path(entry, "sitecustomize.py").exists() for entry in environment.get(PATH, "").split(os.pathsep)):
         return None
-    return [*(["-P"] if safe_path else []), *words]
+    return words
 
 
 def ends_with_launcher(before: Any) -> bool:
@@ -199,9 +200,6 @@ class Forker:
         while True:
             for fd, _ in self._poll.poll():
                 if fd == self._alive:
-                    for pid, _, _ in self._running.values():
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL)
                     return None
                 if fd in self._running:
                     self._tell_end(fd)
@@ -264,7 +262,7 @@ def become(asked: dict[str, Any]) -> None:
     os.environ.update(asked["env"])
     os.getppid = lambda: int(asked["parent"])
     sys.orig_argv[:] = asked["command"]
-    sys.stdout.reconfigure(write_through="-u" in asked["command"])  # type: ignore[union-attr]
+    sys.stdout.reconfigure(write_through="-u" in options_of(asked))  # type: ignore[union-attr]
     random.seed()
     tempfile.tempdir = None  # by TMPDIR, anew
     import numpy as np
@@ -276,6 +274,12 @@ def become(asked: dict[str, Any]) -> None:
         from dsprof.collectors.arm import autoload
 
         autoload()
+
+
+def options_of(asked: dict[str, Any]) -> list[str]:
+    """Python's own."""
+    given: list[str] = asked["command"][1 : -len(asked["words"])]
+    return given
 
 
 def main(name: str, alive: str) -> None:
@@ -294,11 +298,11 @@ def main(name: str, alive: str) -> None:
         os._exit(0)
     become(asked)
     words: list[str] = asked["words"]
-    safe_path = words[0] == "-P"
-    if safe_path:
-        words.pop(0)
-    here = str(Path(words[0]).resolve().parent) if words[0][0] != "-" else ""
-    sys.path[:0] = [*([] if safe_path else [here]), *filter(None, os.environ.get(PATH, "").split(os.pathsep))]
+    here = {"-m": asked["cwd"], "-c": ""}.get(words[0], str(Path(words[0]).resolve().parent))
+    sys.path[:0] = [
+        *([] if "-P" in options_of(asked) else [here]),
+        *filter(None, os.environ.get(PATH, "").split(os.pathsep)),
+    ]
     # A namespace that lives until the interpreter ends, as the program's own would: to drop it before, and with it a
     # process group, joins gloo's thread with the GIL held, for which that thread may be waiting.
     module = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -306,10 +310,10 @@ def main(name: str, alive: str) -> None:
     if words[0] == "-m":
         runpy._run_module_as_main(words[1], alter_argv=True)  # type: ignore[attr-defined]
     elif words[0] == "-c":
-        exec(compile(words[1], "<string>", "exec"), module.__dict__)
+        exec(compile(words[1], "<string>", "exec", dont_inherit=True), module.__dict__)
     else:
-        module.__file__ = words[0]
-        exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), module.__dict__)
+        module.__file__ = os.path.abspath(words[0])
+        exec(compile(Path(words[0]).read_bytes(), module.__file__, "exec", dont_inherit=True), module.__dict__)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,70 @@
+"""A forked program finds what one of its own interpreter does."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import forked_python
+import pytest
+from jobs import environment
+
+SCRIPT = """
+import os, sys, tempfile
+def typed(x: int) -> None: ...
+print(typed.__annotations__, __name__, globals().get("__file__"), sys.argv, sys.path[:2], os.getcwd())
+print(os.environ["MINE"], tempfile.gettempdir(), os.getsid(0) == os.getpid(), "torch" in sys.modules or "own")
+"""
+FORMS = {
+    "script": ["train.py", "-u"],
+    "code": ["-c", SCRIPT, "x"],
+    "module": ["-m", "train", "x"],
+    "unbuffered": ["-u", "train.py"],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_finds_what_an_interpreter_has(form: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "tmp").mkdir()
+    env = environment(MINE="set", PYTHONPATH=str(tmp_path / "tmp"), TMPDIR=str(tmp_path / "tmp"))
+    said = [
+        forked_python.run(
+            [sys.executable, *FORMS[form]],
+            env=env,
+            cwd=tmp_path,
+            capture_output=True,
+            start_new_session=True,
+            fresh=fresh,
+        )
+        for fresh in (False, True)
+    ]
+    assert [(one.returncode, one.stderr) for one in said] == [(0, "")] * 2
+    forked, own = (one.stdout.splitlines() for one in said)
+    assert forked[0] == own[0]
+    assert forked[1].rpartition(" ")[0] == own[1].rpartition(" ")[0]
+    assert (forked[1].split()[-1], own[1].split()[-1]) == ("True", "own")
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("raise SystemExit(3)", 3),
+        ("1 / 0", 1),
+        ("import os; os._exit(4)", 4),
+        ("import os; os.kill(os.getpid(), 9)", -9),
+    ],
+)
+def test_its_status_is_its_own(code: str, status: int) -> None:
+    done = forked_python.run([sys.executable, "-c", code], env=environment(), capture_output=True)
+    assert done.returncode == status
+
+
+def test_all_end_at_once() -> None:
+    begun = "import time; print(1, flush=True); time.sleep(100)"
+    with forked_python.start([sys.executable, "-c", begun], env=environment(), stdout=-1) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "1\n"
+        forked_python.end_all()
+        assert process.wait(20) == -signal.SIGKILL
