@@ -7,7 +7,7 @@ the operators `c10d::*`. A kernel at the dispatch key BackendSelect comes before
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dsprof.schema import COLLECTIVE_NAMES
@@ -49,17 +49,16 @@ class NativeHooks:
         uninstall: Uninstall = self._recorder.uninstall_collectives
         return uninstall
 
-    def waited(self, work: Any) -> None:
-        """gloo itself says when a send or a receive has been waited for."""
-
-    def raised(self, work: Any) -> None:
-        """Nor does what has failed end for it."""
+    def wait(self, original: Callable[..., Any], names: Mapping[int, int], other: int) -> Callable[..., Any]:
+        """gloo itself says when what was waited for is over."""
+        waiting: Callable[..., Any] = self._recorder.waiting(original, dict(names), other)
+        return waiting
 
     def waited_for(self, target: Any) -> None:
-        """And when a collective is over."""
+        """Nothing to do, likewise."""
 
     def returned(self) -> None:
-        """Likewise."""
+        """Nor here."""
 
 
 def _watch_destroy(renew_groups: Callable[[], None]) -> Uninstall:
