@@ -47,6 +47,9 @@ READ_EARLY: Final = (
 IGNORED: Final = (PATH, AUTOLOAD, "TORCH_NCCL_", "KINETO_LOG_LEVEL")
 """Of those: the first two are done here, nothing reads the third, and the last, which `dsprof run` sets, is set."""
 
+STARTED_WITH: Final = dict(os.environ)
+"""The environment before any test has changed it: the process that forks is started by the first that asks, for all."""
+
 
 class ForkedPopen(subprocess.Popen[Any]):
     """A Popen whose process is forked from the one with torch where the command allows it, else a usual one."""
@@ -107,7 +110,7 @@ def program(args: Any, environment: dict[str, str]) -> list[str] | None:
     if SOCKET not in environment or isinstance(args, (str, bytes, os.PathLike)) or str(args[0]) != sys.executable:
         return None
     early = {name for name in environment if name.startswith(READ_EARLY) and not name.startswith(IGNORED)}
-    if any(environment[name] != os.environ.get(name) for name in early):
+    if any(environment[name] != STARTED_WITH.get(name) for name in early):
         return None
     words = list(map(str, args[1:]))
     while words and words[0] in OPTIONS:
@@ -152,7 +155,7 @@ def run(
 def _listening() -> str:
     """The socket of this process's own process that forks, which is started here and ends with this one."""
     name = f"forked-python-{uuid.uuid4()}"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("DSPROF")}
+    kept = {name: value for name, value in STARTED_WITH.items() if not name.startswith("DSPROF")}
     alive, ours = os.pipe()
     process = subprocess.Popen(
         [sys.executable, __file__, name, str(alive)],

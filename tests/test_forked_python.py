@@ -68,3 +68,13 @@ def test_all_end_at_once() -> None:
         assert process.stdout.readline() == "1\n"
         forked_python.end_all()
         assert process.wait(20) == -signal.SIGKILL
+
+
+def test_the_first_program_leaves_nothing_of_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forked_python.end_all()
+    with monkeypatch.context() as changed:
+        changed.setenv("PYTHONPATH", str(tmp_path))
+        forked_python.run([sys.executable, "-c", "pass"], env=environment(), check=True)
+    code = "import sys; print(sys.path)"
+    said = forked_python.run([sys.executable, "-c", code], env=environment(), capture_output=True, check=True)
+    assert str(tmp_path) not in said.stdout
