@@ -8,8 +8,17 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from captures import RECORDERS, build_helper
 
 from dsprof.launch import Launch
+
+
+@pytest.fixture(params=RECORDERS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Of each recorder, for `open_recorder`."""
+    if request.param == "native":
+        build_helper()
+    return str(request.param)
 
 
 @pytest.fixture

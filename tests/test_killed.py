@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch  # noqa: F401  (the native helper is for the torch of this process)
-from captures import RECORDERS, build_helper, open_recorder
+from captures import open_recorder
 
 from dsprof import ondisk
 from dsprof.collectors.chunks import CHUNK_BYTES
@@ -27,13 +27,6 @@ from dsprof.trace.derive import trace_rows
 THREADS = 3
 ROUNDS = 25
 SLOT = struct.Struct("<Q")
-
-
-@pytest.fixture(params=RECORDERS)
-def kind(request: pytest.FixtureRequest) -> str:
-    if request.param == "native":
-        build_helper()
-    return str(request.param)
 
 
 def write_until_killed(

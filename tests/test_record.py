@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch  # noqa: F401  (the native helper is for the torch of this process)
-from captures import RECORDERS, build_helper, open_recorder, read_names, read_rows
+from captures import open_recorder, read_names, read_rows
 
 from dsprof import ondisk
 from dsprof.collectors import record
@@ -25,13 +25,6 @@ from dsprof.ondisk import CHUNK_RECORDS, State
 from dsprof.schema import Kind
 
 Open = Callable[..., Recorder]
-
-
-@pytest.fixture(params=RECORDERS)
-def kind(request: pytest.FixtureRequest) -> str:
-    if request.param == "native":
-        build_helper()
-    return str(request.param)
 
 
 @pytest.fixture

@@ -13,19 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from captures import RECORDERS, build_helper, open_recorder, read_rows
+from captures import open_recorder, read_rows
 
 from dsprof.collectors.record import CallContext, Recorder
 from dsprof.collectors.wrappers import for_purpose, recorded
 from dsprof.ondisk import State
 from dsprof.schema import SHARDING, Kind
-
-
-@pytest.fixture(params=RECORDERS)
-def kind(request: pytest.FixtureRequest) -> str:
-    if request.param == "native":
-        build_helper()
-    return str(request.param)
 
 
 @pytest.fixture
