@@ -11,7 +11,7 @@ import itertools
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 from dsprof.ondisk import Flag
@@ -78,29 +78,6 @@ class PythonHooks:
     def renew_groups(self) -> None:
         self._groups.renew()
 
-    def wait(self, original: Callable[..., Any], names: Mapping[int, int], other: int) -> Callable[..., Any]:
-        """What stands for `Work.wait` (`waits.Hooks`)."""
-        recorder = self._recorder
-
-        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                handle = recorder.begin_wait(names.get(work._get_op_type(), other), work)
-            except Exception as error:
-                recorder.count_error("a wait", error)
-                handle = 0
-            try:
-                result = original(work, *args, **kwargs)
-            except BaseException:
-                self._raised(work)
-                raise
-            else:
-                self.waited(work)
-                return result
-            finally:
-                recorder.end(handle)
-
-        return wait
-
     def waited(self, work: Any) -> None:
         """Somebody's wait for this work has returned: it is over."""
         try:
@@ -134,7 +111,7 @@ class PythonHooks:
         for work in inside:
             self.waited(work)
 
-    def _raised(self, work: Any) -> None:
+    def raised(self, work: Any) -> None:
         """Somebody's wait for this work has not returned."""
         found = self._pending.get(id(work))
         if found is not None:

@@ -7,7 +7,7 @@ the operators `c10d::*`. A kernel at the dispatch key BackendSelect comes before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from dsprof.schema import COLLECTIVE_NAMES
@@ -49,16 +49,17 @@ class NativeHooks:
         uninstall: Uninstall = self._recorder.uninstall_collectives
         return uninstall
 
-    def wait(self, original: Callable[..., Any], names: Mapping[int, int], other: int) -> Callable[..., Any]:
-        """gloo itself says when what was waited for is over."""
-        waiting: Callable[..., Any] = self._recorder.waiting(original, dict(names), other)
-        return waiting
+    def waited(self, work: Any) -> None:
+        """gloo itself says when a send or a receive has been waited for."""
+
+    def raised(self, work: Any) -> None:
+        """Nor does what has failed end for it."""
 
     def waited_for(self, target: Any) -> None:
-        """Nothing to do, likewise."""
+        """And when a collective is over."""
 
     def returned(self) -> None:
-        """Nor here."""
+        """Likewise."""
 
 
 def _watch_destroy(renew_groups: Callable[[], None]) -> Uninstall:

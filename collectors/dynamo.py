@@ -53,6 +53,4 @@ def _mark(functions: tuple[Callable[..., Any], ...], and_callees: bool) -> None:
         return
     strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP if and_callees else _FrameAction.DEFAULT)
     for function in functions:
-        code = getattr(function, "__code__", None)
-        if code is not None:  # else it is written in C, and has no frame
-            set_code_exec_strategy(code, strategy)
+        set_code_exec_strategy(function.__code__, strategy)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dsprof.schema import SHARDING, Kind
 
-from . import facts
+from . import dynamo, facts
 from .errors import count_error
 from .imports import when_imported
+from .purposes import for_purpose
 from .uninstall import Uninstall, in_reverse, replace_attribute
 from .wrap import stands_for
-from .wrappers import for_purpose, recorded
 
 if TYPE_CHECKING:
     from .record import Recorder
@@ -89,17 +89,31 @@ def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> U
         sharded.add(len(params), sum(param.numel() * param.element_size() for param in params))
 
     group, name = module.FSDPParamGroup, recorder.intern(SHARDING)
-    around = [
-        replace_attribute(group, method, recorded(recorder, getattr(group, method), int(Kind.MODULE), name))
-        for method in AROUND_UNIT
-        if hasattr(group, method)
-    ]
+    around = [_record(group, method, recorder, name) for method in AROUND_UNIT if hasattr(group, method)]
     told = [
         replace_attribute(module, function, for_purpose(recorder, purpose, getattr(module, function)))
         for function, purpose in PURPOSES.items()
         if hasattr(module, function)
     ]
     return in_reverse([_before_init(group, count), *around, *told])
+
+
+def _record(cls: Any, method: str, recorder: Recorder, name: int) -> Uninstall:
+    original = getattr(cls, method)
+    compiling, begin, end, kind = dynamo.check(), recorder.begin, recorder.end, int(Kind.MODULE)
+
+    @stands_for(original)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        if compiling():
+            return original(*args, **kwargs)
+        handle = begin(kind, name)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            end(handle)
+
+    dynamo.skip_frame(recorded)
+    return replace_attribute(cls, method, recorded)
 
 
 def _watch_first(sharded: Sharded, module: ModuleType) -> Uninstall:

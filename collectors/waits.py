@@ -5,7 +5,7 @@ kernels. Waits of DDP's reducer inside C++ are derived on merge.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
@@ -53,9 +53,11 @@ Function = Callable[..., Any]
 class Hooks(Protocol):
     """Who is told what is over: the hooks on c10d's operators. Nothing of this raises."""
 
-    def wait(self, original: Function, names: Mapping[int, int], other: int) -> Function:
-        """A function in the place of `Work.wait` that records its calls. The wait for a work that nobody knows is named
-        by the work's `c10d::OpType`: as `names` has it, else `other`."""
+    def waited(self, work: Any) -> None:
+        """A wait for it has returned."""
+
+    def raised(self, work: Any) -> None:
+        """A wait for it has raised an exception."""
 
     def waited_for(self, target: Any) -> None:
         """A wait for what `Recorder.target` gave of a work has returned."""
@@ -73,8 +75,30 @@ def _works(recorder: Recorder, hooks: Hooks) -> Uninstall:
     from torch.distributed import Work
 
     names = {op_type: recorder.intern(name) for op_type, name in OP_TYPES.items()}
-    other = recorder.intern("wait")
-    return replace_method(Work, "wait", lambda original: hooks.wait(original, names, other))
+    other, begin, end = recorder.intern("wait"), recorder.begin_wait, recorder.end
+    waited, raised = hooks.waited, hooks.raised
+
+    def watched(original: Function) -> Function:
+        def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                handle = begin(names.get(self._get_op_type(), other), self)
+            except Exception as error:
+                recorder.count_error("a wait", error)
+                handle = 0
+            try:
+                result = original(self, *args, **kwargs)
+            except BaseException:
+                raised(self)
+                raise
+            else:
+                waited(self)
+                return result
+            finally:
+                end(handle)
+
+        return wait
+
+    return replace_method(Work, "wait", watched)
 
 
 def _futures(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
 
@@ -16,13 +16,12 @@ FILE: Final = "<{file} of dsprof, which warnings pass over like importlib._boots
 
 
 def stands_for(original: Callable[..., Any]) -> Callable[[Wrapper], Wrapper]:
-    """Decorator of a function that calls `original`: `functools.wraps`, and where it is written in Python and so has a
-    frame, warnings pass it over."""
+    """Decorator of a function written in Python that calls `original`: `functools.wraps`, and warnings pass it over."""
 
     def decorate(wrapper: Wrapper) -> Wrapper:
-        if isinstance(wrapper, FunctionType):
-            code = wrapper.__code__
-            wrapper.__code__ = code.replace(co_filename=FILE.format(file=Path(code.co_filename).name))
+        function = cast(FunctionType, wrapper)
+        code = function.__code__
+        function.__code__ = code.replace(co_filename=FILE.format(file=Path(code.co_filename).name))
         functools.update_wrapper(wrapper, original)
         return wrapper
 

@@ -60,3 +60,28 @@ assert handler.start_callbacks == handler.end_callbacks == [] and "clear" not in
 """
     done = train(tmp_path, code, native=native)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+WAITS = f"""
+import torch, torch.distributed as dist
+{ALONE}
+@torch.compile(backend="eager")
+def reduce(x):
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    return x + 1
+parameter = torch.nn.Parameter(torch.ones(2))
+@torch.compile(backend="eager")
+def clip(x):
+    parameter.grad = x
+    return torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+print(reduce(torch.ones(2)).sum().item(), clip(torch.ones(2)).item())
+dist.destroy_process_group()
+"""
+
+
+@both
+def test_what_we_replace_can_be_called_in_a_compiled_function(native: str, tmp_path: Path) -> None:
+    without, done = (train(tmp_path, WAITS, native=native, DSPROF=armed) for armed in "01")
+    assert without.returncode == 0, without.stderr
+    assert (done.returncode, done.stdout) == (0, without.stdout), done.stderr

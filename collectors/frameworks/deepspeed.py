@@ -21,9 +21,9 @@ from dsprof.schema import Kind
 from .. import dynamo, facts, optimizers, phases
 from ..errors import count_error
 from ..imports import when_imported
+from ..purposes import for_purpose
 from ..uninstall import Uninstall, in_reverse, replace_attribute
 from ..wrap import stands_for
-from ..wrappers import for_purpose
 
 if TYPE_CHECKING:
     from ..record import CallContext, Recorder

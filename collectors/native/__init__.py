@@ -89,9 +89,6 @@ class NativeRecorder(SharedParts):
         self.install_syncs = module.install_syncs
         self.uninstall_call_sites = module.uninstall_call_sites
         self.install_call_sites = module.install_call_sites
-        self.recorded = module.recorded
-        self.for_purpose = module.for_purpose
-        self.waiting = module.waiting
         self.lock_watch = NativeLockWatch(module)
         self._install_collectives = module.install_collectives
         self._install_modules = module.install_modules

@@ -23,7 +23,6 @@
 #include "python_modules.hpp"
 #include "python_records.hpp"
 #include "python_sites.hpp"
-#include "python_wrappers.hpp"
 
 namespace dsprof {
 namespace {
@@ -61,10 +60,6 @@ PyMethodDef methods[] = {
     {"install_collectives", py_install_collectives, METH_VARARGS, "install_collectives({operator: name}, Work)"},
     {"renew_groups", py_renew_groups, METH_NOARGS, "The default group was destroyed: group names begin anew"},
     {"uninstall_collectives", py_uninstall_collectives, METH_NOARGS, ""},
-    // callables in the place of others: python_wrappers.hpp
-    {"recorded", py_recorded, METH_VARARGS, "recorded(original, kind, name): its calls are recorded"},
-    {"for_purpose", py_for_purpose, METH_VARARGS, "for_purpose(original, purpose): of what is communicated in it"},
-    {"waiting", py_waiting, METH_VARARGS, "waiting(Work.wait, {op type: name}, name of others): its calls are waits"},
     // modules: python_modules.hpp
     {"install_modules", py_install_modules, METH_VARARGS, "install_modules(Module.__call__, Tensor, namer, noter, check)"},
     {"start_counting", py_start_counting, METH_NOARGS, "Count floating-point operations from now on"},
