@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import forked_python
 import pytest
 import torch  # noqa: F401  (lines are looked for outside of it)
 from captures import RECORDERS, build_helper, open_recorder, read_rows
@@ -103,8 +103,8 @@ def marks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     for name in CASES:
         (folder / name).mkdir()
     cases = {name: (case.level, case.most, textwrap.dedent(case.code)) for name, case in CASES.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(folder), request.param, json.dumps(cases)], capture_output=True, text=True,
+    done = forked_python.run(
+        [sys.executable, "-c", RUN, str(folder), request.param, json.dumps(cases)], capture_output=True,
         timeout=120, cwd=folder, env={**environment(), "PYTHONPATH": ":".join(sys.path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

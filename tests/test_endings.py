@@ -94,7 +94,7 @@ def script(tmp_path: Path) -> Path:
         pytest.param("exit-0", 0, None, marks=pytest.mark.slow),  # as one process below, and most other jobs
         pytest.param("exit-7", 7, "exit status 7", marks=pytest.mark.slow),
         ("exception", 1, "exit status 1"),
-        ("_exit-3", 3, "exit status 3"),
+        pytest.param("_exit-3", 3, "exit status 3", marks=pytest.mark.slow),
         ("SIGKILL", 137, "SIGKILL"),
         pytest.param("SIGTERM", 143, "SIGTERM", marks=pytest.mark.slow),
     ],

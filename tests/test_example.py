@@ -46,11 +46,11 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 CASES = [
-    # Both recorders write the same rows (test_collectives); with the Python one one of the jobs is enough, each 20 s.
+    # Both recorders write the same rows (test_collectives).
     pytest.param(
         (switch, native),
         id=f"{switch}-{native}",
-        marks=[pytest.mark.slow] if switch in TOLD_BY_OTHERS or (native == "off" and switch != "healthy") else [],
+        marks=[pytest.mark.slow] if switch in TOLD_BY_OTHERS or native == "off" else [],
     )
     for native in ("on", "off")
     for switch in PLANTED
@@ -92,6 +92,7 @@ class TestEveryJob:
         assert list(finished.folder.tensorboard.rglob("events.out.tfevents.*"))
 
 
+@pytest.mark.slow  # test_verdicts compares the losses of its jobs
 def test_the_loss_is_bit_identical_with_and_without(tmp_path: Path) -> None:
     args = ("--steps", "8", "--loss-file")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -201,7 +201,7 @@ def test_another_size(case: str, odd: str, tmp_path: Path) -> None:
         in_time(finished)
 
 
-@pytest.mark.slow  # the next one is of two types, too
+@pytest.mark.slow
 def test_another_dtype_that_nobody_noticed(tmp_path: Path) -> None:
     finished = run(tmp_path, "dtype", ranks=3)
     assert finished.status == 0, finished.stderr
@@ -215,6 +215,7 @@ def test_another_dtype_that_nobody_noticed(tmp_path: Path) -> None:
     assert found["fixes"][0]["patch"][0]["line"] == line_of("torch.int32 if rank")
 
 
+@pytest.mark.slow
 def test_a_line_is_named_where_no_other_issues_the_same(tmp_path: Path) -> None:
     """Ranks 0 and 2 issue theirs at two lines."""
     found = first(run(tmp_path, "dtype-again", ranks=3))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import forked_python
 import pytest
 from jobs import ABORTED
 
@@ -445,11 +446,11 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **extra}
 
 
-def python(program: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def python(program: str, folder: Path, *, fresh: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
     for _ in range(3):
-        done = subprocess.run(
+        done = forked_python.run(
             [sys.executable, "-c", program],
-            capture_output=True, text=True, timeout=120, cwd=folder, env=clean_environment(**env),
+            capture_output=True, timeout=120, cwd=folder, env=clean_environment(**env), fresh=fresh,
         )  # fmt: skip
         if ABORTED not in done.stderr:
             break
@@ -514,7 +515,7 @@ def test_nothing_that_is_wrong_with_the_profiler_reaches_the_job(
     tmp_path: Path, unarmed: Unarmed, env: dict[str, str]
 ) -> None:
     given = {"DSPROF_RUN": str(tmp_path / "run"), **env} if "DSPROF_DIR" not in env else env
-    armed = python(TRAIN.format(store=str(tmp_path / "store")), tmp_path, DSPROF="1", **given)
+    armed = python(TRAIN.format(store=str(tmp_path / "store")), tmp_path, fresh=False, DSPROF="1", **given)
     assert (armed.returncode, armed.stdout, armed.stderr) == (0, unarmed.said, "")
 
 
@@ -557,9 +558,9 @@ def test_script_folders_with_modules_of_the_same_names(tmp_path: Path, unarmed: 
         "assert sys.modules['engine'] is engine\n"
     )
     run = tmp_path / "run"
-    done = subprocess.run(
+    done = forked_python.run(
         [sys.executable, str(job / "train.py")],
-        capture_output=True, text=True, timeout=120, cwd=job,
+        capture_output=True, timeout=120, cwd=job,
         env=clean_environment(DSPROF="1", DSPROF_RUN=str(run)),
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, unarmed.said), done.stderr
