@@ -54,13 +54,13 @@ def watch(recorder: NativeRecorder, device: str) -> list[Uninstall]:
     wait = recorder.intern("wait")
 
     def waits(original: Call) -> Call:
-        def call(self: Any, *args: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self != torch.cuda.current_stream():
-                return original(self, *args)
-            key = id(args)
+                return original(self, *args, **kwargs)
+            key = id(kwargs)  # a new one each call
             recorder.begin_on_stream(key, wait)
             try:
-                return original(self, *args)
+                return original(self, *args, **kwargs)
             finally:
                 recorder.end_on_stream(key)
 

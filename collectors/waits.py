@@ -129,13 +129,17 @@ def _futures(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:
             return None
 
     def given(original: Function) -> Function:
-        return lambda self: carry(original(self), recorder.target(self))
+        # By this name and `self` pybind11 knows a call of its own: of a Work written in Python it would call us again.
+        def get_future(self: Any) -> Any:
+            return carry(original(self), recorder.target(self))
+
+        return get_future
 
     def of_reducer(original: Function) -> Function:
         return lambda self, *args: carry(original(self, *args), recorder.target(None))
 
     def following(original: Function) -> Function:
-        return lambda self, callback: carry(original(self, callback), target_of(self))
+        return lambda self, *args, **kwargs: carry(original(self, *args, **kwargs), target_of(self))
 
     def watched(original: Function) -> Function:
         def wait(self: Any) -> Any:

@@ -208,3 +208,26 @@ def test_a_compiled_step_is_compiled_as_without_us(native: str, tmp_path: Path) 
     assert "perf_counter" not in done.stderr
     # The optimizer is part of what was compiled; backward runs between the parts.
     assert captured(tmp_path).told("backward", "optimizer") == [("backward", None)] * 3
+
+
+@both
+def test_a_work_written_in_python_is_called_as_without_us(native: str, tmp_path: Path) -> None:
+    code = """
+    import torch, torch.distributed as dist
+    class Bare(dist.Work):
+        pass
+    class Super(dist.Work):
+        def get_future(self):
+            return super().get_future()
+    for work in Bare(), Super():
+        try:
+            work.get_future()
+        except RuntimeError as error:
+            print(type(error).__name__, str(error).splitlines()[0])
+    done = torch.futures.Future()
+    done.set_result(1)
+    print(done.then(callback=lambda future: future.value() + 1).wait())
+    """
+    without, done = (train(tmp_path, code, native=native, DSPROF=armed) for armed in "01")
+    assert (done.returncode, done.stdout, done.stderr) == (without.returncode, without.stdout, without.stderr)
+    assert "2\n" in without.stdout
