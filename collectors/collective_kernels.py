@@ -157,7 +157,7 @@ class PythonHooks:
                     self._recorder.comm_issued(issued.handle, time.perf_counter_ns() - began)
                 self._watch(issued, result)
             except Exception as error:
-                self._recorder.count_error("the end of backward", error)
+                self._recorder.count_error("the work of a collective", error)
             return result
 
         dynamo.skip(kernel, self._begin, self._watch, self._remember, self._remember_told)
@@ -172,7 +172,7 @@ class PythonHooks:
         try:
             self._backward.watch(cpu)
         except Exception as error:
-            self._recorder.count_error("the work of a collective", error)
+            self._recorder.count_error("the end of backward", error)
         name = self._names.get(call.name)
         if name is None:
             name = self._names[call.name] = self._recorder.intern(call.name)

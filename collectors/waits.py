@@ -136,7 +136,7 @@ def _futures(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:
         return get_future
 
     def of_reducer(original: Function) -> Function:
-        return lambda self, *args: carry(original(self, *args), recorder.target(None))
+        return lambda self, *args, **kwargs: carry(original(self, *args, **kwargs), recorder.target(None))
 
     def following(original: Function) -> Function:
         return lambda self, *args, **kwargs: carry(original(self, *args, **kwargs), target_of(self))
