@@ -54,6 +54,8 @@ class Chunks:
         """The newest, mapped; older ones are written with `pwrite`, as each mapping holds a file descriptor."""
         self._made = 0
         """The number behind the last chunk that was made."""
+        self._tried = -1
+        """The last chunk that was begun."""
         self._oldest = self._kept
         """The first chunk that was not given up, behind those that are kept."""
         self._slots = itertools.count()
@@ -197,6 +199,9 @@ class Chunks:
         began = time.perf_counter_ns()
         oldest = max(index - self._ring + 1, self._kept)
         try:
+            if self._tried == index:  # what a signal's handler raised has ended that, anywhere in it
+                _remove(self._folder, index)
+            self._tried = index
             chunk = _make_chunk(self._folder, index, self._kept, oldest - self._kept)
             given_up = range(self._oldest, oldest)
             mapped = {i: c for i, c in self._chunks.items() if i >= index - 2 and i not in given_up}

@@ -7,7 +7,7 @@ the operators `c10d::*`. A kernel at the dispatch key BackendSelect comes before
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dsprof.schema import COLLECTIVE_NAMES
@@ -34,7 +34,13 @@ def install(recorder: Recorder) -> Uninstall:
         hooks = PythonHooks(recorder)
     else:
         raise TypeError(f"cannot record collectives with a {type(recorder).__name__}")
-    return in_reverse([hooks.install(), *waits.install(recorder, hooks), _watch_destroy(hooks.renew_groups)])
+    return in_reverse(_install(recorder, hooks))
+
+
+def _install(recorder: Recorder, hooks: NativeHooks | PythonHooks) -> Iterator[Uninstall]:
+    yield hooks.install()
+    yield from waits.install(recorder, hooks)
+    yield _watch_destroy(hooks.renew_groups)
 
 
 class NativeHooks:
@@ -77,4 +83,4 @@ def _watch_destroy(renew_groups: Callable[[], None]) -> Uninstall:
         return result
 
     modules = (distributed, distributed_c10d)
-    return in_reverse([replace_attribute(module, original.__name__, destroy_process_group) for module in modules])
+    return in_reverse(replace_attribute(module, original.__name__, destroy_process_group) for module in modules)

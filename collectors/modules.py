@@ -126,7 +126,7 @@ def _wrapper(original: Callable[..., Any], recorder: PyRecorder, every: bool) ->
     forward, recompute = recorder.intern("forward"), recorder.intern("recompute")
     phase, kind, gradients_on = int(Kind.PHASE), int(Kind.MODULE), int(Flag.GRAD)
     thread = threading.local()
-    is_compiling = torch.compiler.is_compiling
+    compiling = dynamo.check()
     graph_task = torch._C._current_graph_task_id
     grad_enabled = torch.is_grad_enabled
     ids: dict[int, int] = {}
@@ -156,7 +156,7 @@ def _wrapper(original: Callable[..., Any], recorder: PyRecorder, every: bool) ->
     @stands_for(original)
     def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Dynamo takes the first way out and so traces torch's own code only.
-        if is_compiling() or (getattr(thread, "inside", False) and not every):
+        if compiling() or (getattr(thread, "inside", False) and not every):
             return original(self, *args, **kwargs)
         outermost = not getattr(thread, "inside", False)
         handle = module = 0

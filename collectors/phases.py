@@ -55,7 +55,7 @@ def _data(recorder: Recorder) -> Uninstall:
             recorder.end(handle)
 
     places = ((_BaseDataLoaderIter, __next__), (DataLoader, __iter__))
-    return in_reverse([replace_attribute(place, hook.__name__, hook) for place, hook in places])
+    return in_reverse(replace_attribute(place, hook.__name__, hook) for place, hook in places)
 
 
 class _Backwards:
@@ -158,6 +158,6 @@ def _hook_backward() -> Uninstall:
     dynamo.skip_frame(engine_run_backward)
     dynamo.skip(_Backwards.enter, _Backwards.leave)
 
-    unhook = in_reverse([replace_attribute(place, "_engine_run_backward", engine_run_backward) for place in places])
+    unhook = in_reverse(replace_attribute(place, "_engine_run_backward", engine_run_backward) for place in places)
     engine_run_backward._dsprof = unhook  # type: ignore[attr-defined]
     return unhook

@@ -13,14 +13,16 @@ if TYPE_CHECKING:
 
 def for_purpose(recorder: Recorder, purpose: str, original: Any) -> Any:
     """A function in the place of `original`: what this thread communicates in it has that purpose."""
-    number, compiling, context = recorder.intern(purpose), dynamo.check(), recorder.context
+    number, compiling = recorder.intern(purpose), dynamo.check()
+    context, current = recorder.context, recorder.current_context
 
     @stands_for(original)
     def called(*args: Any, **kwargs: Any) -> Any:
         if compiling():
             return original(*args, **kwargs)
-        before = context(-1, -1, 0, number)
+        before = current()
         try:
+            context(-1, -1, 0, number)
             return original(*args, **kwargs)
         finally:
             context(*before)

@@ -274,6 +274,9 @@ class PyRecorder(SharedParts):
         self.purposes.context = CallContext(stage, microbatch, module, purpose)
         return before
 
+    def current_context(self) -> CallContext:
+        return self.purposes.context
+
     def pass_over(self, what: int, /) -> None:
         self.passed_over.what = what
         self.targets.here.told = None

@@ -125,7 +125,10 @@ class Recorder(Protocol):
         nothing to do."""
 
     def context(self, stage: int, microbatch: int, module: int, purpose: int, /) -> CallContext:
-        """What this thread calls c10d for from now on; what it was until now, to be put back."""
+        """What this thread calls c10d for from now on; what it was until now."""
+
+    def current_context(self) -> CallContext:
+        """What this thread calls c10d for now: asked before `context`, it can be put back whatever comes in between."""
 
     def pass_over(self, what: int, /) -> None:
         """On this thread, from now on: NOTHING, CALLS of c10d, or CALLS_AND_WAITS are not recorded, nor numbered."""

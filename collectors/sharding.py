@@ -8,7 +8,7 @@ its forward and its backward.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -88,14 +88,17 @@ def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> U
         # Taken from the arguments: the group itself has shards only.
         sharded.add(len(params), sum(param.numel() * param.element_size() for param in params))
 
-    group, name = module.FSDPParamGroup, recorder.intern(SHARDING)
-    around = [_record(group, method, recorder, name) for method in AROUND_UNIT if hasattr(group, method)]
-    told = [
-        replace_attribute(module, function, for_purpose(recorder, purpose, getattr(module, function)))
-        for function, purpose in PURPOSES.items()
-        if hasattr(module, function)
-    ]
-    return in_reverse([_before_init(group, count), *around, *told])
+    def hooks() -> Iterator[Uninstall]:
+        group, name = module.FSDPParamGroup, recorder.intern(SHARDING)
+        yield _before_init(group, count)
+        for method in AROUND_UNIT:
+            if hasattr(group, method):
+                yield _record(group, method, recorder, name)
+        for function, purpose in PURPOSES.items():
+            if hasattr(module, function):
+                yield replace_attribute(module, function, for_purpose(recorder, purpose, getattr(module, function)))
+
+    return in_reverse(hooks())
 
 
 def _record(cls: Any, method: str, recorder: Recorder, name: int) -> Uninstall:

@@ -5,13 +5,13 @@ kernels. Waits of DDP's reducer inside C++ are derived on merge.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
 from . import dynamo
 from .interrupts import by_handler
-from .uninstall import Uninstall, in_reverse
+from .uninstall import Uninstall, replace_attribute
 from .wrap import stands_for
 
 if TYPE_CHECKING:
@@ -66,9 +66,12 @@ class Hooks(Protocol):
         """The call has returned that waited in C++ for what this thread issued in it."""
 
 
-def install(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:
-    """Record waits from now on."""
-    return [_works(recorder, hooks), *_futures(recorder, hooks), _coalesced(recorder), *_blocking(recorder, hooks)]
+def install(recorder: Recorder, hooks: Hooks) -> Iterator[Uninstall]:
+    """Record waits from now on: each hook is there once what takes it away is given."""
+    yield _works(recorder, hooks)
+    yield from _futures(recorder, hooks)
+    yield from _coalesced(recorder)
+    yield from _blocking(recorder, hooks)
 
 
 def _works(recorder: Recorder, hooks: Hooks) -> Uninstall:
@@ -101,7 +104,7 @@ def _works(recorder: Recorder, hooks: Hooks) -> Uninstall:
     return replace_method(Work, "wait", watched)
 
 
-def _futures(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:
+def _futures(recorder: Recorder, hooks: Hooks) -> Iterator[Uninstall]:
     """A future that `Work.get_future` gave, or that follows from such a one, may be waited for in place of the work.
     So is that of DDP's reducer where a rank has run out of input (`join`)."""
     from torch import distributed
@@ -161,15 +164,13 @@ def _futures(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:
         return wait
 
     future: Any = Future
-    return [
-        replace_method(Work, "get_future", given),
-        replace_method(future, "then", following),
-        replace_method(future, "wait", watched),
-        replace_method(getattr(distributed, "Reducer", None), "_run_comm_hook", of_reducer),
-    ]
+    yield replace_method(Work, "get_future", given)
+    yield replace_method(future, "then", following)
+    yield replace_method(future, "wait", watched)
+    yield replace_method(getattr(distributed, "Reducer", None), "_run_comm_hook", of_reducer)
 
 
-def _coalesced(recorder: Recorder) -> Uninstall:
+def _coalesced(recorder: Recorder) -> Iterator[Uninstall]:
     """What is coalesced by the backend (NCCL) has one work, which no operator of c10d returns."""
     from torch.distributed import ProcessGroup
 
@@ -191,15 +192,11 @@ def _coalesced(recorder: Recorder) -> Uninstall:
 
         return _start_coalescing
 
-    return in_reverse(
-        [
-            replace_method(ProcessGroup, "_start_coalescing", begun),
-            replace_method(ProcessGroup, "_end_coalescing", watched),
-        ]
-    )
+    yield replace_method(ProcessGroup, "_start_coalescing", begun)
+    yield replace_method(ProcessGroup, "_end_coalescing", watched)
 
 
-def _blocking(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:
+def _blocking(recorder: Recorder, hooks: Hooks) -> Iterator[Uninstall]:
     from torch import distributed
 
     enter, returned, leave = recorder.enter_blocking, hooks.returned, recorder.leave_blocking
@@ -218,8 +215,8 @@ def _blocking(recorder: Recorder, hooks: Hooks) -> list[Uninstall]:
 
         return call
 
-    owners = [(getattr(distributed, owner, None) if owner else distributed, name) for owner, name in BLOCKING]
-    return [replace_method(owner, name, watched) for owner, name in owners]
+    for owner, name in BLOCKING:
+        yield replace_method(getattr(distributed, owner, None) if owner else distributed, name, watched)
 
 
 def replace_method(owner: Any, name: str, watched: Callable[[Function], Function]) -> Uninstall:
@@ -227,17 +224,6 @@ def replace_method(owner: Any, name: str, watched: Callable[[Function], Function
     original = getattr(owner, name, None)
     if original is None:
         return lambda: None
-    stored = vars(owner).get(name)  # of a method of pybind11's: what binds it, where `original` may be a plain function
     replacement = stands_for(original)(watched(original))
     dynamo.skip_frame(replacement)  # called between the parts of a compiled step, it is no part of it
-    setattr(owner, name, replacement)
-
-    def uninstall() -> None:  # somebody may have wrapped ours since: then it stays, and records nothing
-        if vars(owner).get(name) is not replacement:
-            return
-        if stored is None:  # inherited
-            delattr(owner, name)
-        else:
-            setattr(owner, name, stored)
-
-    return uninstall
+    return replace_attribute(owner, name, replacement)

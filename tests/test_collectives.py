@@ -493,6 +493,52 @@ def test_hooks_come_and_go(kind: str, tmp_path: Path) -> None:
     assert [row.name for row in compiled if row.kind is Kind.WAIT] == ["all_reduce"]
 
 
+# Captures that open and close while other threads communicate.
+TOGGLED_BESIDE = """
+import sys, threading, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from captures import open_recorder
+from dsprof.collectors import collectives
+kind, folder = sys.argv[1], Path(sys.argv[2])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+over, failed = threading.Event(), []
+
+def communicate(group):
+    tensor = torch.ones(4)
+    while not over.is_set():
+        try:
+            dist.all_reduce(tensor, group=group)
+        except BaseException as error:
+            failed.append(error)
+            return
+
+threads = [threading.Thread(target=communicate, args=(dist.new_group([0]),)) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for number in range(5):
+    recorder = open_recorder(kind, folder / str(number))
+    for _ in range(40):
+        undo = collectives.install(recorder)
+        time.sleep(0.001)
+        undo()
+    assert recorder.errors == 0, recorder.failures()
+    recorder.close()
+over.set()
+for thread in threads:
+    thread.join()
+assert not failed, failed
+"""
+
+
+def test_hooks_come_and_go_while_other_threads_communicate(tmp_path: Path) -> None:
+    """Of the native helper: taken out, another thread that is in front of a kernel found nothing behind it."""
+    run_alone(TOGGLED_BESIDE, "native", tmp_path)
+    for number in range(5):
+        assert {row.name for row in read_rows(tmp_path / str(number)) if row.kind is Kind.COMM} == {"all_reduce"}
+
+
 # DDP with buffers, re-entrant checkpointing and a hook of its own, trained with hooks and without.
 TRAINED = """
 import sys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import signal
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,11 +14,13 @@ from types import FrameType
 import pytest
 import torch
 from armed import captured, train
-from captures import RECORDERS, build_helper, open_recorder
+from captures import RECORDERS, build_helper, open_recorder, read_rows
 
 from dsprof.collectors import errors, modules
 from dsprof.collectors.interrupts import by_handler
+from dsprof.collectors.python_recorder import PyRecorder
 from dsprof.collectors.record import Recorder
+from dsprof.schema import Kind
 
 
 class Preempted(Exception):
@@ -220,6 +223,28 @@ def test_the_names_of_modules(recorder: Recorder, handled: Callable[[Callable[..
     finally:
         Unnamed.act = None
         uninstall()
+
+
+@pytest.mark.parametrize("interrupted_in", ["open", "posix_fallocate"])
+def test_a_chunk_whose_making_was_interrupted_is_made_anew(
+    interrupted_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handled: Callable[[Callable[..., None]], None]
+) -> None:
+    recorder, call = PyRecorder(tmp_path), getattr(os, interrupted_in)
+    name = recorder.intern("mark")
+
+    def interrupting(*args: object, **kwargs: object) -> object:
+        monkeypatch.undo()
+        result = call(*args, **kwargs)
+        interrupted()
+        return result
+
+    handled(raises)
+    monkeypatch.setattr(os, interrupted_in, interrupting)
+    with pytest.raises(Preempted):
+        recorder.mark(int(Kind.MARK), name)
+    recorder.mark(int(Kind.MARK), name)
+    recorder.close()
+    assert (recorder.errors, [row.kind for row in read_rows(tmp_path)]) == (0, [Kind.MARK])
 
 
 TIMED_OUT = """

@@ -14,6 +14,7 @@ from captures import build_helper, read_rows
 from jobs import environment
 
 from dsprof.collectors.native import build
+from dsprof.ondisk import State
 from dsprof.schema import Kind
 
 NATIVE = Path(build.__file__).parent
@@ -187,3 +188,42 @@ def test_children_of_a_process_whose_threads_are_in_the_hooks(tmp_path: Path) ->
         assert len(threads) == 1
         assert threads != {row.thread for row in read_rows(tmp_path / "parent")[:1]}
     assert os.path.getsize(tmp_path / "parent" / "names.txt") > 0
+
+
+IN_A_CALL = r"""
+import os, signal, sys
+import torch
+from dsprof.collectors import native
+
+folder = sys.argv[1]
+helper = native.load()
+os.mkdir(f"{folder}/parent")
+recorder = helper.open(f"{folder}/parent")
+recorder.install_modules(None, None)
+
+class Forks(torch.nn.Module):
+    def forward(self, x):
+        self.child = os.fork()
+        if not self.child:
+            signal.alarm(60)
+            os.mkdir(f"{folder}/child")
+            self.mine = helper.open(f"{folder}/child")
+            return x
+        os._exit(os.waitpid(self.child, 0)[1] != 0)  # in its call
+
+model = Forks()
+model(torch.ones(2))
+model.mine.close()
+os._exit(0)
+"""
+
+
+def test_a_child_does_not_complete_what_its_parent_began(tmp_path: Path) -> None:
+    """One that is forked in a call, and records for itself, returns from that call, too."""
+    build_helper()
+    command = [sys.executable, "-c", IN_A_CALL, str(tmp_path)]
+    done = forked_python.run(command, env=environment(PYTHONWARNINGS="ignore"), capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (row,) = read_rows(tmp_path / "parent")
+    assert (row.name, row.state) == ("forward", State.BEGUN)
+    assert read_rows(tmp_path / "child") == []

@@ -409,5 +409,6 @@ def test_the_context_of_a_thread_is_put_back_by_what_it_was(opened: Open) -> Non
     purpose = recorder.intern("gradient")
     before = recorder.context(2, 5, 0, purpose)
     assert tuple(before) == (-1, -1, 0, 0)
+    assert tuple(recorder.current_context()) == (2, 5, 0, purpose)
     assert tuple(recorder.context(*before)) == (2, 5, 0, purpose)
     assert tuple(recorder.context(-1, -1, 0, 0)) == (-1, -1, 0, 0)

@@ -101,9 +101,7 @@ def test_one_of_a_capture_that_is_over_calls_its_function(uninstall: Any, record
 
 def test_what_is_called_has_its_purpose_and_the_caller_its_own(recorder: Recorder) -> None:
     def context() -> CallContext:
-        now = CallContext(*recorder.context(-1, -1, 0, 0))
-        recorder.context(*now)
-        return now
+        return CallContext(*recorder.current_context())
 
     gradient, parameter = recorder.intern("gradient"), recorder.intern("parameter")
     own = CallContext(1, 2, 0, parameter)
@@ -116,6 +114,28 @@ def test_what_is_called_has_its_purpose_and_the_caller_its_own(recorder: Recorde
         assert context() == own
     finally:
         recorder.context(*before)
+
+
+def test_what_a_handler_raises_once_a_purpose_is_set_leaves_the_callers(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python runs a handler between two of its instructions: here behind the call that sets the purpose."""
+    own, set_context = recorder.current_context(), recorder.context
+    raised = []
+
+    def interrupted(*new: int) -> CallContext:
+        before = set_context(*new)
+        if not raised:
+            raised.append(new)
+            raise TimeoutError("a handler's")
+        return before
+
+    monkeypatch.setattr(recorder, "context", interrupted)
+    called = for_purpose(recorder, "gradient", lambda: "called")
+    with pytest.raises(TimeoutError):
+        called()
+    assert (len(raised), recorder.current_context()) == (1, own)
+    assert called() == "called"
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])

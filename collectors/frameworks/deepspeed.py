@@ -26,7 +26,7 @@ from ..uninstall import Uninstall, in_reverse, replace_attribute
 from ..wrap import stands_for
 
 if TYPE_CHECKING:
-    from ..record import CallContext, Recorder
+    from ..record import Recorder
 
 ENGINE: Final = "deepspeed.runtime.engine"
 PIPELINES: Final = {
@@ -240,7 +240,8 @@ def _watch_instruction(recorder: Recorder, positions: _Positions, table: dict[An
     purpose = recorder.intern(PURPOSES[name]) if name in PURPOSES else 0
     action = recorder.intern(ACTIONS[name]) if name in ACTIONS else 0
 
-    def enter(engine: Any, phase: int) -> tuple[CallContext, int] | None:
+    def enter(engine: Any, phase: int) -> int:
+        """Of the action's record."""
         try:
             stage = int(engine.stage_id)
             if phase == 1:
@@ -248,21 +249,21 @@ def _watch_instruction(recorder: Recorder, positions: _Positions, table: dict[An
             place = min(stage, LARGEST_PLACE), positions.microbatch(engine, name, phase)
             now = time.monotonic_ns()
             handle = recorder.span(int(Kind.PIPE), action, now, 0, 0, None, -1, 0, 0, *place, 0, 0) if action else 0
-            return recorder.context(*place, 0, purpose), handle
+            recorder.context(*place, 0, purpose)
+            return handle
         except Exception as error:
             recorder.count_error("DeepSpeed", error)
-            return None
+            return 0
 
     @stands_for(original)
     def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        phase = kwargs.get("phase", 0)
-        entered = enter(self, phase)
+        before, handle = recorder.current_context(), 0
         try:
+            handle = enter(self, kwargs.get("phase", 0))
             return original(self, *args, **kwargs)
         finally:
-            if entered is not None:
-                recorder.context(*entered[0])
-                recorder.end(entered[1])
+            recorder.context(*before)
+            recorder.end(handle)
 
     execute._dsprof = True  # type: ignore[attr-defined]
     table[instruction] = execute

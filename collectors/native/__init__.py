@@ -64,6 +64,7 @@ class NativeRecorder(SharedParts):
         self.comm = module.comm
         self.span = module.span
         self.context = module.context
+        self.current_context = module.current_context
         self.span_end = module.span_end
         self.pass_over = module.pass_over
         self.note_error = module.note_error

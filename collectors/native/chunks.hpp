@@ -73,6 +73,12 @@ class Chunks {
 
   uint64_t records() const { return next_.load() - unplaced_.load(); }
 
+  // In a forked child: what it has still to complete, of calls that its parent was in, is the parent's to write.
+  void abandon() {
+    for (uint64_t place = 0; place < limit_; place++)
+      if (Chunk* chunk = places_[place].load()) give_up(chunk->records);
+  }
+
   // Stops writing. The mappings stay: a collective still in flight may complete its record yet.
   void close() {
     full = true;

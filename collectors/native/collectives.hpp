@@ -252,6 +252,13 @@ inline void watch_backward(const Payload& payload) try {
   count_error("the end of backward");
 }
 
+inline std::atomic<bool> watching_collectives{false};
+
+// The recorder, where c10d is to be recorded.
+inline Recorder* recorder_of_collectives() {
+  return watching_collectives.load(std::memory_order_relaxed) ? active.load(std::memory_order_acquire) : nullptr;
+}
+
 // The kernel in front of one c10d operator (dispatch key BackendSelect, which every call passes).
 class CollectiveKernel final : public c10::OperatorKernel {
  public:
@@ -274,7 +281,9 @@ class CollectiveKernel final : public c10::OperatorKernel {
     Payload payload;
     Group* group = nullptr;
     Record* record = nullptr;
-    if (!keys.has_backend(c10::BackendComponent::MetaBit)) record = begin(*stack, payload, group);
+    Recorder* recorder = recorder_of_collectives();
+    if (!recorder) return op.redispatchBoxed(keys & after, stack);
+    if (!keys.has_backend(c10::BackendComponent::MetaBit)) record = begin(*recorder, *stack, payload, group);
     if (!record) {
       op.redispatchBoxed(keys & after, stack);
       remember(*stack, passed_over != kNothing ? this_thread.told : Target());
@@ -303,27 +312,26 @@ class CollectiveKernel final : public c10::OperatorKernel {
   }
 
  private:
-  Record* begin(const torch::jit::Stack& stack, Payload& payload, Group*& group) try {
-    Recorder* recorder = active.load(std::memory_order_acquire);
-    if (!recorder || passed_over != kNothing) return nullptr;
+  Record* begin(Recorder& recorder, const torch::jit::Stack& stack, Payload& payload, Group*& group) try {
+    if (passed_over != kNothing) return nullptr;
     const c10::IValue* arguments = &stack[stack.size() - count_];
     for (size_t i = 0; i < count_; i++) {
       payload.bytes = std::max(payload.bytes, payload.add(arguments[i]));
     }
     const int64_t bytes = barrier_ ? 0 : payload.bytes;  // a barrier's tensor is a dummy
     const uint8_t dtype = barrier_ ? 0 : payload.dtype;
-    if (recorder->generation != generation_) {
-      id_ = recorder->intern(name_);
-      generation_ = recorder->generation;
+    if (recorder.generation != generation_) {
+      id_ = recorder.intern(name_);
+      generation_ = recorder.generation;
     }
     watch_backward(payload);
-    call_sites().note(*recorder, id_, bytes, dtype);
-    group = &groups().of(*arguments[group_].toCustomClass<c10d::ProcessGroup>(), *recorder);
+    call_sites().note(recorder, id_, bytes, dtype);
+    group = &groups().of(*arguments[group_].toCustomClass<c10d::ProcessGroup>(), recorder);
     const int64_t peer = peer_ < 0 ? -1 : arguments[peer_].toInt();
     const int64_t tag = tag_ < 0 ? -1 : arguments[tag_].toInt();
     const uint32_t seq = tag_ < 0 ? group->next++ : groups().next_p2p(*group, peer, tag, send_);
     if (peer > INT16_MAX) throw std::out_of_range("a record has no room for this rank");
-    Record* r = recorder->claim();
+    Record* r = recorder.claim();
     if (!r) {  // nobody is to take it for what was there before
       this_thread.issued = Target();
       remember_results(arguments[0], Target());
@@ -336,7 +344,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
     fill_comm(r, kComm, target, now, 0, now, bytes, dtype, context, other);
     if (async_ >= 0 && arguments[async_].toBool()) r->head.flags = kAsync;
     publish(r, kBegun);
-    note_issued(*recorder, *r, now);
+    note_issued(recorder, *r, now);
     remember_results(arguments[0], this_thread.issued);
     return r;
   } catch (...) {
@@ -435,6 +443,7 @@ class FunctionalKernel final : public c10::OperatorKernel {
  public:
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     static const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+    if (!recorder_of_collectives()) return op.redispatchBoxed(keys & after, stack);
     struct Inside {
       Inside() { this_thread.functional++; }
       ~Inside() { this_thread.functional--; }
@@ -463,7 +472,7 @@ class WaitKernel final : public c10::OperatorKernel {
 
  private:
   static Record* begin(const torch::jit::Stack& stack) try {
-    Recorder* recorder = active.load(std::memory_order_acquire);
+    Recorder* recorder = recorder_of_collectives();
     Record* r = recorder && passed_over != kCallsAndWaits ? recorder->claim() : nullptr;
     if (!r) return nullptr;
     const int64_t now = now_ns();
@@ -475,48 +484,44 @@ class WaitKernel final : public c10::OperatorKernel {
   }
 };
 
-// Deleted on uninstall only: at process exit the dispatcher may be gone before them.
-inline torch::Library* c10d_library = nullptr;
-inline torch::Library* functional_library = nullptr;
-inline uint64_t libraries_made = 0;  // `forks` then: in a child they stay, as the dispatcher has a lock, too
-
 template <class Kernel, class... Args>
 torch::CppFunction kernel(Args&&... args) {
   return torch::CppFunction::makeFromBoxedKernel(
       c10::BoxedKernel::makeFromFunctor(std::make_unique<Kernel>(std::forward<Args>(args)...)));
 }
 
-inline void uninstall_collectives() {
-  if (libraries_made != forks.load()) return;
-  delete c10d_library;
-  delete functional_library;
-  c10d_library = functional_library = nullptr;
+// The kernels stay for good, as those of syncs.hpp: taken out, another thread that is in front of one would find nothing
+// behind it. So does their library: at process exit the dispatcher may be gone before it. `names`: operator (without
+// "c10d::") -> name in the trace.
+inline void install_collective_kernels(const std::vector<std::pair<std::string, std::string>>& names) {
+  auto library = [](const char* space) {
+    return new torch::Library(torch::Library::IMPL, space, c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
+  };
+  torch::Library* c10d = library("c10d");
+  torch::Library* functional = library("_c10d_functional");
+  for (const auto& [op, name] : names) {
+    auto handle = c10::Dispatcher::singleton().findSchema({"c10d::" + op, ""});
+    if (handle) c10d->impl(op.c_str(), kernel<CollectiveKernel>(handle->schema(), name));
+  }
+  functional->impl("wait_tensor", kernel<WaitKernel>());
+  for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    const std::string text = c10::toString(op);  // with the overload's name, if it has one
+    if (op.name.rfind("_c10d_functional::", 0) == 0 && op.name != "_c10d_functional::wait_tensor")
+      functional->impl(text.c_str() + strlen("_c10d_functional::"), kernel<FunctionalKernel>());
+  }
 }
 
-// `names`: operator (without "c10d::") -> name in the trace.
 inline void install_collectives(const std::vector<std::pair<std::string, std::string>>& names) {
-  uninstall_collectives();
   groups().clear();
   works().clear();
   storages().clear();
   this_thread = Thread();
-  if (c10d_library) return;  // the parent's
-  libraries_made = forks.load();
-  auto library = [](const char* space) {
-    return new torch::Library(torch::Library::IMPL, space, c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
-  };
-  c10d_library = library("c10d");
-  functional_library = library("_c10d_functional");
-  for (const auto& [op, name] : names) {
-    auto handle = c10::Dispatcher::singleton().findSchema({"c10d::" + op, ""});
-    if (handle) c10d_library->impl(op.c_str(), kernel<CollectiveKernel>(handle->schema(), name));
-  }
-  functional_library->impl("wait_tensor", kernel<WaitKernel>());
-  for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
-    const std::string text = c10::toString(op);  // with the overload's name, if it has one
-    if (op.name.rfind("_c10d_functional::", 0) == 0 && op.name != "_c10d_functional::wait_tensor")
-      functional_library->impl(text.c_str() + strlen("_c10d_functional::"), kernel<FunctionalKernel>());
-  }
+  static bool installed = false;  // used with the GIL held; a forked child has its parent's
+  if (!installed) install_collective_kernels(names);
+  installed = true;
+  watching_collectives = true;
 }
+
+inline void uninstall_collectives() { watching_collectives = false; }
 
 }  // namespace dsprof

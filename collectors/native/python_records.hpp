@@ -128,12 +128,17 @@ PyObject* py_span_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
+PyObject* py_current_context(PyObject*, PyObject*) {
+  return Py_BuildValue("iiii", context.stage, context.microbatch, context.module, context.purpose);
+}
+
 // context(stage, microbatch, module, purpose) -> what it was until now
-PyObject* py_context(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  const Context before = context;
+PyObject* py_context(PyObject* module, PyObject* const* args, Py_ssize_t count) {
   std::array<int64_t, 4> numbers;
-  if (integers(args, count, numbers)) context = context_of(numbers[0], numbers[1], numbers[2], numbers[3]);
-  return Py_BuildValue("iiii", before.stage, before.microbatch, before.module, before.purpose);
+  const bool given = integers(args, count, numbers);
+  PyObject* before = py_current_context(module, nullptr);
+  if (given) context = context_of(numbers[0], numbers[1], numbers[2], numbers[3]);
+  return before;
 }
 
 PyObject* py_pass_over(PyObject*, PyObject* what) {

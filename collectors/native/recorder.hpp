@@ -54,6 +54,9 @@ class Recorder {
   uint16_t intern(std::string_view name) { return names_.intern(name, chunks_.full); }
   uint64_t records() const { return chunks_.records(); }
 
+  // In a forked child: the files are the parent's.
+  void abandon() { chunks_.abandon(); }
+
   void close() {
     chunks_.close();
     names_.close();
@@ -69,7 +72,9 @@ inline std::atomic<Recorder*> active{nullptr};
 inline std::atomic<Recorder*> last{nullptr};  // keeps answering for its counters after it is closed
 
 // In a forked child: what is open is the parent's, and so are its locks.
-inline void fall_silent() { active = nullptr; }
+inline void fall_silent() {
+  if (Recorder* recorder = active.exchange(nullptr)) recorder->abandon();
+}
 
 // Counts an error of a hook: caught, and of no consequence to the job.
 inline void note_error(std::string_view hook, std::string_view said) {
@@ -159,7 +164,7 @@ inline void put(uint8_t kind, uint16_t name, int64_t start, int64_t end, double 
 }
 
 inline void complete(Record* r, int64_t end) {
-  if (!active.load(std::memory_order_acquire)) return;  // closed, or a forked child: not ours to write
+  if (!active.load(std::memory_order_acquire)) return;  // closed
   r->head.end_ns = end;
   publish(r, kDone);
 }
