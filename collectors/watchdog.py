@@ -1,7 +1,7 @@
 """The watchdog of a rank: where nothing has been recorded for the time-out, where each of its threads stands becomes a
 fact. It calls nothing hung: that takes all ranks (`dsprof.live.waiting`).
 
-It is a thread that reads this rank's own records about once a second. No hook knows of it, and no signal is handled. A
+It is a thread that reads this rank's own records every few seconds. No hook knows of it, and no signal is handled. A
 thread that holds the interpreter's lock keeps it from running: where there is a native helper, a thread of that one
 writes the stacks then, without the lock.
 """
@@ -29,7 +29,11 @@ from .identity import setting
 from .native import NativeRecorder
 from .uninstall import Uninstall
 
-LOOK_S: Final = 1.0
+SHORTEST_LOOK_S: Final = 1.0
+LONGEST_LOOK_S: Final = 3.0
+LOOKS: Final = 200
+"""How often it looks: while the rank goes on so many times in the time-out, within limits, and else as often as it may.
+A look takes some tenths of a millisecond, and what it reads takes the place of the training's data in the caches."""
 MOST_TOLD: Final = 20
 """Standstills of one run that are facts: of a job whose steps take longer than the time-out, each is one."""
 
@@ -50,6 +54,8 @@ class Watchdog:
 
     def __init__(self, capture: OpenCapture, timeout_s: float, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._capture, self._timeout_s, self._clock = capture, timeout_s, clock
+        self._usual_s = min(max(timeout_s / LOOKS, SHORTEST_LOOK_S), LONGEST_LOOK_S)
+        self._pause_s = self._usual_s
         self._tail = Tail(capture.folder)
         self._process = os.getpid()
         self._activity = Activity(self._process)
@@ -78,7 +84,7 @@ class Watchdog:
             self._alone = weakref.ref(world)
             return
         if self._lock_watch is not None:
-            sooner_s = max(self._timeout_s - 2 * LOOK_S, LOOK_S)  # to be there when the launcher looks
+            sooner_s = max(self._timeout_s - 2 * self._usual_s, SHORTEST_LOOK_S)  # to be there when the launcher looks
             self._lock_watch.start(str(self._capture.folder / STACKS_FILE), sooner_s)
             self._lock_watch.feed(self._training)
         self._thread = threading.Thread(target=self._run, name="dsprof-watchdog", daemon=True)
@@ -95,11 +101,11 @@ class Watchdog:
         if self._lock_watch is not None and self._process == os.getpid():
             self._lock_watch.stop()
         if self._thread is not None:
-            self._thread.join(LOOK_S)
+            self._thread.join(SHORTEST_LOOK_S)
 
     def _run(self) -> None:
         name_thread("dsprof-watchdog")
-        while not self._stop.wait(LOOK_S):
+        while not self._stop.wait(self._pause_s):
             try:
                 if self._lock_watch is not None:
                     self._lock_watch.feed(self._training)
@@ -118,12 +124,15 @@ class Watchdog:
                 self._capture.write_fact({"fact": WENT_ON, "since_ns": self._told_ns, "at_ns": now})
                 self._told_ns = 0
             self._moved_ns = now
+            self._pause_s = self._usual_s
             return
+        self._pause_s = SHORTEST_LOOK_S
         still_s = (now - self._moved_ns) / 1e9
-        if still_s < self._timeout_s / 2 - LOOK_S or self._told_ns or self._told >= MOST_TOLD:
+        if still_s < self._timeout_s / 2 - self._usual_s or self._told_ns or self._told >= MOST_TOLD:
             return
         self._activity.sample(now / 1e9)
-        if still_s >= self._timeout_s:
+        # It may have stood still since soon after the look before, and the launcher is not to say so first.
+        if still_s + self._usual_s - SHORTEST_LOOK_S >= self._timeout_s:
             self._told += 1
             self._told_ns = self._moved_ns
             self._capture.write_fact(self._describe(now))
