@@ -34,8 +34,12 @@ from typing import Any, Final
 
 SOCKET: Final = "FORKED_PYTHON_SOCKET"
 """Where the process that forks listens: a name that is no file's."""
-PRELOADED: Final = ("numpy", "torch", "torch._dynamo", "torch.distributed.run", "torch.utils.data")
-"""torch._dynamo comes with the first optimizer. Not pandas: pyarrow starts a thread."""
+MODULES_ONLY: Final = "FORKED_PYTHON_MODULES_ONLY"
+"""Set, scripts get an interpreter of their own: ranks that import no torch."""
+PRELOADED: Final = (
+    "numpy", "torch", "torch._dynamo", "torch.distributed.run", "torch.utils.data", "pandas", "scipy.special", "typer",
+)  # fmt: skip
+"""torch._dynamo comes with the first optimizer; the last three with what `dsprof run` does when the job has ended."""
 PR_SET_PDEATHSIG: Final = 1
 OPTIONS: Final = ("-u", "-P")
 PATH, AUTOLOAD = "PYTHONPATH", "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -117,6 +121,8 @@ def program(args: Any, environment: dict[str, str]) -> list[str] | None:
         words.pop(0)
     if not words or (words[0].startswith("-") and words[0] not in ("-m", "-c")):
         return None
+    if environment.get(MODULES_ONLY) and words[0] not in ("-m", "-c"):
+        return None
     if any(Path(entry, "sitecustomize.py").exists() for entry in environment.get(PATH, "").split(os.pathsep)):
         return None
     return words
@@ -159,7 +165,9 @@ def _listening() -> str:
     alive, ours = os.pipe()
     process = subprocess.Popen(
         [sys.executable, __file__, name, str(alive)],
-        env={**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "KINETO_LOG_LEVEL": "6"},
+        # Of pyarrow, which pandas imports, the allocator would start a thread.
+        env={**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "KINETO_LOG_LEVEL": "6",
+             "JE_ARROW_MALLOC_CONF": "background_thread:false"},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=(alive,),
     )  # fmt: skip
     assert process.stdout is not None
@@ -291,6 +299,7 @@ def main(name: str, alive: str) -> None:
     sys.path.pop(0)
     for module in PRELOADED:
         importlib.import_module(module)
+    assert len(os.listdir("/proc/self/task")) == 1, "a child would lack a thread"
     gc.collect()
     gc.freeze()
     forker = Forker(name, int(alive))

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import forked_python
+
 PROGRAM = """
 import sys, time, types
 def finish(folder, *, report=True):
@@ -40,22 +42,29 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**own, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120", **(extra or {})}
 
 
-def start(words: list[str], cwd: Path, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
-    """`dsprof WORDS` in a session of its own, both its streams piped."""
+def start(
+    words: list[str], cwd: Path, env: Mapping[str, str] | None = None, forked: bool = False, **options: Any
+) -> subprocess.Popen[str]:
+    """`dsprof WORDS` in a session of its own, both its streams piped. `forked`: it and torchrun's agent are forked from
+    a process that has imported what they import; their ranks are interpreters of their own."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True, **options}
     # A test run in the background ignores SIGINT, one under nohup SIGHUP, and its children would inherit that.
     ours = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)}
+    command = [sys.executable, "-c", PROGRAM, *words]
     try:
-        return subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *words], cwd=cwd, env=clean_environment(env), text=True, **options
-        )
+        if forked:
+            place = {forked_python.MODULES_ONLY: "1"}
+            return forked_python.start(command, cwd=cwd, env={**clean_environment(env), **place}, **options)
+        return subprocess.Popen(command, cwd=cwd, env=clean_environment(env), text=True, **options)
     finally:
         for number, handler in ours.items():
             signal.signal(number, handler)
 
 
-def run(words: list[str], cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    words: list[str], cwd: Path, env: Mapping[str, str] | None = None, forked: bool = False
+) -> subprocess.CompletedProcess[str]:
     """`dsprof WORDS`, to its end."""
-    process = start(words, cwd, env)
+    process = start(words, cwd, env, forked)
     out, err = process.communicate(timeout=120)
     return subprocess.CompletedProcess(words, process.returncode, out, err)

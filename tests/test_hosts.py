@@ -360,7 +360,7 @@ def line(node: int, port: int, *flags: str, elastic: bool = False) -> list[str]:
 
 def start(tmp_path: Path, host: str, words: list[str]) -> subprocess.Popen[str]:
     (tmp_path / host).mkdir(exist_ok=True)
-    return launcher.start(words, tmp_path / host, {"DSPROF_HOST": host})
+    return launcher.start(words, tmp_path / host, {"DSPROF_HOST": host}, forked=True)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -477,7 +477,7 @@ def test_several_hosts_without_a_folder_are_told_of_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     words = ["run", "--native", "off", "--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d",
              "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-conf", "last_call_timeout=1", "train.py"]  # fmt: skip
-    done = launcher.run(words, tmp_path)
+    done = launcher.run(words, tmp_path, forked=True)
     assert done.returncode == 0, done.stderr
     assert (
         "[dsprof] warning: --nnodes 1:2 without -o: this run will be of this host's ranks only; for one " in done.stderr

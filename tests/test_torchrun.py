@@ -34,7 +34,7 @@ def run(folder: Path, script: str, *flags: str, words: tuple[str, ...] = ()) -> 
     """Two ranks of `script` under `dsprof run`."""
     (folder / "train.py").write_text(RANK + script)
     line = ["run", "--native", "off", "-o", "run", "--nproc_per_node", "2", *flags, "train.py", *words]
-    return launcher.run(line, folder)
+    return launcher.run(line, folder, forked=True)
 
 
 def exits(folder: Path) -> list[RankExit]:
