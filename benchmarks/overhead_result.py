@@ -1,8 +1,7 @@
 """What `overhead.py` makes of its rounds, and the file that they are in.
 
-A round of turns has for each arm the CPU time of steps that all arms took at the same time and the wall time of steps
-that they took in turns, in us; its ratio is that of the steps of one turn, its mean that of the three fifths of the
-turns in the middle. A round of blocks has for each arm and rank the sums of a block. Over rounds, too, the lowest and
+A round of turns has for each arm the CPU time and the wall time of its steps, which arms took in turns, in us; its
+ratio is that of the steps of one turn, its mean that of the three fifths of the turns in the middle. A round of blocks has for each arm and rank the sums of a block. Over rounds, too, the lowest and
 the highest fifth do not count; the 95 % interval is by the bootstrap over rounds, since the steps of one process have
 its layout of memory in common.
 """
@@ -30,7 +29,7 @@ FEWEST: Final = 10
 """Rounds: of fewer, the bootstrap's interval means little."""
 
 Round = dict[str, Any]
-"""`job`, and `turns`: for each arm its `cpu_us` [turns], `wall_us` [fewer turns] and the fields of
+"""`job`, and `turns`: for each arm its `cpu_us` and `wall_us` [turns] and the fields of
 `overhead_turns.Captured`; or `steps` a block, and `blocks`: for each arm an `overhead_blocks.Block` a rank."""
 
 

@@ -1,5 +1,4 @@
-"""One round of `overhead.py`'s arms that cost little: each in processes of its own, which take a step at the same time,
-for the CPU time, and then turns, for the wall time.
+"""One round of `overhead.py`'s arms that cost little: each in processes of its own, which take their steps in turns.
 
 python overhead_turns.py JOB FOLDER SEED TURNS
 
@@ -30,8 +29,6 @@ ARMS: Final = {"off": None, "off_again": None, "light": "light", "full": "full"}
 """Arm -> DSPROF_LEVEL; None: no collectors."""
 FIRST_TURNS: Final = 10
 """Not counted: libraries choose their kernels, Python specializes what it runs, and the heap grows."""
-STEPS_A_TURN: Final = 4
-"""For so many steps at the same time there is one turn that arms take one after the other."""
 BESIDE: Final = ("dsprof-host-load", "dsprof-nvml", "dsprof-watchdog", "dsprof-reaper")
 """Names of the collectors' threads. (Those of the engine's lanes are the job's.)"""
 
@@ -140,21 +137,16 @@ def main(job: str, folder: str, seed: str, turns: str) -> None:
     for turn in range(-FIRST_TURNS, int(turns)):
         for arm in order.sample(list(ARMS), len(ARMS)):
             _send(links[arm], turn >= 0)
-        for arm in ARMS:
-            cpu, _ = zip(*_answers(links[arm]), strict=True)
+            cpu, wall = zip(*_answers(links[arm]), strict=True)
             if turn >= 0:
                 cpu_us[arm].append(_mean_us(cpu))
-    for _ in range(-(-int(turns) // STEPS_A_TURN)):
-        for arm in order.sample(list(ARMS), len(ARMS)):
-            _send(links[arm], True)
-            _, wall = zip(*_answers(links[arm]), strict=True)
-            wall_us[arm].append(_mean_us(wall))
+                wall_us[arm].append(_mean_us(wall))
     found: dict[str, Any] = {}
     for arm in ARMS:
         _send(links[arm], None)
         said = [asdict(one) for one in _answers(links[arm])]
         means = {name: round(sum(one[name] for one in said) / len(said), 3) for name in said[0]}
-        # What the collectors' threads do goes by the time that passes, of which more does where all arms take a step.
+        # What the collectors' threads do goes by the time that passes, of which most is the other arms' here.
         threads_us = round(1e-3 * means["beside_ms_a_second"] * sum(wall_us["off"]) / len(wall_us["off"]))
         found[arm] = {"cpu_us": [us + threads_us for us in cpu_us[arm]], "wall_us": wall_us[arm], **means}
     print(json.dumps(found), flush=True)
