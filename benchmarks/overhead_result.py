@@ -1,8 +1,8 @@
 """What `overhead.py` makes of its rounds, and the file that they are in.
 
-A round of turns has for each arm the CPU time and the wall time of its steps, which arms took in turns, in us; its ratio
-is that of the steps of one turn, its mean that of the three fifths of the turns in the middle. A round of blocks has
-for each arm and rank the sums of a block. Over rounds, too, the lowest and the highest fifth do not count; the 95 %
+A round of turns has for each arm the CPU time and the wall time of its steps, which arms took in turns, in us. Its
+ratio is that of the steps of one turn, its mean that of the three fifths of the turns in the middle. A round of blocks
+has for each arm and rank the sums of a block. Over rounds, too, the lowest and the highest fifth do not count; the 95 %
 interval is by the bootstrap over rounds, since the steps of one process have its layout of memory in common.
 """
 
