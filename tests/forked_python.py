@@ -135,7 +135,7 @@ def ends_with_launcher(before: Any) -> bool:
 
 def start(command: Sequence[str], *, env: Mapping[str, str], fresh: bool = False, **options: Any) -> ForkedPopen:
     """`subprocess.Popen` with text for a Python program; `fresh`: it and all that it starts are new interpreters."""
-    place = {} if fresh else {SOCKET: _listening()}
+    place = {} if fresh else {SOCKET: _forking.listening()}
     return ForkedPopen(command, env={**env, **place}, text=True, **options)
 
 
@@ -157,38 +157,49 @@ def run(
     return done
 
 
-@functools.cache
-def _listening() -> str:
-    """The socket of this process's own process that forks, which is started here and ends with this one."""
-    name = f"forked-python-{uuid.uuid4()}"
-    kept = {name: value for name, value in STARTED_WITH.items() if not name.startswith("DSPROF")}
-    alive, ours = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, __file__, name, str(alive)],
-        # Of pyarrow, which pandas imports, the allocator would start a thread.
-        env={**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "KINETO_LOG_LEVEL": "6",
-             "JE_ARROW_MALLOC_CONF": "background_thread:false"},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=(alive,),
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
-    os.close(alive)
-    _KEPT.append((process, ours))
-    return name
+class _Forking:
+    """The process that forks for this one. It is started for the first that asks, and ends with this one."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        """The socket it listens on; empty: there is none."""
+        self._open: Any = None
+        """It, and the end of a pipe that is open as long as this process lives."""
+
+    def listening(self) -> str:
+        if self._name:
+            return self._name
+        name = f"forked-python-{uuid.uuid4()}"
+        kept = {name: value for name, value in STARTED_WITH.items() if not name.startswith("DSPROF")}
+        alive, ours = os.pipe()
+        process = subprocess.Popen(
+            [sys.executable, __file__, name, str(alive)],
+            # Of pyarrow, which pandas imports, the allocator would start a thread.
+            env={**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "KINETO_LOG_LEVEL": "6",
+                 "JE_ARROW_MALLOC_CONF": "background_thread:false"},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=(alive,),
+        )  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        os.close(alive)
+        self._name, self._open = name, (process, ours)
+        return name
+
+    def end(self) -> None:
+        if self._name:
+            process, ours = self._open
+            process.kill()
+            process.communicate()
+            os.close(ours)
+            self._name, self._open = "", None
+
+
+_forking = _Forking()
 
 
 def end_all() -> None:
     """End all that was forked for this process; the next program has another to be forked from."""
-    for process, ours in _KEPT:
-        process.kill()
-        process.communicate()
-        os.close(ours)
-    _KEPT.clear()
-    _listening.cache_clear()
-
-
-_KEPT: Final[list[Any]] = []
-"""What is open as long as this process lives."""
+    _forking.end()
 
 
 class Forker:
