@@ -12,11 +12,9 @@ Four jobs (`overhead_jobs.py`) of about 150 ms a step, in these arms:
 
 What costs little (off, off_again, light, full) is measured by `overhead_turns.py`: each arm trains in processes of its
 own, captured from the beginning as `dsprof run` does. They take turns, step by step, in a random order, so that a
-host's pace is much the same for all, and a rank has its core and its caches for itself as it has in a job: where all
-arms took a step at the same time, their processes drove each other's data out of the caches, and what light adds to a
-step of FSDP2 took half as much again. Processes differ, too (where memory happens to lie), so each round has new
-ones, and the interval is over rounds. As many rounds are taken as it takes until the A/A arm's CPU time is known to
-0.5 %.
+host's pace is much the same for all, and a rank has its core and its caches for itself as it has in a job. Processes
+differ, too (where memory happens to lie), so each round has new ones, and the interval is over rounds. As many rounds
+are taken as it takes until the A/A arm's CPU time is known to 0.5 %.
 
 What costs much is measured in a few rounds of blocks (`overhead_blocks.py`): ranks take some steps with an arm and some
 with the next, of which the first few do not count, since switching is itself a cost.

@@ -533,7 +533,7 @@ assert not failed, failed
 
 
 def test_hooks_come_and_go_while_other_threads_communicate(tmp_path: Path) -> None:
-    """Of the native helper: taken out, another thread that is in front of a kernel found nothing behind it."""
+    """Of the native helper, whose kernels stay for the threads that are in front of them."""
     run_alone(TOGGLED_BESIDE, "native", tmp_path)
     for number in range(5):
         assert {row.name for row in read_rows(tmp_path / str(number)) if row.kind is Kind.COMM} == {"all_reduce"}
