@@ -49,20 +49,18 @@ class NativeHooks:
     def __init__(self, recorder: NativeRecorder) -> None:
         self._recorder = recorder
         self.renew_groups: Callable[[], None] = recorder.renew_groups
+        self.waited: Callable[[Any], None] = recorder.waited
 
     def install(self) -> Uninstall:
         self._recorder.install_collectives(COLLECTIVE_NAMES)
         uninstall: Uninstall = self._recorder.uninstall_collectives
         return uninstall
 
-    def waited(self, work: Any) -> None:
-        """gloo itself says when a send or a receive has been waited for."""
-
     def raised(self, work: Any) -> None:
-        """Nor does what has failed end for it."""
+        """What has failed has not ended."""
 
     def waited_for(self, target: Any) -> None:
-        """And when a collective is over."""
+        """What has a future says itself when it is over."""
 
     def returned(self) -> None:
         """Likewise."""

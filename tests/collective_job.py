@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from dsprof.collectors import collectives, modules
-from dsprof.collectors.record import CALLS, NOTHING, Recorder
+from dsprof.collectors.record import CALLS, CALLS_AND_WAITS, NOTHING, Recorder
 from dsprof.collectors.targets import WeakStorage
 from dsprof.ondisk import Flag
 from dsprof.schema import Kind
@@ -70,6 +70,27 @@ def overlapping(rank: int) -> None:
     works = [dist.all_reduce(torch.ones(10 * (i + 1)), async_op=True) for i in range(6)]
     for work in reversed(works):
         work.wait()
+
+
+def queued(rank: int) -> None:
+    time.sleep(0.3 * rank)
+    works = [dist.all_reduce(torch.ones(10), async_op=True) for _ in range(4)]
+    for work in works:
+        work.wait()
+
+
+def queued_behind_unrecorded(rank: int) -> None:
+    assert RECORDER is not None
+    dist.barrier()
+    time.sleep(0.3 * rank)
+    RECORDER.pass_over(CALLS)
+    unrecorded = [dist.all_reduce(torch.ones(10), async_op=True) for _ in range(2)]
+    RECORDER.pass_over(NOTHING)
+    dist.all_reduce(torch.ones(10))
+    RECORDER.pass_over(CALLS_AND_WAITS)
+    for work in unrecorded:
+        work.wait()
+    RECORDER.pass_over(NOTHING)
 
 
 def coalesced(rank: int) -> None:
@@ -393,6 +414,8 @@ SECTIONS: dict[str, Callable[[int], None]] = {
     "sync": lambda rank: every_collective(rank, async_op=False),
     "async": lambda rank: every_collective(rank, async_op=True),
     "overlapping": overlapping,
+    "queued": queued,
+    "queued_behind_unrecorded": queued_behind_unrecorded,
     "coalesced": coalesced,
     "monitored": lambda rank: dist.monitored_barrier(),
     "p2p": p2p,

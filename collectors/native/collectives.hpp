@@ -1,5 +1,8 @@
-// Collectives: a kernel in front of every c10d operator, and a listener to gloo's own scopes, which together tell
-// when a collective was issued, when it began and when it ended. Their twin in Python is collectors/collective_kernels.py.
+// Collectives: a kernel in front of every c10d operator tells when it was issued; its work's future, or gloo's own
+// scopes, when it began and when it ended. Their twin in Python is collectors/collective_kernels.py.
+//
+// The scopes are listened to only where a work of gloo has no future (it is made of several others): while they are,
+// torch keeps and sets anew the state of threads around each of them, which costs as much as all else done here.
 
 #pragma once
 
@@ -113,6 +116,20 @@ struct Issued final : c10::DebugInfoBase, std::enable_shared_from_this<Issued> {
   std::atomic<bool> measured{false};
 };
 
+// When this thread, a worker of gloo's, ended its last work; 0: none yet. A work that was queued by then began then.
+inline thread_local int64_t last_work_ended_ns = 0;
+
+// Called on the worker that has done what `record` is of, at `now`. (What was done before its future was asked is told
+// on the thread that issued it, of which nothing follows.)
+inline void set_start(Record* record, int64_t now) {
+  if (record->head.thread == thread_id()) return;
+  if (record->head.family == kCollectiveFamily && !(record->head.flags & kStartMeasured)) {
+    record->head.start_ns = std::max(record->head.start_ns, last_work_ended_ns);
+    record->head.flags |= kStartMeasured;
+  }
+  last_work_ended_ns = now;
+}
+
 template <class Slot>
 Slot debug_slot() {  // torch 2.13 has a class for these and takes new ones; older ones an enum with two to spare
   if constexpr (std::is_enum_v<Slot>) {
@@ -127,8 +144,7 @@ struct Scope final : at::ObserverContext {
   std::shared_ptr<Issued> issued;
 };
 
-// gloo opens a scope where the work is really begun: on its worker thread (collectives), or in the call (p2p). Who is
-// called then is settled in the call.
+// gloo opens a scope where the work is really begun, on its worker thread. Who is called then is settled in the call.
 inline std::unique_ptr<at::ObserverContext> scope_begin(const at::RecordFunction& scope) {
   if (strncmp(scope.name(), "gloo:", 5) != 0) return nullptr;
   auto* issued = static_cast<Issued*>(c10::ThreadLocalDebugInfo::get(debug_slot<c10::DebugInfoKind>()));
@@ -142,11 +158,13 @@ inline std::unique_ptr<at::ObserverContext> scope_begin(const at::RecordFunction
   return context;
 }
 
-// A p2p scope ends in its wait. One call may have several scopes (coalesced): the last one ends it.
+// One call may have several scopes (coalesced): the last one ends it.
 inline void scope_end(const at::RecordFunction&, at::ObserverContext* context) {
   if (!context) return;
   Issued& issued = *static_cast<Scope*>(context)->issued;
-  if (issued.ends_with_scope) complete(issued.record, now_ns());
+  const int64_t now = now_ns();
+  if (issued.record->head.thread != thread_id()) last_work_ended_ns = now;
+  if (issued.ends_with_scope) complete(issued.record, now);
 }
 
 // Listens to the scopes of what this thread issues meanwhile. It does so no longer than that: as long as anybody listens,
@@ -286,7 +304,8 @@ class CollectiveKernel final : public c10::OperatorKernel {
     if (!keys.has_backend(c10::BackendComponent::MetaBit)) record = begin(*recorder, *stack, payload, group);
     if (!record) {
       op.redispatchBoxed(keys & after, stack);
-      remember(*stack, passed_over != kNothing ? this_thread.told : Target());
+      const auto work = remember(*stack, passed_over != kNothing ? this_thread.told : Target());
+      if (work && keys.has_backend(c10::BackendComponent::CPUBit)) watch_worker(*work);
       return;
     }
     const Target target = this_thread.issued;
@@ -297,15 +316,18 @@ class CollectiveKernel final : public c10::OperatorKernel {
       const auto work = remember(*stack, target);
       return watch_device(record, moment, work);
     }
-    auto issued = std::make_shared<Issued>(record);
-    {
+    std::shared_ptr<Issued> issued;
+    if (group->gloo != 1 || has_future_ == 1 || target.ends_with_wait) {
+      op.redispatchBoxed(keys & after, stack);
+    } else {
+      issued = std::make_shared<Issued>(record);
       c10::DebugInfoGuard guard(debug_slot<c10::DebugInfoKind>(), issued);
       ScopesOfThisThread scopes;
       op.redispatchBoxed(keys & after, stack);
     }
     try {
       set_host_time(record);
-      watch(*stack, issued, *group, target);
+      watch(*stack, record, issued, *group, target);
     } catch (...) {
       count_error("the end of a collective");
     }
@@ -345,6 +367,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
     if (async_ >= 0 && arguments[async_].toBool()) r->head.flags = kAsync;
     publish(r, kBegun);
     note_issued(recorder, *r, now);
+    if (p2p && group->gloo == 1) this_thread.issued.ends_with_wait = r;  // its work has no future
     remember_results(arguments[0], this_thread.issued);
     return r;
   } catch (...) {
@@ -396,36 +419,56 @@ class CollectiveKernel final : public c10::OperatorKernel {
     publish(record, kDone);
   }
 
-  // Arranges for the record of a CPU collective to be completed when its work is.
-  void watch(const torch::jit::Stack& stack, const std::shared_ptr<Issued>& issued, const Group& group,
+  // Arranges for the record of a CPU collective to be completed when its work is. `issued` is what gloo's scopes know it
+  // by, if they are listened to.
+  void watch(const torch::jit::Stack& stack, Record* record, const std::shared_ptr<Issued>& issued, const Group& group,
              const Target& target) {
-    Record* record = issued->record;
     if (stack.empty() || !stack.back().isObject()) {  // it returns no work: it was done in the call
-      issued->ends_with_scope = false;
+      if (issued) issued->ends_with_scope = false;
       return complete(record, now_ns());
     }
-    auto work = remember(stack, target);
-    c10::intrusive_ptr<c10::ivalue::Future> future;
-    if (work && !(gloo_has_no_future_ && group.gloo == 1)) try {
-        future = work->getFuture();
-      } catch (const c10::Error&) {  // this kind of work has none; the error costs more than all that is done here
-        if (group.gloo == 1) gloo_has_no_future_ = true;
-      }
+    const auto work = remember(stack, target);
+    if (target.ends_with_wait) return;
+    const auto future = work ? future_of(*work, group.gloo == 1) : nullptr;
     if (future) {
       // Called by gloo's worker before the work is finished. No Python here: waiting for the GIL would delay the job.
       future->addCallback(
-          [issued](c10::ivalue::Future& done) {
-            issued->ends_with_scope = false;
+          [record, issued, on_gloo = group.gloo == 1](c10::ivalue::Future& done) {
+            if (issued) issued->ends_with_scope = false;
+            const int64_t now = now_ns();
+            if (on_gloo) set_start(record, now);
             if (done.hasError()) {
-              issued->record->head.end_ns = 0;
-              publish(issued->record, kBegun);
-            } else if (!issued->record->head.end_ns) {
-              complete(issued->record, now_ns());
+              record->head.end_ns = 0;
+              publish(record, kBegun);
+            } else if (!record->head.end_ns) {
+              complete(record, now);
             }
           },
           /*uses_future=*/false);
-    } else if (group.gloo != 1) {
+    } else if (group.gloo != 1 || !issued) {
       publish(record, kDone);  // nothing will tell its end
+    }
+  }
+
+  // Of a work that is not recorded: what its worker does next begins after it.
+  void watch_worker(c10d::Work& work) try {
+    if (has_future_ != 1) return;
+    if (const auto future = future_of(work, /*on_gloo=*/true))
+      future->addCallback([](c10::ivalue::Future&) { last_work_ended_ns = now_ns(); }, /*uses_future=*/false);
+  } catch (...) {
+    count_error("the work of a collective");
+  }
+
+  // Null where this kind of work has none. To ask gloo's in vain costs more than all that is done here: it is asked once.
+  c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work, bool on_gloo) {
+    if (on_gloo && has_future_ == 0) return nullptr;
+    try {
+      auto future = work.getFuture();
+      if (on_gloo && future) has_future_ = 1;
+      return future;
+    } catch (const c10::Error&) {
+      if (on_gloo) has_future_ = 0;
+      return nullptr;
     }
   }
 
@@ -433,7 +476,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
   size_t count_ = 0;
   int group_ = -1, async_ = -1, tag_ = -1, peer_ = -1;
   bool send_ = false, barrier_ = false;
-  std::atomic<bool> gloo_has_no_future_{false};
+  std::atomic<int8_t> has_future_{-1};  // whether this operator's works of gloo have one; -1: nobody knows yet
   std::atomic<uint64_t> generation_{0};
   std::atomic<uint16_t> id_{0};
 };
@@ -457,7 +500,8 @@ class WaitKernel final : public c10::OperatorKernel {
  public:
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     static const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
-    Record* r = keys.has_backend(c10::BackendComponent::MetaBit) ? nullptr : begin(*stack);
+    Target target;
+    Record* r = keys.has_backend(c10::BackendComponent::MetaBit) ? nullptr : begin(*stack, target);
     struct Ending {
       Record* r;
       ~Ending() {
@@ -468,15 +512,17 @@ class WaitKernel final : public c10::OperatorKernel {
     } ending{r};
     if (r) device_times().begin(r);
     op.redispatchBoxed(keys & after, stack);
+    waited_for(target);
   }
 
  private:
-  static Record* begin(const torch::jit::Stack& stack) try {
+  static Record* begin(const torch::jit::Stack& stack, Target& target) try {
     Recorder* recorder = recorder_of_collectives();
-    Record* r = recorder && passed_over != kCallsAndWaits ? recorder->claim() : nullptr;
-    if (!r) return nullptr;
+    if (!recorder) return nullptr;
     const int64_t now = now_ns();
-    const Target target = target_of_tensor(stack.back().toTensor());
+    target = target_of_tensor(stack.back().toTensor());
+    Record* r = passed_over != kCallsAndWaits ? recorder->claim() : nullptr;
+    if (!r) return nullptr;
     return begin_wait(r, now, target, target.name ? 0 : recorder->intern("wait_tensor"));
   } catch (...) {
     count_error("wait_tensor");
