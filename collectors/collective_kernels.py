@@ -47,28 +47,14 @@ class PythonHooks:
         self._p2p: dict[tuple[int, int, int, bool], itertools.count[int]] = {}
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
         """By the id of the work."""
+        self._wait_tensor = recorder.intern("wait_tensor")
         self._reaper = Reaper(self.waited, self._failed)
-        self._libraries: list[Any] = []
-        """torch takes the kernels out when these are collected."""
 
     def install(self) -> Callable[[], None]:
-        import torch
-        from torch._C import DispatchKey
-
-        library: Any = torch.library.Library
-        self._libraries = libraries = [library(space, "IMPL") for space in ("c10d", "_c10d_functional")]
-        after = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
-        for name in COLLECTIVE_NAMES:
-            op = getattr(torch.ops.c10d, name, None)
-            if op is not None:
-                libraries[0].impl(name, self._kernel(_Call(name, op.default), after), "BackendSelect", with_keyset=True)
-        for op in _functional_operators():
-            kernel = self._wait_kernel if op.name() == WAIT_TENSOR else self._functional_kernel
-            libraries[1].impl(op, kernel(op, after), "BackendSelect", with_keyset=True)
+        KERNELS.install(self)
 
         def uninstall() -> None:
-            for each in libraries:
-                each._destroy()
+            KERNELS.hooks = None
             self._reaper.stop()
             self._pending.clear()
             self._targets.here.work = None
@@ -133,35 +119,28 @@ class PythonHooks:
         except Exception as error:
             self._recorder.count_error("the end of a collective", error)
 
-    def _kernel(self, call: _Call, after: Any) -> Callable[..., Any]:
-        from torch._C import DispatchKey
-
-        redispatch, meta, passed_over = call.op.redispatch, DispatchKey.Meta, self._recorder.passed_over
-
-        def kernel(keys: Any, *args: Any) -> Any:
-            issued = None
-            if not keys.has(meta) and passed_over.what == NOTHING:  # meta: a compiler tracing
-                try:
-                    issued = self._begin(call, args)
-                except Exception as error:
-                    self._recorder.count_error("a collective", error)
-            if issued is None:
-                result = redispatch(keys & after, *args)
-                if passed_over.what == CALLS:
-                    self._remember_told(result)
-                return result
-            began = time.perf_counter_ns()
-            result = redispatch(keys & after, *args)
+    def issue(self, call: _Call, args: tuple[Any, ...], rest: Callable[[], Any], tracing: bool) -> Any:
+        """A c10d operator is called with `args`; `rest` calls what is behind it. `tracing`: a compiler calls."""
+        issued, passed_over = None, self._recorder.passed_over
+        if not tracing and passed_over.what == NOTHING:
             try:
-                if not issued.target.p2p:
-                    self._recorder.comm_issued(issued.handle, time.perf_counter_ns() - began)
-                self._watch(issued, result)
+                issued = self._begin(call, args)
             except Exception as error:
-                self._recorder.count_error("the work of a collective", error)
+                self._recorder.count_error("a collective", error)
+        if issued is None:
+            result = rest()
+            if passed_over.what == CALLS:
+                self._remember_told(result)
             return result
-
-        dynamo.skip(kernel, self._begin, self._watch, self._remember, self._remember_told)
-        return kernel
+        began = time.perf_counter_ns()
+        result = rest()
+        try:
+            if not issued.target.p2p:
+                self._recorder.comm_issued(issued.handle, time.perf_counter_ns() - began)
+            self._watch(issued, result)
+        except Exception as error:
+            self._recorder.count_error("the work of a collective", error)
+        return result
 
     def _begin(self, call: _Call, args: tuple[Any, ...]) -> _Issued | None:
         from torch.distributed import ProcessGroup
@@ -240,16 +219,90 @@ class PythonHooks:
         if len(self._pending) > MAX_PENDING:
             self._recorder.comm_end(self._pending.popitem(last=False)[1].issued.handle, 0)
 
+    def issue_functional(self, rest: Callable[[], Any]) -> Any:
+        """An operator is called that issues a collective, or several, and returns tensors in place of works."""
+        here = self._targets.here
+        here.functional += 1
+        try:
+            return rest()
+        finally:
+            here.functional -= 1
+
+    def wait(self, tensor: Any, rest: Callable[[], Any], tracing: bool) -> Any:
+        """wait_tensor is called."""
+        handle, target = (0, None) if tracing else self._begin_wait(tensor)
+        try:
+            result = rest()
+            if target is not None:
+                self.waited_for(target)
+            return result
+        finally:
+            self._recorder.end(handle)
+
+    def _begin_wait(self, tensor: Any) -> tuple[int, Target | None]:
+        try:
+            target = self._targets.of_tensor(tensor)
+            return self._recorder.wait_begin(self._wait_tensor, target, time.perf_counter_ns()), target
+        except Exception as error:
+            self._recorder.count_error("wait_tensor", error)
+            return 0, None
+
+
+class Kernels:
+    """The kernels in front of the operators. Once there they stay, and pass on while nothing is recorded: taken out, a
+    thread that is in front of one would find nothing behind it."""
+
+    def __init__(self) -> None:
+        self.hooks: PythonHooks | None = None
+        """Whose rows are recorded."""
+        self._libraries: list[Any] = []
+        """torch takes the kernels out when these are collected."""
+
+    def install(self, hooks: PythonHooks) -> None:
+        if not self._libraries:
+            self._register()
+        self.hooks = hooks
+
+    def give_way(self) -> None:
+        """To the native helper's, which are to be in front: nobody communicates meanwhile."""
+        for each in self._libraries:
+            each._destroy()
+        self._libraries = []
+
+    def _register(self) -> None:
+        import torch
+        from torch._C import DispatchKey
+
+        library: Any = torch.library.Library
+        c10d, functional = self._libraries = [library(space, "IMPL") for space in ("c10d", "_c10d_functional")]
+        after = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
+        for name in COLLECTIVE_NAMES:
+            op = getattr(torch.ops.c10d, name, None)
+            if op is not None:
+                c10d.impl(name, self._kernel(_Call(name, op.default), after), "BackendSelect", with_keyset=True)
+        for op in _functional_operators():
+            kernel = self._wait_kernel if op.name() == WAIT_TENSOR else self._functional_kernel
+            functional.impl(op, kernel(op, after), "BackendSelect", with_keyset=True)
+        dynamo.skip(PythonHooks.issue, PythonHooks.issue_functional, PythonHooks.wait)
+
+    def _kernel(self, call: _Call, after: Any) -> Callable[..., Any]:
+        from torch._C import DispatchKey
+
+        redispatch, meta = call.op.redispatch, DispatchKey.Meta
+
+        def kernel(keys: Any, *args: Any) -> Any:
+            hooks, rest = self.hooks, functools.partial(redispatch, keys & after, *args)
+            return rest() if hooks is None else hooks.issue(call, args, rest, keys.has(meta))
+
+        dynamo.skip(kernel)
+        return kernel
+
     def _functional_kernel(self, op: Any, after: Any) -> Callable[..., Any]:
-        """In front of an operator that issues a collective, or several, and returns tensors in place of works."""
-        here, redispatch = self._targets.here, op.redispatch
+        redispatch = op.redispatch
 
         def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            here.functional += 1
-            try:
-                return redispatch(keys & after, *args, **kwargs)
-            finally:
-                here.functional -= 1
+            hooks, rest = self.hooks, functools.partial(redispatch, keys & after, *args, **kwargs)
+            return rest() if hooks is None else hooks.issue_functional(rest)
 
         dynamo.skip(kernel)
         return kernel
@@ -257,29 +310,18 @@ class PythonHooks:
     def _wait_kernel(self, op: Any, after: Any) -> Callable[..., Any]:
         from torch._C import DispatchKey
 
-        recorder, redispatch, meta = self._recorder, op.redispatch, DispatchKey.Meta
-        name = recorder.intern("wait_tensor")
-
-        def begin(tensor: Any) -> tuple[int, Target | None]:
-            try:
-                target = self._targets.of_tensor(tensor)
-                return recorder.wait_begin(name, target, time.perf_counter_ns()), target
-            except Exception as error:
-                recorder.count_error("wait_tensor", error)
-                return 0, None
+        redispatch, meta = op.redispatch, DispatchKey.Meta
 
         def kernel(keys: Any, tensor: Any) -> Any:
-            handle, target = (0, None) if keys.has(meta) else begin(tensor)
-            try:
-                result = redispatch(keys & after, tensor)
-                if target is not None:
-                    self.waited_for(target)
-                return result
-            finally:
-                recorder.end(handle)
+            hooks, rest = self.hooks, functools.partial(redispatch, keys & after, tensor)
+            return rest() if hooks is None else hooks.wait(tensor, rest, keys.has(meta))
 
-        dynamo.skip(kernel, begin, self.waited_for)
+        dynamo.skip(kernel)
         return kernel
+
+
+KERNELS: Final = Kernels()
+"""Of this process, as torch's operators are."""
 
 
 class _Issued(NamedTuple):

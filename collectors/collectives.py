@@ -13,7 +13,7 @@ from typing import Any
 from dsprof.schema import COLLECTIVE_NAMES
 
 from . import waits
-from .collective_kernels import PythonHooks
+from .collective_kernels import KERNELS, PythonHooks
 from .native import NativeRecorder
 from .python_recorder import PyRecorder
 from .record import Recorder
@@ -52,6 +52,7 @@ class NativeHooks:
         self.waited: Callable[[Any], None] = recorder.waited
 
     def install(self) -> Uninstall:
+        KERNELS.give_way()
         self._recorder.install_collectives(COLLECTIVE_NAMES)
         uninstall: Uninstall = self._recorder.uninstall_collectives
         return uninstall

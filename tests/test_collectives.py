@@ -556,9 +556,10 @@ assert not failed, failed
 """
 
 
-def test_hooks_come_and_go_while_other_threads_communicate(tmp_path: Path) -> None:
-    """Of the native helper, whose kernels stay for the threads that are in front of them."""
-    run_alone(TOGGLED_BESIDE, "native", tmp_path)
+@pytest.mark.parametrize("kind", RECORDERS)
+def test_hooks_come_and_go_while_other_threads_communicate(kind: str, tmp_path: Path) -> None:
+    """The kernels stay for the threads that are in front of them."""
+    run_alone(TOGGLED_BESIDE, kind, tmp_path)
     for number in range(5):
         assert {row.name for row in read_rows(tmp_path / str(number)) if row.kind is Kind.COMM} == {"all_reduce"}
 

@@ -562,9 +562,8 @@ inline void install_collectives(const std::vector<std::pair<std::string, std::st
   works().clear();
   storages().clear();
   this_thread = Thread();
-  static bool installed = false;  // used with the GIL held; a forked child has its parent's
-  if (!installed) install_collective_kernels(names);
-  installed = true;
+  static const bool installed = (install_collective_kernels(names), true);
+  (void)installed;
   watching_collectives = true;
 }
 
