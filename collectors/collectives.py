@@ -49,7 +49,6 @@ class NativeHooks:
     def __init__(self, recorder: NativeRecorder) -> None:
         self._recorder = recorder
         self.renew_groups: Callable[[], None] = recorder.renew_groups
-        self.waited: Callable[[Any], None] = recorder.waited
 
     def install(self) -> Uninstall:
         KERNELS.give_way()
@@ -57,11 +56,14 @@ class NativeHooks:
         uninstall: Uninstall = self._recorder.uninstall_collectives
         return uninstall
 
+    def waited(self, work: Any) -> None:
+        """gloo itself says when a send or a receive has been waited for."""
+
     def raised(self, work: Any) -> None:
-        """What has failed has not ended."""
+        """Nor does what has failed end for it."""
 
     def waited_for(self, target: Any) -> None:
-        """What has a future says itself when it is over."""
+        """And when a collective is over."""
 
     def returned(self) -> None:
         """Likewise."""

@@ -79,12 +79,12 @@ def queued(rank: int) -> None:
         work.wait()
 
 
-def queued_behind_unrecorded(rank: int) -> None:
+def queued_behind_unrecorded(rank: int, collective: Callable[..., Any], *tensors: torch.Tensor) -> None:
     assert RECORDER is not None
     dist.barrier()
     time.sleep(0.3 * rank)
     RECORDER.pass_over(CALLS)
-    unrecorded = [dist.all_reduce(torch.ones(10), async_op=True) for _ in range(2)]
+    unrecorded = [collective(*tensors, async_op=True) for _ in range(2)]
     RECORDER.pass_over(NOTHING)
     dist.all_reduce(torch.ones(10))
     RECORDER.pass_over(CALLS_AND_WAITS)
@@ -319,6 +319,32 @@ def functional_waits(rank: int) -> None:
     torch.ops._c10d_functional.wait_tensor(torch.ones(4))  # nobody's
 
 
+def functional_messages(rank: int) -> None:
+    """The send's result is a placeholder; both receives have one storage, and one wait."""
+    ops, group = torch.ops._c10d_functional, world().group_name
+    if not hasattr(ops, "isend"):  # torch 2.11
+        return
+    both = torch.ones(2, 8)
+    if rank == 0:
+        ops.wait_tensor(ops.isend(torch.ones(8), 1, 0, group))
+        for tag in range(2):
+            ops.irecv(both[tag], 1, tag, group)
+        ops.wait_tensor(both)
+    else:
+        ops.wait_tensor(ops.irecv(torch.ones(8), 0, 0, group))
+        for tag in range(2):
+            dist.send(both[tag], 0, tag=tag)
+
+
+def many_messages(rank: int) -> None:
+    """Under way at once."""
+    tensor = torch.ones(1)
+    works = [dist.isend(tensor, 1) if rank == 0 else dist.irecv(torch.empty(1), 0) for _ in range(6000)]
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
 def told(rank: int) -> None:
     """While the engine tells of a communication, the wait for what it calls is for what it told."""
     recorder = RECORDER
@@ -415,7 +441,10 @@ SECTIONS: dict[str, Callable[[int], None]] = {
     "async": lambda rank: every_collective(rank, async_op=True),
     "overlapping": overlapping,
     "queued": queued,
-    "queued_behind_unrecorded": queued_behind_unrecorded,
+    "queued_behind_unrecorded": lambda rank: queued_behind_unrecorded(rank, dist.all_reduce, torch.ones(10)),
+    "queued_behind_unrecorded_scatter": lambda rank: queued_behind_unrecorded(
+        rank, dist.reduce_scatter_tensor, torch.empty(5), torch.ones(10)
+    ),
     "coalesced": coalesced,
     "monitored": lambda rank: dist.monitored_barrier(),
     "p2p": p2p,
@@ -434,6 +463,8 @@ SECTIONS: dict[str, Callable[[int], None]] = {
     "let_go": let_go,
     "roots": roots,
     "functional_waits": functional_waits,
+    "functional_messages": functional_messages,
+    "many_messages": many_messages,
     "told": told,
     "subgroups": subgroups,
     "functional": functional_collectives,

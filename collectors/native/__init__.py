@@ -56,7 +56,6 @@ class NativeRecorder(SharedParts):
         self.mark = module.mark
         self.begin_wait = module.begin_wait
         self.target = module.target
-        self.waited = module.waited
         self.stands_for_issued = module.stands_for_issued
         self.enter_blocking = module.enter_blocking
         self.leave_blocking = module.leave_blocking

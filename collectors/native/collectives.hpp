@@ -1,8 +1,9 @@
 // Collectives: a kernel in front of every c10d operator tells when it was issued; its work's future, or gloo's own
 // scopes, when it began and when it ended. Their twin in Python is collectors/collective_kernels.py.
 //
-// The scopes are listened to only where a work of gloo has no future (it is made of several others): while they are,
-// torch keeps and sets anew the state of threads around each of them, which costs as much as all else done here.
+// The scopes are listened to only where a work of gloo has no future (a send, a receive, what is made of several others):
+// while they are, torch keeps and sets anew the state of threads around each of them, which costs as much as all else
+// done here.
 
 #pragma once
 
@@ -111,18 +112,18 @@ inline Groups& groups() {
 // What a c10d call leaves in its thread's state, which torch carries over to gloo's worker thread.
 struct Issued final : c10::DebugInfoBase, std::enable_shared_from_this<Issued> {
   explicit Issued(Record* record) : record(record) {}
-  Record* const record;
+  Record* const record;  // null: not recorded; listened to for when its worker ends it
   std::atomic<bool> ends_with_scope{true};  // false once its work's future will tell the end
   std::atomic<bool> measured{false};
 };
 
-// When this thread, a worker of gloo's, ended its last work; 0: none yet. A work that was queued by then began then.
+// When this thread, a worker of gloo's, ended its last work; 0: none yet. What had been queued by then began then.
 inline thread_local int64_t last_work_ended_ns = 0;
 
-// Called on the worker that has done what `record` is of, at `now`. (What was done before its future was asked is told
-// on the thread that issued it, of which nothing follows.)
-inline void set_start(Record* record, int64_t now) {
-  if (record->head.thread == thread_id()) return;
+// The work that `record` is of was ended at `now` by this thread. Where that is the one that issued it, its worker had
+// ended it before its future was asked: when it began is not known.
+inline void ended_on_worker(Record* record, int64_t now) {
+  if (!active.load(std::memory_order_acquire) || record->head.thread == thread_id()) return;
   if (record->head.family == kCollectiveFamily && !(record->head.flags & kStartMeasured)) {
     record->head.start_ns = std::max(record->head.start_ns, last_work_ended_ns);
     record->head.flags |= kStartMeasured;
@@ -144,12 +145,13 @@ struct Scope final : at::ObserverContext {
   std::shared_ptr<Issued> issued;
 };
 
-// gloo opens a scope where the work is really begun, on its worker thread. Who is called then is settled in the call.
+// gloo opens a scope where the work is really begun: on its worker thread (collectives), or in the call (p2p). Who is
+// called then is settled in the call.
 inline std::unique_ptr<at::ObserverContext> scope_begin(const at::RecordFunction& scope) {
   if (strncmp(scope.name(), "gloo:", 5) != 0) return nullptr;
   auto* issued = static_cast<Issued*>(c10::ThreadLocalDebugInfo::get(debug_slot<c10::DebugInfoKind>()));
   if (!issued || !active.load(std::memory_order_acquire)) return nullptr;
-  if (issued->record->head.thread != thread_id() && !issued->measured.exchange(true)) {
+  if (issued->record && issued->record->head.thread != thread_id() && !issued->measured.exchange(true)) {
     issued->record->head.start_ns = now_ns();
     issued->record->head.flags |= kStartMeasured;
   }
@@ -158,13 +160,13 @@ inline std::unique_ptr<at::ObserverContext> scope_begin(const at::RecordFunction
   return context;
 }
 
-// One call may have several scopes (coalesced): the last one ends it.
+// A p2p scope ends in its wait. One call may have several scopes (coalesced): the last one ends it.
 inline void scope_end(const at::RecordFunction&, at::ObserverContext* context) {
   if (!context) return;
   Issued& issued = *static_cast<Scope*>(context)->issued;
   const int64_t now = now_ns();
-  if (issued.record->head.thread != thread_id()) last_work_ended_ns = now;
-  if (issued.ends_with_scope) complete(issued.record, now);
+  if (!issued.record || issued.record->head.thread != thread_id()) last_work_ended_ns = now;
+  if (issued.record && issued.ends_with_scope) complete(issued.record, now);
 }
 
 // Listens to the scopes of what this thread issues meanwhile. It does so no longer than that: as long as anybody listens,
@@ -303,9 +305,10 @@ class CollectiveKernel final : public c10::OperatorKernel {
     if (!recorder) return op.redispatchBoxed(keys & after, stack);
     if (!keys.has_backend(c10::BackendComponent::MetaBit)) record = begin(*recorder, *stack, payload, group);
     if (!record) {
-      op.redispatchBoxed(keys & after, stack);
+      const bool queued = tag_ < 0 && keys.has_backend(c10::BackendComponent::CPUBit) && is_on_gloo(*recorder, *stack);
+      call(op, keys & after, stack, queued && has_future_ != 1 ? std::make_shared<Issued>(nullptr) : nullptr);
       const auto work = remember(*stack, passed_over != kNothing ? this_thread.told : Target());
-      if (work && keys.has_backend(c10::BackendComponent::CPUBit)) watch_worker(*work);
+      if (work && queued) watch_worker(*work);
       return;
     }
     const Target target = this_thread.issued;
@@ -316,15 +319,9 @@ class CollectiveKernel final : public c10::OperatorKernel {
       const auto work = remember(*stack, target);
       return watch_device(record, moment, work);
     }
-    std::shared_ptr<Issued> issued;
-    if (group->gloo != 1 || has_future_ == 1 || target.ends_with_wait) {
-      op.redispatchBoxed(keys & after, stack);
-    } else {
-      issued = std::make_shared<Issued>(record);
-      c10::DebugInfoGuard guard(debug_slot<c10::DebugInfoKind>(), issued);
-      ScopesOfThisThread scopes;
-      op.redispatchBoxed(keys & after, stack);
-    }
+    const bool has_scopes = group->gloo == 1 && has_future_ != 1;
+    const auto issued = has_scopes ? std::make_shared<Issued>(record) : nullptr;
+    call(op, keys & after, stack, issued);
     try {
       set_host_time(record);
       watch(*stack, record, issued, *group, target);
@@ -334,6 +331,23 @@ class CollectiveKernel final : public c10::OperatorKernel {
   }
 
  private:
+  // Calls what is behind the kernel. `issued`: what gloo's scopes are to know it by; null: they are not listened to.
+  static void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
+                   const std::shared_ptr<Issued>& issued) {
+    if (!issued) return op.redispatchBoxed(keys, stack);
+    c10::DebugInfoGuard guard(debug_slot<c10::DebugInfoKind>(), issued);
+    ScopesOfThisThread scopes;
+    op.redispatchBoxed(keys, stack);
+  }
+
+  bool is_on_gloo(Recorder& recorder, const torch::jit::Stack& stack) const try {
+    const c10::IValue& group = stack[stack.size() - count_ + group_];
+    return groups().of(*group.toCustomClass<c10d::ProcessGroup>(), recorder).gloo == 1;
+  } catch (...) {
+    count_error("the group of a collective");
+    return false;
+  }
+
   Record* begin(Recorder& recorder, const torch::jit::Stack& stack, Payload& payload, Group*& group) try {
     if (passed_over != kNothing) return nullptr;
     const c10::IValue* arguments = &stack[stack.size() - count_];
@@ -367,7 +381,6 @@ class CollectiveKernel final : public c10::OperatorKernel {
     if (async_ >= 0 && arguments[async_].toBool()) r->head.flags = kAsync;
     publish(r, kBegun);
     note_issued(recorder, *r, now);
-    if (p2p && group->gloo == 1) this_thread.issued.ends_with_wait = r;  // its work has no future
     remember_results(arguments[0], this_thread.issued);
     return r;
   } catch (...) {
@@ -428,21 +441,19 @@ class CollectiveKernel final : public c10::OperatorKernel {
       return complete(record, now_ns());
     }
     const auto work = remember(stack, target);
-    if (target.ends_with_wait) return;
     const auto future = work ? future_of(*work, group.gloo == 1) : nullptr;
     if (future) {
+      if (issued) {  // what its scopes told until now may be of others, which ProcessGroupWrapper calls before it
+        issued->ends_with_scope = false;
+        record->head.end_ns = 0;
+        publish(record, kBegun);
+      }
       // Called by gloo's worker before the work is finished. No Python here: waiting for the GIL would delay the job.
       future->addCallback(
-          [record, issued, on_gloo = group.gloo == 1](c10::ivalue::Future& done) {
-            if (issued) issued->ends_with_scope = false;
+          [record, on_gloo = group.gloo == 1](c10::ivalue::Future& done) {
             const int64_t now = now_ns();
-            if (on_gloo) set_start(record, now);
-            if (done.hasError()) {
-              record->head.end_ns = 0;
-              publish(record, kBegun);
-            } else if (!record->head.end_ns) {
-              complete(record, now);
-            }
+            if (on_gloo) ended_on_worker(record, now);
+            if (!done.hasError()) complete(record, now);
           },
           /*uses_future=*/false);
     } else if (group.gloo != 1 || !issued) {
@@ -450,9 +461,8 @@ class CollectiveKernel final : public c10::OperatorKernel {
     }
   }
 
-  // Of a work that is not recorded: what its worker does next begins after it.
+  // Of a work of gloo that is not recorded: what its worker does next begins after it.
   void watch_worker(c10d::Work& work) try {
-    if (has_future_ != 1) return;
     if (const auto future = future_of(work, /*on_gloo=*/true))
       future->addCallback([](c10::ivalue::Future&) { last_work_ended_ns = now_ns(); }, /*uses_future=*/false);
   } catch (...) {
@@ -500,8 +510,7 @@ class WaitKernel final : public c10::OperatorKernel {
  public:
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     static const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
-    Target target;
-    Record* r = keys.has_backend(c10::BackendComponent::MetaBit) ? nullptr : begin(*stack, target);
+    Record* r = keys.has_backend(c10::BackendComponent::MetaBit) ? nullptr : begin(*stack);
     struct Ending {
       Record* r;
       ~Ending() {
@@ -512,17 +521,15 @@ class WaitKernel final : public c10::OperatorKernel {
     } ending{r};
     if (r) device_times().begin(r);
     op.redispatchBoxed(keys & after, stack);
-    waited_for(target);
   }
 
  private:
-  static Record* begin(const torch::jit::Stack& stack, Target& target) try {
+  static Record* begin(const torch::jit::Stack& stack) try {
     Recorder* recorder = recorder_of_collectives();
-    if (!recorder) return nullptr;
-    const int64_t now = now_ns();
-    target = target_of_tensor(stack.back().toTensor());
-    Record* r = passed_over != kCallsAndWaits ? recorder->claim() : nullptr;
+    Record* r = recorder && passed_over != kCallsAndWaits ? recorder->claim() : nullptr;
     if (!r) return nullptr;
+    const int64_t now = now_ns();
+    const Target target = target_of_tensor(stack.back().toTensor());
     return begin_wait(r, now, target, target.name ? 0 : recorder->intern("wait_tensor"));
   } catch (...) {
     count_error("wait_tensor");

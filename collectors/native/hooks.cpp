@@ -55,7 +55,6 @@ PyMethodDef methods[] = {
     {"number", py_number, METH_O, "number(group name) -> the number of its next collective, which this takes"},
     {"begin_wait", FAST(py_begin_wait), "begin_wait(name, work or its target) -> handle; 0: not recorded"},
     {"target", py_target, METH_O, "target(work or None) -> what a wait for it waits for, None: unknown"},
-    {"waited", py_waited, METH_O, "A wait for this work has returned"},
     {"stands_for_issued", py_stands_for_issued, METH_O, "This work is of what this thread issued last"},
     {"enter_blocking", py_enter_blocking, METH_NOARGS, "This thread enters a call that waits for what it issues"},
     {"leave_blocking", py_leave_blocking, METH_NOARGS, "It left the innermost of them"},

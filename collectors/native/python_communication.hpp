@@ -79,13 +79,6 @@ PyObject* py_target(PyObject*, PyObject* object) {
                        PyBool_FromLong(target.p2p));
 }
 
-// waited(work): a wait for it has returned
-PyObject* py_waited(PyObject*, PyObject* object) {
-  const c10d::Work* work = work_of(object);
-  if (work && ends_with_wait(work->retrieveOpType())) waited_for(target_of_work(*work));
-  Py_RETURN_NONE;
-}
-
 PyObject* py_stands_for_issued(PyObject*, PyObject* object) {
   if (const c10d::Work* work = work_of(object)) remember_work(*work, this_thread.issued);
   Py_RETURN_NONE;

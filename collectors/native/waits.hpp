@@ -20,7 +20,6 @@ struct Target {
   int16_t peer = -1;  // of a send or a receive; so is the tag
   int32_t tag = -1;
   bool p2p = false;
-  Record* ends_with_wait = nullptr;  // its record, where nothing tells its end but that somebody has waited for it
 };
 
 inline Target target_of(const Record& comm) {
@@ -144,11 +143,6 @@ inline void remember_work(const c10d::Work& work, const Target& target) {
   works().remember(&work, work.retrieveOpType(), target);
 }
 
-// Whether works of this type may end with a wait for them: sends and receives of gloo.
-inline bool ends_with_wait(c10d::OpType type) {
-  return type == c10d::OpType::SEND || type == c10d::OpType::RECV || type == c10d::OpType::RECVANYSOURCE;
-}
-
 inline Target target_of_work(const c10d::Work& work) {
   return works().find(&work, [&](c10d::OpType type) { return type == work.retrieveOpType(); });
 }
@@ -225,11 +219,6 @@ inline void note_issued(Recorder& recorder, const Record& comm, int64_t now) {
     Record* wait = this_thread.wait;
     fill_comm(wait, kWait, this_thread.issued, wait->head.start_ns, 0, 0, -1, 0, context);
   }
-}
-
-// A wait for it has returned. (A second one tells nothing new.)
-inline void waited_for(const Target& target) {
-  if (target.ends_with_wait && !target.ends_with_wait->head.end_ns) complete(target.ends_with_wait, now_ns());
 }
 
 inline void enter_blocking() { this_thread.blocking++; }
