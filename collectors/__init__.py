@@ -16,7 +16,8 @@ record       writes records (the Python twin of native/)
 chunks       the files they go to
 native/      the same in C++, with the hot hooks
 collectives  every c10d operation
-collective_kernels  their hooks in Python, where there is no native helper
+collective_kernels  what comes before c10d's operators, where there is no native helper
+collective_rows  what it records, likewise in Python
 waits        where a thread stands still for communication
 targets      what it waits for, likewise in Python
 backward     where DDP begins to wait, likewise in Python

@@ -13,7 +13,8 @@ from typing import Any
 from dsprof.schema import COLLECTIVE_NAMES
 
 from . import waits
-from .collective_kernels import KERNELS, PythonHooks
+from .collective_kernels import KERNELS
+from .collective_rows import PythonHooks
 from .native import NativeRecorder
 from .python_recorder import PyRecorder
 from .record import Recorder

@@ -72,25 +72,43 @@ def overlapping(rank: int) -> None:
         work.wait()
 
 
+def issued_first(rank: int, key: str, issue: Callable[[], Any]) -> Any:
+    """What `issue` returns. Rank 1 calls it once rank 0 has, and has marked it."""
+    assert RECORDER is not None
+    store = distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait([key])
+    result = issue()
+    if rank == 0:
+        RECORDER.mark(Kind.MARK, RECORDER.intern("issued"))
+        store.set(key, "")
+    return result
+
+
 def queued(rank: int) -> None:
-    time.sleep(0.3 * rank)
-    works = [dist.all_reduce(torch.ones(10), async_op=True) for _ in range(4)]
-    for work in works:
+    def issue() -> list[Any]:
+        return [dist.all_reduce(torch.ones(10), async_op=True) for _ in range(4)]
+
+    for work in issued_first(rank, "queued", issue):
         work.wait()
 
 
 def queued_behind_unrecorded(rank: int, collective: Callable[..., Any], *tensors: torch.Tensor) -> None:
-    assert RECORDER is not None
-    dist.barrier()
-    time.sleep(0.3 * rank)
-    RECORDER.pass_over(CALLS)
-    unrecorded = [collective(*tensors, async_op=True) for _ in range(2)]
-    RECORDER.pass_over(NOTHING)
-    dist.all_reduce(torch.ones(10))
-    RECORDER.pass_over(CALLS_AND_WAITS)
+    recorder = RECORDER
+    assert recorder is not None
+
+    def issue() -> tuple[Any, list[Any]]:
+        recorder.pass_over(CALLS)
+        unrecorded = [collective(*tensors, async_op=True) for _ in range(2)]
+        recorder.pass_over(NOTHING)
+        return dist.all_reduce(torch.ones(10), async_op=True), unrecorded
+
+    recorded, unrecorded = issued_first(rank, f"behind {collective.__name__}", issue)
+    recorded.wait()
+    recorder.pass_over(CALLS_AND_WAITS)
     for work in unrecorded:
         work.wait()
-    RECORDER.pass_over(NOTHING)
+    recorder.pass_over(NOTHING)
 
 
 def coalesced(rank: int) -> None:

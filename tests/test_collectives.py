@@ -291,10 +291,7 @@ def test_starts_on_gloo_are_measured_natively(jobs: dict[str, Job]) -> None:
         pytest.skip("no C++ compiler")
     for section in ("sync", "async", "overlapping", "coalesced", "ddp", "subgroups", "functional"):
         for row in jobs["native"].rows(0, section):
-            # That a short one was over before its future could be asked is told in the call.
-            assert row.flags & Flag.START_MEASURED or row.end_ns - row.issue_ns < 100 * MS, (section, row)
-    native = [row for row in jobs["native"].ranks[0] if row.kind is Kind.COMM and not row.p2p]
-    assert sum(bool(row.flags & Flag.START_MEASURED) for row in native) > len(native) / 2
+            assert row.flags & Flag.START_MEASURED, (section, row)
     python = [row for row in jobs["python"].ranks[0] if row.kind is Kind.COMM]
     assert not any(row.flags & Flag.START_MEASURED for row in python)
 
@@ -312,12 +309,12 @@ def test_overlapping_collectives_each_get_an_end(job: Job) -> None:
 
 
 def test_a_collective_that_is_queued_begins_when_a_worker_is_free(jobs: dict[str, Job]) -> None:
-    """gloo has two workers a group. Rank 1 issues its four collectives 300 ms late."""
+    """gloo has two workers a group. Rank 1 issues none before rank 0 has issued all four."""
     if "native" not in jobs:
         pytest.skip("no C++ compiler")
     first, second, third, fourth = jobs["native"].rows(0, "queued")
     free = min(first.end_ns, second.end_ns)
-    assert max(first.start_ns, second.start_ns) < fourth.issue_ns + 100 * MS < free
+    assert max(first.start_ns, second.start_ns) < fourth.issue_ns < free
     for queued in (third, fourth):
         assert queued.flags & Flag.START_MEASURED
         assert free <= queued.start_ns <= queued.end_ns
@@ -334,11 +331,11 @@ def test_messages_end_with_their_waits(jobs: dict[str, Job], section: str) -> No
 
 @pytest.mark.parametrize("section", ["queued_behind_unrecorded", "queued_behind_unrecorded_scatter"])
 def test_a_collective_begins_after_what_is_not_recorded(jobs: dict[str, Job], section: str) -> None:
-    """The engine's own calls are passed over, and have both workers for 300 ms."""
+    """The engine's own calls are passed over, and have both workers until rank 1 issues them, too."""
     if "native" not in jobs:
         pytest.skip("no C++ compiler")
-    _, behind = jobs["native"].rows(0, section)
-    assert behind.start_ns - behind.issue_ns > 200 * MS
+    (behind,), (issued,) = jobs["native"].rows(0, section), jobs["native"].rows(0, section, Kind.MARK)
+    assert behind.issue_ns < issued.start_ns < behind.start_ns
     assert behind.flags & Flag.START_MEASURED
 
 

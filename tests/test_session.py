@@ -132,7 +132,7 @@ def test_an_error_in_a_hook_around_a_wait_does_not_reach_the_job(
 ) -> None:
     from torch import distributed
 
-    from dsprof.collectors import collective_kernels, waits
+    from dsprof.collectors import collective_rows, waits
 
     class Work:
         def _get_op_type(self) -> int:
@@ -148,7 +148,7 @@ def test_an_error_in_a_hook_around_a_wait_does_not_reach_the_job(
 
     monkeypatch.setattr(distributed, "Work", Work)
     recorder = PyRecorder(tmp_path)
-    hooks = collective_kernels.PythonHooks(recorder)
+    hooks = collective_rows.PythonHooks(recorder)
     hooks._targets = Broken()  # type: ignore[assignment]
     uninstall = waits._works(recorder, hooks)
     try:

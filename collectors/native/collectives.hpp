@@ -120,10 +120,10 @@ struct Issued final : c10::DebugInfoBase, std::enable_shared_from_this<Issued> {
 // When this thread, a worker of gloo's, ended its last work; 0: none yet. What had been queued by then began then.
 inline thread_local int64_t last_work_ended_ns = 0;
 
-// The work that `record` is of was ended at `now` by this thread. Where that is the one that issued it, its worker had
-// ended it before its future was asked: when it began is not known.
+// The work that `record` is of was ended at `now` by this thread. (Or it was over before its future was asked, which the
+// thread says that issued it: then what that said last was over before this was issued, and it began in the call.)
 inline void ended_on_worker(Record* record, int64_t now) {
-  if (!active.load(std::memory_order_acquire) || record->head.thread == thread_id()) return;
+  if (!active.load(std::memory_order_acquire)) return;
   if (record->head.family == kCollectiveFamily && !(record->head.flags & kStartMeasured)) {
     record->head.start_ns = std::max(record->head.start_ns, last_work_ended_ns);
     record->head.flags |= kStartMeasured;
@@ -305,7 +305,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
     if (!recorder) return op.redispatchBoxed(keys & after, stack);
     if (!keys.has_backend(c10::BackendComponent::MetaBit)) record = begin(*recorder, *stack, payload, group);
     if (!record) {
-      const bool queued = tag_ < 0 && keys.has_backend(c10::BackendComponent::CPUBit) && is_on_gloo(*recorder, *stack);
+      const bool queued = tag_ < 0 && keys.has_backend(c10::BackendComponent::CPUBit) && is_on_gloo(*stack, *recorder);
       call(op, keys & after, stack, queued && has_future_ != 1 ? std::make_shared<Issued>(nullptr) : nullptr);
       const auto work = remember(*stack, passed_over != kNothing ? this_thread.told : Target());
       if (work && queued) watch_worker(*work);
@@ -340,9 +340,12 @@ class CollectiveKernel final : public c10::OperatorKernel {
     op.redispatchBoxed(keys, stack);
   }
 
-  bool is_on_gloo(Recorder& recorder, const torch::jit::Stack& stack) const try {
-    const c10::IValue& group = stack[stack.size() - count_ + group_];
-    return groups().of(*group.toCustomClass<c10d::ProcessGroup>(), recorder).gloo == 1;
+  Group& group_of(const torch::jit::Stack& stack, Recorder& recorder) const {
+    return groups().of(*stack[stack.size() - count_ + group_].toCustomClass<c10d::ProcessGroup>(), recorder);
+  }
+
+  bool is_on_gloo(const torch::jit::Stack& stack, Recorder& recorder) const try {
+    return group_of(stack, recorder).gloo == 1;
   } catch (...) {
     count_error("the group of a collective");
     return false;
@@ -362,7 +365,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
     }
     watch_backward(payload);
     call_sites().note(recorder, id_, bytes, dtype);
-    group = &groups().of(*arguments[group_].toCustomClass<c10d::ProcessGroup>(), recorder);
+    group = &group_of(stack, recorder);
     const int64_t peer = peer_ < 0 ? -1 : arguments[peer_].toInt();
     const int64_t tag = tag_ < 0 ? -1 : arguments[tag_].toInt();
     const uint32_t seq = tag_ < 0 ? group->next++ : groups().next_p2p(*group, peer, tag, send_);
@@ -441,7 +444,8 @@ class CollectiveKernel final : public c10::OperatorKernel {
       return complete(record, now_ns());
     }
     const auto work = remember(stack, target);
-    const auto future = work ? future_of(*work, group.gloo == 1) : nullptr;
+    const bool on_gloo = group.gloo == 1;
+    const auto future = work ? future_of(*work, on_gloo) : nullptr;
     if (future) {
       if (issued) {  // what its scopes told until now may be of others, which ProcessGroupWrapper calls before it
         issued->ends_with_scope = false;
@@ -450,13 +454,13 @@ class CollectiveKernel final : public c10::OperatorKernel {
       }
       // Called by gloo's worker before the work is finished. No Python here: waiting for the GIL would delay the job.
       future->addCallback(
-          [record, on_gloo = group.gloo == 1](c10::ivalue::Future& done) {
+          [record, on_gloo](c10::ivalue::Future& done) {
             const int64_t now = now_ns();
             if (on_gloo) ended_on_worker(record, now);
             if (!done.hasError()) complete(record, now);
           },
           /*uses_future=*/false);
-    } else if (group.gloo != 1 || !issued) {
+    } else if (!issued) {
       publish(record, kDone);  // nothing will tell its end
     }
   }
