@@ -15,7 +15,7 @@ from . import dynamo
 WAIT_TENSOR: Final = "_c10d_functional::wait_tensor"
 
 
-class Hooks(Protocol):
+class OperatorHooks(Protocol):
     """Who is called while something is recorded. `rest` calls what is behind the kernel, whose result is returned;
     `tracing`: a compiler calls."""
 
@@ -56,12 +56,12 @@ class Kernels:
     thread that is in front of one would find nothing behind it."""
 
     def __init__(self) -> None:
-        self.hooks: Hooks | None = None
+        self.hooks: OperatorHooks | None = None
         """Whose rows are recorded."""
         self._libraries: list[Any] = []
         """torch takes the kernels out when these are collected."""
 
-    def install(self, hooks: Hooks) -> None:
+    def install(self, hooks: OperatorHooks) -> None:
         if not self._libraries:
             self._register()
         self.hooks = hooks

@@ -50,7 +50,7 @@ BLOCKING: Final = (
 Function = Callable[..., Any]
 
 
-class Hooks(Protocol):
+class WaitHooks(Protocol):
     """Who is told what is over: the hooks on c10d's operators. Nothing of this raises."""
 
     def waited(self, work: Any) -> None:
@@ -66,7 +66,7 @@ class Hooks(Protocol):
         """The call has returned that waited in C++ for what this thread issued in it."""
 
 
-def install(recorder: Recorder, hooks: Hooks) -> Iterator[Uninstall]:
+def install(recorder: Recorder, hooks: WaitHooks) -> Iterator[Uninstall]:
     """Record waits from now on: each hook is there once what takes it away is given."""
     yield _works(recorder, hooks)
     yield from _futures(recorder, hooks)
@@ -74,7 +74,7 @@ def install(recorder: Recorder, hooks: Hooks) -> Iterator[Uninstall]:
     yield from _blocking(recorder, hooks)
 
 
-def _works(recorder: Recorder, hooks: Hooks) -> Uninstall:
+def _works(recorder: Recorder, hooks: WaitHooks) -> Uninstall:
     from torch.distributed import Work
 
     names = {op_type: recorder.intern(name) for op_type, name in OP_TYPES.items()}
@@ -104,7 +104,7 @@ def _works(recorder: Recorder, hooks: Hooks) -> Uninstall:
     return replace_method(Work, "wait", watched)
 
 
-def _futures(recorder: Recorder, hooks: Hooks) -> Iterator[Uninstall]:
+def _futures(recorder: Recorder, hooks: WaitHooks) -> Iterator[Uninstall]:
     """A future that `Work.get_future` gave, or that follows from such a one, may be waited for in place of the work.
     So is that of DDP's reducer where a rank has run out of input (`join`)."""
     from torch import distributed
@@ -196,7 +196,7 @@ def _coalesced(recorder: Recorder) -> Iterator[Uninstall]:
     yield replace_method(ProcessGroup, "_end_coalescing", watched)
 
 
-def _blocking(recorder: Recorder, hooks: Hooks) -> Iterator[Uninstall]:
+def _blocking(recorder: Recorder, hooks: WaitHooks) -> Iterator[Uninstall]:
     from torch import distributed
 
     enter, returned, leave = recorder.enter_blocking, hooks.returned, recorder.leave_blocking
