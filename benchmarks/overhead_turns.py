@@ -7,6 +7,7 @@ Prints one line: for each arm a `Round`'s part, the mean of its ranks.
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -29,6 +30,11 @@ ARMS: Final = {"off": None, "off_again": None, "light": "light", "full": "full"}
 """Arm -> DSPROF_LEVEL; None: no collectors."""
 FIRST_TURNS: Final = 10
 """Not counted: libraries choose their kernels, Python specializes what it runs, and the heap grows."""
+CAPTURED_TURNS: Final = 5
+"""The first of them have collectors in every arm, so that all find memory and Python's tables alike. Types have numbers
+in the order of their first use, and a method's place in Python's cache goes by its type's number: which hot methods
+displace each other there is chance, but it makes 0.6 % of the instructions of FSDP2's step, and it would be the same in
+all processes of an arm."""
 BESIDE: Final = ("dsprof-host-load", "dsprof-nvml", "dsprof-watchdog", "dsprof-reaper")
 """Names of the collectors' threads. (Those of the engine's lanes are the job's.)"""
 
@@ -51,17 +57,15 @@ class Captured:
 
 
 class Collectors:
-    """The capture of one process, opened before the model is made as `dsprof run` does; nothing at level None."""
+    """The capture of one process, opened before the model is made as `dsprof run` does."""
 
-    def __init__(self, level: str | None, folder: Path) -> None:
-        self._session: Any = None
+    def __init__(self, level: str, folder: Path) -> None:
         began = time.process_time()
-        if level is not None:
-            from dsprof.collectors import session
+        from dsprof.collectors import session
 
-            os.environ.update(DSPROF_NATIVE="1", DSPROF_LEVEL=level, DSPROF_RUN=str(folder))
-            self._session = session.start()
-            assert isinstance(self._session, session.Session)
+        os.environ.update(DSPROF_NATIVE="1", DSPROF_LEVEL=level, DSPROF_RUN=str(folder))
+        self._session: Any = session.start()
+        assert isinstance(self._session, session.Session)
         self.opening_s = time.process_time() - began
 
     @property
@@ -69,12 +73,12 @@ class Collectors:
         return 0 if self._session is None else int(self._session.recorder.records)
 
     def close(self) -> float:
-        """Its CPU time, s."""
+        """Its CPU time, s; 0 of one that is closed."""
         if self._session is None:
             return 0.0
         from dsprof.collectors import session
 
-        recorder = self._session.recorder
+        recorder, self._session = self._session.recorder, None
         assert (recorder.dropped, recorder.errors) == (0, 0), recorder.failures()
         began = time.process_time()
         session.stop()
@@ -86,11 +90,16 @@ def take_turns(job: str, arm: str, rank: int, folder: Path, link: Connection) ->
     time, that of the collectors' threads aside, and wall time, s; to None it answers `Captured`, and ends."""
     ranks = JOBS[job].ranks
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-    collectors = Collectors(ARMS[arm], folder / arm)
+    collectors = Collectors(ARMS[arm] or "light", folder / arm)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{arm}.store", ranks), rank=rank, world_size=ranks)
     step = JOBS[job].make(rank, JOBS[job].batch_size)
     steps, before = 0, _so_far(collectors)
-    while (counts := link.recv()) is not None:
+    for turn in itertools.count():
+        counts = link.recv()
+        if counts is None:
+            break
+        if turn == CAPTURED_TURNS and ARMS[arm] is None:
+            collectors.close()
         if counts and not steps:
             before = _so_far(collectors)
         steps += counts

@@ -40,7 +40,8 @@ def install(recorder: Recorder) -> Uninstall:
 
 def _install(recorder: Recorder, hooks: NativeHooks | PythonHooks) -> Iterator[Uninstall]:
     yield hooks.install()
-    yield from waits.install(recorder, hooks)
+    # gloo itself tells the helper when a collective is over, a send and a receive when they have been waited for.
+    yield from waits.install(recorder, hooks if isinstance(hooks, PythonHooks) else None)
     yield _watch_destroy(hooks.renew_groups)
 
 
@@ -56,18 +57,6 @@ class NativeHooks:
         self._recorder.install_collectives(COLLECTIVE_NAMES)
         uninstall: Uninstall = self._recorder.uninstall_collectives
         return uninstall
-
-    def waited(self, work: Any) -> None:
-        """gloo itself says when a send or a receive has been waited for."""
-
-    def raised(self, work: Any) -> None:
-        """Nor does what has failed end for it."""
-
-    def waited_for(self, target: Any) -> None:
-        """And when a collective is over."""
-
-    def returned(self) -> None:
-        """Likewise."""
 
 
 def _watch_destroy(renew_groups: Callable[[], None]) -> Uninstall:

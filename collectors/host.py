@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import os
@@ -30,6 +29,9 @@ USER_TICKS: Final = 11
 SYSTEM_TICKS: Final = 12
 """Fields of /proc/<pid>/stat behind the command's name (proc(5), from 0)."""
 
+GAUGES: Final = (CPU_SECONDS, "training_thread_cpu_seconds", "worker_cpu_seconds", "core_wait_seconds")
+"""Names of what is recorded after each step."""
+
 READ_EVERY_S: Final = 0.05
 """Of workers' CPU time, which is read from a file for each of them and counts in steps of 0.01 s anyway."""
 
@@ -40,7 +42,7 @@ callback only appends here, and `sample` writes them at the end of the step."""
 
 def install(capture: OpenCapture) -> list[Uninstall]:
     """Record what `sample` does after each step, and pauses of the interpreter."""
-    sampled = functools.partial(sample, capture.recorder)
+    sampled = sampler(capture.recorder)
     capture.after_step.append(sampled)
     capture.when_on.append(sampled)
     return [watch_collections(capture.recorder)]
@@ -178,17 +180,22 @@ _run_queue = _RunQueue()
 _worker_time = WorkerTime()
 
 
-def sample(recorder: Recorder) -> None:
-    """Counters at the end of a step, by the training thread: CPU time of the process, of the thread and of the
+def sampler(recorder: Recorder) -> Callable[[], None]:
+    """Records, at the end of a step and by the training thread, the CPU time of the process, of the thread and of the
     process's workers, and how long the thread waited for a core. All in seconds, since the process or thread began."""
-    if _pauses:
-        _record_pauses(recorder)
-    put, intern, gauge = recorder.put, recorder.intern, int(Kind.GAUGE)
-    working, waited = _worker_time.seconds(), _run_queue.waited_s()
-    now = time.monotonic_ns()
-    put(gauge, intern(CPU_SECONDS), now, now, time.process_time(), -1)
-    put(gauge, intern("training_thread_cpu_seconds"), now, now, time.thread_time(), -1)
-    if working is not None:
-        put(gauge, intern("worker_cpu_seconds"), now, now, working, -1)
-    if waited is not None:
-        put(gauge, intern("core_wait_seconds"), now, now, waited, -1)
+    put, gauge = recorder.put, int(Kind.GAUGE)
+    of_process, of_thread, of_workers, waiting = map(recorder.intern, GAUGES)
+
+    def sample() -> None:
+        if _pauses:
+            _record_pauses(recorder)
+        working, waited = _worker_time.seconds(), _run_queue.waited_s()
+        now = time.monotonic_ns()
+        put(gauge, of_process, now, now, time.process_time(), -1)
+        put(gauge, of_thread, now, now, time.thread_time(), -1)
+        if working is not None:
+            put(gauge, of_workers, now, now, working, -1)
+        if waited is not None:
+            put(gauge, waiting, now, now, waited, -1)
+
+    return sample

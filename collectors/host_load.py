@@ -9,6 +9,7 @@ are read here.
 from __future__ import annotations
 
 import functools
+import os
 import resource
 import sys
 import time
@@ -152,7 +153,12 @@ OF_PROCESS: Final = (_memory, _switches, _files, read_workers)
 
 def _text(path: str) -> str:
     try:
-        with open(path, errors="replace") as file:
-            return file.read(1024)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # `open` takes longer than the kernel
     except OSError:  # it has ended, or is not ours to look at
         return ""
+    try:
+        return os.read(file, 1024).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(file)

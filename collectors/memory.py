@@ -27,8 +27,8 @@ from .uninstall import Uninstall
 
 ALWAYS: Final = 2
 """After so many steps it is asked what memory is for, however long that takes: optimizers have made their states."""
-MOST_LOOKING: Final = 0.001
-"""Share of the time that it may take after that."""
+MOST_LOOKING: Final = 0.0005
+"""Share of the process's CPU time that it may take after that."""
 PEAKS: Final = ("allocated", "reserved")
 MOST_OOMS: Final = 3
 """That are told of: a script may look for the batch size that fits by running out of memory."""
@@ -50,22 +50,24 @@ class Sampler:
 
     def __init__(
         self, capture: OpenCapture, cuda: Cuda, host: HostMemory, live: LiveTensors, history: History,
-        clock: Callable[[], int] = time.monotonic_ns,
+        clock: Callable[[], int] = time.monotonic_ns, cpu_clock: Callable[[], int] = time.process_time_ns,
     ) -> None:  # fmt: skip
-        self._capture, self._cuda, self._host, self._live, self._clock = capture, cuda, host, live, clock
+        self._capture, self._cuda, self._host, self._live = capture, cuda, host, live
+        self._clock, self._cpu_clock = clock, cpu_clock
         self._history = history if capture.full else None
         self._snapshots = Snapshots(cuda, history, capture.folder, capture.write_fact)
         self._limits = host.limits()
         self._capacity = self._limits.least
         self._written: dict[tuple[str, str, str], tuple[float, int]] = {}
         """Where, name and pool -> what was written last, and in which step."""
-        self._ids: dict[str, int] = {"": 0}
+        self._ids: dict[tuple[str, str, str], tuple[int, int, int]] = {}
+        """Where, name and pool -> the ids of name, lane and pool."""
         self._steps = 0
         self._resident = 0
         """When the last step ended, bytes."""
         self._next_look = 1
         """In which step it is asked what memory is for, if that has not taken too long so far."""
-        self._opened = clock()
+        self._opened = cpu_clock()
         self._looking = 0
         """How long that took all in all, ns."""
         self._devices: list[int] = []
@@ -101,7 +103,7 @@ class Sampler:
         self._steps += 1
         now = self._clock()
         looks = self._steps >= self._next_look and (
-            self._steps <= ALWAYS or self._looking <= MOST_LOOKING * (now - self._opened)
+            self._steps <= ALWAYS or self._looking <= MOST_LOOKING * (self._cpu_clock() - self._opened)
         )
         levels = {HOST: self._sample_host(now)}
         on_device = self._cuda.initialized() and not self._cuda.capturing()
@@ -190,15 +192,12 @@ class Sampler:
             return
         self._written[key] = value, self._steps
         number, size = (float(value), -1) if counts else (None, value)
-        lane = self._id(MEMORY_LANE + place)
-        named = (self._id(name), now, now, 0, number, size, 0, lane, -1, -1, 0, self._id(pool))
-        self._capture.recorder.span(Kind.MEM, *named)
-
-    def _id(self, name: str) -> int:
-        number = self._ids.get(name)
-        if number is None:
-            number = self._ids[name] = self._capture.recorder.intern(name)
-        return number
+        ids = self._ids.get(key)
+        if ids is None:
+            intern = self._capture.recorder.intern
+            ids = self._ids[key] = intern(name), intern(MEMORY_LANE + place), intern(pool) if pool else 0
+        named, lane, purpose = ids
+        self._capture.recorder.span(int(Kind.MEM), named, now, now, 0, number, size, 0, lane, -1, -1, 0, purpose)
 
     # --- the window -------------------------------------------------------------------------------
 

@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 def for_purpose(recorder: Recorder, purpose: str, original: Any) -> Any:
     """A function in the place of `original`: what this thread communicates in it has that purpose."""
-    number, compiling = recorder.intern(purpose), dynamo.check()
-    context, current = recorder.context, recorder.current_context
+    compiling, context, set_context = dynamo.check(), recorder.context, recorder.set_context
+    own = recorder.make_context(-1, -1, 0, recorder.intern(purpose))
 
     @stands_for(original)
     def called(*args: Any, **kwargs: Any) -> Any:
         if compiling():
             return original(*args, **kwargs)
-        before = current()
+        before = context()
         try:
-            context(-1, -1, 0, number)
+            set_context(own)
             return original(*args, **kwargs)
         finally:
-            context(*before)
+            set_context(before)
 
     dynamo.skip_frame(called)
     return called

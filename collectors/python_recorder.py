@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from dsprof import ondisk, schema
 from dsprof.ondisk import Family
@@ -19,7 +19,7 @@ from .counters import Counters
 from .forks import renew_in_child
 from .groups import Groups
 from .interrupts import by_handler
-from .record import CALLS_AND_WAITS, LIMIT_BYTES, NOTHING, CallContext, SharedParts
+from .record import CALLS_AND_WAITS, LIMIT_BYTES, NOTHING, SharedParts
 from .targets import Target, Targets
 
 MAX_HOST_NS: Final = 2**32 - 1
@@ -47,6 +47,16 @@ assert ondisk.offset(Family.P2P, "seq") == _SEQ
 
 NAN: Final = float("nan")
 """A value that is none."""
+
+
+class CallContext(NamedTuple):
+    """What a thread communicates for."""
+
+    stage: int = -1
+    microbatch: int = -1
+    module: int = 0
+    """Id of a name, 0: none; so is `purpose`."""
+    purpose: int = 0
 
 
 class PassedOver(threading.local):
@@ -269,13 +279,14 @@ class PyRecorder(SharedParts):
             self._store(handle, _SEQ, _UINT32, seq)
         self.comm_end(handle, end_ns)
 
-    def context(self, stage: int, microbatch: int, module: int, purpose: int, /) -> CallContext:
-        before = self.purposes.context
-        self.purposes.context = CallContext(stage, microbatch, module, purpose)
-        return before
+    def make_context(self, stage: int, microbatch: int, module: int, purpose: int, /) -> CallContext:
+        return CallContext(stage, microbatch, module, purpose)
 
-    def current_context(self) -> CallContext:
+    def context(self) -> CallContext:
         return self.purposes.context
+
+    def set_context(self, context: CallContext, /) -> None:
+        self.purposes.context = context
 
     def pass_over(self, what: int, /) -> None:
         self.passed_over.what = what

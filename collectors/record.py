@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 from .errors import describe
 from .interrupts import by_handler
@@ -18,16 +18,6 @@ LIMIT_BYTES: Final = 2 << 30
 
 NOTHING, CALLS, CALLS_AND_WAITS = 0, 1, 2
 """What of c10d is passed over on a thread, because the engine tells of it."""
-
-
-class CallContext(NamedTuple):
-    """What a thread communicates for: written into the records of what c10d does there, and of waits."""
-
-    stage: int = -1
-    microbatch: int = -1
-    module: int = 0
-    """Id of a name, 0: none; so is `purpose`."""
-    purpose: int = 0
 
 
 class Recorder(Protocol):
@@ -124,11 +114,17 @@ class Recorder(Protocol):
         """It ended, and began when it turned out to have begun. `seq` -1: as it was, or no communication. Handle 0:
         nothing to do."""
 
-    def context(self, stage: int, microbatch: int, module: int, purpose: int, /) -> CallContext:
-        """What this thread calls c10d for from now on; what it was until now."""
+    def make_context(self, stage: int, microbatch: int, module: int, purpose: int, /) -> object:
+        """What a thread may call c10d for, for `set_context`. `stage` and `microbatch` -1, `module` and `purpose` 0:
+        none."""
 
-    def current_context(self) -> CallContext:
-        """What this thread calls c10d for now: asked before `context`, it can be put back whatever comes in between."""
+    def context(self) -> object:
+        """What this thread calls c10d for now: asked before `set_context`, it can be put back whatever comes in
+        between."""
+
+    def set_context(self, context: Any, /) -> None:
+        """What this thread calls c10d for from now on: written into the records of what c10d does there, and of waits.
+        `context` is this recorder's own."""
 
     def pass_over(self, what: int, /) -> None:
         """On this thread, from now on: NOTHING, CALLS of c10d, or CALLS_AND_WAITS are not recorded, nor numbered."""

@@ -50,8 +50,9 @@ BLOCKING: Final = (
 Function = Callable[..., Any]
 
 
-class WaitHooks(Protocol):
-    """Who is told what is over: the hooks on c10d's operators. Nothing of this raises."""
+class Ends(Protocol):
+    """Who has the ends of collectives from their waits: the hooks on c10d's operators in Python. Nothing of this
+    raises."""
 
     def waited(self, work: Any) -> None:
         """A wait for it has returned."""
@@ -66,20 +67,20 @@ class WaitHooks(Protocol):
         """The call has returned that waited in C++ for what this thread issued in it."""
 
 
-def install(recorder: Recorder, hooks: WaitHooks) -> Iterator[Uninstall]:
-    """Record waits from now on: each hook is there once what takes it away is given."""
-    yield _works(recorder, hooks)
-    yield from _futures(recorder, hooks)
+def install(recorder: Recorder, ends: Ends | None) -> Iterator[Uninstall]:
+    """Record waits from now on: each hook is there once what takes it away is given. `ends` None: the helper has the
+    ends of collectives from elsewhere."""
+    yield _works(recorder, ends)
+    yield from _futures(recorder, ends)
     yield from _coalesced(recorder)
-    yield from _blocking(recorder, hooks)
+    yield from _blocking(recorder, ends)
 
 
-def _works(recorder: Recorder, hooks: WaitHooks) -> Uninstall:
+def _works(recorder: Recorder, ends: Ends | None) -> Uninstall:
     from torch.distributed import Work
 
     names = {op_type: recorder.intern(name) for op_type, name in OP_TYPES.items()}
     other, begin, end = recorder.intern("wait"), recorder.begin_wait, recorder.end
-    waited, raised = hooks.waited, hooks.raised
 
     def watched(original: Function) -> Function:
         def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -91,10 +92,12 @@ def _works(recorder: Recorder, hooks: WaitHooks) -> Uninstall:
             try:
                 result = original(self, *args, **kwargs)
             except BaseException:
-                raised(self)
+                if ends is not None:
+                    ends.raised(self)
                 raise
             else:
-                waited(self)
+                if ends is not None:
+                    ends.waited(self)
                 return result
             finally:
                 end(handle)
@@ -104,7 +107,7 @@ def _works(recorder: Recorder, hooks: WaitHooks) -> Uninstall:
     return replace_method(Work, "wait", watched)
 
 
-def _futures(recorder: Recorder, hooks: WaitHooks) -> Iterator[Uninstall]:
+def _futures(recorder: Recorder, ends: Ends | None) -> Iterator[Uninstall]:
     """A future that `Work.get_future` gave, or that follows from such a one, may be waited for in place of the work.
     So is that of DDP's reducer where a rank has run out of input (`join`)."""
     from torch import distributed
@@ -156,7 +159,8 @@ def _futures(recorder: Recorder, hooks: WaitHooks) -> Iterator[Uninstall]:
                 handle = 0
             try:
                 result = original(self)
-                hooks.waited_for(target)
+                if ends is not None:
+                    ends.waited_for(target)
                 return result
             finally:
                 recorder.end(handle)
@@ -196,10 +200,10 @@ def _coalesced(recorder: Recorder) -> Iterator[Uninstall]:
     yield replace_method(ProcessGroup, "_end_coalescing", watched)
 
 
-def _blocking(recorder: Recorder, hooks: WaitHooks) -> Iterator[Uninstall]:
+def _blocking(recorder: Recorder, ends: Ends | None) -> Iterator[Uninstall]:
     from torch import distributed
 
-    enter, returned, leave = recorder.enter_blocking, hooks.returned, recorder.leave_blocking
+    enter, leave = recorder.enter_blocking, recorder.leave_blocking
 
     def watched(original: Function) -> Function:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -208,7 +212,8 @@ def _blocking(recorder: Recorder, hooks: WaitHooks) -> Iterator[Uninstall]:
             enter()
             try:
                 result = original(*args, **kwargs)
-                returned()
+                if ends is not None:
+                    ends.returned()
                 return result
             finally:
                 leave()

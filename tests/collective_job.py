@@ -363,6 +363,31 @@ def many_messages(rank: int) -> None:
         work.wait()
 
 
+def profiled_messages(rank: int) -> None:
+    """Somebody else listens to gloo's scopes: both see the end."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        messages(rank)
+    name = ("gloo:send", "gloo:recv")[rank]
+    assert [event.name for event in profiler.events() if event.name.startswith("gloo:")] == [name]
+
+
+def dropped_messages(rank: int) -> None:
+    """Nobody waits for the send."""
+    if rank == 0:
+        work = dist.isend(torch.ones(1), 1)
+        dist.barrier()
+        del work
+    else:
+        dist.recv(torch.empty(1), 0)
+        dist.barrier()
+
+
+def messages(rank: int) -> None:
+    work = dist.isend(torch.ones(1), 1) if rank == 0 else dist.irecv(torch.empty(1), 0)
+    assert work is not None
+    work.wait()
+
+
 def told(rank: int) -> None:
     """While the engine tells of a communication, the wait for what it calls is for what it told."""
     recorder = RECORDER
@@ -483,6 +508,8 @@ SECTIONS: dict[str, Callable[[int], None]] = {
     "functional_waits": functional_waits,
     "functional_messages": functional_messages,
     "many_messages": many_messages,
+    "profiled_messages": profiled_messages,
+    "dropped_messages": dropped_messages,
     "told": told,
     "subgroups": subgroups,
     "functional": functional_collectives,

@@ -320,13 +320,21 @@ def test_a_collective_that_is_queued_begins_when_a_worker_is_free(jobs: dict[str
         assert free <= queued.start_ns <= queued.end_ns
 
 
-@pytest.mark.parametrize("section", ["functional_messages", "many_messages"])
+@pytest.mark.parametrize("section", ["functional_messages", "many_messages", "profiled_messages"])
 def test_messages_end_with_their_waits(jobs: dict[str, Job], section: str) -> None:
-    """Whoever waits for them, and whether or not it is known what the wait is for."""
+    """Whoever waits for them, and whether or not it is known what the wait is for, or that somebody else listens."""
     if "native" not in jobs:
         pytest.skip("no C++ compiler")
     for rank in range(2):
         assert all(row.state is State.DONE and row.end_ns for row in jobs["native"].rows(rank, section))
+
+
+def test_a_message_that_nobody_waits_for_ends_with_its_work(jobs: dict[str, Job]) -> None:
+    if "native" not in jobs:
+        pytest.skip("no C++ compiler")
+    send, barrier = jobs["native"].rows(0, "dropped_messages")
+    assert send.state is State.DONE
+    assert send.end_ns >= barrier.end_ns > 0
 
 
 @pytest.mark.parametrize("section", ["queued_behind_unrecorded", "queued_behind_unrecorded_scatter"])

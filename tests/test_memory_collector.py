@@ -40,7 +40,7 @@ class Watched:
         )
         self.history = History(cuda, most)
         self.backwards: list[Callable[[], None]] = []
-        sampler = Sampler(self.capture, cuda, HostMemory(), self.live, self.history, clock=self._clock)
+        sampler = Sampler(self.capture, cuda, HostMemory(), self.live, self.history, self._clock, self._clock)
         self._uninstall = sampler.install(self._before_backward)
 
     def _clock(self) -> int:

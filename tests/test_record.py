@@ -407,8 +407,9 @@ def test_a_record_lies_in_the_file_as_the_schema_says(opened: Open, tmp_path: Pa
 def test_the_context_of_a_thread_is_put_back_by_what_it_was(opened: Open) -> None:
     recorder = opened()
     purpose = recorder.intern("gradient")
-    before = recorder.context(2, 5, 0, purpose)
-    assert tuple(before) == (-1, -1, 0, 0)
-    assert tuple(recorder.current_context()) == (2, 5, 0, purpose)
-    assert tuple(recorder.context(*before)) == (2, 5, 0, purpose)
-    assert tuple(recorder.context(-1, -1, 0, 0)) == (-1, -1, 0, 0)
+    before, another = recorder.context(), recorder.make_context(2, 5, 0, purpose)
+    assert before == recorder.make_context(-1, -1, 0, 0) != another
+    recorder.set_context(another)
+    assert recorder.context() == another
+    recorder.set_context(before)
+    assert recorder.context() == before

@@ -98,10 +98,11 @@ def test_sampling_from_one_thread_after_another_leaks_no_file(tmp_path: Path) ->
     from dsprof.collectors import host
 
     recorder = PyRecorder(tmp_path)
-    host.sample(recorder)
+    sample = host.sampler(recorder)
+    sample()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        thread = threading.Thread(target=host.sample, args=(recorder,))
+        thread = threading.Thread(target=sample)
         thread.start()
         thread.join()
     assert len(os.listdir("/proc/self/fd")) <= before + 1

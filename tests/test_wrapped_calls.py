@@ -14,7 +14,7 @@ import torch
 from captures import open_recorder, read_rows
 
 from dsprof.collectors.purposes import for_purpose
-from dsprof.collectors.record import CallContext, Recorder
+from dsprof.collectors.record import Recorder
 from dsprof.collectors.sharding import _record
 from dsprof.ondisk import State
 from dsprof.schema import SHARDING, Kind
@@ -100,41 +100,38 @@ def test_one_of_a_capture_that_is_over_calls_its_function(uninstall: Any, record
 
 
 def test_what_is_called_has_its_purpose_and_the_caller_its_own(recorder: Recorder) -> None:
-    def context() -> CallContext:
-        return CallContext(*recorder.current_context())
-
     gradient, parameter = recorder.intern("gradient"), recorder.intern("parameter")
-    own = CallContext(1, 2, 0, parameter)
-    before = recorder.context(*own)
+    context, own = recorder.context, recorder.make_context(1, 2, 0, parameter)
+    before = context()
+    recorder.set_context(own)
     try:
-        assert for_purpose(recorder, "gradient", context)() == CallContext(-1, -1, 0, gradient)
+        assert for_purpose(recorder, "gradient", context)() == recorder.make_context(-1, -1, 0, gradient)
         assert context() == own
         with pytest.raises(ZeroDivisionError):
             for_purpose(recorder, "gradient", lambda: 1 / 0)()
         assert context() == own
     finally:
-        recorder.context(*before)
+        recorder.set_context(before)
 
 
 def test_what_a_handler_raises_once_a_purpose_is_set_leaves_the_callers(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python runs a handler between two of its instructions: here behind the call that sets the purpose."""
-    own, set_context = recorder.current_context(), recorder.context
+    own, set_context = recorder.context(), recorder.set_context
     raised = []
 
-    def interrupted(*new: int) -> CallContext:
-        before = set_context(*new)
+    def interrupted(new: object) -> None:
+        set_context(new)
         if not raised:
             raised.append(new)
             raise TimeoutError("a handler's")
-        return before
 
-    monkeypatch.setattr(recorder, "context", interrupted)
+    monkeypatch.setattr(recorder, "set_context", interrupted)
     called = for_purpose(recorder, "gradient", lambda: "called")
     with pytest.raises(TimeoutError):
         called()
-    assert (len(raised), recorder.current_context()) == (1, own)
+    assert (len(raised), recorder.context()) == (1, own)
     assert called() == "called"
 
 

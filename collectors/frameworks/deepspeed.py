@@ -249,7 +249,7 @@ def _watch_instruction(recorder: Recorder, positions: _Positions, table: dict[An
             place = min(stage, LARGEST_PLACE), positions.microbatch(engine, name, phase)
             now = time.monotonic_ns()
             handle = recorder.span(int(Kind.PIPE), action, now, 0, 0, None, -1, 0, 0, *place, 0, 0) if action else 0
-            recorder.context(*place, 0, purpose)
+            recorder.set_context(recorder.make_context(*place, 0, purpose))
             return handle
         except Exception as error:
             recorder.count_error("DeepSpeed", error)
@@ -257,12 +257,12 @@ def _watch_instruction(recorder: Recorder, positions: _Positions, table: dict[An
 
     @stands_for(original)
     def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before, handle = recorder.current_context(), 0
+        before, handle = recorder.context(), 0
         try:
             handle = enter(self, kwargs.get("phase", 0))
             return original(self, *args, **kwargs)
         finally:
-            recorder.context(*before)
+            recorder.set_context(before)
             recorder.end(handle)
 
     execute._dsprof = True  # type: ignore[attr-defined]

@@ -63,8 +63,9 @@ class NativeRecorder(SharedParts):
         self.number = module.number
         self.comm = module.comm
         self.span = module.span
+        self.make_context = module.make_context
         self.context = module.context
-        self.current_context = module.current_context
+        self.set_context = module.set_context
         self.span_end = module.span_end
         self.pass_over = module.pass_over
         self.note_error = module.note_error

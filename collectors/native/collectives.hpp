@@ -1,14 +1,17 @@
-// Collectives: a kernel in front of every c10d operator tells when it was issued; its work's future, or gloo's own
-// scopes, when it began and when it ended. Their twin in Python is collectors/collective_kernels.py.
+// Collectives: a kernel in front of every c10d operator tells when it was issued; its work's future, what gloo calls at
+// the end of a send or a receive, or gloo's own scopes, when it began and when it ended. Their twin in Python is
+// collectors/collective_kernels.py.
 //
-// The scopes are listened to only where a work of gloo has no future (a send, a receive, what is made of several others):
-// while they are, torch keeps and sets anew the state of threads around each of them, which costs as much as all else
-// done here.
+// The scopes are listened to only where nothing else tells the end (of a reduce-scatter, which gloo makes of another
+// collective): while they are, torch keeps and sets anew the state of threads around each of them, which costs more than
+// all else done here.
 
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <tuple>
 #include <type_traits>
@@ -145,8 +148,7 @@ struct Scope final : at::ObserverContext {
   std::shared_ptr<Issued> issued;
 };
 
-// gloo opens a scope where the work is really begun: on its worker thread (collectives), or in the call (p2p). Who is
-// called then is settled in the call.
+// gloo opens a scope where a collective is really begun, on its worker thread. Who is called then is settled in the call.
 inline std::unique_ptr<at::ObserverContext> scope_begin(const at::RecordFunction& scope) {
   if (strncmp(scope.name(), "gloo:", 5) != 0) return nullptr;
   auto* issued = static_cast<Issued*>(c10::ThreadLocalDebugInfo::get(debug_slot<c10::DebugInfoKind>()));
@@ -160,7 +162,7 @@ inline std::unique_ptr<at::ObserverContext> scope_begin(const at::RecordFunction
   return context;
 }
 
-// A p2p scope ends in its wait. One call may have several scopes (coalesced): the last one ends it.
+// One call may have several scopes (coalesced): the last one ends it.
 inline void scope_end(const at::RecordFunction&, at::ObserverContext* context) {
   if (!context) return;
   Issued& issued = *static_cast<Scope*>(context)->issued;
@@ -189,6 +191,40 @@ class ScopesOfThisThread {
 
  private:
   at::CallbackHandle handle_ = at::INVALID_CALLBACK_HANDLE;
+};
+
+// Completes the record of a send or a receive when gloo has it finished, which is in the wait for it, or when its work is
+// gone without one.
+class EndOfP2p {
+ public:
+  // `work` is of a call that has just returned: nobody waits for it yet. It already has what is to be called where
+  // somebody else listens to scopes (torch.profiler).
+  static void watch(c10d::Work& work, Record* record) {
+    std::function<void()>& called = work.*(&Access::recordFunctionEndCallback_);
+    auto end = std::make_shared<EndOfP2p>(record);
+    if (called)
+      called = [theirs = std::move(called), end = std::move(end)] {
+        theirs();
+        end->now();
+      };
+    else
+      called = [end = std::move(end)] { end->now(); };
+  }
+
+  explicit EndOfP2p(Record* record) : record_(record) {}
+  ~EndOfP2p() { now(); }
+  EndOfP2p(const EndOfP2p&) = delete;
+  EndOfP2p& operator=(const EndOfP2p&) = delete;
+
+  void now() {
+    if (Record* record = std::exchange(record_, nullptr)) complete(record, now_ns());
+  }
+
+ private:
+  struct Access : c10d::Work {  // where a work's own classes may reach
+    using c10d::Work::recordFunctionEndCallback_;
+  };
+  Record* record_;
 };
 
 struct Payload {
@@ -319,7 +355,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
       const auto work = remember(*stack, target);
       return watch_device(record, moment, work);
     }
-    const bool has_scopes = group->gloo == 1 && has_future_ != 1;
+    const bool has_scopes = group->gloo == 1 && has_future_ != 1 && tag_ < 0;
     const auto issued = has_scopes ? std::make_shared<Issued>(record) : nullptr;
     call(op, keys & after, stack, issued);
     try {
@@ -445,6 +481,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
     }
     const auto work = remember(stack, target);
     const bool on_gloo = group.gloo == 1;
+    if (work && on_gloo && tag_ >= 0) return EndOfP2p::watch(*work, record);
     const auto future = work ? future_of(*work, on_gloo) : nullptr;
     if (future) {
       if (issued) {  // what its scopes told until now may be of others, which ProcessGroupWrapper calls before it

@@ -47,8 +47,9 @@ PyMethodDef methods[] = {
     {"comm", FAST(py_comm), "A communication that c10d does not show; see record.py -> handle; 0: not recorded"},
     {"span", FAST(py_span), "Anything else with its place; see record.py -> handle; 0: not recorded"},
     {"span_end", FAST(py_span_end), "span_end(handle, start_ns, end_ns, seq)"},
-    {"context", FAST(py_context), "context(stage, microbatch, module, purpose) -> what it was until now"},
-    {"current_context", py_current_context, METH_NOARGS, "() -> (stage, microbatch, module, purpose)"},
+    {"make_context", FAST(py_make_context), "make_context(stage, microbatch, module, purpose) -> for set_context"},
+    {"context", py_current_context, METH_NOARGS, "() -> what this thread calls c10d for"},
+    {"set_context", py_set_context, METH_O, "set_context(what this thread calls c10d for from now on)"},
     {"pass_over", py_pass_over, METH_O, "pass_over(0 nothing, 1 calls of c10d, 2 and waits), on this thread"},
     // communications and waits: python_communication.hpp
     {"group", py_group, METH_O, "group(name) -> id of the process group that has this name now"},

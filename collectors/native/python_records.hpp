@@ -128,17 +128,28 @@ PyObject* py_span_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-PyObject* py_current_context(PyObject*, PyObject*) {
-  return Py_BuildValue("iiii", context.stage, context.microbatch, context.module, context.purpose);
+// To Python a context is a number, the bytes that it has here.
+PyObject* number_of(const Context& value) {
+  uint64_t number;
+  static_assert(sizeof number == sizeof value);
+  memcpy(&number, &value, sizeof number);
+  return PyLong_FromUnsignedLongLong(number);
 }
 
-// context(stage, microbatch, module, purpose) -> what it was until now
-PyObject* py_context(PyObject* module, PyObject* const* args, Py_ssize_t count) {
+// make_context(stage, microbatch, module, purpose) -> for set_context
+PyObject* py_make_context(PyObject*, PyObject* const* args, Py_ssize_t count) {
   std::array<int64_t, 4> numbers;
-  const bool given = integers(args, count, numbers);
-  PyObject* before = py_current_context(module, nullptr);
-  if (given) context = context_of(numbers[0], numbers[1], numbers[2], numbers[3]);
-  return before;
+  if (!integers(args, count, numbers)) return number_of(Context());
+  const auto [stage, microbatch, module, purpose] = numbers;
+  return number_of(context_of(stage, microbatch, module, purpose));
+}
+
+PyObject* py_current_context(PyObject*, PyObject*) { return number_of(context); }
+
+PyObject* py_set_context(PyObject*, PyObject* given) {
+  const uint64_t number = PyLong_AsUnsignedLongLong(given);
+  if (!misread()) memcpy(&context, &number, sizeof context);
+  Py_RETURN_NONE;
 }
 
 PyObject* py_pass_over(PyObject*, PyObject* what) {
