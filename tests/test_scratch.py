@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -293,9 +294,10 @@ def test_a_job_without_launcher_is_copied_after_its_kill_by_who_outlives_it(tmp_
     assert job.wait(timeout=60) == -signal.SIGKILL
     place = scratch.stand_in(run, disk)
     Gathering(RunFolder(run), Talk(), place).finish()
-    assert not place.exists()
     (rank,) = load(RunFolder(run)).run.ranks
     assert (rank.last_step, rank.closed) == (19, False)
+    while place.exists():  # all is in the run folder, and the copier takes away what it has here
+        time.sleep(0.01)
 
 
 def test_in_a_container_the_copy_is_there_when_the_first_process_ends(tmp_path: Path, script: Path) -> None:
@@ -309,7 +311,7 @@ def test_in_a_container_the_copy_is_there_when_the_first_process_ends(tmp_path: 
     assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
     (rank,) = load(RunFolder(run)).run.ranks
     assert (rank.last_step, rank.closed) == (19, True)
-    assert not scratch.stand_in(run, disk).exists()
+    assert [*scratch.stand_in(run, disk).glob("capture/*")] == []
 
 
 def test_in_a_container_nobody_waits_for_a_copier_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
