@@ -4,17 +4,19 @@
 
 Four jobs (`overhead_jobs.py`) of about 150 ms a step, in these arms:
 
-    off      no collectors                     off_again   the same: the A/A arm, what noise alone makes
+    off      collectors that were closed       off_again   the same: the A/A arm, what noise alone makes
     light    level light, native recorder      full        level full, native recorder
     python   level light, Python recorder
     torch_profiler, _stacks, _memory   torch.profiler, CPU activities: plain, with_stack, profile_memory; a window of a
              block, its stop included
 
 What costs little (off, off_again, light, full) is measured by `overhead_turns.py`: each arm trains in processes of its
-own, captured from the beginning as `dsprof run` does. They take turns, step by step, in a random order, so that a
-host's pace is much the same for all, and a rank has its core and its caches for itself as it has in a job. Processes
-differ, too (where memory happens to lie), so each round has new ones, and the interval is over rounds. As many rounds
-are taken as it takes until the A/A arm's CPU time is known to 0.5 %.
+own, captured from the beginning as `dsprof run` does. Where it is `off`, the capture is closed before the steps that
+count: so all have one layout (`overhead_turns.CAPTURED_TURNS`), and what is left of a capture (c10d's operators pass a
+kernel that passes on) is not in the ratio. They take turns, step by step, in a random order, so that a host's pace is
+much the same for all, and a rank has its core and its caches for itself as it has in a job. Processes differ, too
+(where memory happens to lie), so each round has new ones, and the interval is over rounds. As many rounds are taken as
+it takes until the A/A arm's CPU time is known to 0.5 %.
 
 What costs much is measured in a few rounds of blocks (`overhead_blocks.py`): ranks take some steps with an arm and some
 with the next, of which the first few do not count, since switching is itself a cost.

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from overhead_jobs import JOBS
 
 ARMS: Final = {"off": None, "off_again": None, "light": "light", "full": "full"}
-"""Arm -> DSPROF_LEVEL; None: no collectors."""
+"""Arm -> DSPROF_LEVEL; None: none is left when steps count."""
 FIRST_TURNS: Final = 10
 """Not counted: libraries choose their kernels, Python specializes what it runs, and the heap grows."""
 CAPTURED_TURNS: Final = 5

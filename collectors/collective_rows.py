@@ -50,6 +50,11 @@ class PythonHooks:
         self._wait_tensor = recorder.intern("wait_tensor")
         self._reaper = Reaper(self.waited, self._failed)
 
+    @property
+    def ends(self) -> PythonHooks:
+        """Who has the ends of collectives from their waits."""
+        return self
+
     def install(self) -> Callable[[], None]:
         dynamo.skip(self.issue, self.issue_functional, self.wait)
         KERNELS.install(self)

@@ -8,7 +8,7 @@ the operators `c10d::*`. A kernel at the dispatch key BackendSelect comes before
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from dsprof.schema import COLLECTIVE_NAMES
 
@@ -40,13 +40,15 @@ def install(recorder: Recorder) -> Uninstall:
 
 def _install(recorder: Recorder, hooks: NativeHooks | PythonHooks) -> Iterator[Uninstall]:
     yield hooks.install()
-    # gloo itself tells the helper when a collective is over, a send and a receive when they have been waited for.
-    yield from waits.install(recorder, hooks if isinstance(hooks, PythonHooks) else None)
+    yield from waits.install(recorder, hooks.ends)
     yield _watch_destroy(hooks.renew_groups)
 
 
 class NativeHooks:
     """The switch of the hooks in C++."""
+
+    ends: Final = None
+    """gloo itself tells when a collective is over, and of a send or a receive when it has been waited for."""
 
     def __init__(self, recorder: NativeRecorder) -> None:
         self._recorder = recorder

@@ -181,10 +181,11 @@ _worker_time = WorkerTime()
 
 
 def sampler(recorder: Recorder) -> Callable[[], None]:
-    """Records, at the end of a step and by the training thread, the CPU time of the process, of the thread and of the
-    process's workers, and how long the thread waited for a core. All in seconds, since the process or thread began."""
+    """What the training thread calls at the end of a step: it records the CPU time of the process, of the thread and of
+    the process's workers, and how long the thread waited for a core. All in seconds, since the process or thread began.
+    """
     put, gauge = recorder.put, int(Kind.GAUGE)
-    of_process, of_thread, of_workers, waiting = map(recorder.intern, GAUGES)
+    of_process, of_thread, of_workers, of_queue = map(recorder.intern, GAUGES)
 
     def sample() -> None:
         if _pauses:
@@ -196,6 +197,6 @@ def sampler(recorder: Recorder) -> Callable[[], None]:
         if working is not None:
             put(gauge, of_workers, now, now, working, -1)
         if waited is not None:
-            put(gauge, waiting, now, now, waited, -1)
+            put(gauge, of_queue, now, now, waited, -1)
 
     return sample

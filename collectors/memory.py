@@ -69,7 +69,7 @@ class Sampler:
         """In which step it is asked what memory is for, if that has not taken too long so far."""
         self._opened = cpu_clock()
         self._looking = 0
-        """How long that took all in all, ns."""
+        """CPU time of the process meanwhile, all in all, ns."""
         self._devices: list[int] = []
         """Those that hold something."""
         self._edge: dict[str, int] | None = None
@@ -124,8 +124,9 @@ class Sampler:
             self._edge, self._activations = None, {}
         if looks:
             self._next_look = 2 * self._steps
+            began = self._cpu_clock()
             self._look(now, levels, on_device)
-            self._looking += self._clock() - now
+            self._looking += self._cpu_clock() - began
 
     def _sample_host(self, now: int) -> int:
         """Resident memory."""
@@ -169,7 +170,7 @@ class Sampler:
         """Gradients that went since the step began made room for what is kept for backward."""
         if self._edge is None or not self._capture.is_on():
             return
-        began = self._clock()
+        began = self._cpu_clock()
         gradients = self._live.gradients()
         on_device = self._cuda.initialized() and not self._cuda.capturing()
         for place, before in self._edge.items():
@@ -182,7 +183,7 @@ class Sampler:
             gone = self._gradients.get((place, "gradients"), 0) - gradients.get((place, "gradients"), 0)
             held = max(level - before + gone, 0)
             self._activations[place] = max(held, self._activations.get(place, 0))
-        self._looking += self._clock() - began
+        self._looking += self._cpu_clock() - began
 
     def _write(self, now: int, place: str, name: str, value: int, pool: str = "", counts: bool = False) -> None:
         """A sample, unless it was written lately and is the same."""

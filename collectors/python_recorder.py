@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 from dsprof import ondisk, schema
 from dsprof.ondisk import Family
@@ -19,7 +19,7 @@ from .counters import Counters
 from .forks import renew_in_child
 from .groups import Groups
 from .interrupts import by_handler
-from .record import CALLS_AND_WAITS, LIMIT_BYTES, NOTHING, SharedParts
+from .record import CALLS_AND_WAITS, LIMIT_BYTES, NOTHING, Context, SharedParts
 from .targets import Target, Targets
 
 MAX_HOST_NS: Final = 2**32 - 1
@@ -279,14 +279,14 @@ class PyRecorder(SharedParts):
             self._store(handle, _SEQ, _UINT32, seq)
         self.comm_end(handle, end_ns)
 
-    def make_context(self, stage: int, microbatch: int, module: int, purpose: int, /) -> CallContext:
-        return CallContext(stage, microbatch, module, purpose)
+    def make_context(self, stage: int, microbatch: int, module: int, purpose: int, /) -> Context:
+        return Context(CallContext(stage, microbatch, module, purpose))
 
-    def context(self) -> CallContext:
-        return self.purposes.context
+    def context(self) -> Context:
+        return Context(self.purposes.context)
 
-    def set_context(self, context: CallContext, /) -> None:
-        self.purposes.context = context
+    def set_context(self, context: Context, /) -> None:
+        self.purposes.context = cast(CallContext, context)
 
     def pass_over(self, what: int, /) -> None:
         self.passed_over.what = what

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Final, NewType, Protocol
 
 from .errors import describe
 from .interrupts import by_handler
@@ -18,6 +18,10 @@ LIMIT_BYTES: Final = 2 << 30
 
 NOTHING, CALLS, CALLS_AND_WAITS = 0, 1, 2
 """What of c10d is passed over on a thread, because the engine tells of it."""
+
+
+Context = NewType("Context", object)
+"""What a thread communicates for, as one recorder makes it: another has no use for it."""
 
 
 class Recorder(Protocol):
@@ -114,17 +118,16 @@ class Recorder(Protocol):
         """It ended, and began when it turned out to have begun. `seq` -1: as it was, or no communication. Handle 0:
         nothing to do."""
 
-    def make_context(self, stage: int, microbatch: int, module: int, purpose: int, /) -> object:
+    def make_context(self, stage: int, microbatch: int, module: int, purpose: int, /) -> Context:
         """What a thread may call c10d for, for `set_context`. `stage` and `microbatch` -1, `module` and `purpose` 0:
         none."""
 
-    def context(self) -> object:
+    def context(self) -> Context:
         """What this thread calls c10d for now: asked before `set_context`, it can be put back whatever comes in
         between."""
 
-    def set_context(self, context: Any, /) -> None:
-        """What this thread calls c10d for from now on: written into the records of what c10d does there, and of waits.
-        `context` is this recorder's own."""
+    def set_context(self, context: Context, /) -> None:
+        """What this thread calls c10d for from now on: the records of what c10d does have it, and those of waits."""
 
     def pass_over(self, what: int, /) -> None:
         """On this thread, from now on: NOTHING, CALLS of c10d, or CALLS_AND_WAITS are not recorded, nor numbered."""

@@ -194,21 +194,18 @@ class ScopesOfThisThread {
 };
 
 // Completes the record of a send or a receive when gloo has it finished, which is in the wait for it, or when its work is
-// gone without one.
+// gone without one. The record of what has failed stays open.
 class EndOfP2p {
  public:
   // `work` is of a call that has just returned: nobody waits for it yet. It already has what is to be called where
   // somebody else listens to scopes (torch.profiler).
   static void watch(c10d::Work& work, Record* record) {
     std::function<void()>& called = work.*(&Access::recordFunctionEndCallback_);
-    auto end = std::make_shared<EndOfP2p>(record);
-    if (called)
-      called = [theirs = std::move(called), end = std::move(end)] {
-        theirs();
-        end->now();
-      };
-    else
-      called = [end = std::move(end)] { end->now(); };
+    called = [of = &work, theirs = std::move(called), end = std::make_shared<EndOfP2p>(record)] {
+      if (of->*(&Access::exception_)) end->record_ = nullptr;
+      end->now();
+      if (theirs) theirs();
+    };
   }
 
   explicit EndOfP2p(Record* record) : record_(record) {}
@@ -216,14 +213,16 @@ class EndOfP2p {
   EndOfP2p(const EndOfP2p&) = delete;
   EndOfP2p& operator=(const EndOfP2p&) = delete;
 
+ private:
+  struct Access : c10d::Work {  // what a work's own classes may reach
+    using c10d::Work::exception_;
+    using c10d::Work::recordFunctionEndCallback_;
+  };
+
   void now() {
     if (Record* record = std::exchange(record_, nullptr)) complete(record, now_ns());
   }
 
- private:
-  struct Access : c10d::Work {  // where a work's own classes may reach
-    using c10d::Work::recordFunctionEndCallback_;
-  };
   Record* record_;
 };
 

@@ -48,7 +48,7 @@ PyMethodDef methods[] = {
     {"span", FAST(py_span), "Anything else with its place; see record.py -> handle; 0: not recorded"},
     {"span_end", FAST(py_span_end), "span_end(handle, start_ns, end_ns, seq)"},
     {"make_context", FAST(py_make_context), "make_context(stage, microbatch, module, purpose) -> for set_context"},
-    {"context", py_current_context, METH_NOARGS, "() -> what this thread calls c10d for"},
+    {"context", py_context, METH_NOARGS, "() -> what this thread calls c10d for"},
     {"set_context", py_set_context, METH_O, "set_context(what this thread calls c10d for from now on)"},
     {"pass_over", py_pass_over, METH_O, "pass_over(0 nothing, 1 calls of c10d, 2 and waits), on this thread"},
     // communications and waits: python_communication.hpp

@@ -144,7 +144,7 @@ PyObject* py_make_context(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return number_of(context_of(stage, microbatch, module, purpose));
 }
 
-PyObject* py_current_context(PyObject*, PyObject*) { return number_of(context); }
+PyObject* py_context(PyObject*, PyObject*) { return number_of(context); }
 
 PyObject* py_set_context(PyObject*, PyObject* given) {
   const uint64_t number = PyLong_AsUnsignedLongLong(given);

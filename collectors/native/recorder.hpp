@@ -105,7 +105,7 @@ inline void fill_head(Record* r, uint8_t family, uint8_t kind, uint16_t name, in
   r->head.family = family;
 }
 
-// What this thread calls c10d for (record.py: CallContext).
+// What this thread calls c10d for (record.py: Context).
 struct Context {
   int16_t stage = -1, microbatch = -1;
   uint16_t module = 0, purpose = 0;
