@@ -7,7 +7,6 @@ Prints one line: for each arm a `Round`'s part, the mean of its ranks.
 
 from __future__ import annotations
 
-import itertools
 import json
 import multiprocessing
 import os
@@ -94,10 +93,7 @@ def take_turns(job: str, arm: str, rank: int, folder: Path, link: Connection) ->
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{arm}.store", ranks), rank=rank, world_size=ranks)
     step = JOBS[job].make(rank, JOBS[job].batch_size)
     steps, before = 0, _so_far(collectors)
-    for turn in itertools.count():
-        counts = link.recv()
-        if counts is None:
-            break
+    for turn, counts in enumerate(iter(link.recv, None)):
         if turn == CAPTURED_TURNS and ARMS[arm] is None:
             collectors.close()
         if counts and not steps:
