@@ -3,7 +3,7 @@
 //     layout.hpp       the record, made by layout.py from dsprof/ondisk.py
 //     recorder.hpp     writing records:  chunks.hpp  names.hpp  counters.hpp
 //     forks.hpp        what a forked child finds anew; observers.hpp: what it has of its parent's
-//     collectives.hpp  the hooks on c10d, and on gloo's own scopes
+//     collectives.hpp  the hooks on c10d; gloo_ends.hpp: when gloo begins and ends
 //     waits.hpp        what a wait waits for
 //     modules.hpp      the hook on torch.nn.Module; calls.hpp: which call made a node of the autograd graph
 //     flops.hpp        the operations of a step
