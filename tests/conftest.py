@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sleeping_jobs
 from captures import RECORDERS, build_helper
+from sleeping_jobs import SleepingRanks
 
 from dsprof.launch import Launch
 
@@ -56,3 +59,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("slowest files")
         for file, spent in seconds.most_common(30):
             terminalreporter.write_line(f"{spent:6.1f} s  {file}")
+
+
+@pytest.fixture(scope="module")
+def sleeping_ranks(pytestconfig: pytest.Config) -> Iterator[SleepingRanks]:
+    """A device that sleeps, and what runs jobs on it (`sleeping_device/`)."""
+    assert pytestconfig.cache is not None
+    ranks = sleeping_jobs.start(pytestconfig.cache.mkdir("sleeping_device"))
+    yield ranks
+    ranks.close()
