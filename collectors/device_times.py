@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 from . import facts
 from .collector import OpenCapture
@@ -50,7 +51,6 @@ def watch(recorder: NativeRecorder, device: str) -> list[Uninstall]:
 
     recorder.start_device(device, [recorder.intern(name) for name in PHASES])
     # `wait_stream` calls `wait_event`.
-    stream, graph = torch.cuda.Stream, torch.cuda.CUDAGraph
     wait = recorder.intern("wait")
 
     def waits(original: Call) -> Call:
@@ -66,27 +66,39 @@ def watch(recorder: NativeRecorder, device: str) -> list[Uninstall]:
 
         return call
 
-    def captures(begins: bool) -> Callable[[Call], Call]:
-        def watched(original: Call) -> Call:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if begins:
-                    recorder.suspend_device(True)
-                try:
-                    return original(*args, **kwargs)
-                finally:
-                    if not begins:
-                        recorder.suspend_device(False)
-
-            return call
-
-        return watched
-
     return [
         recorder.stop_device,
         lambda: _collect(recorder),
-        replace_method(stream, "wait_event", waits),
-        replace_method(graph, "capture_begin", captures(True)),
-        replace_method(graph, "capture_end", captures(False)),
+        replace_method(torch.cuda.Stream, "wait_event", waits),
+        *_watch_graphs(recorder, torch.cuda.CUDAGraph),
+    ]
+
+
+def _watch_graphs(recorder: NativeRecorder, graph: Any) -> list[Uninstall]:
+    """State how many communications a graph has captured, once it is replayed: of them nothing is seen then."""
+    hidden: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+    """Of each graph, how many had been captured when its capture began, and when it ended."""
+
+    def captures(original: Call) -> Call:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            hidden.setdefault(self, []).append(recorder.communications_in_graphs())
+            return original(self, *args, **kwargs)
+
+        return call
+
+    def replays(original: Call) -> Call:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            counted = hidden.pop(self, None)
+            if counted is not None:
+                facts.state({"fact": "cuda_graph", "communications": max(counted) - min(counted)})
+            return original(self, *args, **kwargs)
+
+        return call
+
+    return [
+        replace_method(graph, "capture_begin", captures),
+        replace_method(graph, "capture_end", captures),
+        replace_method(graph, "replay", replays),
     ]
 
 

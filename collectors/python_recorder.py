@@ -202,8 +202,10 @@ class PyRecorder(SharedParts):
         if issued is not None:
             self.targets.remember_work(work, issued)
 
-    def coalescing(self, begun: bool, /) -> None:
+    def begin_coalescing(self) -> None:
         """What a device does is not timed here."""
+
+    issue_coalesced = end_coalescing = begin_coalescing
 
     def enter_blocking(self) -> None:
         self.targets.here.blocking += 1

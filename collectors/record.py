@@ -76,9 +76,14 @@ class Recorder(Protocol):
     def stands_for_issued(self, work: object, /) -> None:
         """A work that no c10d operator returned: it is of the collective that this thread issued last."""
 
-    def coalescing(self, begun: bool, /) -> None:
-        """From now on what this thread issues is begun together with what comes, when the last of it has been issued;
-        or it is not."""
+    def begin_coalescing(self) -> None:
+        """What this thread issues from now on is begun together, by `issue_coalesced`."""
+
+    def issue_coalesced(self) -> None:
+        """All of it has been given: it is issued now, until `end_coalescing`."""
+
+    def end_coalescing(self) -> None:
+        """It has been issued, or that has failed."""
 
     def enter_blocking(self) -> None:
         """This thread enters a call that waits inside C++ for the collectives it issues. From the first of them on it

@@ -180,10 +180,11 @@ def _coalesced(recorder: Recorder) -> Iterator[Uninstall]:
 
     def watched(original: Function) -> Function:
         def _end_coalescing(*args: Any, **kwargs: Any) -> Any:
+            recorder.issue_coalesced()
             try:
                 work = original(*args, **kwargs)
             finally:
-                recorder.coalescing(False)
+                recorder.end_coalescing()
             recorder.stands_for_issued(work)
             return work
 
@@ -191,7 +192,7 @@ def _coalesced(recorder: Recorder) -> Iterator[Uninstall]:
 
     def begun(original: Function) -> Function:
         def _start_coalescing(*args: Any, **kwargs: Any) -> Any:
-            recorder.coalescing(True)
+            recorder.begin_coalescing()
             return original(*args, **kwargs)
 
         return _start_coalescing

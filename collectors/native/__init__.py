@@ -82,11 +82,13 @@ class NativeRecorder(SharedParts):
         self.stop_counting = module.stop_counting
         self.start_device = module.start_device
         self.stop_device = module.stop_device
-        self.suspend_device = module.suspend_device
+        self.communications_in_graphs = module.communications_in_graphs
         self.collect_device = module.collect_device
         self.begin_on_stream = module.begin_on_stream
         self.end_on_stream = module.end_on_stream
-        self.coalescing = module.coalescing
+        self.begin_coalescing = module.begin_coalescing
+        self.issue_coalesced = module.issue_coalesced
+        self.end_coalescing = module.end_coalescing
         self.uninstall_syncs = module.uninstall_syncs
         self.install_syncs = module.install_syncs
         self.uninstall_call_sites = module.uninstall_call_sites

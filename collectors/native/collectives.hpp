@@ -21,6 +21,7 @@
 #include <torch/library.h>
 
 #include "call_sites.hpp"
+#include "device_issue.hpp"
 #include "device_times.hpp"
 #include "gloo_ends.hpp"
 #include "recorder.hpp"
@@ -228,13 +229,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
       return;
     }
     const Target target = this_thread.issued;
-    if (!payload.cpu) {
-      Moment* moment = device_times().before_communication();
-      op.redispatchBoxed(keys & after, stack);
-      set_host_time(record);
-      const auto work = remember(*stack, target);
-      return watch_device(record, moment, work);
-    }
+    if (!payload.cpu) return call_on_device(op, keys & after, stack, record, target);
     const bool has_scopes = group->gloo == 1 && has_future_ != 1 && tag_ < 0;
     const auto issued = has_scopes ? std::make_shared<Issued>(record) : nullptr;
     call(op, keys & after, stack, issued);
@@ -323,32 +318,31 @@ class CollectiveKernel final : public c10::OperatorKernel {
     return {};
   }
 
-  // Arranges for the record of a device's communication to be completed when its stream has done it. Where nothing
-  // tells when that is, it is done without an end.
-  void watch_device(Record* record, Moment* begin, const c10::intrusive_ptr<c10d::Work>& work) try {
-    if (!begin) return publish(record, kDone);
-    record->head.flags |= kDevice;  // under way until its events are read, at the end of a later step
-    if (record->head.family == kCollectiveFamily && !(record->head.flags & kAsync) && async_ >= 0)
-      return device_times().ran_on_stream(record, record->head.name, begin);
-    c10::intrusive_ptr<c10::ivalue::Future> future;
+  // Issues it and has the record completed when its stream has done it.
+  void call_on_device(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, Record* record,
+                      const Target& target) {
+    const bool together = coalesced.gathering, graphed = device_times().into_graph();
+    DeviceIssue issue(together || graphed ? nullptr : device_times().now());
+    op.redispatchBoxed(keys, stack);
     try {
-      future = work ? work->getFuture() : nullptr;
-    } catch (const c10::Error&) {  // this kind of work has none
+      set_host_time(record);
+      remember(*stack, target);
+      const bool collective = record->head.family == kCollectiveFamily;
+      const uint16_t group = collective ? record->collective.group : uint16_t{0};
+      if (graphed) {
+        device_times().into_graphs++;
+        publish(record, kDone);
+      } else if (together) {
+        coalesced.add(record, group);
+      } else if (collective && async_ >= 0 && !(record->head.flags & kAsync)) {
+        issue.issued_here(record);
+      } else {
+        issue.issued({record}, group);
+      }
+    } catch (...) {
+      count_error("the end of a collective on a device");
+      publish(record, kDone);
     }
-    if (!future) {
-      record->head.flags &= ~kDevice;
-      return publish(record, kDone);
-    }
-    const uint16_t group = record->head.family == kCollectiveFamily ? record->collective.group : uint16_t{0};
-    // Called when the work is on its stream, with a current stream that waits for its end.
-    future->addCallback(
-        [record, begin, group](c10::ivalue::Future& done) {
-          if (!done.hasError()) device_times().ended_before(record, begin, group);
-        },
-        /*uses_future=*/false);
-  } catch (...) {
-    count_error("the end of a collective on a device");
-    publish(record, kDone);
   }
 
   // Arranges for the record of a CPU collective to be completed when its work is. `issued` is what gloo's scopes know it

@@ -23,6 +23,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "graph_capture.hpp"
 #include "recorder.hpp"
 
 namespace dsprof {
@@ -33,8 +34,6 @@ struct Moment {
   c10::Event event;
   int64_t host_ns = 0;
 };
-
-inline thread_local bool coalescing = false;  // what this thread issues is begun together, later
 
 class DeviceTimes {
  public:
@@ -60,14 +59,9 @@ class DeviceTimes {
     streams_.clear();
   }
 
-  // A capture of a graph has begun, or ended: what its streams are told then is not done then, and no event may be
-  // asked for.
-  void suspend(bool suspended) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    suspended_ = suspended;
-  }
+  std::atomic<uint64_t> into_graphs{0};  // communications that went into graphs, and are done when those are replayed
 
-  bool on() const { return on_.load(std::memory_order_relaxed) && !suspended_.load(std::memory_order_relaxed); }
+  bool on() const { return on_.load(std::memory_order_relaxed); }
 
   // A phase or a wait of the host begins, of which `host` is the record: so it does on the current stream, where a
   // phase is recorded as one long kernel.
@@ -93,7 +87,11 @@ class DeviceTimes {
       if (found == open_.end()) return;
       const Timed span = found->second;
       open_.erase(found);
-      if (Moment* end = moment()) pending_.push_back({span.record, span.begin, end, span.after});
+      Moment* end = moment();
+      if (end)
+        pending_.push_back({span.record, span.begin, end, span.after});
+      else
+        abandon(span.record, span.begin);
     });
   }
 
@@ -101,36 +99,50 @@ class DeviceTimes {
   void mark(uint16_t name, int64_t now) {
     if (!on()) return;
     guarded([&] {
-      Record* r = claim(kKernel, name, now);
-      Moment* moment_ = r ? moment() : nullptr;
-      if (moment_) pending_.push_back({r, moment_, moment_, 0});
+      Moment* moment_ = moment();
+      Record* r = moment_ ? claim(kKernel, name, now) : nullptr;
+      if (r)
+        pending_.push_back({r, moment_, moment_, 0});
+      else if (moment_)
+        free_.push_back(moment_);
     });
   }
 
-  // What a communication does with the current stream.
-  Moment* before_communication() {
+  // When the current stream is through with what it was given so far; null where that is not timed.
+  Moment* now() {
     Moment* found = nullptr;
-    if (on() && !coalescing) guarded([&] { found = moment(); });
+    if (on()) guarded([&] { found = moment(); });
     return found;
   }
 
-  // It runs on the stream that is current now, from `begin` on, and what this stream does next comes after it.
-  void ran_on_stream(Record* comm, uint16_t name, Moment* begin) {
+  // Nobody needs it any more; it may be null.
+  void drop(Moment* moment) {
+    if (moment) guarded([&] { free_.push_back(moment); });
+  }
+
+  // Communications that begin when the stream got to `begin`, and what their group (an id, not 0) did before was done.
+  void ran(const std::vector<Record*>& comms, Moment* begin, Moment* end, uint16_t group) {
     guarded([&] {
-      Moment* end = moment();
-      if (!end) return;
-      Record* wait = claim(kWait, name, comm->collective.issue_ns);
-      pending_.push_back({comm, begin, end, 0});
-      if (wait) pending_.push_back({wait, begin, end, 0});
+      for (Record* comm : comms) {
+        comm->head.flags |= kDevice;  // under way until its events are read, at the end of a later step
+        pending_.push_back({comm, begin, end, group});
+      }
     });
   }
 
-  // The current stream waits for its end. It began when its stream got to `begin`, and was done with what its group
-  // (an id, not 0) did before.
-  void ended_before(Record* comm, Moment* begin, uint16_t group) {
+  // One that ran on the stream that is current now: what this stream does next comes after it.
+  void ran_here(Record* comm, uint16_t name, Moment* begin, Moment* end) {
     guarded([&] {
-      if (Moment* end = moment()) pending_.push_back({comm, begin, end, group});
+      comm->head.flags |= kDevice;
+      pending_.push_back({comm, begin, end, 0});
+      if (Record* wait = claim(kWait, name, issue_of(*comm))) pending_.push_back({wait, begin, end, 0});
     });
+  }
+
+  // Whether what the current stream is told goes into a graph, and is done when that is replayed.
+  bool into_graph() const {
+    const c10::impl::VirtualGuardImpl guard(device_.type());
+    return on() && is_capturing(guard, guard.getStream(device_));
   }
 
   // Completes the records of what is over; how many are not.
@@ -177,6 +189,10 @@ class DeviceTimes {
     Moment* found = take();
     if (!found) return nullptr;
     const c10::Stream stream = guard.getStream(device_);
+    if (is_capturing(guard, stream)) {
+      free_.push_back(found);
+      return nullptr;
+    }
     found->host_ns = now_ns();
     found->event.record(stream);
     if (!base_) {
@@ -210,9 +226,11 @@ class DeviceTimes {
   }
 
   void begin_span(const void* key, uint8_t kind, uint16_t name, int64_t issue) {
+    Moment* begin = moment();
+    if (!begin) return;
     Record* r = claim(kind, name, issue);
-    if (!r) return;
-    if (Moment* begin = moment()) open_[key] = {r, begin, nullptr, 0};
+    if (!r) return free_.push_back(begin);
+    open_[key] = {r, begin, nullptr, 0};
     if (!compare_ || watched_) return;
     Moment* asked = moment();
     if (asked) unready_ns_ = asked->host_ns;
@@ -254,6 +272,7 @@ class DeviceTimes {
   // Whether the event that tells the clocks apart is over.
   void look(uint64_t run) {
     if (!on() || run != run_ || !watched_) return;
+    const RelaxedCapture relaxed;
     const int64_t before = now_ns();
     if (!watched_.load()->event.query()) {
       unready_ns_ = before;
@@ -267,6 +286,7 @@ class DeviceTimes {
   double time_of(const Moment& moment) { return base_ns_ + base_->event.elapsedTime(moment.event) * 1e6; }
 
   size_t collect_all() {
+    const RelaxedCapture relaxed;
     if (!base_ || !base_->event.query()) return pending_.size();
     for (const Sample& sample : seen_) {
       put_clock(sample.from_ns, sample.to_ns, time_of(*sample.moment));
@@ -314,6 +334,16 @@ class DeviceTimes {
     return pending_.size();
   }
 
+  // Its end was not seen: its stream goes into a graph now.
+  void abandon(Record* record, Moment* begin) {
+    free_.push_back(begin);
+    publish(record, kDone);
+  }
+
+  static int64_t issue_of(const Record& comm) {
+    return comm.head.family == kP2pFamily ? comm.p2p.issue_ns : comm.collective.issue_ns;
+  }
+
   static void put_clock(int64_t from_ns, int64_t to_ns, double device_ns) {
     Recorder* recorder = active.load(std::memory_order_acquire);
     if (recorder) put(kGauge, recorder->intern(kDeviceClock), from_ns, to_ns, device_ns, -1);
@@ -330,7 +360,7 @@ class DeviceTimes {
   }
 
   std::mutex mutex_;
-  std::atomic<bool> on_{false}, suspended_{false};
+  std::atomic<bool> on_{false};
   std::atomic<uint64_t> run_{0};  // counts `start`
   std::atomic<bool> compare_{false};  // the clocks are to be compared
   c10::Device device_{c10::kCPU};

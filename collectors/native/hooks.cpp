@@ -71,11 +71,13 @@ PyMethodDef methods[] = {
     // a device: python_device.hpp
     {"start_device", py_start_device, METH_VARARGS, "start_device(device, [ids of the phases that are timed])"},
     {"stop_device", py_stop_device, METH_NOARGS, "Time it no more"},
-    {"suspend_device", py_suspend_device, METH_O, "suspend_device(whether a graph is being captured)"},
+    {"communications_in_graphs", py_communications_in_graphs, METH_NOARGS, "communications that graphs have captured"},
     {"collect_device", py_collect_device, METH_NOARGS, "Complete what is over -> how much is not"},
     {"begin_on_stream", FAST(py_begin_on_stream), "begin_on_stream(key, name): the current stream begins to wait"},
     {"end_on_stream", py_end_on_stream, METH_O, "end_on_stream(key): it has waited"},
-    {"coalescing", py_coalescing, METH_O, "coalescing(whether what this thread issues is begun together, later)"},
+    {"begin_coalescing", py_begin_coalescing, METH_NOARGS, "what this thread issues is begun together, later"},
+    {"issue_coalesced", py_issue_coalesced, METH_NOARGS, "it has all been given, and is issued now"},
+    {"end_coalescing", py_end_coalescing, METH_NOARGS, "it has been issued"},
     // lines of the script: python_sites.hpp
     {"pass_over_sites", py_pass_over_sites, METH_VARARGS, "pass_over_sites(beginnings of files, standard library)"},
     {"install_syncs", py_install_syncs, METH_NOARGS, "record every operator that waits for a device"},

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "device_issue.hpp"
 #include "device_times.hpp"
 #include "python_arguments.hpp"
 
@@ -33,9 +34,9 @@ PyObject* py_stop_device(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* py_suspend_device(PyObject*, PyObject* suspended) {
-  device_times().suspend(suspended == Py_True);
-  Py_RETURN_NONE;
+// communications_in_graphs() -> how many went into graphs that were captured, so far
+PyObject* py_communications_in_graphs(PyObject*, PyObject*) {
+  return PyLong_FromUnsignedLongLong(device_times().into_graphs.load());
 }
 
 // collect_device() -> how many spans are not over yet
@@ -55,10 +56,27 @@ PyObject* py_end_on_stream(PyObject*, PyObject* key) {
   Py_RETURN_NONE;
 }
 
-// coalescing(whether what this thread issues from now on is begun together, later)
-PyObject* py_coalescing(PyObject*, PyObject* begun) {
-  coalescing = begun == Py_True;
-  Py_RETURN_NONE;
+// What this thread issues from now on is begun together, when it has all been given.
+PyObject* py_begin_coalescing(PyObject*, PyObject*) {
+  return guarded([] {
+    coalesced.begin();
+    Py_RETURN_NONE;
+  });
+}
+
+// It has all been given: it is issued now.
+PyObject* py_issue_coalesced(PyObject*, PyObject*) {
+  return guarded([] {
+    coalesced.issue_all();
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* py_end_coalescing(PyObject*, PyObject*) {
+  return guarded([] {
+    coalesced.issued();
+    Py_RETURN_NONE;
+  });
 }
 
 }  // namespace

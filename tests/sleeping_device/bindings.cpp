@@ -67,6 +67,9 @@ PYBIND11_MODULE(sleeping_bindings, module) {
   });
   module.def("current_stream", [] { return current_stream; });
   module.def("set_stream", [](int64_t stream) { current_stream = stream; });
+  module.def("resize_storage", [](const at::Storage& storage, size_t bytes) {
+    resize_storage(*storage.unsafeGetStorageImpl(), bytes);
+  });
   module.def("is_capturing", [] { return timeline().is_capturing(current_stream); });
 
   py::class_<Graph, std::shared_ptr<Graph>>(module, "Graph")

@@ -75,6 +75,7 @@ std::mutex memory_mutex;
 
 void release(void* context) {
   auto* holder = static_cast<Holder*>(context);
+  if (!holder) return;
   std::lock_guard<std::mutex> lock(memory_mutex);
   memory_.allocated -= static_cast<int64_t>(holder->size);
   delete holder;
@@ -82,6 +83,7 @@ void release(void* context) {
 
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
+    if (!size) return {nullptr, nullptr, &release, kDevice};
     size = (size + 511) / 512 * 512;
     auto* holder = new Holder{std::make_shared<Block>(size), size};
     std::lock_guard<std::mutex> lock(memory_mutex);
@@ -271,17 +273,24 @@ at::Tensor reshape_alias(const at::Tensor& self, at::IntArrayRef size, at::IntAr
   return view_of(self, size, stride, self.storage_offset());
 }
 
+}  // namespace
+
+void resize_storage(c10::StorageImpl& storage, size_t bytes) {
+  auto data = allocator.allocate(bytes);
+  const size_t kept = std::min(storage.nbytes(), bytes);
+  if (kept) memcpy(data.get(), storage.data(), kept);
+  storage.set_data_ptr_noswap(std::move(data));
+  storage.set_nbytes(bytes);
+}
+
+namespace {
+
 const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat>) {
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(size);
   const size_t needed = (self.storage_offset() + self.numel()) * self.element_size();
   auto* storage = self.storage().unsafeGetStorageImpl();
-  if (storage->nbytes() < needed) {
-    auto data = allocator.allocate(needed);
-    if (storage->nbytes()) memcpy(data.get(), storage->data(), storage->nbytes());
-    storage->set_data_ptr_noswap(std::move(data));
-    storage->set_nbytes(needed);
-  }
+  if (storage->nbytes() < needed) resize_storage(*storage, needed);
   return self;
 }
 
@@ -291,6 +300,11 @@ at::Tensor& set_source(at::Tensor& self, at::Storage source, int64_t offset, at:
   impl->set_storage_keep_dtype(source);
   impl->set_sizes_and_strides(size, stride.size() == size.size() ? stride : c10::contiguous_strides(size), offset);
   return self;
+}
+
+at::Tensor& set_whole(at::Tensor& self, at::Storage source) {
+  const auto size = static_cast<int64_t>(source.nbytes() / self.itemsize());
+  return set_source(self, source, 0, {size}, {});
 }
 
 template <class Body>
@@ -485,6 +499,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("_reshape_alias", &reshape_alias);
   library.impl("resize_", &resize);
   library.impl("set_.source_Storage_storage_offset", &set_source);
+  library.impl("set_.source_Storage", &set_whole);
   library.impl("copy_", &copy_);
   library.impl("_local_scalar_dense", &local_scalar_dense);
 }

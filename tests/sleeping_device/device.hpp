@@ -23,6 +23,9 @@ struct Memory {
 Memory memory();
 void reset_peak();
 
+// As torch's own for CUDA, which only a torch with CUDA has.
+void resize_storage(c10::StorageImpl& storage, size_t bytes);
+
 // The tensor's memory as a tensor of the host, which keeps it alive; other tensors as they are.
 at::Tensor on_host(const at::Tensor& tensor);
 

@@ -169,6 +169,16 @@ def install(device: Any) -> None:
     cuda.graph_pool_handle = cuda.graphs.graph_pool_handle = lambda: (0, 1)
     cuda.memory._cuda_memoryStats = statistics
 
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        if self.device.type != "cuda":
+            return resize(self, size)
+        device.resize_storage(self, size)
+        return self
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+
     # The backend, under NCCL's name.
     class Options:
         def __init__(self) -> None:
