@@ -219,6 +219,7 @@ def test_a_collective_is_there_once_with_its_kernels_times(tmp_path: Path, args:
     assert comm[["seq", "lane", "start_ns", "dur_ns", "corr"]].where(comm.notna(), None).to_numpy().tolist() == [
         [40, "cuda.20", 1_410_000, 190_000, 34], [41, "comm.0", 1_950_000, None, None],
     ]  # fmt: skip
+    assert comm["arrival_ns"].dropna().tolist() == [1_410_000]
     assert not rows["name"].astype(str).str.contains("nccl").any()
 
 

@@ -87,10 +87,18 @@ def test_phases_are_told_and_derived(tmp_path: Path) -> None:
 
 def test_a_collective_by_its_arguments(tmp_path: Path) -> None:
     trace_of = import_trace(kt.write(tmp_path, kt.as_kineto(kt.training(args=kt.COLLECTIVE))))
-    assert shown(trace_of.rows, "comm", "name", "lane", "group", "seq", "bytes", "dtype", "start_ns", "issue_ns") == [
-        ["all_reduce", "cuda.20", "0", 3, 4000, "float32", 1_410_000, 1_410_000]
+    assert shown(trace_of.rows, "comm", "name", "lane", "group", "seq", "bytes", "dtype") == [
+        ["all_reduce", "cuda.20", "0", 3, 4000, "float32"]
     ]
     assert trace_of.run.groups["0"] == {"ranks": [0, 1], "size": 2, "desc": "default_pg", "backend": "kernels"}
+
+
+def test_a_collective_is_issued_by_its_launch_and_arrives_with_its_kernel(tmp_path: Path) -> None:
+    unseen = kt.kernel("ncclDevKernel_AllGather_RING_LL(ncclDevComm*)", 77, 1950, 5, 20)  # launched before the trace
+    assert shown(rows_of([*kt.training(), unseen], tmp_path), "comm", "start_ns", "issue_ns", "arrival_ns") == [
+        [1_410_000, 1_400_000, 1_410_000],
+        [1_950_000, None, 1_950_000],
+    ]
 
 
 def test_a_collective_by_the_annotation_around_its_launch(tmp_path: Path) -> None:

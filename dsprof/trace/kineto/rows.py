@@ -1,8 +1,8 @@
 """The rows of the trace, of one file's events.
 
 Kernels, copies and fills are rows of their stream's lane (`cuda.7`), launches rows of the thread that made them; what
-has a correlation has it as `corr`. A kernel that communicates is a `comm` row. It is there where it begins on the
-device, which is its `issue_ns`; its launch has a row of its own. In a trace without a device the operators that are
+has a correlation has it as `corr`. A kernel that communicates is a `comm` row, whose `arrival_ns` is where the kernel
+begins on the device and whose `issue_ns` is where it was launched. In a trace without a device the operators that are
 inside no other one are `kernel` rows of their thread, and c10d's annotations are the collectives.
 """
 
@@ -149,7 +149,7 @@ class _RowBuilder:
                 dur_ns=table["dur_ns"][chosen], corr=corr[chosen], step=step[chosen], issue_ns=launch[chosen],
                 bytes=table["bytes"][chosen],
             )  # fmt: skip
-        self._communications(np.flatnonzero(comm), call, lane, step)
+        self._communications(np.flatnonzero(comm), call, launch, lane, step)
 
     def _streams(self) -> Coded:
         """The lane of each thing that the device did."""
@@ -160,7 +160,7 @@ class _RowBuilder:
         found = zip(devices[places // len(streams)].tolist(), streams[places % len(streams)].tolist(), strict=True)
         return Coded(place, [f"cuda.{one}.{other}" if len(devices) > 1 else f"cuda.{other}" for one, other in found])
 
-    def _communications(self, chosen: Int, call: Int, lane: Coded, step: Int) -> None:
+    def _communications(self, chosen: Int, call: Int, launch: Int, lane: Coded, step: Int) -> None:
         table, args, names = self._events.device, self._events.comm_args, self._events.names
         around = self.collectives.notes_around(call[chosen])
         found = [
@@ -168,13 +168,13 @@ class _RowBuilder:
             for at, name, note in zip(chosen.tolist(), table["name"][chosen].tolist(), around, strict=True)
         ]
         self._add_collectives(
-            found, start_ns=table["start_ns"][chosen], dur_ns=table["dur_ns"][chosen], lane=lane[chosen],
-            corr=table["corr"][chosen], step=step[chosen],
+            found, start_ns=table["start_ns"][chosen], arrival_ns=table["start_ns"][chosen], lane=lane[chosen],
+            dur_ns=table["dur_ns"][chosen], issue_ns=launch[chosen], corr=table["corr"][chosen], step=step[chosen],
         )  # fmt: skip
 
     def _add_collectives(self, found: list[dict[str, Any]], **columns: Any) -> None:
         self.blocks.add(
-            len(found), kind="comm", issue_ns=columns["start_ns"],
+            len(found), kind="comm",
             **{key: Coded.of([one.get(key) for one in found]) for key in ("name", "group", "dtype")},
             **{key: np.array([one.get(key, UNKNOWN) for one in found], np.int64) for key in ("seq", "bytes")},
             **columns,
@@ -247,7 +247,7 @@ class _RowBuilder:
         for about in self.collectives.groups.values():
             about["backend"] = name if isinstance(name, str) and name else "gloo"
         self._add_collectives(
-            found, start_ns=start, dur_ns=end - start, step=self._steps.of(start),
+            found, start_ns=start, dur_ns=end - start, issue_ns=start, step=self._steps.of(start),
             lane=Coded.of([f"comm.{one['group']}" if "group" in one else "comm.messages" for one in found]),
         )  # fmt: skip
         self._host_waits(found, start, end)
