@@ -23,7 +23,7 @@ from dsprof.importers import import_trace, kineto
 from dsprof.importers.rank_names import rank_in
 from dsprof.run import RunError, open_run
 from dsprof.schema import COLUMNS
-from dsprof.trace.kineto import reader, stream
+from dsprof.trace.kineto import around, reader, stream
 
 REAL = Path(os.environ.get("DSPROF_REAL_TRACES", Path(__file__).parents[2] / "shared" / "data" / "traces"))
 MiB = 1 << 20
@@ -215,6 +215,47 @@ def test_any_layout_and_any_cut_into_blocks(
     pd.testing.assert_frame_equal(import_trace(path).rows, expected)
 
 
+def wrapped(events: list[kt.Event], where: str) -> str:
+    """What other programs make of a trace: their own metadata before it, in it, or around it."""
+    # Texts that look like the trace's own, as long as a block, with quotes, brackets and backslashes.
+    odd = '"traceEvents": [{]\\"' * 30 + "\\" * 3
+    metadata = {"note": odd, "traceEvents": "none", "deep": {"er": {"distributedInfo": {"rank": 9}}}, "n": [1, [2, {}]]}
+    inner = json.loads(kt.as_kineto(events, distributedInfo={"rank": 2, "world_size": 4}))
+    whole: dict[str, Any] = {
+        "late": {"metadata": metadata, **inner},
+        "one level down": {"metadata": metadata, "trace": {"metadata": metadata, **inner}, "more": [metadata]},
+        "told behind": {"trace": {"traceEvents": events, "metadata": metadata}, "distributedInfo": {"rank": 2}},
+    }[where]
+    return json.dumps(whole, indent=1)
+
+
+@pytest.mark.parametrize("where", ["late", "one level down", "told behind"])
+@pytest.mark.parametrize("block", [5, 64, 333, stream.BLOCK])
+def test_wrappers_put_their_metadata_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, block: int
+) -> None:
+    monkeypatch.setattr(stream, "BLOCK", block)
+    expected = rows_of(kt.training(args=kt.COLLECTIVE), tmp_path, distributedInfo={"rank": 2})
+    path = kt.write(tmp_path / "wrapped", wrapped(kt.training(args=kt.COLLECTIVE), where), "trace.json")
+    found = import_trace(path)
+    assert found.run.facts[0]["warnings"] == []
+    pd.testing.assert_frame_equal(found.rows, expected)
+
+
+def test_metadata_of_any_size_is_walked_through_and_not_held(tmp_path: Path) -> None:
+    """80 MiB of text, lists and one string before the events."""
+    text = kt.as_kineto(kt.training())
+    before = '{"blob": "' + "ab\\n" * (8 * MiB) + '", "lists": [' + "[1, 2], " * (6 * MiB) + "[]], "
+    path = kt.write(tmp_path, before + text[1:])
+    del before
+    tracemalloc.start()
+    found = import_trace(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert shown(found.rows, "step", "step") == [[3]]
+    assert peak < 60 * MiB
+
+
 # --- ranks --------------------------------------------------------------------------------------
 
 
@@ -398,12 +439,14 @@ def test_a_gzip_bomb_is_not_unpacked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('{"schemaVersion": 1}', "holds no traceEvents"),
+        ('{"schemaVersion": 1}', "holds no traceEvents, neither at the top nor one level down"),
+        ('{"a": {"traceEvents": 1, "b": {"traceEvents": [{"ph": "X"}]}}}', "holds its traceEvents 2 levels down"),
+        ('[{"rank": 0, "host": "a", "traceEvents": [{"ph": "X"}]}]', "write each into a file of its own"),
         ('{"schemaVersion": 1, "traceEvents": []}', "none of its 0 events"),
         ('{"traceEvents": [' + "[" * 100_000, "none of its 0 events"),
         ('{"traceEvents": [' + "[" * 5000 + "]" * 5000 + "]}", "an event is no JSON"),
         ('{"traceEvents": [{"ph": "X"}}', "brackets that do not match"),
-        ('{"schemaVersion": ;, "traceEvents": []}', "its beginning is no JSON"),
+        ('{"distributedInfo": [;], "traceEvents": []}', "its distributedInfo is no JSON"),
         ('{"traceEvents": [1, 2, null, "x"]}', "none of its 4 events"),
         ('{"traceEvents": [{"ph": "X", "name": "\ud800"}]}', ""),
     ],
@@ -432,10 +475,18 @@ def test_an_event_of_many_brackets_is_not_parsed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["its beginning", "its end"])
 def test_what_stands_around_the_events_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    monkeypatch.setattr(stream, "MOST_TAKEN", 8 * MiB)
-    lists, events = '"schemaVersion": 1, "x": [' + "[]," * MiB + "[]]", '"traceEvents": [{"ph": "X"}]'
-    path = kt.write(tmp_path, "{" + ", ".join([lists, events] if where == "its beginning" else [events, lists]) + "}")
-    assert f"{where} would take more than 8 MiB of memory" in refusal(path, tmp_path)
+    """What is used of it; all else is passed over and never held."""
+    monkeypatch.setattr(around, "MOST_TAKEN", 8 * MiB)
+    lists, events = '"schemaVersion": 1, "%s": [' + "[]," * MiB + "[]]", '"traceEvents": [{"ph": "X"}]'
+    whole = "{" + ", ".join([lists, events] if where == "its beginning" else [events, lists]) + "}"
+    told = refusal(kt.write(tmp_path, whole % "distributedInfo"), tmp_path)
+    assert "its distributedInfo would take more than 8 MiB of memory" in told
+    path = kt.write(tmp_path, whole % "x")
+    tracemalloc.start()
+    assert "none of its 1 events" in refusal(path, tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 60 * MiB
 
 
 def test_lists_in_the_arguments_of_communications_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """Traces of torch.profiler (Kineto's Chrome trace format), old and new, of devices and of CPUs alone.
 
 stream   a file's events, piece by piece, whatever its size: neither the file nor its events are ever held as a whole
+around   what stands around the events: where they begin, and the few values beside them that are used
+brackets brackets and quotes of a JSON text
 events   what of them is kept, as arrays
 reader   from text to those
 names    which kernels communicate, and what collectives are called
