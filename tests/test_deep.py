@@ -251,7 +251,7 @@ def test_gloos_collectives_are_ours_alone(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_costs_only_itself(tmp_path: Path) -> None:
     rows, problems = add_deep(capture_of(tmp_path, "{}"), own_rows())
     assert rows.equals(own_rows())
-    assert problems == [f"{DEEP_FILE}: left out (holds no traceEvents)"]
+    assert problems == [f"{DEEP_FILE}: left out (holds no traceEvents, neither at the top nor one level down)"]
     capture = capture_of(tmp_path, kt.training())
     capture.meta.clear()
     assert "does not tell both clocks" in add_deep(capture, own_rows())[1][0]

@@ -120,7 +120,7 @@ def test_a_collective_by_the_annotation_around_its_launch(tmp_path: Path) -> Non
         ("ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)", "collective"),
         ("rcclGenericKernel<1, false>(ncclDevKernelArgsStorage<4096ul>)", "collective"),
         ("void deep_ep::internode::dispatch<false, 8>(int4*)", "all_to_all"),
-        ("void vllm::cross_device_reduce_1stage<c10::BFloat16, 8>(...)", "reduce"),
+        ("void vllm::cross_device_reduce_1stage<c10::BFloat16, 8>(...)", "all_reduce"),
     ],
 )
 def test_kernels_that_communicate(tmp_path: Path, name: str, collective: str) -> None:

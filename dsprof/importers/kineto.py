@@ -32,7 +32,7 @@ from dsprof.names import new_run_id
 from dsprof.run import RankInfo, RunError, RunInfo
 from dsprof.schema import SYNCHRONIZING
 from dsprof.trace import Trace
-from dsprof.trace.kineto import CommNames, TraceError, TraceRows, looks_like_trace, read_events, trace_rows_of
+from dsprof.trace.kineto import CommNames, Events, TraceError, TraceRows, looks_like_trace, read_events, trace_rows_of
 from dsprof.trace.load import EVERY_COLUMN
 
 from .rank_names import rank_in, rank_of
@@ -46,6 +46,11 @@ IN_PROCESSES_FROM: Final = 4 << 20
 APART_NS: Final = 1_000_000
 """The ends of one collective lie microseconds apart where clocks are the same."""
 MOST_NAMED: Final = 4
+RECORD_AGAIN: Final = "record it again, or copy it again"
+RECORD_WITH_TORCH: Final = (
+    "record one with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]), and write it by "
+    "export_chrome_trace"
+)
 
 
 def recognizes(path: Path) -> bool:
@@ -59,6 +64,7 @@ class _File:
 
     path: Path
     refused: str = ""
+    advice: str = ""
     rows: Path | None = None
     rank: int | None = None
     world_size: int | None = None
@@ -92,7 +98,7 @@ def read(path: Path, comm_kernels: Sequence[str] = ()) -> Trace:
         good = _with_ranks(path, [one for one in files if not one.refused])
         if not good:
             one = files[0]
-            raise RunError(f"{one.path}: {one.refused}; record it again, or copy it again")
+            raise RunError(f"{one.path}: {one.refused}; {one.advice or RECORD_AGAIN}")
         source = _Converted(folder, {one.rank: one.rows for one in good if one.rank is not None and one.rows})
         return Trace(_info(path, good, [one for one in files if one.refused]), source)
     except BaseException:
@@ -130,10 +136,10 @@ def _convert(path: Path, target: Path, comm_kernels: tuple[str, ...]) -> _File:
     try:
         events = read_events(path, CommNames(comm_kernels))
         if not (len(events.ops) or len(events.device) or len(events.calls) or len(events.annotations)):
-            return _File(path, refused=f"none of its {events.count:,} events is an operator, a kernel or an annotation")
+            return _File(path, refused=_in_no_dialect(events), advice=RECORD_WITH_TORCH)
         found = trace_rows_of(events)
     except TraceError as error:
-        return _File(path, refused=str(error))
+        return _File(path, refused=str(error), advice=error.advice)
     except OSError as error:
         return _File(path, refused=f"cannot be read ({error.strerror})")
     except MemoryError:
@@ -156,6 +162,12 @@ def _convert(path: Path, target: Path, comm_kernels: tuple[str, ...]) -> _File:
         has_device=found.has_device, numbered=found.numbered, groups=found.groups, versions=_versions(events.about),
         device=_device_name(events.about), host=_host(events.about), notes=notes, ends=_ends(found),
     )  # fmt: skip
+
+
+def _in_no_dialect(events: Events) -> str:
+    named = ", ".join(map(repr, events.unknown))
+    what = f": their categories ({named}) are none of torch.profiler's" if named else ""
+    return f"none of its {events.count:,} events is an operator, a kernel or an annotation{what}"
 
 
 def _versions(about: dict[str, Any]) -> dict[str, str]:

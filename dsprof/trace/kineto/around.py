@@ -37,7 +37,12 @@ VALUE_ENDS: Final = re.compile(rb"[,}\]]")
 
 
 class TraceError(Exception):
-    """The file is no trace, or not one that can be read; the message says what is wrong with it, and where."""
+    """The file is no trace, or not one that can be read; the message says what is wrong with it, and where. `advice`:
+    what to do about it."""
+
+    def __init__(self, message: str, advice: str = "record it again, or copy it again") -> None:
+        super().__init__(message)
+        self.advice = advice
 
 
 class Around:

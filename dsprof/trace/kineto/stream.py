@@ -44,10 +44,7 @@ WRAPPED: Final = re.compile(
     rb'\s*\{\s*(?:"[^"]{0,64}"\s*:\s*(?:"[^"]{0,64}"|[^\[\]{}",]{0,64})\s*,\s*)*"traceEvents"\s*:'
 )
 """The beginning of a list whose items are traces."""
-NO_EVENTS: Final = (
-    "holds no traceEvents, neither at the top nor one level down: it is no trace that torch.profiler's "
-    "export_chrome_trace has written; export it so"
-)
+EXPORT: Final = "record one with torch.profiler.profile, and write it with its export_chrome_trace"
 HEAD: Final = 4096
 SPACE: Final = b"\xef\xbb\xbf \t\r\n"
 QUOTED: Final = b'"' + EVENTS + b'"'
@@ -174,15 +171,14 @@ class TraceText:
             if not around.begun and text.lstrip(SPACE)[:1] == b"[":
                 head = text[text.index(b"[") + 1 :]
                 if WRAPPED.match(head):
-                    raise TraceError("is a list of traces; write each into a file of its own, named rank<N>.json")
+                    raise TraceError("is a list of traces", "write each into a file of its own, named rank<N>.json")
                 return head, None
             if around.until_events(text):
                 return around.rest, around
         if around.deeper > 1:
-            raise TraceError(
-                f"holds its traceEvents {around.deeper - 1} levels down; write the object that holds them into a file"
-            )
-        raise TraceError(NO_EVENTS)
+            levels = f"holds its traceEvents {around.deeper - 1} levels down"
+            raise TraceError(levels, "write the object that holds them into a file of its own")
+        raise TraceError("holds no traceEvents, neither at the top nor one level down", EXPORT)
 
     def _skip_tail(self, rest: bytes, blocks: Iterator[Sequence[bytes]], around: Around | None) -> None:
         if around is None:
