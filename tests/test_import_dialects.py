@@ -212,6 +212,31 @@ def test_a_pattern_that_is_none_is_refused(tmp_path: Path, pattern: str, why: st
         imported(tmp_path, kt.training(), (pattern,))
 
 
+def with_own_kernel(folder: Path, name: str, comm_kernels: tuple[str, ...] = ()) -> Analysis:
+    """A rank of two whose device computes for 20 us, and then is in a kernel of that name for 60."""
+    events = [
+        kt.note("ProfilerStep#1", 0, 100), kt.call(1, 1, 1), kt.kernel("gemm", 1, 10, 20), kt.call(2, 3, 1),
+        kt.kernel(name, 2, 30, 60),
+    ]  # fmt: skip
+    return analyze(imported(folder, events, comm_kernels, distributedInfo={"rank": 0, "world_size": 2}))
+
+
+def test_exposed_time_in_kernels_of_unknown_kind_is_told(tmp_path: Path) -> None:
+    (note,) = with_own_kernel(tmp_path / "a", "void mine::ring_exchange<4>()").notes
+    assert note == (
+        "100 % of the time in which the devices do nothing that surely computes is in kernels of unknown kind (void "
+        "mine::ring_exchange<4>()): if they communicate, import again with --comm-kernels PATTERN, part of "
+        "their names; until then this time counts as computation"
+    )
+    known = with_own_kernel(tmp_path / "b", "void mine::ring_exchange<4>()", ("mine::ring_",))
+    assert known.notes == ()
+    assert known.device is not None
+    assert known.device.ranks[0].communication_ns == 60_000
+    assert with_own_kernel(tmp_path / "c", "void cutlass::gemm<4>()").notes == ()
+    alone = imported(tmp_path / "d", [kt.note("ProfilerStep#1", 0, 9), kt.call(1, 1, 1), kt.kernel("mine::x", 1, 2, 5)])
+    assert analyze(alone).notes == ()
+
+
 def test_what_names_of_kernels_say() -> None:
     computes = ["void cutlass::Kernel2<...>", "ampere_sgemm_128x64_nn", "triton_poi_fused_add_0", "Cijk_Ailk_Bljk_SB"]
     assert [is_computation(name) for name in computes] == [True] * 4

@@ -8,7 +8,7 @@ KERNEL_WAIT_NS, else other.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RunInfo
-from dsprof.trace.kineto import launch_pauses
+from dsprof.trace.kineto import is_computation, launch_pauses
 
 from ..intervals import Int, Intervals
 from ..lanes import MAIN, OWN_LANES, STREAM
@@ -67,6 +67,9 @@ class DeviceTime:
               computing on the CPU (cpu), busy with one launch after the other (launching), or with something that the
               trace does not name (away)
     computing: when a computation ran
+    exposed_ns: how long the device did what communicates, or what may: kernels whose names do not tell their kind; and
+              nothing that surely computes
+    unknown:  of that, the kernels whose kind is unknown: name -> ns, most first
     comm:     its communications: row in the matched table (UNKNOWN: none), name, group, bytes, start_ns, end_ns
     """
 
@@ -78,6 +81,8 @@ class DeviceTime:
     steps: pd.DataFrame
     computing: Intervals
     comm: pd.DataFrame
+    exposed_ns: int = 0
+    unknown: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def idle_ns(self) -> int:
@@ -148,6 +153,7 @@ def device_time(rows: pd.DataFrame, rank: int, matches: Matches, run: RunInfo) -
     kind = _types(work)
     spans = [Intervals.union(start[kind == one], end[kind == one]) for one in range(len(KERNEL_TYPES))]
     known = launch != UNKNOWN
+    exposed_ns, unknown = _unknown(work["name"], kind, start, end)
     return DeviceTime(
         rank=rank,
         kernel_time_ns=int(end.max() - start.min()),
@@ -157,7 +163,25 @@ def device_time(rows: pd.DataFrame, rank: int, matches: Matches, run: RunInfo) -
         steps=_steps(rows, start, end, launch),
         computing=spans[0],
         comm=_communications(work[kind == 1], matches, run),
+        exposed_ns=exposed_ns,
+        unknown=unknown,
     )
+
+
+def _unknown(names: pd.Series[str], kind: Int, start: Int, end: Int) -> tuple[int, dict[str, int]]:
+    """`exposed_ns` and `unknown` of DeviceTime."""
+    codes, words = codes_of(names)
+    strange = (kind == 0) & ~np.array([is_computation(word) for word in words.tolist()], bool)[codes]
+    computes, communicates = (kind == 0) & ~strange, kind == 1
+    computing = Intervals.union(start[computes], end[computes])
+    exposed = Intervals.union(start[strange | communicates], end[strange | communicates]) - computing
+    alone = exposed - Intervals.union(start[communicates], end[communicates])
+    spent = alone.before(end) - alone.before(start)
+    total = np.zeros(len(words), np.int64)
+    np.add.at(total, codes[strange], spent[strange])
+    order = np.argsort(-total, kind="stable")
+    length = int((exposed.end - exposed.start).sum())
+    return length, {str(words[one]): int(total[one]) for one in order.tolist() if total[one] > 0}
 
 
 def _launches(rows: pd.DataFrame, work: pd.DataFrame) -> Int:

@@ -50,7 +50,9 @@ def launch_bound(context: Context) -> list[Finding]:
     evidence = (
         Evidence("the device does nothing", round(100 * idle, 1), "%"),
         Evidence(
-            f"of it, the next kernel was not launched yet, a traced step{longer}", round(float(host.mean()), 3), "ms"
+            f"of it, the host was busy launching what comes next, a traced step{longer}",
+            round(float(host.mean()), 3),
+            "ms",
         ),
         Evidence(f"most on rank {rank}", round(float(host[worst].mean()), 3), "ms"),
         Evidence("from a launch to its kernel, median", round(float(np.median(delays)), 1), "us"),
