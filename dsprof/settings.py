@@ -66,7 +66,7 @@ def _deep(text: str) -> object:
 
 
 def _patterns(text: str) -> object:
-    from .trace.kineto.names import comm_pattern
+    from dsprof.trace.kineto.names import comm_pattern
 
     return [comm_pattern(line) for line in text.splitlines()]
 

@@ -78,6 +78,24 @@ def test_annotations_among_operators(tmp_path: Path, cat: str, capital: bool) ->
     assert "num_workers" in stall.fixes[0].title
 
 
+def test_a_job_on_cpus_that_waits_for_its_loader(tmp_path: Path) -> None:
+    """In an old trace, twelve steps of 100 ms, of which 60 to 62 are in the loader."""
+    events = []
+    for number in range(12):
+        base = 100 * MS * number
+        events += [
+            kt.complete("Operator", f"ProfilerStep#{number}", base, 99.9 * MS),
+            kt.complete("Operator", NEXT, base + 1 * MS, (60 + number % 3) * MS),
+            kt.complete("Operator", "aten::linear", base + 65 * MS, 15 * MS),
+            kt.complete("Operator", "AddmmBackward", base + 81 * MS, 14 * MS),
+            kt.complete("Operator", "Optimizer.step#SGD.step", base + 96 * MS, 3 * MS),
+        ]
+    analysis = analyze(imported(tmp_path, events))
+    assert [finding.code for finding in analysis.findings if finding.is_problem] == ["data.stall"]
+    assert analysis.budget["data"] == pytest.approx(61)
+    assert "the trace does not tell how many workers there are" in analysis.findings[0].fixes[0].title
+
+
 def test_collectives_and_the_users_spans_among_old_operators(tmp_path: Path) -> None:
     args = {"Input Dims": [[1000]], "Input type": ["float"]}
     events = [

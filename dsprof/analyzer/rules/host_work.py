@@ -76,7 +76,7 @@ def _data(context: Context, devices: Devices, spent: Float, gain: Gain, which: s
     title = f"the device waits {ms(gain.ms)} of the step ({percent(gain.percent)}) for the host to load data{which}"
     more = {"num_workers": 4, "prefetch_factor": 4, "persistent_workers": True}
     fixes = (
-        loader_fix(context, None, more, None, "; with workers already, more of them, as far as there are cores"),
+        loader_fix(context, None, more),
         Fix("code", "less work a sample: decode or tokenize once, before training, and keep what comes of it"),
         Fix("code", "pin_memory=True, and copies to the device with non_blocking=True"),
     )
