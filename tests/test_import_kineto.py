@@ -198,6 +198,9 @@ LAYOUTS = {
     "minified": lambda events, **about: json.dumps({**about, "traceEvents": events}, separators=(",", ":")),
     "indented": lambda events, **about: json.dumps({"traceEvents": events, **about}, indent=4),
     "list": lambda events, **about: json.dumps(events),
+    "wrapped": lambda events, **about: json.dumps(
+        {"meta": [{"a": "[{"}], "of": {"b": [], "traceEvents": events}, **about}
+    ),
 }
 
 

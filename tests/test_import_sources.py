@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
+import random
 import shutil
 import tarfile
 from collections import namedtuple
@@ -13,6 +15,7 @@ from pathlib import Path
 import kineto_traces as kt
 import pandas as pd
 import pytest
+from damage import damaged
 
 from dsprof import cli
 from dsprof.importers import archive, import_trace
@@ -77,6 +80,20 @@ def test_what_is_named_must_be_a_trace(tmp_path: Path) -> None:
     snapshot = tmp_path / "s.pickle"
     snapshot.write_bytes(b"\x80\x04segments")
     assert "holds 2 traces (rank0.json, s.pickle); name one of them" in refusal(first, snapshot)
+
+
+def test_a_pipe_is_no_trace(tmp_path: Path) -> None:
+    """Reading it would wait for ever, and reading it twice is not possible."""
+    os.mkfifo(tmp_path / "rank0.json")
+    assert "rank0.json: is no regular file; write the trace into one" in refusal(tmp_path / "rank0.json")
+    ranks_in(tmp_path / "below")
+    assert import_trace(tmp_path).ranks == (0, 1)
+
+
+def test_no_place_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_in(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    assert "no folder for temporary files can be made (No such file or directory); set TMPDIR" in refusal(tmp_path)
 
 
 # --- archives -----------------------------------------------------------------------------------
@@ -185,6 +202,28 @@ def test_an_archive_that_breaks_off(tmp_path: Path, kept: float) -> None:
         assert "job.tar breaks off or is damaged" in str(found.run.facts)
     else:
         assert import_trace(path).ranks[0] == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_archives_end_in_one_message_or_in_a_run(tmp_path: Path, seed: int) -> None:
+    """Thirty a seed, half of them gzipped."""
+    chance = random.Random(seed)
+    link = member("link.json", type=tarfile.SYMTYPE, linkname="/etc/passwd")
+    mode = "w:gz" if seed % 2 else "w"
+    whole = packed(tmp_path / "whole.tar", mode, member("a/rank0.json", TRACE), link, member("a/rank1.json", TRACE))
+    data = whole.read_bytes()
+    room = tmp_path / "room"
+    room.mkdir()
+    said = []
+    for _ in range(30):
+        path = room / "job.tar"
+        path.write_bytes(damaged(chance, data))
+        try:
+            import_trace(path)
+        except RunError as error:
+            said.append(str(error))
+    assert not [text for text in said if "\n" in text or len(text) > 900]
+    assert [one.name for one in room.iterdir()] == ["job.tar"]
 
 
 def test_what_is_no_archive(tmp_path: Path) -> None:

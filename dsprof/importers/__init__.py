@@ -47,8 +47,12 @@ def import_trace(paths: Path | Sequence[Path], comm_kernels: Sequence[str] = ())
     """The trace in a file, or, of a format whose files are one a rank, in all that `paths` stand for: files, folders,
     patterns, tar archives. `comm_kernels`: see `kineto.read`. Raises RunError."""
     given = [paths] if isinstance(paths, Path) else list(paths)
-    with tempfile.TemporaryDirectory(prefix="dsprof-import-") as room:
-        return _imported(given, Path(room), comm_kernels)
+    try:
+        room = tempfile.TemporaryDirectory(prefix="dsprof-import-")
+    except OSError as error:
+        raise RunError(f"no folder for temporary files can be made ({error.strerror}); set TMPDIR") from error
+    with room as name:
+        return _imported(given, Path(name), comm_kernels)
 
 
 def _imported(given: list[Path], room: Path, comm_kernels: Sequence[str]) -> Trace:
@@ -73,7 +77,13 @@ def _imported(given: list[Path], room: Path, comm_kernels: Sequence[str]) -> Tra
     if len(files) > 1 and not several:
         names = ", ".join(file.name for file in files[:MOST_NAMED]) + (", ..." if len(files) > MOST_NAMED else "")
         raise RunError(f"{where}: holds {len(files)} traces ({names}); name one of them")
-    trace = _read(kinds.pop(), files, given[0] if len(given) == 1 else _named_after(files), where, comm_kernels)
+    trace = _read(
+        kinds.pop(),
+        files,
+        given[0] if len(given) == 1 and given[0].exists() else _named_after(files),
+        where,
+        comm_kernels,
+    )
     told = next((fact for fact in trace.run.facts if fact.get("fact") == "import"), None)
     if told is not None:
         told["warnings"] = [*told.get("warnings", []), *sources.notes]

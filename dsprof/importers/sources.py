@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,10 @@ def _add(found: Sources, path: Path, room: Path, known: Known) -> None:
         raise RunError(f"{path}: no such file or folder; name a trace, or the folder that holds one")
     if path.is_dir():
         _add_folder(found, path, room, known)
+    elif not path.is_file():
+        raise RunError(f"{path}: is no regular file; write the trace into one")
+    elif not os.access(path, os.R_OK):
+        raise RunError(f"{path}: cannot be read; make it readable")
     elif is_archive(path):
         _add_archive(found, path, room, known)
     else:
