@@ -195,6 +195,7 @@ COLUMNS: Final = {
     "dur_ns": "Int64",
     "ended": "boolean",
     "issue_ns": "Int64",
+    "arrival_ns": "Int64",
     "host_ns": "Int64",
     "stage": "Int16",
     "microbatch": "Int16",
@@ -213,7 +214,11 @@ COLUMNS: Final = {
     "site": "category",
     "source": "category",
 }
-"""Column -> pandas dtype. `host_ns` is how long the issuing thread was inside the call.
+"""Column -> pandas dtype. `issue_ns` is when the host asked, `host_ns` how long the issuing thread was inside the call.
+
+`arrival_ns`, of a `comm` row, is when the chain of the rank that runs the communication was ready for it: on a device,
+when its stream reached it; on gloo, when a worker took it. Null where nothing tells. Skew and lateness are of arrivals
+where they are known: a host that runs ahead of its device is not early.
 
 `dur_ns` is null for what never ended (`ended` False: evidence of a hang or a kill) and for a collective on a device
 whose end nobody measured (`ended` True)."""

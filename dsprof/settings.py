@@ -34,6 +34,7 @@ VARIABLES: Final = {
     "engine": "DSPROF_ENGINE",
     "hang_timeout": "DSPROF_HANG_TIMEOUT",
     "on_hang": "DSPROF_ON_HANG",
+    "comm_kernels": "DSPROF_COMM_KERNELS",
 }
 NATIVE_WORDS: Final = {"0": "off", "false": "off", "no": "off", "1": "on", "true": "on", "yes": "on"}
 
@@ -64,9 +65,16 @@ def _deep(text: str) -> object:
     return parse_deep(text) if text else None
 
 
+def _patterns(text: str) -> object:
+    from dsprof.trace.kineto.names import comm_pattern
+
+    return [comm_pattern(line) for line in text.splitlines()]
+
+
 PARSERS: Final[dict[str, Callable[[str], object]]] = {
     "ranks": parse_ranks, "steps": parse_steps, "delay": _seconds, "duration": _some_seconds,
     "deep": _deep, "limit": parse_size, "without": _collectors, "hang_timeout": parse_hang_timeout,
+    "comm_kernels": _patterns,
 }  # fmt: skip
 """What reads a setting's text, and raises ValueError for one that it cannot."""
 
@@ -110,6 +118,9 @@ class Settings:
     """What is done about it: report (say so, and wait on), abort (end the job, too)."""
     without: str = ""
     """Collectors that are left out, such as `nvml,host-sync`; `dsprof doctor` lists them."""
+    comm_kernels: str = ""
+    """Kernels of imported traces that communicate, beside those that are known: a pattern a line, or a list of them.
+    Each is REGEX, or COLLECTIVE:REGEX such as `all_reduce:mine::ring_`."""
 
 
 def load(
@@ -148,6 +159,8 @@ def _from_pyproject(path: Path) -> dict[str, Any]:
 
 
 def _checked(key: str, value: Any, where: str) -> Any:
+    if key == "comm_kernels" and isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value):
+        value = "\n".join(value)
     wanted: type = bool if key == "report" else str
     if key in ("delay", "duration", "hang_timeout") and isinstance(value, (int, float)) and not isinstance(value, bool):
         value = str(value)

@@ -50,9 +50,11 @@ def test_without_drift_a_host_is_off_by_the_median() -> None:
         ended(0, "0", [10 * MS, 20 * MS, 30 * MS]),
         ended(1, "0", [5 * S + 10 * MS, 5 * S + 20 * MS + 4_000, 5 * S + 30 * MS]),
     )
+    rows.loc[4, "arrival_ns"] = 5 * S + 19 * MS
     aligned, error_us, warnings = align(rows, run_of("a", "b"))
     assert starts(aligned, 0) == [9 * MS, 19 * MS, 29 * MS]
     assert starts(aligned, 1) == [9 * MS, 19 * MS + 4_000, 29 * MS]
+    assert aligned["arrival_ns"].dropna().tolist() == [19 * MS]
     assert aligned["issue_ns"].tolist()[3:] == [8 * MS, 18 * MS + 4_000, 28 * MS]
     assert aligned["dur_ns"].tolist() == [MS] * 6
     assert (error_us, warnings) == (0.0, [])

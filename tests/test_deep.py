@@ -219,6 +219,7 @@ def test_a_collective_is_there_once_with_its_kernels_times(tmp_path: Path, args:
     assert comm[["seq", "lane", "start_ns", "dur_ns", "corr"]].where(comm.notna(), None).to_numpy().tolist() == [
         [40, "cuda.20", 1_410_000, 190_000, 34], [41, "comm.0", 1_950_000, None, None],
     ]  # fmt: skip
+    assert comm["arrival_ns"].dropna().tolist() == [1_410_000]
     assert not rows["name"].astype(str).str.contains("nccl").any()
 
 
@@ -250,7 +251,7 @@ def test_gloos_collectives_are_ours_alone(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_costs_only_itself(tmp_path: Path) -> None:
     rows, problems = add_deep(capture_of(tmp_path, "{}"), own_rows())
     assert rows.equals(own_rows())
-    assert problems == [f"{DEEP_FILE}: left out (holds no traceEvents)"]
+    assert problems == [f"{DEEP_FILE}: left out (holds no traceEvents, neither at the top nor one level down)"]
     capture = capture_of(tmp_path, kt.training())
     capture.meta.clear()
     assert "does not tell both clocks" in add_deep(capture, own_rows())[1][0]

@@ -23,7 +23,7 @@ from dsprof.importers import import_trace, kineto
 from dsprof.importers.rank_names import rank_in
 from dsprof.run import RunError, open_run
 from dsprof.schema import COLUMNS
-from dsprof.trace.kineto import reader, stream
+from dsprof.trace.kineto import around, reader, stream
 
 REAL = Path(os.environ.get("DSPROF_REAL_TRACES", Path(__file__).parents[2] / "shared" / "data" / "traces"))
 MiB = 1 << 20
@@ -87,10 +87,18 @@ def test_phases_are_told_and_derived(tmp_path: Path) -> None:
 
 def test_a_collective_by_its_arguments(tmp_path: Path) -> None:
     trace_of = import_trace(kt.write(tmp_path, kt.as_kineto(kt.training(args=kt.COLLECTIVE))))
-    assert shown(trace_of.rows, "comm", "name", "lane", "group", "seq", "bytes", "dtype", "start_ns", "issue_ns") == [
-        ["all_reduce", "cuda.20", "0", 3, 4000, "float32", 1_410_000, 1_410_000]
+    assert shown(trace_of.rows, "comm", "name", "lane", "group", "seq", "bytes", "dtype") == [
+        ["all_reduce", "cuda.20", "0", 3, 4000, "float32"]
     ]
     assert trace_of.run.groups["0"] == {"ranks": [0, 1], "size": 2, "desc": "default_pg", "backend": "kernels"}
+
+
+def test_a_collective_is_issued_by_its_launch_and_arrives_with_its_kernel(tmp_path: Path) -> None:
+    unseen = kt.kernel("ncclDevKernel_AllGather_RING_LL(ncclDevComm*)", 77, 1950, 5, 20)  # launched before the trace
+    assert shown(rows_of([*kt.training(), unseen], tmp_path), "comm", "start_ns", "issue_ns", "arrival_ns") == [
+        [1_410_000, 1_400_000, 1_410_000],
+        [1_950_000, None, 1_950_000],
+    ]
 
 
 def test_a_collective_by_the_annotation_around_its_launch(tmp_path: Path) -> None:
@@ -112,7 +120,7 @@ def test_a_collective_by_the_annotation_around_its_launch(tmp_path: Path) -> Non
         ("ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)", "collective"),
         ("rcclGenericKernel<1, false>(ncclDevKernelArgsStorage<4096ul>)", "collective"),
         ("void deep_ep::internode::dispatch<false, 8>(int4*)", "all_to_all"),
-        ("void vllm::cross_device_reduce_1stage<c10::BFloat16, 8>(...)", "reduce"),
+        ("void vllm::cross_device_reduce_1stage<c10::BFloat16, 8>(...)", "all_reduce"),
     ],
 )
 def test_kernels_that_communicate(tmp_path: Path, name: str, collective: str) -> None:
@@ -190,6 +198,9 @@ LAYOUTS = {
     "minified": lambda events, **about: json.dumps({**about, "traceEvents": events}, separators=(",", ":")),
     "indented": lambda events, **about: json.dumps({"traceEvents": events, **about}, indent=4),
     "list": lambda events, **about: json.dumps(events),
+    "wrapped": lambda events, **about: json.dumps(
+        {"meta": [{"a": "[{"}], "of": {"b": [], "traceEvents": events}, **about}
+    ),
 }
 
 
@@ -205,6 +216,47 @@ def test_any_layout_and_any_cut_into_blocks(
     expected = rows_of(events, tmp_path)
     path = kt.write(tmp_path / "other", LAYOUTS[layout](events, distributedInfo={"rank": 0}), "rank0.json.gz")
     pd.testing.assert_frame_equal(import_trace(path).rows, expected)
+
+
+def wrapped(events: list[kt.Event], where: str) -> str:
+    """What other programs make of a trace: their own metadata before it, in it, or around it."""
+    # Texts that look like the trace's own, as long as a block, with quotes, brackets and backslashes.
+    odd = '"traceEvents": [{]\\"' * 30 + "\\" * 3
+    metadata = {"note": odd, "traceEvents": "none", "deep": {"er": {"distributedInfo": {"rank": 9}}}, "n": [1, [2, {}]]}
+    inner = json.loads(kt.as_kineto(events, distributedInfo={"rank": 2, "world_size": 4}))
+    whole: dict[str, Any] = {
+        "late": {"metadata": metadata, **inner},
+        "one level down": {"metadata": metadata, "trace": {"metadata": metadata, **inner}, "more": [metadata]},
+        "told behind": {"trace": {"traceEvents": events, "metadata": metadata}, "distributedInfo": {"rank": 2}},
+    }[where]
+    return json.dumps(whole, indent=1)
+
+
+@pytest.mark.parametrize("where", ["late", "one level down", "told behind"])
+@pytest.mark.parametrize("block", [5, 64, 333, stream.BLOCK])
+def test_wrappers_put_their_metadata_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, block: int
+) -> None:
+    monkeypatch.setattr(stream, "BLOCK", block)
+    expected = rows_of(kt.training(args=kt.COLLECTIVE), tmp_path, distributedInfo={"rank": 2})
+    path = kt.write(tmp_path / "wrapped", wrapped(kt.training(args=kt.COLLECTIVE), where), "trace.json")
+    found = import_trace(path)
+    assert found.run.facts[0]["warnings"] == []
+    pd.testing.assert_frame_equal(found.rows, expected)
+
+
+def test_metadata_of_any_size_is_walked_through_and_not_held(tmp_path: Path) -> None:
+    """80 MiB of text, lists and one string before the events."""
+    text = kt.as_kineto(kt.training())
+    before = '{"blob": "' + "ab\\n" * (8 * MiB) + '", "lists": [' + "[1, 2], " * (6 * MiB) + "[]], "
+    path = kt.write(tmp_path, before + text[1:])
+    del before
+    tracemalloc.start()
+    found = import_trace(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert shown(found.rows, "step", "step") == [[3]]
+    assert peak < 60 * MiB
 
 
 # --- ranks --------------------------------------------------------------------------------------
@@ -264,7 +316,8 @@ def test_the_command_makes_a_run_that_other_commands_read(tmp_path: Path, capsys
     assert cli.main(["import", str(traces), "-o", str(run)]) == 0
     said = capsys.readouterr()
     assert said.out == f"{run}\n"
-    assert "imported 2 ranks, 1 step; next: dsprof report" in said.err
+    assert "imported 2 ranks, 1 step" in said.err
+    assert "next: dsprof report" in said.err
     assert "matched in the order of their launch" in said.err
     pd.testing.assert_frame_equal(trace.load(open_run(run)).rows, import_trace(traces).rows)
     assert cli.main(["analyze", str(run), "--json"]) == 0
@@ -390,12 +443,14 @@ def test_a_gzip_bomb_is_not_unpacked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('{"schemaVersion": 1}', "holds no traceEvents"),
+        ('{"schemaVersion": 1}', "holds no traceEvents, neither at the top nor one level down"),
+        ('{"a": {"traceEvents": 1, "b": {"traceEvents": [{"ph": "X"}]}}}', "holds its traceEvents 2 levels down"),
+        ('[{"rank": 0, "host": "a", "traceEvents": [{"ph": "X"}]}]', "write each into a file of its own"),
         ('{"schemaVersion": 1, "traceEvents": []}', "none of its 0 events"),
         ('{"traceEvents": [' + "[" * 100_000, "none of its 0 events"),
         ('{"traceEvents": [' + "[" * 5000 + "]" * 5000 + "]}", "an event is no JSON"),
         ('{"traceEvents": [{"ph": "X"}}', "brackets that do not match"),
-        ('{"schemaVersion": ;, "traceEvents": []}', "its beginning is no JSON"),
+        ('{"distributedInfo": [;], "traceEvents": []}', "its distributedInfo is no JSON"),
         ('{"traceEvents": [1, 2, null, "x"]}', "none of its 4 events"),
         ('{"traceEvents": [{"ph": "X", "name": "\ud800"}]}', ""),
     ],
@@ -424,10 +479,18 @@ def test_an_event_of_many_brackets_is_not_parsed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["its beginning", "its end"])
 def test_what_stands_around_the_events_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    monkeypatch.setattr(stream, "MOST_TAKEN", 8 * MiB)
-    lists, events = '"schemaVersion": 1, "x": [' + "[]," * MiB + "[]]", '"traceEvents": [{"ph": "X"}]'
-    path = kt.write(tmp_path, "{" + ", ".join([lists, events] if where == "its beginning" else [events, lists]) + "}")
-    assert f"{where} would take more than 8 MiB of memory" in refusal(path, tmp_path)
+    """What is used of it; all else is passed over and never held."""
+    monkeypatch.setattr(around, "MOST_TAKEN", 8 * MiB)
+    lists, events = '"schemaVersion": 1, "%s": [' + "[]," * MiB + "[]]", '"traceEvents": [{"ph": "X"}]'
+    whole = "{" + ", ".join([lists, events] if where == "its beginning" else [events, lists]) + "}"
+    told = refusal(kt.write(tmp_path, whole % "distributedInfo"), tmp_path)
+    assert "its distributedInfo would take more than 8 MiB of memory" in told
+    path = kt.write(tmp_path, whole % "x")
+    tracemalloc.start()
+    assert "none of its 1 events" in refusal(path, tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 60 * MiB
 
 
 def test_lists_in_the_arguments_of_communications_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

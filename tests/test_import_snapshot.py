@@ -149,7 +149,7 @@ def test_the_command_makes_a_run_that_other_commands_read(tmp_path: Path, capsys
     assert cli.main(["import", str(path), "-o", str(run)]) == 0
     said = capsys.readouterr()
     assert said.out == f"{run}\n"
-    assert "imported the memory of 1 rank; next: dsprof report" in said.err
+    assert "imported the memory of 1 rank\n" in said.err
     loaded = trace.load(open_run(run))
     assert loaded.memory[0].blocks.equals(import_trace(path).memory[0].blocks)
     assert cli.main(["analyze", str(run)]) == 0

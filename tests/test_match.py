@@ -50,6 +50,33 @@ def test_what_has_a_number_is_matched_by_it() -> None:
     assert mismatches(rows) == []
 
 
+def test_a_rank_comes_when_its_stream_reaches_the_collective() -> None:
+    """Both hosts ran ahead, rank 1's device was behind: it is late by 60, and the transfer takes 10."""
+    rows = table(
+        comm(0, "all_reduce", 2, 90, 0, start_ns=20, dur_ns=70, arrival_ns=20),
+        comm(1, "all_reduce", 1, 90, 0, start_ns=80, dur_ns=10, arrival_ns=80),
+    )  # fmt: skip
+    matched = match_collectives(rows)
+    assert of(matched, "first_ns", "last_ns", "late_rank", "transfer_ns") == [(20, 80, 1, 10)]
+
+
+def test_arrivals_and_issues_are_not_mixed_within_a_collective() -> None:
+    """Where one rank's arrival is not known, the issues of all count; where an issue is not known, what there is."""
+    rows = table(
+        comm(0, "all_reduce", 10, 95, 0, arrival_ns=80), comm(1, "all_reduce", 20, 95, 0),
+        comm(0, "all_reduce", 11, 99, 1, arrival_ns=96), comm(1, "all_reduce", 21, 99, 1, issue_ns=None, arrival_ns=97),
+        comm(0, "all_reduce", 12, 130, 2), comm(1, "all_reduce", 22, 130, 2, issue_ns=None, arrival_ns=110),
+    )  # fmt: skip
+    assert of(match_collectives(rows), "first_ns", "last_ns", "late_rank") == [(10, 20, 1), (96, 97, 1), (12, 110, 1)]
+
+
+def test_the_root_comes_when_its_stream_reaches_the_broadcast() -> None:
+    rows = table(
+        comm(0, "broadcast", 5, 95, 0, root=0, arrival_ns=50), comm(1, "broadcast", 10, 95, 0, root=0, arrival_ns=20),
+    )  # fmt: skip
+    assert of(match_collectives(rows, run_of([0, 1])), "root_ns", "first_ns", "last_ns") == [(50, 20, 50)]
+
+
 def test_a_group_has_two_workers() -> None:
     """Of three that are issued together the third waits for the first to end."""
     rows = table(*(comm(rank, "all_reduce", 10 + seq, 100 + 10 * seq, seq) for rank in (0, 1) for seq in range(3)))
@@ -81,6 +108,17 @@ def test_without_numbers_the_order_counts() -> None:
         (0, "all_reduce", 2), (1, "all_gather", 2), (2, "all_reduce", 2)
     ]  # fmt: skip
     assert mismatches(numbered) == []
+
+
+def test_without_numbers_those_whose_launch_was_not_seen_are_ordered_by_their_stream() -> None:
+    """Rank 0 launched its first one before the trace began, and the second one before the first one ran."""
+    rows = table(
+        comm(0, "all_reduce", 30, 35, issue_ns=None, arrival_ns=30),
+        comm(0, "all_reduce", 40, 45, issue_ns=20, arrival_ns=40),
+        comm(1, "all_reduce", 30, 35, issue_ns=10, arrival_ns=30),
+        comm(1, "all_reduce", 41, 45, issue_ns=20, arrival_ns=41),
+    )  # fmt: skip
+    assert number_by_order(rows)["seq"].tolist() == [0, 1, 0, 1]
 
 
 def test_another_order_of_names_on_another_rank_keeps_names_together() -> None:

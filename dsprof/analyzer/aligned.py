@@ -29,12 +29,13 @@ Int = npt.NDArray[np.int64]
 COMPARED_KINDS: Final = ("comm", "step", "phase", "pipe", "gauge", "pause")
 """And the waits for messages, which say when a message was there."""
 COMPARED: Final = (
-    "rank", "restart", "step", "kind", "name", "lane", "start_ns", "dur_ns", "ended", "issue_ns", "host_ns", "stage",
-    "purpose", "group", "seq", "peer", "tag", "root", "bytes", "dtype", "value", "grad", "source",
+    "rank", "restart", "step", "kind", "name", "lane", "start_ns", "dur_ns", "ended", "issue_ns", "arrival_ns",
+    "host_ns", "stage", "purpose", "group", "seq", "peer", "tag", "root", "bytes", "dtype", "value", "grad", "source",
 )  # fmt: skip
 """Columns of the trace."""
 CORRECTED_BY: Final = (
-    "rank", "restart", "step", "kind", "start_ns", "dur_ns", "issue_ns", "purpose", "group", "seq", "peer",
+    "rank", "restart", "step", "kind", "start_ns", "dur_ns", "issue_ns", "arrival_ns", "purpose", "group", "seq",
+    "peer",
 )  # fmt: skip
 """Columns that are corrected, or say how."""
 

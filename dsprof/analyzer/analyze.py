@@ -18,7 +18,7 @@ from .analysis import Analysis, CaptureQuality, Verdict
 from .budget import step_budget
 from .build import build_graph
 from .context import Context
-from .device import compare_devices
+from .device import compare_devices, unknown_kernels
 from .efficiency import judge_efficiency
 from .irregular import find_irregular, mark_ordinary, profiled_steps
 from .judge import judge
@@ -143,7 +143,7 @@ def analyze(trace: Trace) -> Analysis:
         passed=tuple(passed),
         not_judged=not_judged,
         noise_ms=noise_ms,
-        notes=tuple(filter(None, (part, note))),
+        notes=tuple(filter(None, (part, note, unknown_kernels(devices, run)))),
         verdict=Verdict("inconclusive", ""),
         capture=CaptureQuality(
             overhead_percent=estimate_overhead(run, (summary.recorded for summary in ranks.values()), ordinary),

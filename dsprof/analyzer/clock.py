@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -88,12 +88,15 @@ class Clocks:
             return rows
         rank = rows["rank"].to_numpy(np.int64)
         host = np.append(self.host_of, np.int32(0))[np.minimum(rank, len(self.host_of))]
-        start, issue, length = rows["start_ns"].to_numpy(np.int64), rows["issue_ns"].copy(), rows["dur_ns"]
-        issued = issue.notna().to_numpy(bool)
-        issued_at = issue[issued].to_numpy(np.int64)
-        issue[issued] = issued_at - self._ahead(issued_at, host[issued])
+        start, length = rows["start_ns"].to_numpy(np.int64), rows["dur_ns"]
         aligned = start - self._ahead(start, host)
-        moved = {"start_ns": aligned, "issue_ns": issue}
+        moved: dict[str, Any] = {"start_ns": aligned}
+        for name in ("issue_ns", "arrival_ns"):
+            when = rows[name].copy()
+            told = when.notna().to_numpy(bool)
+            told_at = when[told].to_numpy(np.int64)
+            when[told] = told_at - self._ahead(told_at, host[told])
+            moved[name] = when
         if any(offset.drift for offset in self.offsets):  # so that what ended when the next began still does
             end = start + length.fillna(0).to_numpy(np.int64)
             end -= self._ahead(end, host)

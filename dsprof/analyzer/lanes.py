@@ -21,7 +21,7 @@ from dsprof.run import RunInfo
 
 from .intervals import Int, Intervals
 from .lane_tasks import LANE_TASK_COLUMNS, LaneTasks, find_lane_tasks
-from .match import PAIRED, Matches, arrivals, codes_of
+from .match import PAIRED, Matches, arrivals, asked_ns, codes_of, is_issued
 from .painting import NOTHING, PHASE_PART, Parts, add, innermost_of, labels
 from .topology import PIPELINE
 
@@ -321,8 +321,8 @@ def _guess(start: Int, end: Int, rows: pd.DataFrame, matches: Matches) -> Int:
     bound = np.full(len(start), NOTHING, np.int64)
     if not len(start):
         return bound
-    issued = (rows["kind"] == "comm") & rows["issue_ns"].notna() & rows["dur_ns"].notna() & rows["peer"].isna()
-    own = rows[[*PAIRED, "issue_ns", "start_ns", "dur_ns"]][issued & rows["seq"].notna()]
+    issued = (rows["kind"] == "comm") & is_issued(rows) & rows["dur_ns"].notna() & rows["peer"].isna()
+    own = rows[[*PAIRED, "issue_ns", "arrival_ns", "start_ns", "dur_ns"]][issued & rows["seq"].notna()]
     index = matches.find(own)
     # This rank's own end: the ranks' ends of one collective lie milliseconds apart on a busy host.
     done = own["start_ns"].to_numpy(np.int64) + own["dur_ns"].to_numpy(np.int64)
@@ -330,7 +330,7 @@ def _guess(start: Int, end: Int, rows: pd.DataFrame, matches: Matches) -> Int:
     order = order[index[order] != NOTHING]
     if not len(order):
         return bound
-    done, issue, index = done[order], own["issue_ns"].to_numpy(np.int64)[order], index[order]
+    done, issue, index = done[order], asked_ns(own).to_numpy(np.int64)[order], index[order]
     last = np.searchsorted(done, end + BINDING_SLACK_NS, side="right")
     open_ = np.arange(len(start))  # the waits that have not found theirs
     for back in range(1, MOST_UNDER_WAY + 1):

@@ -26,7 +26,7 @@ COLLECTIVE_COLUMNS: Final = (
 )  # fmt: skip
 
 PAIRED: Final = ("rank", "name", "group", "seq", "peer", "tag")
-ISSUED: Final = (*PAIRED, "step", "purpose", "root", "bytes", "start_ns", "dur_ns", "issue_ns")
+ISSUED: Final = (*PAIRED, "step", "purpose", "root", "bytes", "start_ns", "dur_ns", "issue_ns", "arrival_ns")
 """Columns of the trace that say who communicates with whom, and that make a match."""
 
 SEND_RECV: Final = "send_recv"
@@ -41,15 +41,17 @@ INFORMATIVE_NS: Final = 200_000
 def match_collectives(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.DataFrame:
     """One row per communication that ended on some captured rank (COLLECTIVE_COLUMNS), ordered by last arrival.
 
-    An arrival is the issue: true starts on gloo are bounds. `ranks` is how many captured ranks issued it.
+    A rank arrives when its chain that runs the communication is ready for it (`arrival_ns`). Where that is not told of
+    every rank that takes part, the issue stands for it: true starts on gloo are bounds. `ranks` is how many captured
+    ranks issued it.
     `transfer_ns` runs from the last arrival, or from when the group had a worker free, to the last end known.
     `needs` says whose arrival a participant depends on: `all`, `root` (the root on all, the others on it), `to-root`
     (the root on all),
     `none` (unknown); `root_rank` and `root_ns` are the root's global rank and arrival (-1: unknown or none).
     `run` has the members of the groups; without it only groups whose ranks are the global ones are understood.
     """
-    issued = (rows["kind"] == "comm") & rows["group"].notna() & rows["seq"].notna() & rows["issue_ns"].notna()
-    comm = rows[list(ISSUED)][issued]
+    numbered = (rows["kind"] == "comm") & rows["group"].notna() & rows["seq"].notna()
+    comm = rows[list(ISSUED)][numbered & is_issued(rows)]
     message = comm["peer"].notna()
     if message.any():
         found = [_collectives(comm[~message], run), _messages(comm[message], rows, run)]
@@ -59,6 +61,38 @@ def match_collectives(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.Data
     if not found:
         return pd.DataFrame({name: pd.Series(dtype="int64") for name in COLLECTIVE_COLUMNS})
     return pd.concat(found, ignore_index=True).sort_values("last_ns", ignore_index=True)[list(COLLECTIVE_COLUMNS)]
+
+
+def is_issued(rows: pd.DataFrame) -> pd.Series[bool]:
+    """Of which communications it is told when the host asked for them, or when their chain was ready for them."""
+    return rows["issue_ns"].notna() | rows["arrival_ns"].notna()
+
+
+def asked_ns(rows: pd.DataFrame) -> pd.Series[int]:
+    """When the host asked for each; of one whose launch was not seen, when its chain was ready for it."""
+    return rows["issue_ns"].fillna(rows["arrival_ns"])
+
+
+def _arrived(comm: pd.DataFrame, key: tuple[Int, Int]) -> Int:
+    """When each rank came. Within one communication the times are of one kind, as far as they are told: a stream's
+    arrival beside another rank's issue would make the rank late whose device was behind its host.
+
+    key: number and group of each row; equal ones are one communication.
+    """
+    arrival = comm["arrival_ns"].to_numpy(np.int64, na_value=NOT_TOLD)
+    issue: Int = comm["issue_ns"].to_numpy(np.int64, na_value=NOT_TOLD)
+    if not (arrival != NOT_TOLD).any():
+        return issue
+    order = np.lexsort(key)
+    begins = np.flatnonzero(np.append(True, np.any([np.diff(part[order]) != 0 for part in key], axis=0)))
+    counts = np.diff(np.append(begins, len(order)))
+    every = {}
+    for name, when in (("arrival", arrival), ("issue", issue)):
+        every[name] = np.empty(len(order), bool)
+        every[name][order] = np.repeat(np.logical_and.reduceat((when != NOT_TOLD)[order], begins), counts)
+    either = np.where(arrival != NOT_TOLD, arrival, issue)
+    found: Int = np.where(every["arrival"], arrival, np.where(every["issue"], issue, either))
+    return found
 
 
 def codes_of(column: pd.Series[Any]) -> tuple[Int, Words]:
@@ -80,7 +114,7 @@ def numbers(comm: pd.DataFrame) -> Int:
 
 @dataclass(frozen=True)
 class _Sorted:
-    """Participants in order of group, number and issue, and where each communication begins.
+    """Participants in order of group, number and arrival, and where each communication begins.
 
     group: [C] of each communication. The others are [N], of each participant; `end`: NOT_ENDED where unknown.
     """
@@ -89,7 +123,7 @@ class _Sorted:
     group: Words
     order: Int
     seq: Int
-    issue: Int
+    came: Int
     rank: Int
     end: Int
 
@@ -104,8 +138,8 @@ class _Sorted:
             "purpose": self.first(comm["purpose"]),
             "step": np.maximum.reduceat(steps, self.begins).astype(comm["step"].dtype),
             "bytes": np.maximum.reduceat(sizes, self.begins),
-            "first_ns": self.issue[self.begins],
-            "last_ns": self.issue[last],
+            "first_ns": self.came[self.begins],
+            "last_ns": self.came[last],
             "late_rank": self.rank[last].astype(comm["rank"].dtype),
             "end_ns": np.maximum.reduceat(self.end, self.begins),
         }
@@ -120,18 +154,20 @@ class _Sorted:
 
 
 NOT_ENDED: Final = np.iinfo(np.int64).min
+NOT_TOLD: Final = NOT_ENDED
 
 
 def _sorted(comm: pd.DataFrame, codes: Int, names: Words) -> _Sorted:
     """`codes`, `names`: the group in the matched table of each row."""
-    seq, issue = comm["seq"].to_numpy(np.int64), comm["issue_ns"].to_numpy(np.int64)
+    seq = comm["seq"].to_numpy(np.int64)
+    came = _arrived(comm, (seq, codes))
     end = comm["start_ns"].to_numpy(np.int64) + comm["dur_ns"].fillna(0).to_numpy(np.int64)
     end = np.where(comm["dur_ns"].notna().to_numpy(bool), end, NOT_ENDED)
-    order = np.lexsort((issue, seq, codes))
+    order = np.lexsort((came, seq, codes))
     key = codes[order], seq[order]
     begins = np.flatnonzero(np.append(True, (np.diff(key[0]) != 0) | (np.diff(key[1]) != 0)))
     rank = comm["rank"].to_numpy(np.int64)
-    return _Sorted(begins, names[key[0][begins]], order, seq[order], issue[order], rank[order], end[order])
+    return _Sorted(begins, names[key[0][begins]], order, seq[order], came[order], rank[order], end[order])
 
 
 def _collectives(comm: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
@@ -148,7 +184,7 @@ def _collectives(comm: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
             "name": of.first(comm["name"]),
             "ranks": np.diff(np.append(of.begins, len(of.seq))),
             "root_rank": np.append(root, -1)[np.minimum.reduceat(known_root, of.begins)],
-            "root_ns": np.maximum.reduceat(np.where(here, of.issue, -1), of.begins),
+            "root_ns": np.maximum.reduceat(np.where(here, of.came, -1), of.begins),
         }
     )
     matched = matched[matched["end_ns"] != NOT_ENDED].reset_index(drop=True)

@@ -12,7 +12,7 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 
-from .match import ISSUED, PAIR, SEND_RECV, codes_of, matched_codes, numbers
+from .match import ISSUED, PAIR, SEND_RECV, asked_ns, codes_of, is_issued, matched_codes, numbers
 
 Int = npt.NDArray[np.int64]
 
@@ -102,7 +102,7 @@ class _WithoutNumber:
 
 
 def _without_number(rows: pd.DataFrame, run: RunInfo | None) -> _WithoutNumber | None:
-    issued = (rows["kind"] == "comm") & rows["group"].notna() & rows["issue_ns"].notna()
+    issued = (rows["kind"] == "comm") & rows["group"].notna() & is_issued(rows)
     lacking = (issued & rows["seq"].isna()).to_numpy(bool)
     if not lacking.any():
         return None
@@ -115,7 +115,7 @@ def _without_number(rows: pd.DataFrame, run: RunInfo | None) -> _WithoutNumber |
     free = np.zeros(len(groups), np.int64)
     np.maximum.at(free, group[~lacks], comm["seq"].to_numpy(np.int64, na_value=-1)[~lacks] + 1)
     row, group, word, rank = np.flatnonzero(lacking), group[lacks], np.where(message, 0, word)[lacks], rank[lacks]
-    issue, message = comm["issue_ns"].to_numpy(np.int64)[lacks], message[lacks]
+    issue, message = _order_of_issue(comm[lacks], group), message[lacks]
     kind = group * len(words) + word
     order = np.lexsort((issue, rank, kind))
     row, group, kind, rank, issue = row[order], group[order], kind[order], rank[order], issue[order]
@@ -141,3 +141,13 @@ def _without_number(rows: pd.DataFrame, run: RunInfo | None) -> _WithoutNumber |
         counts.append(_Counts(name, SEND_RECV if message[begin] else words[word[begin]], found))
     begin_of = np.repeat(begins, np.diff(np.append(begins, len(row))))
     return _WithoutNumber(row, group, turn, begin_of, issue, even, free, counts)
+
+
+def _order_of_issue(comm: pd.DataFrame, group: Int) -> Int:
+    """What puts those of a group in the order in which they were issued: when the host asked, or, in a group of which
+    a launch was not seen, when their stream reached them. A mixture of both would be no order."""
+    asked = asked_ns(comm).to_numpy(np.int64)
+    unseen = np.isin(group, group[comm["issue_ns"].isna().to_numpy(bool)])
+    reached = comm["arrival_ns"].to_numpy(np.int64, na_value=-1)
+    found: Int = np.where(unseen & (reached >= 0), reached, asked)
+    return found

@@ -16,7 +16,7 @@ from dsprof.run import RunInfo
 from .budget import BEHIND, RankTime
 from .graph import PARTS
 from .lane_tasks import LaneTasks
-from .match import Matches
+from .match import Matches, asked_ns, is_issued
 
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int64]
@@ -101,7 +101,7 @@ def find_program(time: RankTime, rows: pd.DataFrame, matches: Matches, run: RunI
     """One rank's points: of its `rows` the communications, phases and actions, of its `time` the waits and tasks."""
     kind, main = rows["kind"], rows["lane"] == "main"
     backward_at = rows.loc[(kind == "phase") & (rows["name"] == "backward") & main, "start_ns"].to_numpy(np.int64)
-    comm = rows.loc[(kind == "comm") & rows["issue_ns"].notna() & rows["seq"].notna(), COMM]
+    comm = rows.loc[(kind == "comm") & is_issued(rows) & rows["seq"].notna(), COMM]
     acted = rows.loc[(kind == "pipe") & main & rows["dur_ns"].notna() & rows["name"].isin(COMPUTE), ACTED]
     parts = [
         _issues(comm, matches, run),
@@ -113,7 +113,7 @@ def find_program(time: RankTime, rows: pd.DataFrame, matches: Matches, run: RunI
     return tuple(np.concatenate([part[k] for part in parts]) for k in range(OWN + 1))
 
 
-COMM: Final = ["rank", "name", "group", "seq", "peer", "tag", "start_ns", "dur_ns", "issue_ns"]
+COMM: Final = ["rank", "name", "group", "seq", "peer", "tag", "start_ns", "dur_ns", "issue_ns", "arrival_ns"]
 ACTED: Final = ["name", "start_ns", "dur_ns"]
 
 
@@ -126,7 +126,7 @@ def _issues(comm: pd.DataFrame, matches: Matches, run: RunInfo | None) -> Progra
     target = matches.find(comm, run) if matches.unique else np.full(len(comm), -1)
     comm, target = comm[target >= 0], target[target >= 0]
     ended = (comm["start_ns"] + comm["dur_ns"]).fillna(-1).to_numpy(np.int64)
-    when, zero = comm["issue_ns"].to_numpy(np.int64), np.zeros(len(comm), np.int64)
+    when, zero = asked_ns(comm).to_numpy(np.int64), np.zeros(len(comm), np.int64)
     return np.full(len(comm), ISSUE), target, when, ended, zero, zero
 
 

@@ -15,7 +15,7 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 
-from .match import global_ranks
+from .match import asked_ns, global_ranks, is_issued
 
 PIPELINE = "pipeline"
 
@@ -37,8 +37,8 @@ def find_topology(rows: pd.DataFrame, run: RunInfo) -> Topology:
     stage_of: dict[int, tuple[int, ...]] = {
         int(rank): tuple(sorted(int(stage) for stage in set(found))) for rank, found in acted.groupby("rank")["stage"]
     }
-    sent = (rows["kind"] == "comm") & rows["peer"].notna() & (rows["name"] == "send") & rows["issue_ns"].notna()
-    sends = rows[["rank", "group", "peer", "issue_ns"]][sent]
+    sent = (rows["kind"] == "comm") & rows["peer"].notna() & (rows["name"] == "send") & is_issued(rows)
+    sends = rows[["rank", "group", "peer", "issue_ns", "arrival_ns"]][sent]
     if sends.empty:
         return Topology(stage_of)
     table = pd.DataFrame(
@@ -86,7 +86,7 @@ def _phase_before(sends: pd.DataFrame, rows: pd.DataFrame) -> pd.Series[str]:
     begun = (rows["kind"] == "phase") & rows["name"].isin(names[:2])
     phases = rows[["rank", "name", "start_ns"]][begun]
     rank = np.concatenate([sends["rank"].to_numpy(np.int64), phases["rank"].to_numpy(np.int64)])
-    when = np.concatenate([sends["issue_ns"].to_numpy(np.int64), phases["start_ns"].to_numpy(np.int64)])
+    when = np.concatenate([asked_ns(sends).to_numpy(np.int64), phases["start_ns"].to_numpy(np.int64)])
     what = np.concatenate([np.full(len(sends), -1), (phases["name"] == "backward").to_numpy(np.int64)])
     order = np.lexsort((what, when, rank))
     at = np.where(what[order] >= 0, np.arange(len(order)), -1)

@@ -14,13 +14,13 @@ from dsprof.live.waiting import SAME_BYTES, Communication, RankState, Stall, fin
 from dsprof.run import RunInfo
 from dsprof.trace import Trace
 
-from .match import codes_of, global_ranks, numbers
+from .match import asked_ns, codes_of, global_ranks, numbers
 
 Bool = npt.NDArray[np.bool_]
 
 COMM: Final = (
-    "rank", "name", "group", "seq", "peer", "tag", "root", "start_ns", "dur_ns", "ended", "issue_ns", "bytes", "dtype",
-    "stage", "source",
+    "rank", "name", "group", "seq", "peer", "tag", "root", "start_ns", "dur_ns", "ended", "issue_ns", "arrival_ns",
+    "bytes", "dtype", "stage", "source",
 )  # fmt: skip
 OPEN: Final = ("kind", "name", "ended", "group", "seq", "peer", "tag")
 
@@ -68,7 +68,7 @@ def first_disagreement(rows: pd.DataFrame) -> Stall | None:
         return None
     found = comm[differ]
     # Of each, when the last rank was there: that is the moment at which they disagreed.
-    first = key[differ][np.argmin(found["issue_ns"].fillna(np.iinfo(np.int64).max).to_numpy(np.int64))]
+    first = key[differ][np.argmin(asked_ns(found).fillna(np.iinfo(np.int64).max).to_numpy(np.int64))]
     chosen = comm[key == first]
     return mismatch({int(row["rank"]): _operation(row) for row in chosen.to_dict("records")})
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dsprof.run import DEFAULT_PARENT, RunError, RunFolder
+from dsprof.settings import load as load_settings
 
 from .runs import UNREADABLE, USAGE, fail
 
 
 def command(
     traces: Annotated[
-        Path, typer.Argument(metavar="TRACES", help="A trace, or the folder that holds one, or one of each rank.")
+        list[Path],
+        typer.Argument(
+            metavar="TRACES...",
+            help="Traces of one job, one a rank: files, folders, patterns ('runs/*/rank*.json'), .tar, .tar.gz, .tgz.",
+        ),
     ],
     *,
     output: Annotated[
@@ -33,13 +38,19 @@ def command(
         list[str] | None,
         typer.Option(
             "--comm-kernels",
-            metavar="REGEX",
+            metavar="PATTERN",
             show_default=False,
-            help="Kernels of these names communicate, beside those of NCCL and RCCL. May be given several times.",
+            help="Kernels of these names communicate, beside those of the libraries that are known: REGEX, or "
+            "COLLECTIVE:REGEX such as all_reduce:mine::ring_. May be given several times.",
         ),
     ] = None,
+    report: Annotated[
+        bool, typer.Option("--report/--no-report", help="Write the HTML report and the TensorBoard files.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="End with findings.json as one line on stderr.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but warnings.")] = False,
 ) -> None:
-    """Make a run folder of another tool's trace, for all other commands, and print its path.
+    """Make a run folder of another tool's traces, for all other commands, print its path, and end with the verdict.
 
     So far: traces of torch.profiler (*.pt.trace.json, also gzipped, any number
     of ranks), straggler tables (Parquet) of the OSDI '25 what-if analysis,
@@ -48,11 +59,15 @@ def command(
     of Flight Recorder dumps, JSON or pickles, one a rank.
     """
     from dsprof.importers import import_trace
+    from dsprof.launch.conclude import Conclusion
+    from dsprof.launch.talk import Talk
 
     if output is not None:
         _free(output, force)
+    settings = load_settings({}, os.environ)
+    patterns = [*(comm_kernels or ()), *settings.comm_kernels.splitlines()]
     try:
-        trace = import_trace(traces, comm_kernels or ())
+        trace = import_trace(traces, patterns)
     except RunError as error:
         fail(error, UNREADABLE)
     from dsprof import trace as traces_of_runs
@@ -64,14 +79,16 @@ def command(
         traces_of_runs.save(folder, trace)
     except OSError as error:
         fail(f"{folder.path}: cannot be written ({error.strerror}); name another folder with -o", USAGE)
+    talk = Talk(quiet)
     for warning in folder.read_info().warnings:
-        print(f"[dsprof] warning: {warning}", file=sys.stderr)
+        talk.warn(f"warning: {warning}")
     ranks = _counted(len(trace.run.ranks), "rank")
     numbers = (trace.read(rank, ("kind", "step")).query("kind == 'step'")["step"] for rank in trace.ranks)
     steps = len(set().union(*numbers))
     what = f"{ranks}, {_counted(steps, 'step')}" if steps or not trace.memory else f"the memory of {ranks}"
-    print(f"[dsprof] imported {what}; next: dsprof report {folder.path}", file=sys.stderr)
-    print(folder.path)
+    talk.say(f"imported {what}")
+    print(folder.path, flush=True)
+    Conclusion(folder, talk, report=report and settings.report, as_json=as_json).judge()
 
 
 def _counted(number: int, noun: str) -> str:

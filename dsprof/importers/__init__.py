@@ -9,18 +9,23 @@
 
 A format's module has a DESCRIPTION, `recognizes(path)`, which looks at one file and never raises, and `read(path)`, its
 `Trace`; what is wrong with the file is a RunError that says what, where, and what to write instead. All but tables may
-be several, one a rank (rank_names.py: which rank, by a file's name).
+be several, one a rank (rank_names.py: which rank, by a file's name). sources.py finds the files that folders, patterns
+and archives (archive.py) stand for.
 """
 
 from __future__ import annotations
 
 import importlib
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol, cast
 
 from dsprof.run import RunError
 from dsprof.trace import Trace
+
+from .sources import find_files
 
 FORMATS: Final = ("straggler", "memory_snapshot", "flight_recorder", "kineto")
 MOST_NAMED: Final = 8
@@ -38,44 +43,73 @@ class Format(Protocol):
     def read(self, path: Path) -> Trace: ...
 
 
-def import_trace(path: Path, comm_kernels: Sequence[str] = ()) -> Trace:
-    """The trace in a file, or in the one of a folder that a format recognizes, or, of a format whose files are one a
-    rank, in all of them. `comm_kernels`: see `kineto.read`. Raises RunError."""
-    from . import flight_recorder, memory_snapshot
-
-    formats = [cast(Format, importlib.import_module(f".{name}", __name__)) for name in FORMATS]
-    if not path.exists():
-        raise RunError(f"{path}: no such file or folder; name a trace, or the folder that holds one")
+def import_trace(paths: Path | Sequence[Path], comm_kernels: Sequence[str] = ()) -> Trace:
+    """The trace in a file, or, of a format whose files are one a rank, in all that `paths` stand for: files, folders,
+    patterns, tar archives. `comm_kernels`: see `kineto.read`. Raises RunError."""
+    given = [paths] if isinstance(paths, Path) else list(paths)
     try:
-        files = sorted(child for child in path.iterdir() if child.is_file()) if path.is_dir() else [path]
+        room = tempfile.TemporaryDirectory(prefix="dsprof-import-")
     except OSError as error:
-        raise RunError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
-    found = [(file, known) for file in files for known in formats if known.recognizes(file)]
-    traces_of_profiler = bool(found) and all(known.__name__.endswith(".kineto") for _, known in found)
-    if comm_kernels and not traces_of_profiler:
-        raise RunError(f"{path}: no trace of torch.profiler, which --comm-kernels is for; leave the flag out")
-    if traces_of_profiler:
-        from . import kineto
-
-        return kineto.read(path if len(found) > 1 else found[0][0], comm_kernels)
-    kinds = {known.__name__ for _, known in found}
-    if len(found) > 1:  # of one job, a file a rank
-        if kinds == {flight_recorder.__name__}:
-            return flight_recorder.read_all([file for file, _ in found])
-        if kinds == {memory_snapshot.__name__}:
-            return memory_snapshot.read_all([file for file, _ in found])
-    if len({file for file, _ in found}) > 1:
-        names = ", ".join(file.name for file, _ in found[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
-        raise RunError(f"{path}: holds {len(found)} traces ({names}); name one of them")
-    if not found:
-        known = "; ".join(each.DESCRIPTION for each in formats)
-        raise RunError(f"{path}: {_what(path, files)}; what can be imported is {known}")
-    file, chosen = found[0]
-    return chosen.read(file)
+        raise RunError(f"no folder for temporary files can be made ({error.strerror}); set TMPDIR") from error
+    with room as name:
+        return _imported(given, Path(name), comm_kernels)
 
 
-def _what(path: Path, files: list[Path]) -> str:
+def _imported(given: list[Path], room: Path, comm_kernels: Sequence[str]) -> Trace:
+    formats = [cast(Format, importlib.import_module(f".{name}", __name__)) for name in FORMATS]
+
+    def known(path: Path) -> bool:
+        return any(one.recognizes(path) for one in formats)
+
+    where = ", ".join(map(str, given[:MOST_NAMED])) + (", ..." if len(given) > MOST_NAMED else "")
+    sources = find_files(given, room, known)
+    of_file = [(file, [one for one in formats if one.recognizes(file)]) for file in sources.files]
+    strange = next((file for file, of in of_file if not of), None)
+    if strange is not None or not of_file:
+        about = strange if strange is not None else where
+        can = "; ".join(each.DESCRIPTION for each in formats)
+        raise RunError(f"{about}: {_what(given, strange, sources.looked_at)}; what can be imported is {can}")
+    kinds = {of[0].__name__.rpartition(".")[2] for _, of in of_file}
+    files = [file for file, _ in of_file]
+    if comm_kernels and kinds != {"kineto"}:
+        raise RunError(f"{where}: no trace of torch.profiler, which --comm-kernels is for; leave the flag out")
+    several = kinds <= {"kineto"} or kinds <= {"flight_recorder"} or kinds <= {"memory_snapshot"}
+    if len(files) > 1 and not several:
+        names = ", ".join(file.name for file in files[:MOST_NAMED]) + (", ..." if len(files) > MOST_NAMED else "")
+        raise RunError(f"{where}: holds {len(files)} traces ({names}); name one of them")
+    trace = _read(
+        kinds.pop(),
+        files,
+        given[0] if len(given) == 1 and given[0].exists() else _named_after(files),
+        where,
+        comm_kernels,
+    )
+    told = next((fact for fact in trace.run.facts if fact.get("fact") == "import"), None)
+    if told is not None:
+        told["warnings"] = [*told.get("warnings", []), *sources.notes]
+    return replace(trace, run=replace(trace.run, command=["dsprof", "import", *map(str, given)]))
+
+
+def _read(kind: str, files: list[Path], named: Path, where: str, comm_kernels: Sequence[str]) -> Trace:
+    """`named`: what the run is called after. `where`: what was typed, for what is wrong with it."""
+    from . import flight_recorder, kineto, memory_snapshot, straggler
+
+    if kind == "kineto":
+        return kineto.read_all(files, named if len(files) > 1 else files[0], where, comm_kernels)
+    if kind == "flight_recorder":
+        return flight_recorder.read_all(files)
+    return memory_snapshot.read_all(files) if kind == "memory_snapshot" else straggler.read(files[0])
+
+
+def _named_after(files: list[Path]) -> Path:
+    """The folder that several files lie in, if it is one."""
+    return files[0].parent if len({file.parent for file in files}) == 1 else files[0]
+
+
+def _what(given: list[Path], strange: Path | None, looked_at: int) -> str:
     """Why there is nothing to import, of what no format recognizes."""
-    if path.is_dir():
-        return f"none of its {len(files)} files is a trace that dsprof knows" if files else "an empty folder"
-    return "not a trace that dsprof knows" if path.stat().st_size else "an empty file"
+    if strange is not None:
+        return "not a trace that dsprof knows" if strange.stat().st_size else "an empty file"
+    if len(given) == 1 and given[0].is_dir():
+        return f"none of its {looked_at} files is a trace that dsprof knows" if looked_at else "an empty folder"
+    return "holds no trace that dsprof knows"

@@ -32,7 +32,7 @@ from dsprof.names import new_run_id
 from dsprof.run import RankInfo, RunError, RunInfo
 from dsprof.schema import SYNCHRONIZING
 from dsprof.trace import Trace
-from dsprof.trace.kineto import CommNames, TraceError, TraceRows, looks_like_trace, read_events, trace_rows_of
+from dsprof.trace.kineto import CommNames, Events, TraceError, TraceRows, looks_like_trace, read_events, trace_rows_of
 from dsprof.trace.load import EVERY_COLUMN
 
 from .rank_names import rank_in, rank_of
@@ -46,6 +46,11 @@ IN_PROCESSES_FROM: Final = 4 << 20
 APART_NS: Final = 1_000_000
 """The ends of one collective lie microseconds apart where clocks are the same."""
 MOST_NAMED: Final = 4
+RECORD_AGAIN: Final = "record it again, or copy it again"
+RECORD_WITH_TORCH: Final = (
+    "record one with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]), and write it by "
+    "export_chrome_trace"
+)
 
 
 def recognizes(path: Path) -> bool:
@@ -59,6 +64,7 @@ class _File:
 
     path: Path
     refused: str = ""
+    advice: str = ""
     rows: Path | None = None
     rank: int | None = None
     world_size: int | None = None
@@ -76,25 +82,27 @@ class _File:
     """When its synchronizing collectives ended, in the order of their launch, by group and name."""
 
 
-def read(path: Path, comm_kernels: Sequence[str] = ()) -> Trace:
-    """The trace in a file, or those in a folder, one a rank. `comm_kernels`: regular expressions of kernels that
-    communicate, beside those that are known. Raises RunError."""
+def read(path: Path) -> Trace:
+    """The trace in a file. Raises RunError."""
+    return read_all([path], path, str(path))
+
+
+def read_all(paths: Sequence[Path], named: Path, where: str, comm_kernels: Sequence[str] = ()) -> Trace:
+    """The traces in files, one a rank. `named`: what the run is called after; `where`: what was typed. `comm_kernels`:
+    patterns of kernels that communicate (`names.comm_pattern`), beside those that are known. Raises RunError."""
     try:
         CommNames(comm_kernels)
-        paths = sorted(child for child in path.iterdir() if recognizes(child)) if path.is_dir() else [path]
     except ValueError as error:
         raise RunError(f"--comm-kernels: {error}") from error
-    except OSError as error:
-        raise RunError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
     folder = Path(tempfile.mkdtemp(prefix="dsprof-import-"))
     try:
-        files = _read_all(paths, folder, tuple(comm_kernels))
-        good = _with_ranks(path, [one for one in files if not one.refused])
+        files = _read_all(sorted(paths), folder, tuple(comm_kernels))
+        good = _with_ranks(where, [one for one in files if not one.refused])
         if not good:
             one = files[0]
-            raise RunError(f"{one.path}: {one.refused}; record it again, or copy it again")
+            raise RunError(f"{one.path}: {one.refused}; {one.advice or RECORD_AGAIN}")
         source = _Converted(folder, {one.rank: one.rows for one in good if one.rank is not None and one.rows})
-        return Trace(_info(path, good, [one for one in files if one.refused]), source)
+        return Trace(_info(named, good, [one for one in files if one.refused]), source)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -130,10 +138,10 @@ def _convert(path: Path, target: Path, comm_kernels: tuple[str, ...]) -> _File:
     try:
         events = read_events(path, CommNames(comm_kernels))
         if not (len(events.ops) or len(events.device) or len(events.calls) or len(events.annotations)):
-            return _File(path, refused=f"none of its {events.count:,} events is an operator, a kernel or an annotation")
+            return _File(path, refused=_in_no_dialect(events), advice=RECORD_WITH_TORCH)
         found = trace_rows_of(events)
     except TraceError as error:
-        return _File(path, refused=str(error))
+        return _File(path, refused=str(error), advice=error.advice)
     except OSError as error:
         return _File(path, refused=f"cannot be read ({error.strerror})")
     except MemoryError:
@@ -156,6 +164,12 @@ def _convert(path: Path, target: Path, comm_kernels: tuple[str, ...]) -> _File:
         has_device=found.has_device, numbered=found.numbered, groups=found.groups, versions=_versions(events.about),
         device=_device_name(events.about), host=_host(events.about), notes=notes, ends=_ends(found),
     )  # fmt: skip
+
+
+def _in_no_dialect(events: Events) -> str:
+    named = ", ".join(map(repr, events.unknown))
+    what = f": their categories ({named}) are none of torch.profiler's" if named else ""
+    return f"none of its {events.count:,} events is an operator, a kernel or an annotation{what}"
 
 
 def _versions(about: dict[str, Any]) -> dict[str, str]:
@@ -190,23 +204,32 @@ def _ends(found: TraceRows) -> dict[str, Int]:
 # --- ranks --------------------------------------------------------------------------------------
 
 
-def _with_ranks(path: Path, files: list[_File]) -> list[_File]:
+def _with_ranks(where: str, files: list[_File]) -> list[_File]:
     """By rank: what each says of itself, else what its name says. Raises RunError where that cannot be told."""
     if len(files) == 1 and files[0].rank is None and rank_in(files[0].path.name) is None:
         return [replace(files[0], rank=0)]
-    named = [one if one.rank is not None else replace(one, rank=rank_in(one.path.name)) for one in files]
+    # Where each lies in a folder of its own, that one's name may tell: rank_3/trace.json.
+    apart = len({one.path.parent for one in files}) > 1
+
+    def by_name(path: Path) -> int | None:
+        rank = rank_in(path.name)
+        return rank_in(path.parent.name) if rank is None and apart else rank
+
+    named = [one if one.rank is not None else replace(one, rank=by_name(one.path)) for one in files]
     unknown = [one.path.name for one in named if one.rank is None]
     if unknown:
         raise RunError(
-            f"{path}: which rank is {_some(unknown)} of? Neither the file (distributedInfo) nor its name tells; rename "
-            "it to rank<N>.json"
+            f"{where}: which rank is {_some(unknown)} of? Neither the file (distributedInfo) nor its name tells; "
+            "rename it to rank<N>.json"
         )
     by_rank: dict[int, list[str]] = {}
     for one in named:
         by_rank.setdefault(one.rank or 0, []).append(one.path.name)
     twice = next(((rank, names) for rank, names in sorted(by_rank.items()) if len(names) > 1), None)
     if twice:
-        raise RunError(f"{path}: rank {twice[0]} is there {len(twice[1])} times ({_some(twice[1])}); leave one of them")
+        raise RunError(
+            f"{where}: rank {twice[0]} is there {len(twice[1])} times ({_some(twice[1])}); leave one of them"
+        )
     return sorted(named, key=lambda one: one.rank or 0)
 
 

@@ -54,6 +54,10 @@ class Conclusion:
         self.gather()
         self._attempt("recording how the job ended", lambda: self._record_end(info, ending))
         self._attempt("measuring what the CPU can compute", lambda: note_peaks(self.folder, info))
+        self.judge()
+
+    def judge(self) -> None:
+        """Analyze, and say what came of it and what to do next."""
         analysis = self._attempt("the analysis", self._analyze)
         if analysis is not None:
             self._attempt("the verdict", lambda: self._show(analysis))

@@ -1,8 +1,9 @@
 """What torch.profiler saw of a few steps (`--deep`), as rows of the rank that was captured.
 
 Its clock is the epoch's; meta.json has both clocks at one moment. Steps, phases and collectives are our own already. A
-communication kernel of a device is the collective that this rank issued around its launch: that row gets its true begin
-and end. One that none can be found for stays a kernel, so that no collective is there twice.
+communication kernel of a device is the collective that this rank issued around its launch: that row gets its true
+begin, which is its arrival, and its end. One that none can be found for stays a kernel, so that no collective is there
+twice.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def add_deep(capture: Capture, rows: pd.DataFrame) -> tuple[pd.DataFrame, list[s
     except (TraceError, OSError) as error:
         return rows, [f"{DEEP_FILE}: left out ({error})"]
     problems = [f"{DEEP_FILE}: {one}" for one in _wrong_with(events, any(fact.get("device") for fact in windows))]
-    found = found.assign(start_ns=found["start_ns"] + offset, issue_ns=found["issue_ns"] + offset)
+    found = found.assign(**{name: found[name] + offset for name in ("start_ns", "issue_ns", "arrival_ns")})
     found = _named_alike(found, rows)
     rows, kernels = _joined(rows, found)
     added = pd.concat([found[found["kind"].isin(ADDED)], kernels], ignore_index=True)
@@ -136,8 +137,8 @@ def _joined(rows: pd.DataFrame, found: pd.DataFrame) -> tuple[pd.DataFrame, pd.D
             continue
         taken.add(at)
         row = ours.index[at]
-        rows.loc[row, ["start_ns", "dur_ns", "lane", "corr", "ended"]] = [
-            kernel["start_ns"], kernel["dur_ns"], kernel["lane"], kernel["corr"], True,
+        rows.loc[row, ["start_ns", "dur_ns", "arrival_ns", "lane", "corr", "ended"]] = [
+            kernel["start_ns"], kernel["dur_ns"], kernel["arrival_ns"], kernel["lane"], kernel["corr"], True,
         ]  # fmt: skip
-    rest = kernels.loc[left].assign(kind="kernel", group=None, seq=pd.NA)
+    rest = kernels.loc[left].assign(kind="kernel", group=None, seq=pd.NA, arrival_ns=pd.NA)
     return rows.astype({"lane": "category"}), rest

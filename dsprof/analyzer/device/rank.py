@@ -8,7 +8,7 @@ KERNEL_WAIT_NS, else other.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
 
@@ -17,11 +17,12 @@ import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RunInfo
+from dsprof.trace.kineto import is_computation, launch_pauses
 
 from ..intervals import Int, Intervals
-from ..lanes import MAIN, STREAM
+from ..lanes import MAIN, OWN_LANES, STREAM
 from ..match import PAIRED, Matches, codes_of
-from ..painting import innermost
+from ..painting import PHASE_PART, innermost
 
 Float = npt.NDArray[np.float64]
 
@@ -33,7 +34,11 @@ COMPUTATION, COMMUNICATION, MEMORY_KERNEL = "COMPUTATION", "COMMUNICATION", "MEM
 KERNEL_TYPES: Final = (COMPUTATION, COMMUNICATION, MEMORY_KERNEL)
 UNKNOWN: Final = -1
 
-STEP_COLUMNS: Final = ("step", "start_ns", "end_ns", "idle_ms", "host_ms", "data_ms")
+STEP_COLUMNS: Final = (
+    "step", "start_ns", "end_ns", "idle_ms", "launching_ms", "data_ms", "checkpoint_ms", "cpu_ms", "away_ms",
+)  # fmt: skip
+HOST_PART: Final = {**PHASE_PART, "checkpoint": "checkpoint"}
+"""What a phase of the training thread says of it."""
 COLUMNS: Final = (*dict.fromkeys((*PAIRED, "kind", "lane", "start_ns", "dur_ns", "issue_ns", "corr", "bytes")),)
 
 
@@ -58,8 +63,13 @@ class DeviceTime:
     types_ns: kernel type, or types that overlap -> time; they are disjoint and sum to all that is not idle
     delay_us: median time from a launch's begin to the kernel's
     steps:    STEP_COLUMNS: of each step, how long the device did nothing; of that, while what came next had not been
-              launched, and the training thread was in a phase of the step (host) or loading (data)
+              launched and the training thread waited for nothing: how long it was loading (data), saving (checkpoint),
+              computing on the CPU (cpu), busy with one launch after the other (launching), or with something that the
+              trace does not name (away)
     computing: when a computation ran
+    exposed_ns: how long the device did what communicates, or what may: kernels whose names do not tell their kind; and
+              nothing that surely computes
+    unknown:  of that, the kernels whose kind is unknown: name -> ns, most first
     comm:     its communications: row in the matched table (UNKNOWN: none), name, group, bytes, start_ns, end_ns
     """
 
@@ -71,6 +81,8 @@ class DeviceTime:
     steps: pd.DataFrame
     computing: Intervals
     comm: pd.DataFrame
+    exposed_ns: int = 0
+    unknown: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def idle_ns(self) -> int:
@@ -141,6 +153,7 @@ def device_time(rows: pd.DataFrame, rank: int, matches: Matches, run: RunInfo) -
     kind = _types(work)
     spans = [Intervals.union(start[kind == one], end[kind == one]) for one in range(len(KERNEL_TYPES))]
     known = launch != UNKNOWN
+    exposed_ns, unknown = _unknown(work["name"], kind, start, end)
     return DeviceTime(
         rank=rank,
         kernel_time_ns=int(end.max() - start.min()),
@@ -150,7 +163,25 @@ def device_time(rows: pd.DataFrame, rank: int, matches: Matches, run: RunInfo) -
         steps=_steps(rows, start, end, launch),
         computing=spans[0],
         comm=_communications(work[kind == 1], matches, run),
+        exposed_ns=exposed_ns,
+        unknown=unknown,
     )
+
+
+def _unknown(names: pd.Series[str], kind: Int, start: Int, end: Int) -> tuple[int, dict[str, int]]:
+    """`exposed_ns` and `unknown` of DeviceTime."""
+    codes, words = codes_of(names)
+    strange = (kind == 0) & ~np.array([is_computation(word) for word in words.tolist()], bool)[codes]
+    computes, communicates = (kind == 0) & ~strange, kind == 1
+    computing = Intervals.union(start[computes], end[computes])
+    exposed = Intervals.union(start[strange | communicates], end[strange | communicates]) - computing
+    alone = exposed - Intervals.union(start[communicates], end[communicates])
+    spent = alone.before(end) - alone.before(start)
+    total = np.zeros(len(words), np.int64)
+    np.add.at(total, codes[strange], spent[strange])
+    order = np.argsort(-total, kind="stable")
+    length = int((exposed.end - exposed.start).sum())
+    return length, {str(words[one]): int(total[one]) for one in order.tolist() if total[one] > 0}
 
 
 def _launches(rows: pd.DataFrame, work: pd.DataFrame) -> Int:
@@ -213,11 +244,16 @@ def _steps(rows: pd.DataFrame, start: Int, end: Int, launch: Int) -> pd.DataFram
     idle = Intervals.union(low[gap], high[gap])
     for_host = Intervals.union(low[late], np.minimum(began, high)[late])
     main = rows[["name", "kind", "start_ns", "dur_ns"]][(rows["lane"] == MAIN) & rows["dur_ns"].notna()]
-    phases = innermost(main[main["kind"] == "phase"])
+    phases = innermost(main[main["kind"] == "phase"], HOST_PART)
     waits = main[main["kind"] == "wait"]  # for peers: then it is not the launches that are slow
     begun = waits["start_ns"].to_numpy(np.int64)
     waiting = Intervals.union(begun, begun + waits["dur_ns"].to_numpy(np.int64))
-    issuing = (phases["compute"] | phases["optimizer"]) - waiting
+    for_host = for_host - waiting
+    loading, saving = for_host & phases["data"], for_host & phases["checkpoint"]
+    for_host = for_host - phases["data"] - phases["checkpoint"]
+    on_cpu = for_host & _on_cpu(rows)
+    for_host = for_host - on_cpu
+    away = for_host & _pauses(rows)
 
     def within(spans: Intervals) -> Float:
         return (spans.before(finish) - spans.before(begin)) / 1e6
@@ -227,10 +263,26 @@ def _steps(rows: pd.DataFrame, start: Int, end: Int, launch: Int) -> pd.DataFram
     found = pd.DataFrame(
         {
             "step": told["step"].to_numpy(np.int64), "start_ns": begin, "end_ns": finish, "idle_ms": within(idle),
-            "host_ms": within(for_host & issuing), "data_ms": within(for_host & phases["data"]),
+            "launching_ms": within(for_host - away), "data_ms": within(loading), "checkpoint_ms": within(saving),
+            "cpu_ms": within(on_cpu), "away_ms": within(away),
         }
     )  # fmt: skip
     return found[seen].reset_index(drop=True)
+
+
+def _on_cpu(rows: pd.DataFrame) -> Intervals:
+    """When the training thread, or that of its backward, was in an operator that puts nothing on the device."""
+    mine = rows[["start_ns", "dur_ns"]][
+        (rows["kind"] == "kernel") & rows["lane"].isin(OWN_LANES) & rows["dur_ns"].notna()
+    ]
+    begin = mine["start_ns"].to_numpy(np.int64)
+    return Intervals.union(begin, begin + mine["dur_ns"].to_numpy(np.int64))
+
+
+def _pauses(rows: pd.DataFrame) -> Intervals:
+    calls = rows[["start_ns", "dur_ns"]][(rows["kind"] == "launch") & rows["dur_ns"].notna()]
+    begin = calls["start_ns"].to_numpy(np.int64)
+    return Intervals.union(*launch_pauses(begin, begin + calls["dur_ns"].to_numpy(np.int64)))
 
 
 def _communications(comm: pd.DataFrame, matches: Matches, run: RunInfo) -> pd.DataFrame:

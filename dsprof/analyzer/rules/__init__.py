@@ -20,6 +20,7 @@ from . import (
     evaluation,
     hang,
     host_sync,
+    host_work,
     memory,
     memory_use,
     out_of_memory,
@@ -42,7 +43,7 @@ PRICED_BY_REPLAY: Final = frozenset({"comm.small-messages", "comm.exposed", "pip
 
 ABOUT_GPUS: Final = frozenset({"compute.throttle", "compute.host-sync"})
 """Of a job that uses none they say nothing."""
-ON_DEVICES: Final = frozenset({"rank.straggler"})
+ON_DEVICES: Final = frozenset({"rank.straggler", "data.stall"})
 """Of RULES: they judge by themselves, where kernels were traced, what the faults of that code cannot."""
 
 Describe = Callable[[Context, Change, Gain, Gain], Finding]
@@ -72,6 +73,8 @@ RULES: Final[dict[tuple[str, ...], Callable[[Context], list[Finding]]]] = {
     ("compute.host-sync",): host_sync.stops,
     ("compute.throttle",): throttle.throttle,
     ("compute.launch-bound",): device.launch_bound,
+    ("compute.host-work",): host_work.elsewhere,
+    ("checkpoint.stall", "data.stall"): host_work.loads_or_saves,
     ("rank.straggler",): device.collectives,
 }
 """A rule or a fault that cannot be told from this capture raises NotJudged; one that is about something that the job

@@ -29,6 +29,8 @@ def stall(context: Context) -> list[Finding]:
         numbers = irregular.steps[saved]
         steps = (int(numbers[0]), int(numbers[-1]))
         times = often(saved)
+    elif usual > LEAST_SHARE * context.step_ms and context.device is not None:
+        return []  # what of it the device stands idle for, `host_work` tells
     elif usual > LEAST_SHARE * context.step_ms:  # in every step
         series = context.work(every)
         gain, longest = context.gain(series.max(axis=0)), series.max(axis=0)

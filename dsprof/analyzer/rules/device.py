@@ -16,7 +16,7 @@ from ..device import Devices
 from ..finding import MEASURED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
 from ..irregular import FEWEST_JUDGED
 from ..text import count, ms, percent
-from .base import NotConcerned, NotJudged
+from .base import LEAST_SHARE, NotConcerned, NotJudged
 
 Float = npt.NDArray[np.float64]
 
@@ -27,16 +27,18 @@ LEAST_LATE: Final = 0.5
 
 
 def launch_bound(context: Context) -> list[Finding]:
-    """The device does nothing, and what it does next has not been launched."""
-    devices = _need(context)
+    """The device does nothing, and what it does next has not been launched, while its host is busy launching."""
+    devices = need_devices(context)
     if all(one.delay_us is None for one in devices.ranks.values()):
         raise NotJudged("the trace does not tell when kernels were launched")
-    steps = _steps(context, devices)
+    steps = judged_steps(context, devices)
     if not len(steps):
         raise NotJudged("no step is there on all traced ranks")
-    tables = [one.steps.set_index("step")["host_ms"].reindex(steps) for one in devices.ranks.values()]
+    tables = [one.steps.set_index("step")["launching_ms"].reindex(steps) for one in devices.ranks.values()]
     host: Float = np.stack([table.to_numpy(np.float64) for table in tables])
-    gain = _cost(context, devices, steps, host)
+    gain = cost(context, devices, steps, host)
+    if gain.ms < LEAST_SHARE * context.step_ms:
+        return []
     worst = int(host.mean(axis=1).argmax())
     rank = list(devices.ranks)[worst]
     idle = sum(one.idle_ns for one in devices.ranks.values()) / sum(
@@ -48,14 +50,16 @@ def launch_bound(context: Context) -> list[Finding]:
     evidence = (
         Evidence("the device does nothing", round(100 * idle, 1), "%"),
         Evidence(
-            f"of it, the next kernel was not launched yet, a traced step{longer}", round(float(host.mean()), 3), "ms"
+            f"of it, the host was busy launching what comes next, a traced step{longer}",
+            round(float(host.mean()), 3),
+            "ms",
         ),
         Evidence(f"most on rank {rank}", round(float(host[worst].mean()), 3), "ms"),
         Evidence("from a launch to its kernel, median", round(float(np.median(delays)), 1), "us"),
     )
     title = (
         f"the device waits for its host between kernels for {percent(gain.percent)} of the step"
-        f"{_in_steps(len(steps))}: launches come too slowly to keep it busy"
+        f"{in_steps(len(steps))}: launches come too slowly to keep it busy"
     )
     fixes = (
         Fix("code", "torch.compile(model), or mode='reduce-overhead' for CUDA graphs: fewer launches a step"),
@@ -78,7 +82,7 @@ def _late_rank(context: Context, devices: Devices) -> list[Finding]:
         raise NotJudged("the device of only one rank was traced")
     if not devices.matched:
         raise NotJudged("no collective was matched on several ranks")
-    steps = _steps(context, devices)
+    steps = judged_steps(context, devices)
     waits = devices.waits[devices.waits["step"].isin(steps.tolist())]
     by_rank = devices.delays_by_step(steps).mean(axis=1)
     if waits.empty or not float(by_rank.max()) > 0:
@@ -91,7 +95,7 @@ def _late_rank(context: Context, devices: Devices) -> list[Finding]:
     saved = np.zeros((len(others), len(steps)))
     mine = devices.delays[(devices.delays["late_rank"] == rank) & devices.delays["step"].isin(steps.tolist())]
     saved[np.searchsorted(others, mine["rank"]), np.searchsorted(steps, mine["step"])] = mine["ms"]
-    gain = _cost(context, devices, steps, saved)
+    gain = cost(context, devices, steps, saved)
     each = waits.drop_duplicates("row")
     times, every = int((each["late_rank"] == rank).sum()), len(each)
     alone = waits[(waits["late_rank"] == rank) & (waits["rank"] != rank)].groupby("row")["saved_ms"].mean()
@@ -106,7 +110,7 @@ def _late_rank(context: Context, devices: Devices) -> list[Finding]:
     often = times > LEAST_LATE * every
     title = (
         f"rank {rank} comes late to {'most' if often else 'some'} collectives ({times} of {every}), and the devices of "
-        f"the others stand still for it{_in_steps(len(steps))}"
+        f"the others stand still for it{in_steps(len(steps))}"
     )
     where = Where(ranks=(rank,), steps=(int(steps[0]), int(steps[-1])))
     fix = Fix("code", f"look at what rank {rank} does before it, beside another rank's timeline")
@@ -126,7 +130,7 @@ def _began_late(devices: Devices, rank: int, steps: npt.NDArray[np.int64]) -> li
 
 def _exposed(context: Context, devices: Devices) -> list[Finding]:
     """What of them could be hidden is not judged."""
-    steps = _steps(context, devices)
+    steps = judged_steps(context, devices)
     waits = devices.waits[devices.waits["step"].isin(steps.tolist())]
     if waits.empty:
         return []
@@ -143,19 +147,19 @@ def _exposed(context: Context, devices: Devices) -> list[Finding]:
     )  # fmt: skip
     title = (
         f"transfers take {ms(mean)} of the step ({percent(share)}) during which the device computes nothing"
-        f"{_in_steps(len(steps))}; how much of it could be hidden is not judged"
+        f"{in_steps(len(steps))}; how much of it could be hidden is not judged"
     )
     where = Where(steps=(int(steps[0]), int(steps[-1])))
     return [Finding("comm.exposed", title, "info", where, evidence, gain)]
 
 
-def _need(context: Context) -> Devices:
+def need_devices(context: Context) -> Devices:
     if context.device is None:
         raise NotConcerned
     return context.device
 
 
-def _steps(context: Context, devices: Devices) -> npt.NDArray[np.int64]:
+def judged_steps(context: Context, devices: Devices) -> npt.NDArray[np.int64]:
     """Those that are judged: the ordinary ones among the traced, or, where --deep traced a few, those."""
     ordinary = devices.steps[np.isin(devices.steps, context.step_numbers)]
     return ordinary if len(ordinary) else devices.steps
@@ -168,7 +172,7 @@ def _traced_ms(devices: Devices, steps: npt.NDArray[np.int64]) -> float:
     return float(np.concatenate(lengths).mean())
 
 
-def _cost(context: Context, devices: Devices, steps: npt.NDArray[np.int64], spent: Float) -> Gain:
+def cost(context: Context, devices: Devices, steps: npt.NDArray[np.int64], spent: Float) -> Gain:
     """Of `spent`, [R, S] ms: its mean, and an interval from the rank (and, of few, the step) with least to that with
     most. Where the profiler makes the traced steps longer than ordinary ones, the same share of these."""
     traced = _traced_ms(devices, steps)
@@ -186,6 +190,6 @@ def _cost(context: Context, devices: Devices, steps: npt.NDArray[np.int64], spen
     return Gain(mean, percent_of_step, max(low, 0.0), high, method=MEASURED_ON_DEVICE)
 
 
-def _in_steps(steps: int) -> str:
+def in_steps(steps: int) -> str:
     which = "one step" if steps == 1 else count(steps, "step")
     return f", in the {which} traced" if steps < FEWEST_JUDGED else ""

@@ -29,7 +29,9 @@ def loading_rows(context: Context) -> pd.DataFrame:
     optimizer's step before the next one is loaded. Of an evaluation's loader that is only what it says when it ends.
     """
     phases = context.training_phases
-    used = phases["name"].isin([*LOADING, "forward", "backward", "optimizer"]) & (phases["source"] == "measured")
+    used = phases["name"].isin([*LOADING, "forward", "backward", "optimizer"])
+    if not context.run.imported:  # another tool's trace tells of loading, and forward and backward are derived from it
+        used &= phases["source"] == "measured"
     phases = phases[used]
     loads = phases["name"].isin(LOADING).to_numpy(bool)
     with_gradients = phases["grad"].fillna(True).to_numpy(bool)  # captures of before format 3 do not tell
@@ -153,6 +155,10 @@ def loader_fix(
     arguments = ", ".join(f"{name}={written(value)}" for name, value in settings.items())
     site = loader_site(context, fact)
     if fact is None:
+        if context.run.imported:
+            note += (
+                "; the trace does not tell how many workers there are: if it has some, more, as far as there are cores"
+            )
         return settings_fix(f"DataLoader({arguments}), where the training data are loaded{note}", settings, None, gain)
     if fact.get("by_engine"):
         call = f"DataLoader(..., {arguments})"

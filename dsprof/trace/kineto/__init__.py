@@ -1,10 +1,14 @@
 """Traces of torch.profiler (Kineto's Chrome trace format), old and new, of devices and of CPUs alone.
 
 stream   a file's events, piece by piece, whatever its size: neither the file nor its events are ever held as a whole
+around   what stands around the events: where they begin, and the few values beside them that are used
+brackets brackets and quotes of a JSON text
 events   what of them is kept, as arrays
 reader   from text to those
 names    which kernels communicate, and what collectives are called
 phases   what the training thread did, from its operators and annotations
+pauses   when the host put nothing on the device
+sound    whether events have what they should have
 collectives   what a communication says of its collective
 rows     the trace's rows; `blocks`: how a table is made of them
 
@@ -14,9 +18,13 @@ rows     the trace's rows; `blocks`: how a table is made of them
 from __future__ import annotations
 
 from .events import Events
-from .names import CommNames
+from .names import CommNames, is_computation
+from .pauses import launch_pauses
 from .reader import read_events
 from .rows import TraceRows, trace_rows_of
 from .stream import TraceError, looks_like_trace
 
-__all__ = ["CommNames", "Events", "TraceError", "TraceRows", "looks_like_trace", "read_events", "trace_rows_of"]
+__all__ = [
+    "CommNames", "Events", "TraceError", "TraceRows", "is_computation", "launch_pauses", "looks_like_trace",
+    "read_events", "trace_rows_of",
+]  # fmt: skip

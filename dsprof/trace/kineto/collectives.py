@@ -16,6 +16,9 @@ from .names import ANNOTATIONS, MESSAGES, bytes_of, collective_name, dtype_of
 Int = npt.NDArray[np.int64]
 
 MOST_GROUP: Final = 128
+NUMBERS: Final = ("seq_num", "Seq")
+"""Arguments that number a collective within its group: NCCL's own, which traces have since 2026, and c10d's. The first
+that is there counts."""
 ELIDED: Final = "..."
 """In a list of ranks that Kineto found too long."""
 
@@ -27,11 +30,14 @@ class CollectiveReader:
         self._events = events
         self.groups: dict[str, dict[str, Any]] = _groups_told(events.about)
 
-    def read(self, args: Mapping[str, Any], kernel: str, note: Annotation | None) -> dict[str, Any]:
-        """name, group, seq, bytes, dtype of a communication, as far as its arguments and c10d's annotation tell."""
-        told = args or (note.args if note is not None else {})
+    def read(
+        self, args: Mapping[str, Any], kernel: str, note: Annotation | None, is_always: str = ""
+    ) -> dict[str, Any]:
+        """name, group, seq, bytes, dtype of a communication, as far as its arguments and c10d's annotation tell.
+        `is_always`: which collective kernels of that name are."""
+        told = {**(note.args if note is not None else {}), **args}
         word = told.get("Collective name")
-        name = collective_name(word) if isinstance(word, str) else None
+        name = (collective_name(word) if isinstance(word, str) else None) or is_always or None
         name = name or (collective_name(note.name) if note is not None else None) or collective_name(kernel)
         found: dict[str, Any] = {"name": name or "collective"}
         size = bytes_of(told)
@@ -48,8 +54,8 @@ class CollectiveReader:
         if isinstance(group, (str, int)) and not isinstance(group, bool) and str(group):
             found["group"] = str(group)[:MOST_GROUP]
             self._know_group(found["group"], told)
-            seq = told.get("Seq")
-            if type(seq) is int and 0 <= seq < 1 << 31:
+            seq = next((number for number in map(_number, map(told.get, NUMBERS)) if number is not None), None)
+            if seq is not None:
                 found["seq"] = seq
         else:
             found["group"] = f"{name} (group not told)"
@@ -89,6 +95,12 @@ class CollectiveReader:
                 around = last if last is not None and when < last.start_ns + last.dur_ns else None
             found.append(around)
         return found
+
+
+def _number(told: Any) -> int | None:
+    if isinstance(told, str) and told.isdecimal() and len(told) <= 10:
+        told = int(told)
+    return told if type(told) is int and 0 <= told < 1 << 31 else None
 
 
 def _groups_told(about: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -66,10 +66,12 @@ class Events:
     count: int = 0
     odd: int = 0
     first_odd: str = ""
+    unknown: dict[str, None] = field(default_factory=dict)
+    """Categories that are none of torch.profiler's, the first few."""
     names: list[str] = field(default_factory=list)
     threads: list[int | str] = field(default_factory=list)
-    communicates: list[bool] = field(default_factory=list)
-    """Of each name, whether a kernel of it communicates."""
+    collectives: list[str | None] = field(default_factory=list)
+    """Of each name, which collective a kernel of it is, empty: its name says; None: it does not communicate."""
     ops: Columns = field(
         default_factory=lambda: Columns(name="int32", thread="int32", start_ns="int64", dur_ns="int64")
     )

@@ -4,14 +4,59 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
+
+@dataclass(frozen=True)
+class CommPattern:
+    """library: whose kernels these are. pattern: a regular expression that is found in their names. collective: what
+    they all are, in the trace's words; empty: what the kernel's name says."""
+
+    library: str
+    pattern: str
+    collective: str = ""
+
+
 COMM_KERNELS: Final = (
-    r"nccl(Dev)?Kernel",  # NCCL before 2.19 and since, and RCCL, which took the names over
-    r"\brccl|ncclGeneric|ncclSymk?",
-    r"deep_ep::|mscclpp|nvshmem|cross_device_reduce|multimem_(all|one)|(one|two)_shot_all_reduce",
+    CommPattern("NCCL, and RCCL since it has taken the names over", r"nccl\w*Kernel|ncclSymk?|ncclGeneric"),
+    CommPattern("RCCL", r"\brccl"),
+    CommPattern("MSCCL, MSCCL++", r"\bmsccl(Kernel|pp|::)"),
+    CommPattern("NVSHMEM", r"nvshmem"),
+    CommPattern("DeepEP", r"\b(deep|hybrid)_ep::|\bdeepep", "all_to_all"),
+    CommPattern("PPLX, UCCL, MORI", r"\bpplx|\buccl|\bmori(::|_)", "all_to_all"),
+    CommPattern("oneCCL", r"oneccl|\bccl(::|_)|\bsycl_(all|reduce_scatter|broadcast)"),
+    CommPattern("HCCL", r"(?i:\bhccl|\bhcom_)"),
+    CommPattern("gloo", r"\bgloo::"),
+    CommPattern("custom all-reduce of vLLM, SGLang, aiter", r"cross_device_reduce|quick_?reduce::|allreduce_prototype",
+                "all_reduce"),
+    CommPattern("TensorRT-LLM, FlashInfer", r"allreduce_fusion_kernel", "all_reduce"),
+    CommPattern("all-reduces within a host, TensorRT-LLM's and torch's own",
+                r"(?i:(one|two)_?shot_?all_?reduce)|hybridCubeMeshAllReduce", "all_reduce"),
+    CommPattern("TensorRT-LLM's experts", r"(?i:moe_?a2a|moe_?all_?to_?all)", "all_to_all"),
+    CommPattern("TransformerEngine", r"\buserbuffers_"),
+    CommPattern("torch's symmetric memory", r"multimem_(all|one|two|reduce)|(?i:\ball_?to_?all_?v)"),
+    CommPattern("Flux, Triton-distributed", r"\bflux::|triton_dist"),
+)  # fmt: skip
+"""Kernels that communicate. The first that fits says which collective it is."""
+COMPUTATION: Final = re.compile(
+    r"gemm|gemv|matmul|cutlass|cublas|cudnn|cusparse|cufft|nvjet|xmma|ampere_|hopper_|sm\d\d_|volta_|turing_|maxwell_|"
+    r"Cijk_|miopen|rocblas|hipblas|rocprim|hipcub|\bck::|onednn|dnnl|\bat::|\bc10::|at_cuda_detail|\bcub::|thrust::|"
+    r"triton_|elementwise|vectorized|unrolled|reduce|softmax|norm|conv|wgrad|dgrad|implicit|winograd|im2col|fft|flash|"
+    r"fmha|attention|attn|mha|mla_|rope|rotary|embed|index|gather|scatter|dropout|pool|adam|sgd|lamb|optim|multi_tensor|"
+    r"fill|zero|copy|cat|transpose|permute|stack|sort|topk|scan|cumsum|loss|entropy|nll|gelu|silu|relu|glu|sigmoid|tanh|"
+    r"activation|bias|expert|router|quant|cast|convert|scale|mask|arange|random|uniform|philox|distribution|pad|"
+    r"upsample|interpolate|grid|bernoulli|where|foreach|sum|mean|mul|add|pow|sqrt|exp|log|max|min|compare|clamp",
+    re.IGNORECASE,
 )
-"""Of NCCL, RCCL, and libraries that bring kernels of their own."""
+"""What the names of kernels say that compute."""
+EXCHANGE: Final = re.compile(
+    r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|a2a|send_?recv|p2p|peer|halo|exchange|\bring|_ring|barrier|"
+    r"signal|dispatch_?(tokens|kernel)|combine_?(tokens|kernel)|one_?shot|two_?shot|lamport|nvls|symm_?mem",
+    re.IGNORECASE,
+)
+"""Words in names of kernels that may well communicate, whatever else the name says. That of a kernel with one of them
+and no pattern of COMM_KERNELS, like that of one without any word of COMPUTATION, does not tell its kind."""
 MEMORY_KERNELS: Final = ("Memcpy", "Memset")
 """How copies and fills begin."""
 ANNOTATIONS: Final = ("nccl:", "gloo:", "mpi:", "ucc:", "xccl:")
@@ -41,24 +86,44 @@ DTYPES: Final = {
 """As Kineto names types -> as `schema.DTYPES` does."""
 LARGEST: Final = 1 << 50
 """Bytes of a collective."""
+COLLECTIVES: Final = tuple(dict.fromkeys(name for _, name in WORDS))
+"""What a pattern of the user's may name."""
+
+
+def comm_pattern(text: str) -> CommPattern:
+    """A pattern as the user writes it: `REGEX`, or `COLLECTIVE:REGEX` such as `all_reduce:mine::ring_`. Raises
+    ValueError that says what to write instead."""
+    name, colon, rest = text.partition(":")
+    known = bool(colon) and name in COLLECTIVES and not rest.startswith(":")
+    pattern = rest if known else text
+    if not pattern.strip():
+        raise ValueError(f"{text!r} names no kernel; write part of the kernel's name, or COLLECTIVE:part of it")
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression ({error}); write part of the kernel's name") from error
+    if compiled.search(""):
+        raise ValueError(f"{pattern!r} fits every kernel; write part of the name of those that communicate")
+    return CommPattern("yours", pattern, name if known else "")
 
 
 class CommNames:
-    """`more`: regular expressions of further kernels that communicate. Raises ValueError for one that is none."""
+    """`more`: patterns of further kernels that communicate (`comm_pattern`), which come before those that are known.
+    Raises ValueError for one that is none."""
 
     def __init__(self, more: Iterable[str] = ()) -> None:
-        self.more = tuple(more)
-        for pattern in self.more:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(
-                    f"{pattern!r} is no regular expression ({error}); write part of the kernel's name"
-                ) from error
-        self._pattern = re.compile("|".join(f"(?:{one})" for one in (*COMM_KERNELS, *self.more)))
+        known = (*map(comm_pattern, more), *COMM_KERNELS)
+        self._patterns = [(re.compile(one.pattern), one.collective) for one in known]
 
-    def communicates(self, kernel: str) -> bool:
-        return self._pattern.search(kernel) is not None
+    def collective(self, kernel: str) -> str | None:
+        """What a kernel that communicates is by its pattern, empty: that does not say; None: it does not
+        communicate."""
+        return next((name for pattern, name in self._patterns if pattern.search(kernel)), None)
+
+
+def is_computation(kernel: str) -> bool:
+    """Whether a kernel's name says that it computes. Of one that does not, and has no pattern, the kind is unknown."""
+    return COMPUTATION.search(kernel) is not None and EXCHANGE.search(kernel) is None
 
 
 def collective_name(text: str) -> str | None:

@@ -15,15 +15,30 @@ import numpy as np
 import numpy.typing as npt
 
 from .events import Annotation, Events
+from .names import ANNOTATIONS
 
 Int = npt.NDArray[np.int64]
 
 STEP: Final = re.compile(r"ProfilerStep#(\d{1,9})$")
-BACKWARD: Final = ("autograd::engine::evaluate_function: ", "torch::autograd::AccumulateGrad")
-DATA: Final = re.compile(r"enumerate\(DataLoader\)#|.*DataLoader.*__next__$")
+BACKWARD: Final = re.compile(r"autograd::engine::evaluate_function: |torch::autograd::AccumulateGrad|\w+Backward\d*$")
+"""Operators of a backward; before torch 1.9 the nodes of the graph are not inside of another operator."""
+DATA: Final = re.compile(r"enumerate\((DataLoader|DataPipe)\)#|.*DataLoader.*__next__$")
 OPTIMIZER: Final = re.compile(r"Optimizer\.step#")
 NO_PHASE: Final = re.compile(r"Optimizer\.zero_grad#|ProfilerStep#|DistributedDataParallel\.forward$")
 """Annotations of torch's that are neither a phase nor the user's."""
+SAVES_IN_PYTHON: Final = re.compile(
+    r"serialization\.py\(\d+\): save\b|distributed/checkpoint/\S+\(\d+\): save|"
+    r"\(\d+\): save_(checkpoint|model|pretrained|state)"
+)
+"""Functions of Python that write a checkpoint, as a trace with stacks names them."""
+SAVES: Final = re.compile(
+    r"(sav|writ|dump)\w*[ _.:/-]*(\w+[ _.:/-]+)?(checkpoint|ckpt|state_?dict|snapshot)|"
+    r"(checkpoint|ckpt)\w*[ _.:/-]*(sav|writ|dump)",
+    re.IGNORECASE,
+)
+"""The user's annotations that say so."""
+OLD_NOTE: Final = re.compile(r"[^\w.]")
+"""What the names of old operators (aten::add, AddmmBackward) do not hold, beside `::`."""
 
 FORWARD, BACKWARDS = range(2)
 MOST_STRAY: Final = 2
@@ -105,7 +120,7 @@ def outermost(start: Int, end: Int) -> Int:
 
 
 def backward_names(events: Events) -> npt.NDArray[np.bool_]:
-    return np.array([name.startswith(BACKWARD) for name in events.names], bool)
+    return np.array([BACKWARD.match(name) is not None for name in events.names], bool)
 
 
 def find_phases(events: Events, main: int, steps: ProfiledSteps) -> ThreadPhases:
@@ -116,8 +131,7 @@ def find_phases(events: Events, main: int, steps: ProfiledSteps) -> ThreadPhases
             name = told_by(note)
             if name:
                 told.append((note.start_ns, note.start_ns + note.dur_ns, name))
-    told.sort()
-    told = _disjoint(told)
+    told = _disjoint(sorted(told, key=lambda one: (one[0], -one[1])))
     begin, finish = np.array([one[0] for one in told], np.int64), np.array([one[1] for one in told], np.int64)
     start, end, what = _operators(events, main)
     at = np.searchsorted(begin, start, "right") - 1
@@ -150,7 +164,24 @@ def find_phases(events: Events, main: int, steps: ProfiledSteps) -> ThreadPhases
 
 def told_by(note: Annotation) -> str:
     """The phase that an annotation of torch's stands for; empty: none."""
-    return "data" if DATA.match(note.name) else "optimizer" if OPTIMIZER.match(note.name) else ""
+    if DATA.match(note.name):
+        return "data"
+    if OPTIMIZER.match(note.name):
+        return "optimizer"
+    return "checkpoint" if SAVES.search(note.name) or SAVES_IN_PYTHON.search(note.name) else ""
+
+
+def stands_among_operators(name: str) -> bool:
+    """Whether an operator of this name is an annotation: torch's own stand among the operators in older traces."""
+    return bool(
+        name.startswith(ANNOTATIONS) or STEP.match(name) or DATA.match(name) or OPTIMIZER.match(name)
+        or NO_PHASE.match(name)
+    )  # fmt: skip
+
+
+def stands_among_old_operators(name: str) -> bool:
+    """The same of traces in which the user's stand there, too: what no operator can be called."""
+    return "::" not in name and OLD_NOTE.search(name) is not None
 
 
 def _disjoint(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:

@@ -7,7 +7,6 @@ are parsed. So are the arguments of operators.
 from __future__ import annotations
 
 import gc
-import math
 import re
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -21,17 +20,19 @@ import orjson
 from ..room import taken_by_json
 from .events import COPY, FILL, KERNEL, UNKNOWN, Annotation, Events
 from .names import ANNOTATIONS, CommNames
+from .phases import SAVES_IN_PYTHON, stands_among_old_operators, stands_among_operators
+from .sound import LATEST_US, Odd, has_times_and_thread, is_call, is_memory_sample, is_of_device, ns_of, whole
 from .stream import FIRST, LAST, MOST_TAKEN, SPLIT, TraceError, TraceText
 
 Int = npt.NDArray[np.int64]
 Event = dict[str, Any]
 
-LATEST_US: Final = 9.0e15
-"""The year 2255. What is later, or before the epoch, is no time."""
 MOST_NAME: Final = 512
 """Characters of a name that are kept."""
 MOST_DISTINCT: Final = 1 << 20
 """Names; further ones are kept as OTHER_NAME, so that names that never repeat don't fill the memory."""
+MOST_UNKNOWN: Final = 5
+"""Categories that are named, of events that are none of torch.profiler's."""
 OTHER_NAME: Final = "(too many names)"
 DEVICE_CATEGORIES: Final = {
     "kernel": KERNEL, "Kernel": KERNEL, "gpu_memcpy": COPY, "Memcpy": COPY, "gpu_memset": FILL, "Memset": FILL,
@@ -39,14 +40,16 @@ DEVICE_CATEGORIES: Final = {
 """With a capital letter as torch before 1.12 wrote them, like those below."""
 OPERATORS: Final = ("cpu_op", "Operator")
 CALLS: Final = ("cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver", "privateuse1_runtime", "Runtime")
+OLD_OPERATORS: Final = "Operator"
 ANNOTATED: Final = ("user_annotation",)
-PASSED_OVER: Final = (
-    "ac2g", "fwdbwd", "async_cpu_to_gpu", "python_function", "gpu_user_annotation", "Trace", "overhead",
-)  # fmt: skip
+PYTHON: Final = "python_function"
+PASSED_OVER: Final = ("ac2g", "fwdbwd", "async_cpu_to_gpu", "gpu_user_annotation", "Trace", "overhead")
+LEGACY: Final = {"CPU functions": OLD_OPERATORS, "CUDA functions": "Kernel"}
+"""`pid` of events without a category, as torch.autograd.profiler wrote them before torch 1.8 -> their category."""
 MEMORY: Final = "[memory]"
 COMM_ARGS: Final = (
     "Collective name", "In msg nelems", "Out msg nelems", "Group size", "dtype", "Process Group Name",
-    "Process Group Description", "Process Group Ranks", "Seq", "Input Dims", "Input type",
+    "Process Group Description", "Process Group Ranks", "Seq", "seq_num", "Input Dims", "Input type",
 )  # fmt: skip
 
 
@@ -83,16 +86,15 @@ LAYOUTS: Final = (
 TELLING: Final = 35
 """So many bytes of an event tell its category, by the first eight letters of that."""
 ARGUMENTS: Final = b',\n    "args"'
+OF_C10D: Final = re.compile(rb'"name": "(?:%s)' % b"|".join(name.encode() for name in ANNOTATIONS))
+NAMED_WITHIN: Final = 120
+"""So many bytes of an event tell how its name begins."""
 ARROWS: Final = (b'    "ph": "s"', b'    "ph": "f"')
 ARROW: Final = len(ARROWS[0])
 
 
 def _pass_over(text: bytes) -> None:
     pass
-
-
-class _Odd(Exception):
-    """One of these events lacks what it should have."""
 
 
 class _EventReader:
@@ -108,6 +110,9 @@ class _EventReader:
             take = _pass_over if category in PASSED_OVER else self._lists.setdefault(category, []).append
             for layout in LAYOUTS:
                 self._takes[(layout % category.encode())[:TELLING]] = take
+        for layout in LAYOUTS:
+            self._takes[(layout % PYTHON.encode())[:TELLING]] = self._python
+        self._notes: list[bool] = []  # of each name, whether an operator of it is an annotation
         self._rest: list[bytes] = []
         self._broken = 0
         self._taken_by_lists = 0
@@ -132,8 +137,10 @@ class _EventReader:
         for category, chosen in self._lists.items():
             if not chosen:
                 continue
-            if category in OPERATORS:  # without their arguments
-                chosen = [text.partition(ARGUMENTS)[0] for text in chosen]
+            if category in OPERATORS:  # without their arguments, but for annotations of collectives among them
+                chosen = [
+                    text if OF_C10D.search(text, 0, NAMED_WITHIN) else text.partition(ARGUMENTS)[0] for text in chosen
+                ]
             self._take(category, self._each_parsed(chosen))
             self._lists[category].clear()
         if rest:
@@ -141,6 +148,11 @@ class _EventReader:
             rest.clear()
             self.events.count -= len(found)
             self._sort_events(found)
+
+    def _python(self, text: bytes) -> None:
+        """Of Python's functions only those are kept that save."""
+        if b"save" in text and SAVES_IN_PYTHON.search(text.decode("utf-8", "replace")):
+            self._rest.append(text)
 
     def _each_parsed(self, texts: list[bytes]) -> list[Any]:
         """Events from what stands between their braces; without those that are no JSON, as long as they are few."""
@@ -167,8 +179,12 @@ class _EventReader:
                 continue
             phase = event.get("ph")
             category = event.get("cat")
+            if category is None:
+                category = LEGACY.get(str(event.get("pid")))
             if phase == "X" and isinstance(category, str):
                 by_category.setdefault(category, []).append(event)
+            elif phase in ("X", "B", "b"):
+                self._note_unknown(f"phase {phase}" if category is None else category)
             elif phase in ("i", "I") and event.get("name") == MEMORY:
                 by_category.setdefault(MEMORY, []).append(event)
         for category, chosen in by_category.items():
@@ -177,22 +193,33 @@ class _EventReader:
 
     def _take(self, category: str, found: list[Event]) -> None:
         if category in OPERATORS:
-            self._try(self._ops, _times_and_thread, found)
+            old = category == OLD_OPERATORS
+            self._try(lambda events: self._ops(events, old), has_times_and_thread, found)
         elif category in CALLS:
-            self._try(self._calls, _of_call, found)
+            self._try(self._calls, is_call, found)
         elif category in DEVICE_CATEGORIES:
             what = DEVICE_CATEGORIES[category]
-            self._try(lambda events: self._device(events, what), _of_device, found)
+            self._try(lambda events: self._device(events, what), is_of_device, found)
         elif category in ANNOTATED:
-            self._try(self._annotations, _times_and_thread, found)
+            self._try(self._annotations, has_times_and_thread, found)
+        elif category == PYTHON:
+            saving = [event for event in found if SAVES_IN_PYTHON.search(str(event.get("name")))]
+            if saving:
+                self._try(self._annotations, has_times_and_thread, saving)
         elif category == MEMORY:
-            self._try(self._memory, _of_memory, found)
+            self._try(self._memory, is_memory_sample, found)
+        else:
+            self._note_unknown(category)
+
+    def _note_unknown(self, category: Any) -> None:
+        if len(self.events.unknown) < MOST_UNKNOWN:
+            self.events.unknown.setdefault(str(category)[:40])
 
     def _try(self, add: Callable[[list[Event]], None], sound: Callable[[Event], bool], found: list[Event]) -> None:
         """Add them all at once, or, where one is odd, those that are sound."""
         try:
             add(found)
-        except (_Odd, KeyError, TypeError, AttributeError, ValueError, OverflowError):
+        except (Odd, KeyError, TypeError, AttributeError, ValueError, OverflowError):
             kept = []
             for event in found:
                 if sound(event):
@@ -209,17 +236,26 @@ class _EventReader:
 
     # --- a list of events as arrays
 
-    def _ops(self, found: list[Event]) -> None:
+    def _ops(self, found: list[Event], old: bool) -> None:
+        """`old`: of before torch 1.12, where all annotations stand among the operators."""
         name, thread, start, length = zip(*map(OF_A_THREAD, found), strict=True)
-        self.events.ops.add(
-            name=self._name_codes(name), thread=self._thread_codes(thread), start_ns=_ns(start), dur_ns=_ns(length)
-        )
+        columns = {
+            "name": self._name_codes(name), "thread": self._thread_codes(thread), "start_ns": ns_of(start),
+            "dur_ns": ns_of(length),
+        }  # fmt: skip
+        noted = np.array(self._notes)[columns["name"]]
+        if old:
+            noted |= np.array([stands_among_old_operators(one) for one in name])
+        if noted.any():
+            self._annotations([found[at] for at in np.flatnonzero(noted).tolist()])
+            columns = {key: column[~noted] for key, column in columns.items()}
+        self.events.ops.add(**columns)
 
     def _calls(self, found: list[Event]) -> None:
         name, thread, start, length = zip(*map(OF_A_THREAD, found), strict=True)
         self.events.calls.add(
-            name=self._name_codes(name), thread=self._thread_codes(thread), start_ns=_ns(start), dur_ns=_ns(length),
-            corr=_whole([event["args"].get("correlation", UNKNOWN) for event in found]),
+            name=self._name_codes(name), thread=self._thread_codes(thread), start_ns=ns_of(start), dur_ns=ns_of(length),
+            corr=whole([event["args"].get("correlation", UNKNOWN) for event in found]),
         )  # fmt: skip
 
     def _device(self, found: list[Event], what: int) -> None:
@@ -227,19 +263,19 @@ class _EventReader:
         name, start, length = zip(*map(OF_A_DEVICE, found), strict=True)
         names, first = self._name_codes(name), len(self.events.device)
         self.events.device.add(
-            name=names, what=np.full(len(found), what), start_ns=_ns(start), dur_ns=_ns(length),
-            device=_whole([one.get("device", 0) for one in args]),
-            stream=_whole([one.get("stream", 0) for one in args]),
-            corr=_whole([one.get("correlation", UNKNOWN) for one in args]),
-            bytes=_whole([one.get("bytes", UNKNOWN) for one in args]),
+            name=names, what=np.full(len(found), what), start_ns=ns_of(start), dur_ns=ns_of(length),
+            device=whole([one.get("device", 0) for one in args]),
+            stream=whole([one.get("stream", 0) for one in args]),
+            corr=whole([one.get("correlation", UNKNOWN) for one in args]),
+            bytes=whole([one.get("bytes", UNKNOWN) for one in args]),
         )  # fmt: skip
         if what == KERNEL:
-            for at in np.flatnonzero(np.array(self.events.communicates)[names]).tolist():
+            for at in np.flatnonzero(np.array([one is not None for one in self.events.collectives])[names]).tolist():
                 self.events.comm_args[first + at] = self._kept(args[at])
 
     def _annotations(self, found: list[Event]) -> None:
         _, thread, start, duration = zip(*map(OF_A_THREAD, found), strict=True)
-        places = self._thread_codes(thread).tolist(), _ns(start).tolist(), _ns(duration).tolist()
+        places = self._thread_codes(thread).tolist(), ns_of(start).tolist(), ns_of(duration).tolist()
         for event, of, begin, length in zip(found, *places, strict=True):
             name = event["name"][:MOST_NAME]
             args = event.get("args") if name.startswith(ANNOTATIONS) else None
@@ -264,10 +300,10 @@ class _EventReader:
     def _memory(self, found: list[Event]) -> None:
         args = [event["args"] for event in found]
         self.events.memory.add(
-            start_ns=_ns([event["ts"] for event in found]), kind=_whole([one["Device Type"] for one in args]),
-            device=_whole([one["Device Id"] for one in args], least=-1),
-            allocated=_whole([one.get("Total Allocated", UNKNOWN) for one in args]),
-            reserved=_whole([one.get("Total Reserved", UNKNOWN) for one in args]),
+            start_ns=ns_of([event["ts"] for event in found]), kind=whole([one["Device Type"] for one in args]),
+            device=whole([one["Device Id"] for one in args], least=-1),
+            allocated=whole([one.get("Total Allocated", UNKNOWN) for one in args]),
+            reserved=whole([one.get("Total Reserved", UNKNOWN) for one in args]),
         )  # fmt: skip
 
     def _name_codes(self, names: Sequence[Any]) -> Int:
@@ -278,7 +314,7 @@ class _EventReader:
 
     def _new_name(self, name: Any) -> int:
         if not isinstance(name, str):
-            raise _Odd
+            raise Odd
         name = name[:MOST_NAME]
         code = self._names.get(name)
         if code is None:
@@ -287,7 +323,8 @@ class _EventReader:
             code = self._names.get(name, len(self.events.names))
             if code == len(self.events.names):
                 self.events.names.append(name)
-                self.events.communicates.append(self._comm.communicates(name))
+                self._notes.append(stands_among_operators(name))
+                self.events.collectives.append(self._comm.collective(name))
             self._names[name] = code
         return code
 
@@ -301,7 +338,7 @@ class _EventReader:
         code = self._threads.get(thread)
         if code is None:
             if not isinstance(thread, (int, str)) or len(self._threads) >= MOST_DISTINCT:
-                raise _Odd
+                raise Odd
             code = self._threads[thread] = len(self._threads)
             self.events.threads.append(thread)
         return code
@@ -327,71 +364,3 @@ def _parsed(events: bytes) -> list[Any]:
 
 OF_A_THREAD: Final = itemgetter("name", "tid", "ts", "dur")
 OF_A_DEVICE: Final = itemgetter("name", "ts", "dur")
-
-
-def _ns(microseconds: Sequence[Any]) -> Int:
-    """Whole or with a fraction, as ns. Raises _Odd and what a wrong type raises."""
-    values = np.array(microseconds)
-    if values.dtype.kind not in "iuf":
-        raise _Odd
-    if not ((values >= 0) & (values < LATEST_US)).all():  # NaN is neither
-        raise _Odd
-    if values.dtype.kind in "iu":
-        return values.astype(np.int64) * 1000
-    whole = np.floor(values)
-    result: Int = whole.astype(np.int64) * 1000 + np.rint((values - whole) * 1000).astype(np.int64)
-    return result
-
-
-def _whole(values: list[Any], least: int = UNKNOWN) -> Int:
-    found = np.array(values)
-    if found.dtype.kind not in "iu" or (len(found) and (found.min() < least or found.max() >= 1 << 62)):
-        raise _Odd
-    return found.astype(np.int64)
-
-
-# --- whether one event is sound: the same as above, one by one
-
-
-def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and 0 <= value < LATEST_US
-
-
-def _is_whole(value: Any, least: int = UNKNOWN) -> bool:
-    return type(value) is int and least <= value < 1 << 31
-
-
-def _times_and_thread(event: Event) -> bool:
-    named = isinstance(event.get("name"), str) and type(event.get("tid")) in (int, str)
-    return named and _is_time(event.get("ts")) and _is_time(event.get("dur"))
-
-
-def _args(event: Event) -> dict[str, Any] | None:
-    args = event.get("args")
-    return args if isinstance(args, dict) else None
-
-
-def _of_call(event: Event) -> bool:
-    args = _args(event)
-    return _times_and_thread(event) and args is not None and _is_whole(args.get("correlation", UNKNOWN))
-
-
-def _of_device(event: Event) -> bool:
-    args = _args(event)
-    if args is None or not (isinstance(event.get("name"), str) and _is_time(event.get("ts"))):
-        return False
-    numbers = (args.get(key, 0) for key in ("device", "stream", "correlation"))
-    size = args.get("bytes", UNKNOWN)
-    return _is_time(event.get("dur")) and all(map(_is_whole, numbers)) and type(size) is int and -1 <= size < 1 << 62
-
-
-def _of_memory(event: Event) -> bool:
-    args = _args(event)
-    if args is None or not _is_time(event.get("ts")):
-        return False
-    sizes = (args.get(key, UNKNOWN) for key in ("Total Allocated", "Total Reserved"))
-    return (
-        _is_whole(args.get("Device Type"))
-        and _is_whole(args.get("Device Id"), -1)
-        and all(type(size) is int and -1 <= size < 1 << 62 for size in sizes)
-    )

@@ -1,8 +1,8 @@
 """The rows of the trace, of one file's events.
 
 Kernels, copies and fills are rows of their stream's lane (`cuda.7`), launches rows of the thread that made them; what
-has a correlation has it as `corr`. A kernel that communicates is a `comm` row. It is there where it begins on the
-device, which is its `issue_ns`; its launch has a row of its own. In a trace without a device the operators that are
+has a correlation has it as `corr`. A kernel that communicates is a `comm` row, whose `arrival_ns` is where the kernel
+begins on the device and whose `issue_ns` is where it was launched. In a trace without a device the operators that are
 inside no other one are `kernel` rows of their thread, and c10d's annotations are the collectives.
 """
 
@@ -20,7 +20,18 @@ from .blocks import Coded, RowBlocks
 from .collectives import CollectiveReader
 from .events import COPY, KERNEL, UNKNOWN, Events
 from .names import ANNOTATIONS
-from .phases import NO_PHASE, ProfiledSteps, backward_names, find_phases, find_steps, main_thread, outermost, told_by
+from .pauses import launch_pauses
+from .phases import (
+    NO_PHASE,
+    ProfiledSteps,
+    ThreadPhases,
+    backward_names,
+    find_phases,
+    find_steps,
+    main_thread,
+    outermost,
+    told_by,
+)
 
 Int = npt.NDArray[np.int64]
 
@@ -63,6 +74,7 @@ def trace_rows_of(events: Events) -> TraceRows:
         build.device()
         build.launches()
         build.waits()
+        build.host_operators()
     else:
         build.operators()
         build.host_collectives()
@@ -76,6 +88,7 @@ class _RowBuilder:
         self._events, self._main, self._steps = events, main, steps
         self.blocks = RowBlocks()
         self.collectives = CollectiveReader(events)
+        self._phases = ThreadPhases([], np.empty(0, np.int64), np.empty(0, np.int64), [])
         self.numbered = self.communications = 0
         self._device_end = np.empty(0, np.int64)
         self._device_corr = np.empty(0, np.int64)
@@ -111,7 +124,7 @@ class _RowBuilder:
         )  # fmt: skip
 
     def phases(self) -> None:
-        found = find_phases(self._events, self._main, self._steps)
+        found = self._phases = find_phases(self._events, self._main, self._steps)
         self.blocks.add(
             len(found.name), kind="phase", name=Coded.of(found.name), lane=MAIN, step=self._steps.of(found.start_ns),
             start_ns=found.start_ns, dur_ns=found.end_ns - found.start_ns,
@@ -140,7 +153,7 @@ class _RowBuilder:
         step = self._steps.of(np.where(launch == UNKNOWN, start, launch))
         self._device_end, self._device_corr = start + table["dur_ns"], corr
         lane, names = self._streams(), self._named(codes)
-        comm = np.array(events.communicates, bool)[codes] & (what == KERNEL)
+        comm = np.array([one is not None for one in events.collectives], bool)[codes] & (what == KERNEL)
         from_host = np.array([HOST_COPY.search(name) is not None for name in events.names], bool)[codes]
         copied = (what == COPY) & from_host
         for kind, chosen in (("copy", copied), ("kernel", ~copied & ~comm)):
@@ -149,7 +162,7 @@ class _RowBuilder:
                 dur_ns=table["dur_ns"][chosen], corr=corr[chosen], step=step[chosen], issue_ns=launch[chosen],
                 bytes=table["bytes"][chosen],
             )  # fmt: skip
-        self._communications(np.flatnonzero(comm), call, lane, step)
+        self._communications(np.flatnonzero(comm), call, launch, lane, step)
 
     def _streams(self) -> Coded:
         """The lane of each thing that the device did."""
@@ -160,21 +173,21 @@ class _RowBuilder:
         found = zip(devices[places // len(streams)].tolist(), streams[places % len(streams)].tolist(), strict=True)
         return Coded(place, [f"cuda.{one}.{other}" if len(devices) > 1 else f"cuda.{other}" for one, other in found])
 
-    def _communications(self, chosen: Int, call: Int, lane: Coded, step: Int) -> None:
+    def _communications(self, chosen: Int, call: Int, launch: Int, lane: Coded, step: Int) -> None:
         table, args, names = self._events.device, self._events.comm_args, self._events.names
         around = self.collectives.notes_around(call[chosen])
         found = [
-            self.collectives.read(args.get(at, {}), names[name], note)
+            self.collectives.read(args.get(at, {}), names[name], note, self._events.collectives[name] or "")
             for at, name, note in zip(chosen.tolist(), table["name"][chosen].tolist(), around, strict=True)
         ]
         self._add_collectives(
-            found, start_ns=table["start_ns"][chosen], dur_ns=table["dur_ns"][chosen], lane=lane[chosen],
-            corr=table["corr"][chosen], step=step[chosen],
+            found, start_ns=table["start_ns"][chosen], arrival_ns=table["start_ns"][chosen], lane=lane[chosen],
+            dur_ns=table["dur_ns"][chosen], issue_ns=launch[chosen], corr=table["corr"][chosen], step=step[chosen],
         )  # fmt: skip
 
     def _add_collectives(self, found: list[dict[str, Any]], **columns: Any) -> None:
         self.blocks.add(
-            len(found), kind="comm", issue_ns=columns["start_ns"],
+            len(found), kind="comm",
             **{key: Coded.of([one.get(key) for one in found]) for key in ("name", "group", "dtype")},
             **{key: np.array([one.get(key, UNKNOWN) for one in found], np.int64) for key in ("seq", "bytes")},
             **columns,
@@ -221,6 +234,32 @@ class _RowBuilder:
             step=self._steps.of(start[within]), thread=self._ids[table["thread"][chosen]],
         )  # fmt: skip
 
+    def host_operators(self) -> None:
+        """What the training thread and that of backward compute while nothing is put on the device: operators within a
+        pause of the launches, as far as no phase that an annotation tells explains it."""
+        table, calls = self._events.ops, self._events.calls
+        launches = np.isin(calls["corr"], self._device_corr[self._device_corr >= 0])
+        low, high = launch_pauses(calls["start_ns"][launches], (calls["start_ns"] + calls["dur_ns"])[launches])
+        told = ~np.array(self._phases.derived, bool)
+        begin, finish = self._phases.start_ns[told], self._phases.end_ns[told]
+        for thread, lane in enumerate(self._lanes):
+            mine = np.flatnonzero(table["thread"] == thread) if lane in (MAIN, "autograd") and len(table) else ()
+            if not len(mine) or not len(low):
+                continue
+            mine = np.asarray(mine)
+            start, end = table["start_ns"][mine], (table["start_ns"] + table["dur_ns"])[mine]
+            pause = np.searchsorted(low, start, "right") - 1
+            phase = np.searchsorted(begin, start, "right") - 1
+            chosen = (pause >= 0) & (end <= high[np.maximum(pause, 0)])
+            chosen &= (phase < 0) | (start >= np.append(finish, 0)[phase])
+            mine = mine[chosen]
+            mine = mine[outermost(start[chosen], end[chosen])]
+            self.blocks.add(
+                len(mine), kind="kernel", name=self._named(table["name"][mine]), start_ns=table["start_ns"][mine],
+                dur_ns=table["dur_ns"][mine], step=self._steps.of(table["start_ns"][mine]),
+                **self._of_thread(table["thread"][mine]),
+            )  # fmt: skip
+
     # --- without a device
 
     def operators(self) -> None:
@@ -247,7 +286,7 @@ class _RowBuilder:
         for about in self.collectives.groups.values():
             about["backend"] = name if isinstance(name, str) and name else "gloo"
         self._add_collectives(
-            found, start_ns=start, dur_ns=end - start, step=self._steps.of(start),
+            found, start_ns=start, dur_ns=end - start, issue_ns=start, step=self._steps.of(start),
             lane=Coded.of([f"comm.{one['group']}" if "group" in one else "comm.messages" for one in found]),
         )  # fmt: skip
         self._host_waits(found, start, end)

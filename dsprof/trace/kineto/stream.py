@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
-import orjson
 
-from ..room import taken_by_json
+from .around import EVENTS, MOST_TAKEN, Around, TraceError
+from .brackets import brackets, quotes
 
-Int = npt.NDArray[np.int64]
+__all__ = ["MOST_TAKEN", "TraceError", "TraceText", "looks_like_trace"]
 
 BLOCK: Final = 1 << 20
 """Bytes of text that are looked at together: no more than stays in a core's cache."""
@@ -27,10 +26,8 @@ READ: Final = 1 << 14
 """Compressed bytes that are unpacked at once: zlib copies what of them it has not come to, again and again."""
 MOST_EVENT: Final = 4 << 20
 """Bytes of one event. Long ones are of a few hundred kB: the shapes of a model's parameters."""
-MOST_AROUND: Final = 32 << 20
-"""Bytes of all that stands before or behind the events."""
-MOST_TAKEN: Final = 256 << 20
-"""Bytes of memory that what stands before or behind them may take, and that lists in arguments may."""
+MOST_LOOKED: Final = 256 << 20
+"""Bytes of a file that are looked through for events, to tell whether it is a trace at all."""
 MOST_RATIO: Final = 200
 """So many times what a gzipped file holds it may become. Kineto's traces become 15 to 40 times as large."""
 RATIO_FROM: Final = 64 << 20
@@ -43,16 +40,21 @@ LAST: Final = b"\n  }"
 """Before the first of several, and behind the last."""
 SPLIT: Final = re.compile(re.escape(BETWEEN))
 """A pattern goes through a text in half the time that `bytes.split` takes, which prepares anew after each hit."""
-EVENTS: Final = re.compile(rb'"traceEvents"\s*:\s*\[')
+WRAPPED: Final = re.compile(
+    rb'\s*\{\s*(?:"[^"]{0,64}"\s*:\s*(?:"[^"]{0,64}"|[^\[\]{}",]{0,64})\s*,\s*)*"traceEvents"\s*:'
+)
+"""The beginning of a list whose items are traces."""
+EXPORT: Final = "record one with torch.profiler.profile, and write it with its export_chrome_trace"
 HEAD: Final = 4096
-
-
-class TraceError(Exception):
-    """The file is no trace, or not one that can be read; the message says what is wrong with it, and where."""
+SPACE: Final = b"\xef\xbb\xbf \t\r\n"
+QUOTED: Final = b'"' + EVENTS + b'"'
+KNOWN: Final = (QUOTED, b'"schemaVersion"', b'"deviceProperties"', b'"distributedInfo"', b'"ph"')
+"""Of these one stands at the beginning of most traces."""
 
 
 def looks_like_trace(path: Path) -> bool:
-    """Whether a file begins like a trace of torch.profiler. Never raises."""
+    """Whether a file is like a trace of torch.profiler: by how it begins, else by a list of events that it holds.
+    Never raises."""
     try:
         with path.open("rb") as file:
             head = file.read(HEAD)
@@ -60,9 +62,26 @@ def looks_like_trace(path: Path) -> bool:
             head = zlib.decompressobj(31).decompress(head, 16 * HEAD)
     except (OSError, zlib.error):
         return False
-    head = head.lstrip(b"\xef\xbb\xbf \t\r\n")
-    known = (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"', b'"distributedInfo"', b'"ph"')
-    return head[:1] in (b"{", b"[") and any(word in head for word in known)
+    head = head.lstrip(SPACE)
+    if head[:1] not in (b"{", b"["):
+        return False
+    return any(word in head for word in KNOWN) or (head[:1] == b"{" and _holds_events(path))
+
+
+def _holds_events(path: Path) -> bool:
+    end, seen = b"", 0
+    try:
+        for block in TraceText(path).blocks():
+            text = b"".join((end, *block))
+            seen += len(text)
+            if QUOTED in text:
+                return True
+            if seen > MOST_LOOKED:
+                return False
+            end = text[-len(QUOTED) :]
+    except (TraceError, OSError):
+        pass
+    return False
 
 
 class TraceText:
@@ -77,31 +96,34 @@ class TraceText:
         self.about: dict[str, Any] = {}
         self.cut = ""
         self._read = 0
+        self._kinetos = False  # the events are laid out as Kineto writes them
 
     def pieces(self) -> Iterator[memoryview]:
         """Text of whole events with commas between them, as it would stand in a list. Raises TraceError, OSError."""
-        blocks = self._blocks()
-        rest, open_object = self._skip_head(blocks)
+        blocks = self.blocks()
+        rest, around = self._skip_head(blocks)
         for block in blocks:
-            piece, rest, ended = _first_events(b"".join((rest, *block)))
+            text = b"".join((rest, *block))
+            self._kinetos = self._kinetos or FIRST.match(text) is not None
+            piece, rest, ended = _first_events(text, quick=self._kinetos)
             if piece:
                 yield piece
             if ended:
-                self._skip_tail(rest, blocks, open_object)
+                self._skip_tail(rest, blocks, around)
                 return
             if len(rest) > MOST_EVENT:
                 raise TraceError(f"an event of more than {MOST_EVENT >> 20} MiB, before byte {self._read:,}")
-        piece, rest, ended = _first_events(rest, last=True)
+        piece, rest, ended = _first_events(rest)
         if piece:
             yield piece
         if ended:
-            self._skip_tail(rest, iter(()), open_object)
+            self._skip_tail(rest, iter(()), around)
         else:
             self.cut = f"breaks off after {self._read:,} bytes of text: its last events are missing"
 
     # --- bytes
 
-    def _blocks(self) -> Iterator[Sequence[bytes]]:
+    def blocks(self) -> Iterator[Sequence[bytes]]:
         """The text in parts of BLOCK bytes at least, each as what it is to be joined of."""
         with self._path.open("rb") as file:
             head = file.read(2)
@@ -140,49 +162,39 @@ class TraceText:
 
     # --- what stands around the events
 
-    def _skip_head(self, blocks: Iterator[Sequence[bytes]]) -> tuple[bytes, bool]:
-        """What follows the bracket that opens the events; whether they are in an object."""
-        head = b""
+    def _skip_head(self, blocks: Iterator[Sequence[bytes]]) -> tuple[bytes, Around | None]:
+        """What follows the bracket that opens the events; and what they are in, None where they are the file."""
+        around = Around()
+        self.about = around.about
         for block in blocks:
-            head = b"".join((head, *block))
-            if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
-                return head[head.index(b"[") + 1 :], False
-            found = EVENTS.search(head)
-            if found:
-                self._note(head[: found.start()].strip().rstrip(b",") + b"}", "its beginning")
-                return head[found.end() :], True
-            if len(head) > MOST_AROUND:
-                break
-        raise TraceError("holds no traceEvents")
+            text = b"".join(block)
+            if not around.begun and text.lstrip(SPACE)[:1] == b"[":
+                head = text[text.index(b"[") + 1 :]
+                if WRAPPED.match(head):
+                    raise TraceError("is a list of traces", "write each into a file of its own, named rank<N>.json")
+                return head, None
+            if around.until_events(text):
+                return around.rest, around
+        if around.deeper > 1:
+            levels = f"holds its traceEvents {around.deeper - 1} levels down"
+            raise TraceError(levels, "write the object that holds them into a file of its own")
+        raise TraceError("holds no traceEvents, neither at the top nor one level down", EXPORT)
 
-    def _skip_tail(self, rest: bytes, blocks: Iterator[Sequence[bytes]], open_object: bool) -> None:
-        if not open_object:
+    def _skip_tail(self, rest: bytes, blocks: Iterator[Sequence[bytes]], around: Around | None) -> None:
+        if around is None:
             return
+        around.rest = b""
+        around.to_end(rest)
         for block in blocks:
-            rest = b"".join((rest, *block))
-            if len(rest) > MOST_AROUND:
-                return
-        text = rest.strip()
-        if not text.endswith(b"}"):
+            around.to_end(b"".join(block))
+        if not around.whole:
             self.cut = "breaks off behind its events"
-            return
-        text = text.removeprefix(b",").strip()
-        self._note(b"{" + text, "its end")
-
-    def _note(self, text: bytes, where: str) -> None:
-        if taken_by_json(text) > MOST_TAKEN:
-            raise TraceError(f"{where} would take more than {MOST_TAKEN >> 20} MiB of memory, as no trace's does")
-        try:
-            found = orjson.loads(text)
-        except orjson.JSONDecodeError as error:
-            raise TraceError(f"{where} is no JSON ({error})") from error
-        for key, value in found.items():
-            self.about.setdefault(key, value)
 
 
-def _first_events(text: bytes, *, last: bool = False) -> tuple[memoryview, bytes, bool]:
-    """As many whole events as `text` begins with, what follows them, and whether that is behind the last of all."""
-    if not last:
+def _first_events(text: bytes, *, quick: bool = False) -> tuple[memoryview, bytes, bool]:
+    """As many whole events as `text` begins with, what follows them, and whether that is behind the last of all.
+    `quick`: where they are laid out as Kineto writes them, by its line breaks."""
+    if quick:
         at = text.rfind(BETWEEN)
         if at >= 0 and text.rfind(b"\n  ]", 0, at) < 0:
             return memoryview(text)[: at + 4], text[at + 5 :], False
@@ -192,22 +204,10 @@ def _first_events(text: bytes, *, last: bool = False) -> tuple[memoryview, bytes
     return memoryview(text[:end].strip(b", \t\r\n")), text[end:].lstrip(b", \t\r\n"), False
 
 
-DEEPER: Final = np.zeros(256, np.int8)
-DEEPER[[ord("{"), ord("[")]] = 1
-DEEPER[[ord("}"), ord("]")]] = -1
-
-
 def _whole(text: bytes) -> tuple[int, int]:
     """Where the last event ends that is there as a whole, and where the bracket is that ends the list (-1: not yet)."""
-    every = np.frombuffer(text, np.uint8)
-    quote = np.flatnonzero(every == ord('"'))
-    backslash = np.flatnonzero(every == ord("\\"))
-    if len(backslash):
-        quote = quote[~_escaped(quote, backslash)]
-    mark = np.flatnonzero(DEEPER[every])
-    mark = mark[np.searchsorted(quote, mark) % 2 == 0]
-    deeper = DEEPER[every[mark]]
-    depth = np.cumsum(deeper, dtype=np.int64)
+    mark, deeper = brackets(text, quotes(text))
+    depth = np.cumsum(deeper)
     below = np.flatnonzero(depth < 0)
     if len(below):
         place = int(mark[below[0]])
@@ -216,14 +216,3 @@ def _whole(text: bytes) -> tuple[int, int]:
         return 0, place
     closed = mark[(depth == 0) & (deeper < 0)]
     return (int(closed[-1]) + 1 if len(closed) else 0), -1
-
-
-def _escaped(quote: Int, backslash: Int) -> npt.NDArray[np.bool_]:
-    """Which quotes an odd number of backslashes stands before."""
-    first = np.append(True, np.diff(backslash) > 1)
-    begin = backslash[np.maximum.accumulate(np.where(first, np.arange(len(backslash)), 0))]
-    at = np.searchsorted(backslash, quote) - 1
-    before = backslash[np.maximum(at, 0)]
-    odd = (before - begin[np.maximum(at, 0)]) % 2 == 0
-    found: npt.NDArray[np.bool_] = (at >= 0) & (before == quote - 1) & odd
-    return found
