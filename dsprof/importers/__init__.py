@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Protocol, cast
 
+from dsprof import regular_files
 from dsprof.run import RunError
 from dsprof.trace import Trace
 
@@ -47,7 +48,7 @@ def import_trace(path: Path, comm_kernels: Sequence[str] = ()) -> Trace:
     if not path.exists():
         raise RunError(f"{path}: no such file or folder; name a trace, or the folder that holds one")
     try:
-        files = sorted(child for child in path.iterdir() if child.is_file()) if path.is_dir() else [path]
+        files = regular_files.files(path) if path.is_dir() else [_named(path)]
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
     found = [(file, known) for file in files for known in formats if known.recognizes(file)]
@@ -74,8 +75,18 @@ def import_trace(path: Path, comm_kernels: Sequence[str] = ()) -> Trace:
     return chosen.read(file)
 
 
+def _named(path: Path) -> Path:
+    """A file that somebody named, by whatever links. Raises RunError where it is none: reading a pipe would wait."""
+    refused = regular_files.why_not(path.stat())
+    if refused:
+        raise RunError(f"{path}: {refused}; name a trace, or the folder that holds one")
+    return path
+
+
 def _what(path: Path, files: list[Path]) -> str:
     """Why there is nothing to import, of what no format recognizes."""
     if path.is_dir():
+        if not files and any(regular_files.entries(path)):
+            return "no files in it (what is behind links is not read)"
         return f"none of its {len(files)} files is a trace that dsprof knows" if files else "an empty folder"
     return "not a trace that dsprof knows" if path.stat().st_size else "an empty file"

@@ -15,9 +15,10 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,6 +29,7 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
+from dsprof import regular_files
 from dsprof.names import new_run_id
 from dsprof.run import RankInfo, RunError, RunInfo
 from dsprof.schema import SYNCHRONIZING
@@ -46,6 +48,7 @@ IN_PROCESSES_FROM: Final = 4 << 20
 APART_NS: Final = 1_000_000
 """The ends of one collective lie microseconds apart where clocks are the same."""
 MOST_NAMED: Final = 4
+SAFE_PATH: Final = "PYTHONSAFEPATH"
 
 
 def recognizes(path: Path) -> bool:
@@ -81,7 +84,7 @@ def read(path: Path, comm_kernels: Sequence[str] = ()) -> Trace:
     communicate, beside those that are known. Raises RunError."""
     try:
         CommNames(comm_kernels)
-        paths = sorted(child for child in path.iterdir() if recognizes(child)) if path.is_dir() else [path]
+        paths = [child for child in regular_files.files(path) if recognizes(child)] if path.is_dir() else [path]
     except ValueError as error:
         raise RunError(f"--comm-kernels: {error}") from error
     except OSError as error:
@@ -111,8 +114,22 @@ def _read_all(paths: list[Path], folder: Path, comm_kernels: tuple[str, ...]) ->
         return [_convert(*one) for one in work]
     # A fork has all that is imported; of a process that runs other threads it may hold a lock of theirs for ever.
     start = "fork" if threading.active_count() == 1 and sys.version_info < (3, 12) else "spawn"
-    with ProcessPoolExecutor(processes, mp_context=get_context(start)) as pool:
+    with _nothing_from_here(), ProcessPoolExecutor(processes, mp_context=get_context(start)) as pool:
         return _in_pool(pool, work)
+
+
+@contextmanager
+def _nothing_from_here() -> Iterator[None]:
+    """Processes that are started meanwhile import nothing from the working directory, as with `python -P`."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = before
 
 
 def _in_pool(pool: Executor, work: list[tuple[Path, Path, tuple[str, ...]]]) -> list[_File]:

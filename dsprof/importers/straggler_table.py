@@ -10,7 +10,8 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from dsprof.ondisk import LARGEST_PLACE
+from dsprof import regular_files
+from dsprof.ondisk import LARGEST_META, LARGEST_PLACE
 from dsprof.run import RunError
 
 INTEGERS: Final = ("dp_rank", "stage", "step", "seq_id", "mb_id")
@@ -71,9 +72,9 @@ def sizes_beside(path: Path) -> tuple[dict[str, int], list[str]]:
         return {}, []
     found, warnings = {}, []
     try:
-        lines = source.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        return {}, [f"{source.name}: cannot be read ({error}); sizes are those of the table"]
+        lines = regular_files.read_text(source, LARGEST_META).splitlines()
+    except OSError as error:
+        return {}, [f"{source.name}: cannot be read ({error.strerror}); sizes are those of the table"]
     for number, line in enumerate(lines, 1):
         if line.partition("#")[0].strip() in ("", "---"):
             continue
