@@ -16,6 +16,8 @@ from dsprof.run import RunError
 
 INTEGERS: Final = ("dp_rank", "stage", "step", "seq_id", "mb_id")
 TIMES: Final = ("start_ts", "duration")
+LARGEST_S: Final = 2e9
+"""Of times, in seconds, and of other numbers: so long runs no step, and so many ranks has no job."""
 
 
 def checked_table(path: Path) -> pd.DataFrame:
@@ -37,6 +39,7 @@ def checked_table(path: Path) -> pd.DataFrame:
     for name in (*INTEGERS, *TIMES):
         values = pd.to_numeric(table[name], errors="coerce").astype("float64")
         _refuse(path, table, ~np.isfinite(values), f"whose {name} is no number")
+        _refuse(path, table, values.abs() > LARGEST_S, f"whose {name} is beyond {LARGEST_S:,.0f}")
         found[name] = values if name in TIMES else values.astype("int64")
     _refuse(path, table, found["duration"] < 0, "with a negative duration")
     for name in ("dp_rank", "stage", "step", "seq_id"):

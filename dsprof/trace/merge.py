@@ -21,7 +21,7 @@ from dsprof import regular_files
 from dsprof.names import CaptureName
 from dsprof.ondisk import COUNTERS_NAME, LARGEST_CHUNK
 from dsprof.permissions import LINK
-from dsprof.run import RankInfo, RunError, RunFolder, RunInfo, from_known
+from dsprof.run import MOST_RANKS, RankInfo, RunError, RunFolder, RunInfo, from_known
 from dsprof.schema import FLOPS_FACT, OOM_SNAPSHOT_NAME, SNAPSHOT_NAME
 
 from .capture import CHUNK_NAME, Capture, read_capture
@@ -33,6 +33,8 @@ from .snapshot import read_snapshot
 
 MERGE_VERSION = 11
 """Part of the signature that tells whether a Parquet file is up to date: raise it when merging changes."""
+MOST_DIGITS = 6
+"""Of a number of hosts."""
 MAPPED_CHUNKS = 4
 """Those that a process may have mapped: the last three, and one that is prepared."""
 TRACE_NAME = re.compile(r"rank(\d{5,6})\.parquet", re.ASCII)
@@ -188,8 +190,8 @@ def _derive(rank: int, folders: list[tuple[int, Path]]) -> tuple[pd.DataFrame, d
         "ranks": [vars(_describe(rank, restart, chosen[restart], table)) for restart, table in tables.items()],
         # Operations are rows of the trace, too many for `run.json`.
         "facts": [fact for capture in captures for fact in capture.facts if fact["fact"] != FLOPS_FACT],
-        "versions": next((capture.meta["versions"] for capture in captures if "versions" in capture.meta), {}),
-        "world_size": next((capture.meta["world_size"] for capture in captures if "world_size" in capture.meta), None),
+        "versions": next((told for capture in captures if isinstance(told := capture.meta.get("versions"), dict)), {}),
+        "world_size": next((size for capture in captures if (size := _world_size(capture.meta)) is not None), None),
         "problems": [
             *(problem for capture in captures for problem in capture.problems),
             *(problem for restart, capture in chosen.items() for problem in missing_steps(capture, tables[restart])),
@@ -226,6 +228,11 @@ def _describe(rank: int, restart: int, capture: Capture, rows: pd.DataFrame) -> 
     )
 
 
+def _world_size(values: dict[str, Any]) -> int | None:
+    size = values.get("world_size")
+    return size if type(size) is int and 0 <= size <= MOST_RANKS else None
+
+
 def _instant(values: Any, name: str) -> int | None:
     """A time that older captures do not have."""
     value = values.get(name) if isinstance(values, dict) else None
@@ -249,7 +256,7 @@ def _add_rank(rank: int, summary: dict[str, Any], info: RunInfo) -> None:
     info.facts += summary["facts"]
     info.versions = {**summary["versions"], **info.versions}
     if info.world_size is None:
-        info.world_size = summary["world_size"]
+        info.world_size = _world_size(summary)
     for problem in dict.fromkeys(summary["problems"]):
         warn(info, f"rank {rank}: {problem}")
     for item in described:
@@ -280,8 +287,8 @@ def _note_errors(folder: RunFolder, info: RunInfo) -> None:
 def _note_import(info: RunInfo) -> None:
     """What was odd about the trace of another tool (see `dsprof.importers`)."""
     for fact in info.facts:
-        if fact["fact"] == "import":
-            for text in fact.get("warnings", []):
+        if fact["fact"] == "import" and isinstance(fact.get("warnings"), list):
+            for text in fact["warnings"]:
                 warn(info, f"{fact.get('file', 'import')}: {text}")
 
 
@@ -295,7 +302,7 @@ def _note_missing(info: RunInfo) -> None:
 def _note_hosts(folder: RunFolder, info: RunInfo) -> None:
     """Of a run of several hosts those that took no part, or whose end is not known."""
     fewest = info.nnodes.partition(":")[0]
-    if not fewest.isdigit():
+    if not fewest.isdecimal() or len(fewest) > MOST_DIGITS:
         return
     parts = folder.read_hosts()
     met = [part for part in parts if part.node is not None]
@@ -326,6 +333,8 @@ def _note_groups(info: RunInfo) -> None:
     for fact in info.facts:
         if fact["fact"] == "group" and fact.get("name") is not None:
             ranks = fact.get("ranks", [])
+            if not isinstance(ranks, list):
+                continue
             about = {"ranks": ranks, "size": len(ranks), "desc": fact.get("desc", "")}
             info.groups[str(fact["name"])] = about | ({"backend": fact["backend"]} if fact.get("backend") else {})
 
