@@ -242,11 +242,9 @@ def _state(path: Path) -> copier.CopyState | None:
 def bring(item: Waiting, run: Path, place: Path | None) -> bool:
     """Copy what a copier of this host that is gone has left in `place`, which stands for the run folder. Whether all of
     it is there now. A file in the run folder may name any other folder: none is touched."""
-    if (
-        place is None
-        or place != stand_in(run, place.parents[1])
-        or Path(item.state.local) != place / "capture" / item.name
-    ):
+    if place is None or len(place.parents) < 2 or place != stand_in(run, place.parents[1]):
+        return False
+    if Path(item.state.local) != place / "capture" / item.name:
         return False
     try:
         copying = copier.Copier(place / "capture" / item.name, run, item.state.host)

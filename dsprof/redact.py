@@ -237,7 +237,7 @@ def known_secrets(environ: Mapping[str, str] | None = None, words: Iterable[str]
     for key, value in (*variables, *_typed(typed)):
         if len(value) >= SHORTEST_KNOWN and is_secret(key, value) and _is_singular(value):
             found.add(value)
-    return tuple(sorted(found, key=len, reverse=True))
+    return tuple(sorted(found, key=lambda secret: (-len(secret), secret)))
 
 
 @lru_cache(maxsize=16)
