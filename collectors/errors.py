@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from dsprof.permissions import make_folder, open_to_append
+from dsprof.permissions import make_named_folder, open_to_append
 from dsprof.redact import redact_text
 
 from . import identity
@@ -66,5 +66,5 @@ def report_failure(doing: str, error: BaseException) -> None:
 def _own_folder() -> Path:
     """The run folder of a process without a launcher, in which no capture could be begun. Raises OSError."""
     folder = identity.run_folder(identity.identify())
-    make_folder(folder, parents=True)
+    make_named_folder(folder)
     return folder

@@ -126,7 +126,8 @@ def is_stand_in(local: Path, run: Path) -> bool:
 def make_private(local: Path) -> None:
     """Make the folder `local`, which stands for one of the run's captures, in this user's own. Raises OSError."""
     mine = permissions.own_folder(local.parents[3])
-    permissions.make_folders(mine / local.parents[1].name, ("capture", local.name), mode=permissions.PRIVATE_FOLDER)
+    for folder in (mine / local.parents[1].name, local.parent, local):
+        permissions.make_folder(folder, mode=permissions.PRIVATE_FOLDER)
 
 
 def absolute(given: str) -> str:

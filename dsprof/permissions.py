@@ -113,13 +113,19 @@ def make_folder(path: Path, *, parents: bool = False, exist_ok: bool = True, mod
             os.close(folder)
 
 
+def make_named_folder(path: Path, *, mode: int | None = None) -> None:
+    """Make a folder that somebody named: it may be a link to one. Raises OSError."""
+    if not path.is_dir():
+        make_folder(path, parents=True, mode=mode)
+
+
 def check_folder(path: Path) -> None:
     """Raises OSError where it is no folder; a link to one is none."""
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
         raise OSError(errno.ELOOP, LINK, str(path))
     if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
 
 def own_name() -> str:
@@ -165,9 +171,9 @@ def _check_owner(status: os.stat_result, path: Path) -> None:
 
 
 def make_folders(top: Path, names: Sequence[str], *, mode: int | None = None) -> Path:
-    """Folders below each other, `top` the first; the last one."""
+    """Folders below each other, `top` the first, which may be a link, as somebody named it; the last one."""
     path = top
-    make_folder(path, parents=True, mode=mode)
+    make_named_folder(path, mode=mode)
     for name in names:
         path = path / name
         make_folder(path, mode=mode)

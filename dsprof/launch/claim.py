@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dsprof import regular_files
-from dsprof.permissions import make_folder
+from dsprof.permissions import make_folder, make_named_folder
 from dsprof.run import RunError, RunFolder, RunInfo
 
 from .talk import shown
@@ -23,7 +23,7 @@ def claim(path: Path, info: RunInfo, *, force: bool = False) -> RunFolder:
             if not force:
                 raise RunError(f"{shown(folder.path)}: exists; replace it with --force, or give another folder with -o")
             folder.remove()
-        make_folder(folder.path, parents=True)
+        make_named_folder(folder.path)
         make_folder(folder.capture, exist_ok=False)  # fails if another launcher was quicker
     except FileExistsError as error:
         why = "another run has just begun there" if folder.capture.is_dir() else "is not a folder"

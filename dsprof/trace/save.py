@@ -6,7 +6,7 @@ import json
 
 import pyarrow as pa
 
-from dsprof.permissions import make_folder
+from dsprof.permissions import make_named_folder
 from dsprof.run import RunFolder
 
 from .files import write_parquet
@@ -20,7 +20,7 @@ def save(folder: RunFolder, trace: Trace) -> None:
 
     Facts and warnings are kept with their rank; of `run.ranks`, one each.
     """
-    make_folder(folder.path, parents=True)
+    make_named_folder(folder.path)
     for described in trace.run.ranks:
         rank = described.rank
         summary = {

@@ -31,7 +31,7 @@ from dsprof import gauges, regular_files
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.text import clean
 from dsprof.atomic import write_atomically
-from dsprof.permissions import make_folders
+from dsprof.permissions import make_folder
 
 from .. import tables, wording
 from .text import finding_markdown, verdict_markdown
@@ -192,7 +192,8 @@ def _save(folder: Path, events: list[Any], start: float) -> None:
     writer = RecordWriter(content)
     for event in [Event(wall_time=start, file_version="brain.Event:2"), *events]:
         writer.write(event.SerializeToString())
-    make_folders(folder.parent, (folder.name,))
+    make_folder(folder.parent, parents=True)
+    make_folder(folder)
     write_atomically(folder / f"events.out.tfevents.{int(start)}{SUFFIX}", content.getvalue())
 
 
