@@ -19,10 +19,10 @@ from synthetic import Job, write_capture
 
 from dsprof import cli
 from dsprof.collectors import scratch
-from dsprof.launch.claim import is_run
+from dsprof.launch.claim import claim, is_run
 from dsprof.launch.peak import facts_told
 from dsprof.live.tail import Tail, captures
-from dsprof.run import RunError, RunInfo, open_run
+from dsprof.run import RunError, RunFolder, RunInfo, open_run
 from dsprof.trace import load
 
 LONGEST_S = 30
@@ -163,3 +163,28 @@ def test_a_trace_that_somebody_names_may_be_a_link_but_no_pipe(
         assert cli.main(["import", str(tmp_path / "pipe")]) == 3
     expected = f"[dsprof] error: {tmp_path}/pipe: a pipe, and no file; name a trace, or the folder that holds one\n"
     assert capfd.readouterr().err == expected
+
+
+def test_a_run_of_links_makes_way_without_what_they_name(tmp_path: Path, good: Path, outside: Outside) -> None:
+    """--force removes the run, and the links in it."""
+    run = tmp_path / "run"
+    shutil.copytree(good, run)
+    for part in RunFolder(run).parts:
+        if not part.exists():
+            part.symlink_to(outside.path / "capture" if part.suffix == "" else outside.path / "secret.txt")
+    claim(run, RunInfo(id="new", name="new", command=[]), force=True)
+    assert sorted(path.name for path in run.iterdir()) == ["capture", "run.json"]
+    assert outside.touched() == []
+
+
+def test_a_run_folder_that_somebody_names_may_be_a_link(
+    tmp_path: Path, good: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(good, tmp_path / "run")
+    (tmp_path / "link").symlink_to("run")
+    assert cli.main(["analyze", "-q", str(tmp_path / "link")]) == 0
+    assert capfd.readouterr().err == ""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "to-empty").symlink_to("empty")
+    claim(tmp_path / "to-empty", RunInfo(id="new", name="new", command=[]))
+    assert (tmp_path / "empty" / "run.json").exists()
