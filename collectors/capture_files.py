@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -12,6 +13,8 @@ from typing import Final
 
 from dsprof.atomic import write_atomically
 from dsprof.ondisk import FORMAT_VERSION, describe_failure
+from dsprof.permissions import open_to_append
+from dsprof.redact import redact_data, redact_text, redact_words
 
 from . import host
 from .errors import count_error
@@ -30,7 +33,7 @@ class FactsFile:
         self._rank = rank
         self._written: set[str] = set()
         self._of_a_kind: Counter[str] = Counter()
-        self._file = open(folder / "facts.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._file = os.fdopen(open_to_append(folder / "facts.jsonl"), "a", encoding="utf-8", buffering=1)
 
     def write(self, fact: Fact) -> None:
         try:
@@ -40,9 +43,15 @@ class FactsFile:
                 return
             self._written.add(line)
             self._of_a_kind[kind] += 1
-            self._file.write(line)
+            self._file.write(self._redacted(fact, line))
         except (OSError, ValueError) as error:
             count_error("facts.jsonl", error)
+
+    def _redacted(self, fact: Fact, line: str) -> str:
+        if redact_text(line) == line:  # a quick look
+            return line
+        told = {**redact_data(fact), "rank": self._rank}
+        return json.dumps(told, default=lambda value: redact_text(str(value))) + "\n"
 
     def close(self) -> None:
         with suppress(OSError):  # what could not be written was counted
@@ -69,7 +78,7 @@ class MetaFile:
             "restart": who.restart,
             "host": who.host,
             "pid": who.pid,
-            "argv": sys.argv,
+            "argv": redact_words(sys.argv),
             "native": self._native,
             "level": self._level,
             "versions": {"python": sys.version.split()[0], "torch": torch.__version__},

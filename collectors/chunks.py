@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Final
 
-from dsprof import ondisk
+from dsprof import ondisk, permissions
 
 from .counters import Counters
 from .forks import renew_in_child
@@ -226,7 +226,7 @@ def _make_chunk(folder: int, index: int, kept: int, given_up: int) -> mmap.mmap:
     Space is reserved first: on a full disk a sparse mapping would end the job with SIGBUS. Raises OSError.
     """
     name = ondisk.chunk_name(index)
-    file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=folder)
+    file = permissions.create(name, os.O_RDWR, dir_fd=folder)
     try:
         os.posix_fallocate(file, 0, CHUNK_BYTES)
         chunk = mmap.mmap(file, CHUNK_BYTES, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)

@@ -4,10 +4,14 @@ A process of its own, which the rank PID starts and which outlives it, however t
 rank does not. Full chunks are copied as they close, the rest when the capture is closed or the rank gone; the local
 folder goes when all of it is in RUN/capture. What cannot be copied stays, and `copying.json` in both folders says where
 and why. It needs the standard library, and no more of dsprof than does the same.
+
+The local folder is one that stands for the run (`stand_in`) below this user's own. No other is read, written or
+removed, whoever names it.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -18,20 +22,44 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from dsprof import permissions, regular_files
 from dsprof.atomic import write_atomically
+from dsprof.names import CaptureName
 from dsprof.schema import CONTROL_FILE, COPYING_FILE
 
 CLOSED_FILE: Final = ".closed"
 """Where the rank has closed its capture, and writes no more."""
+LARGEST_CONTROL: Final = 4096
+"""Bytes of the run's control file."""
 CHUNK: Final = re.compile(r"chunk-(\d+)\.bin")
 OPEN_CHUNKS: Final = 3
 """The last ones, which are still written: see `chunks.Chunks`. What comes later into others is copied at the end."""
+LARGEST_FILE: Final = 4 << 30
+"""Bytes of a file of a capture: a memory snapshot, or what torch.profiler saw."""
 COPY_EVERY_S: Final = 1.0
 LOOK_EVERY_S: Final = 0.1
 PATIENCE_S: Final = 60.0
 """For how long copying is tried again when the rank has ended."""
+
+
+def stand_in(run: Path, parent: Path) -> Path:
+    """The folder below `parent` that stands for the run folder `run`, of this user."""
+    absolute = os.path.abspath(run)
+    key = hashlib.sha256(os.fsencode(absolute)).hexdigest()[:12]
+    return parent / permissions.own_name() / f"{Path(absolute).name}-{key}"
+
+
+def check_stands_for(local: Path, run: Path) -> None:
+    """Raises OSError unless `local` is a capture's folder below what stands for `run`, and all the way down from this
+    user's own folder nobody else may write, and nothing is a link."""
+    name = CaptureName.of(local.name)
+    parent = Path(os.path.abspath(local)).parents[3] if len(local.parts) > 4 else Path()
+    wanted = stand_in(run, parent)
+    if name is None or local != wanted / "capture" / local.name:
+        raise PermissionError(errno.EPERM, f"is no folder of dsprof's that stands for {run}", str(local))
+    permissions.check_own(wanted.parent, wanted.name, "capture", local.name)
 
 
 @dataclass
@@ -50,6 +78,18 @@ class CopyState:
     """Why the last of them could not be."""
     given_up: bool = False
 
+    @staticmethod
+    def of(told: Any) -> CopyState:
+        """Raises TypeError or ValueError where it is none."""
+        state = CopyState(**told)
+        numbers = (state.copier, state.copier_began or 0, state.left)
+        texts = (state.host, state.local, state.error or "")
+        if not all(isinstance(text, str) and text.isprintable() for text in texts):
+            raise TypeError
+        if not all(type(number) is int for number in numbers):
+            raise TypeError
+        return state
+
 
 class Mirror:
     """A local folder, and what of it is in another already."""
@@ -64,10 +104,10 @@ class Mirror:
 
         Raises OSError.
         """
-        names = sorted(entry.name for entry in os.scandir(self.local) if entry.is_file() and entry.name[0] != ".")
+        names = [path.name for path in regular_files.files(self.local) if path.name[0] != "."]
         chunks = {name: int(match[1]) for name in names if (match := CHUNK.fullmatch(name))}
         closed = max(chunks.values(), default=0) - OPEN_CHUNKS
-        self.target.mkdir(parents=True, exist_ok=True)
+        permissions.make_folders(self.target.parents[1], ("capture", self.target.name))
         left = 0
         for name in names:
             if name in (COPYING_FILE, CONTROL_FILE):
@@ -81,7 +121,7 @@ class Mirror:
 
     def _copy(self, name: str) -> None:
         try:
-            content = (self.local / name).read_bytes()
+            content = regular_files.read_bytes(self.local / name, LARGEST_FILE)
         except FileNotFoundError:  # a chunk that was given up for the size limit meanwhile
             return
         digest = hashlib.blake2b(content, digest_size=16).digest()
@@ -92,15 +132,17 @@ class Mirror:
 
     def _remove_others(self, names: list[str]) -> None:
         """A capture at its size limit gives chunks up."""
-        for entry in list(os.scandir(self.target)):
-            if CHUNK.fullmatch(entry.name) and entry.name not in names:
-                os.unlink(entry.path)
+        for path in regular_files.files(self.target, "chunk-*.bin"):
+            if CHUNK.fullmatch(path.name) and path.name not in names:
+                path.unlink()
 
 
 class Copier:
     """The copying of one capture, from beginning to end."""
 
     def __init__(self, local: Path, run: Path, host: str) -> None:
+        """Raises OSError where `local` is not one of this run's captures in this user's own folder."""
+        check_stands_for(local, run)
         self.state = CopyState(host, str(local), os.getpid(), began(os.getpid()))
         self._local, self._run = local, run
         self._target = run / "capture" / local.name
@@ -113,7 +155,7 @@ class Copier:
         """While the rank runs: closed chunks there, and here what somebody wrote into the run's control file."""
         self._attempt(all_of_it=False)
         try:
-            control = (self._run / CONTROL_FILE).read_bytes()
+            control = regular_files.read_bytes(self._run / CONTROL_FILE, LARGEST_CONTROL)
             if control != self._control:
                 write_atomically(self._local / CONTROL_FILE, control)
                 self._control = control
@@ -198,6 +240,7 @@ def main(words: list[str]) -> int:
     """LOCAL RUN HOST PID: in a child that nobody waits for. PID's begin is taken, and the child has told who it is,
     before the parent goes on."""
     local, run, host, pid = Path(words[0]), Path(words[1]), words[2], int(words[3])
+    check_stands_for(local, run)
     rank_began = began(pid)
     told, telling = os.pipe()
     if os.fork():

@@ -10,7 +10,7 @@ import struct
 import threading
 from typing import Final
 
-from dsprof import ondisk
+from dsprof import ondisk, permissions
 
 from .forks import renew_in_child
 
@@ -79,7 +79,7 @@ class Counters:
 
 
 def _make_page(folder: int) -> mmap.mmap:
-    file = os.open(ondisk.COUNTERS_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=folder)
+    file = permissions.create(ondisk.COUNTERS_NAME, os.O_RDWR, dir_fd=folder)
     try:
         os.posix_fallocate(file, 0, ondisk.COUNTERS_BYTES)
         page = mmap.mmap(file, ondisk.COUNTERS_BYTES)

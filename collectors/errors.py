@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from dsprof.permissions import make_named_folder, open_to_append
+from dsprof.redact import redact_text
+
 from . import identity
 from .interrupts import by_handler
 
@@ -42,8 +45,8 @@ def send_to(sink: Sink | None) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """In a line."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+    """In a line, and without secrets: it may be an error of the job's."""
+    return redact_text(f"{type(error).__name__}: {error}".partition("\n")[0])
 
 
 def report_failure(doing: str, error: BaseException) -> None:
@@ -52,7 +55,8 @@ def report_failure(doing: str, error: BaseException) -> None:
     count_error(doing, error)
     try:
         given = identity.setting("DSPROF_RUN")
-        with open((Path(given) if given else _own_folder()) / f"error.{os.getpid()}.txt", "a") as file:
+        folder = Path(given) if given else _own_folder()
+        with os.fdopen(open_to_append(folder / f"error.{os.getpid()}.txt"), "a") as file:
             file.write(f"{doing}: {describe(error)}\n")
     except Exception:
         pass  # the folder is gone or the disk full: the launcher reports the missing rank
@@ -62,5 +66,5 @@ def report_failure(doing: str, error: BaseException) -> None:
 def _own_folder() -> Path:
     """The run folder of a process without a launcher, in which no capture could be begun. Raises OSError."""
     folder = identity.run_folder(identity.identify())
-    folder.mkdir(parents=True, exist_ok=True)
+    make_named_folder(folder)
     return folder

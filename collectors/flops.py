@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from dsprof import regular_files
 from dsprof.ondisk import unescape_name
 from dsprof.schema import DTYPES, FLOPS_FACT, FLOPS_FOR
 
@@ -149,6 +150,6 @@ def install(capture: OpenCapture) -> list[Uninstall]:
 
 def _read_names(folder: Path) -> dict[int, str]:
     """The names of a capture, which the helper alone keeps in memory. Raises OSError."""
-    lines = (folder / "names.txt").read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    lines = regular_files.read_text(folder / "names.txt").split("\n")[:-1]
     pairs = (line.split("\t", 1) for line in lines)
     return {int(number): unescape_name(text) for number, text in pairs}

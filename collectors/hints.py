@@ -17,6 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from dsprof.atomic import write_atomically
+from dsprof.redact import redact_text
+
 from . import identity
 from .errors import count_error
 from .wrap import stands_for
@@ -62,7 +65,7 @@ def leave(kind: Literal["wants-ranks", "wants-no-ranks"], reason: str) -> None:
     """Write a hint. Never raises."""
     try:
         path = Path(identity.setting("DSPROF_RUN")) / f"hint.{os.getpid()}.json"
-        path.write_text(json.dumps({"kind": kind, "reason": reason}) + "\n")
+        write_atomically(path, json.dumps({"kind": kind, "reason": redact_text(reason)}) + "\n")
     except Exception as error:
         count_error("hint", error)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from dsprof import permissions
 from dsprof.names import CaptureName, host_name, new_run_id
 from dsprof.ranges import parse_ranks
 
@@ -41,6 +42,7 @@ def remember_settings() -> None:
         from .scratch import absolute
 
         _remembered["DSPROF_SCRATCH"] = absolute(os.environ["DSPROF_SCRATCH"])
+    permissions.remember(os.environ.get(permissions.SHARED, ""))
     _remembered["DSPROF_DIR"] = os.path.abspath(os.environ.get("DSPROF_DIR") or "dsprof-out")
 
 

@@ -29,7 +29,7 @@ def place(run: Path, who: Identity) -> CapturePlace:
         if chosen.folder is None:
             return CapturePlace(run, False, [chosen.note] if chosen.note else [])
         local = chosen.folder / "capture" / who.folder_name
-        local.mkdir(parents=True, exist_ok=True)
+        scratch.make_private(local)
         scratch.start_copier(local, run, who.host)
         return CapturePlace(chosen.folder, True, [])
     except (OSError, ValueError, subprocess.SubprocessError) as error:

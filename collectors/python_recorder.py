@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Final, NamedTuple, cast
 
-from dsprof import ondisk, schema
+from dsprof import ondisk, permissions, schema
 from dsprof.ondisk import Family
 
 from .chunks import Chunks
@@ -79,8 +79,7 @@ class PyRecorder(SharedParts):
         super().__init__()
         directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            self._names = os.open("names.txt", flags, 0o644, dir_fd=directory)
+            self._names = permissions.open_to_append("names.txt", dir_fd=directory)
         except OSError:
             os.close(directory)
             raise

@@ -6,8 +6,7 @@ A mapping of a file on a network can stall a rank or kill it. So the rank writes
 
 from __future__ import annotations
 
-import hashlib
-import json
+import errno
 import os
 import re
 import shutil
@@ -20,10 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from dsprof import permissions, regular_files
 from dsprof.names import CaptureName
 from dsprof.schema import COPYING_FILE
 
 from . import copier
+from .copier import stand_in
 
 NETWORK: Final = frozenset(
     {
@@ -40,6 +41,8 @@ HOSTS_PROCESSES: Final = 0xEFFFFFFC
 """Number of the first process namespace (PROC_PID_INIT_INO of Linux)."""
 OFF: Final = ("0", "off", "false", "no")
 START_S: Final = 10.0
+LARGEST_STATE: Final = 1 << 16
+"""Bytes of copying.json."""
 HOME: Final = Path(__file__).parent.parent.parent
 """Where dsprof is imported from."""
 COPIER: Final = """
@@ -111,11 +114,20 @@ def choose(run: Path, given: str = "", type_of: Callable[[Path], str] = file_sys
     )
 
 
-def stand_in(run: Path, parent: Path) -> Path:
-    """The folder below `parent` that stands for the run folder `run`, of this user."""
-    absolute = os.path.abspath(run)
-    key = hashlib.sha256(os.fsencode(absolute)).hexdigest()[:12]
-    return parent / f"dsprof-{os.getuid()}" / f"{Path(absolute).name}-{key}"
+def is_stand_in(local: Path, run: Path) -> bool:
+    """Whether the path is one that a capture of this run may have on any host, of whichever user."""
+    if len(local.parents) < 4 or CaptureName.of(local.name) is None:
+        return False
+    wanted = stand_in(run, local.parents[3])
+    below = (local.parents[1].name, local.parent.name)
+    return below == (wanted.name, "capture") and re.fullmatch(r"dsprof-\d+", local.parents[2].name) is not None
+
+
+def make_private(local: Path) -> None:
+    """Make the folder `local`, which stands for one of the run's captures, in this user's own. Raises OSError."""
+    mine = permissions.own_folder(local.parents[3])
+    for folder in (mine / local.parents[1].name, local.parent, local):
+        permissions.make_folder(folder, mode=permissions.PRIVATE_FOLDER)
 
 
 def absolute(given: str) -> str:
@@ -128,14 +140,15 @@ def _unfit(parent: Path, type_of: Callable[[Path], str]) -> str:
     try:
         if on_network(type_of(parent)):
             return "is on a network file system too"
-        mine = parent / f"dsprof-{os.getuid()}"
-        mine.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if mine.stat().st_uid != os.getuid():
-            return "has a folder of that name which belongs to somebody else"
+        mine = permissions.own_folder(parent)
         if not os.access(mine, os.W_OK):
             return "cannot be written"
         free = shutil.disk_usage(mine).free
     except OSError as error:
+        if error.errno == errno.EPERM:
+            return f"cannot be used: {permissions.own_name()} in it {error.strerror}"
+        if error.errno == errno.ELOOP:
+            return f"cannot be used: {permissions.own_name()} in it is {error.strerror}"
         return f"cannot be written ({error.strerror})"
     return f"has {free >> 20} MiB free" if free < LEAST_FREE else ""
 
@@ -145,6 +158,7 @@ def start_copier(local: Path, run: Path, host: str) -> None:
     program = [sys.executable, "-I", "-S", "-c", COPIER.format(home=str(HOME)), str(local), str(run), host]
     subprocess.run(
         [*program, str(os.getpid())],
+        env={**os.environ, permissions.SHARED: "1" if permissions.is_shared() else "0"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -160,7 +174,7 @@ def close(
     """The capture is closed. In a container, whose processes all end with its first, wait until it is copied, or nobody
     copies it any more."""
     try:
-        (local / copier.CLOSED_FILE).touch()
+        (local / copier.CLOSED_FILE).touch(mode=permissions.file_mode())
         if not _in_container():
             return
         deadline = clock() + copier.PATIENCE_S
@@ -212,26 +226,31 @@ def waiting(run: Path, scratch: Path | None) -> list[Waiting]:
 
 
 def _states(folder: Path) -> Iterator[tuple[str, copier.CopyState]]:
-    for path in folder.glob(f"capture/rank*/{COPYING_FILE}"):
-        state = _state(path)
-        if state is not None:
-            yield path.parent.name, state
+    for path in regular_files.folders(folder / "capture", "rank*"):
+        state = _state(path / COPYING_FILE)
+        if state is not None and CaptureName.of(path.name) is not None:
+            yield path.name, state
 
 
 def _state(path: Path) -> copier.CopyState | None:
     """What a copier told there; None: nothing that can be read."""
     try:
-        return copier.CopyState(**json.loads(path.read_bytes()))
+        return copier.CopyState.of(regular_files.read_json(path, LARGEST_STATE))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def bring(item: Waiting, run: Path) -> bool:
-    """Copy what a copier of this host that is gone has left. Whether all of it is there now."""
-    local = Path(item.state.local)
-    if not local.is_dir():
+def bring(item: Waiting, run: Path, place: Path | None) -> bool:
+    """Copy what a copier of this host that is gone has left in `place`, which stands for the run folder. Whether all of
+    it is there now. A file in the run folder may name any other folder: none is touched."""
+    if place is None or len(place.parents) < 2 or place != stand_in(run, place.parents[1]):
         return False
-    copying = copier.Copier(local, run, item.state.host)
+    if Path(item.state.local) != place / "capture" / item.name:
+        return False
+    try:
+        copying = copier.Copier(place / "capture" / item.name, run, item.state.host)
+    except OSError:  # not there any more, or not the user's own
+        return False
     if copying.finish():
         return True
     copying.give_up()

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from dsprof.permissions import make_folders
 from dsprof.schema import Kind
 
 from . import errors, facts, identity
@@ -167,8 +168,7 @@ def start() -> Session | None:
         window, limit = Window.of_settings(identity.setting), opening.limit()
         without = catalogue.without(identity.setting("DSPROF_WITHOUT"))
         place = opening.place(identity.run_folder(who), who)
-        folder = place.root / "capture" / who.folder_name
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_folders(place.root, ("capture", who.folder_name))
         recorder, native, notes = opening.recorder(folder, limit)
         switch = Switch(recorder, window, folder if place.copied else place.root)
         session = Session(folder, who, recorder, native, switch, place.copied, without)

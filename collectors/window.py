@@ -7,7 +7,6 @@ is how many optimizer steps this process has taken.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from dsprof import regular_files
 from dsprof.ranges import parse_steps
 from dsprof.schema import CAPTURE_OFF, CAPTURE_ON, CONTROL_FILE, Kind
 
@@ -24,6 +24,8 @@ from .interrupts import by_handler
 if TYPE_CHECKING:
     from .record import Recorder
 
+LARGEST_CONTROL: Final = 4096
+"""Bytes of the control file."""
 LOOK_EVERY_S: Final = 0.5
 """How often the control file is looked for."""
 
@@ -97,7 +99,7 @@ class Switch:
 
     def _look(self) -> None:
         try:
-            found = os.stat(self._control)
+            found = os.lstat(self._control)
         except OSError as error:
             if by_handler(error):
                 raise
@@ -107,7 +109,7 @@ class Switch:
             return
         self._seen = identity
         try:
-            self._told = {"on": True, "off": False}[json.loads(self._control.read_bytes())["capture"]]
+            self._told = {"on": True, "off": False}[regular_files.read_json(self._control, LARGEST_CONTROL)["capture"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             count_error(CONTROL_FILE, error)
 

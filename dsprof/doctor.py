@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from .machine import Machine
+from .redact import redact_data, redact_text
 
 if TYPE_CHECKING:
     from dsprof.engine.config import Config
@@ -40,10 +41,10 @@ class Diagnosis:
         return {
             "config": None if self.source is None else str(self.source),
             "world_size": self.world_size,
-            "errors": list(self.errors),
-            "warnings": list(self.warnings),
-            "effective": None if self.config is None else self.config.model_dump(mode="json"),
-            "machine": asdict(self.machine),
+            "errors": [redact_text(error) for error in self.errors],
+            "warnings": [redact_text(warning) for warning in self.warnings],
+            "effective": None if self.config is None else redact_data(self.config.model_dump(mode="json")),
+            "machine": redact_data(asdict(self.machine)),
         }
 
 

@@ -40,4 +40,5 @@ class CaptureName(NamedTuple):
         return CaptureName(int(match[1]), int(match[2]), match[3], int(match[4])) if match else None
 
 
-_CAPTURE: Final = re.compile(r"rank(\d{5,})\.(\d+)\.(.+)\.(\d+)", re.ASCII)
+_CAPTURE: Final = re.compile(r"rank(\d{5,6})\.(\d{1,4})\.(.+)\.(\d{1,10})", re.ASCII)
+"""No number has more digits than a rank, a restart or a process can have."""

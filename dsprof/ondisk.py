@@ -213,6 +213,13 @@ def kept_chunks(limit_chunks: int) -> int:
     return limit_chunks if limit_chunks < 3 else max(1, limit_chunks // KEPT_SHARE)
 
 
+LARGEST_CHUNK: Final = CHUNK_HEADER_BYTES + CHUNK_RECORDS * RECORD_BYTES
+LARGEST_NAMES: Final = 256 << 20
+"""Bytes of names.txt, of facts.jsonl, of stacks.txt and of meta.json that are read."""
+LARGEST_FACTS: Final = 256 << 20
+LARGEST_STACKS: Final = 16 << 20
+LARGEST_META: Final = 16 << 20
+
 # --- the counters -----------------------------------------------------------------------------
 
 COUNTERS_NAME: Final = "counters.bin"

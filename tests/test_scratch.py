@@ -97,10 +97,16 @@ def test_without_a_fit_local_disk_the_run_folder_is_used_and_it_is_said(
 # --- copying, step by step ----------------------------------------------------------------------
 
 
+def local_capture(tmp_path: Path, name: str) -> Path:
+    """The folder of a capture of the run tmp_path/run on the local disk tmp_path/local."""
+    folder = scratch.stand_in(tmp_path / "run", tmp_path / "local") / "capture" / name
+    scratch.make_private(folder)
+    return folder
+
+
 @pytest.fixture
 def local(tmp_path: Path) -> Path:
-    folder = tmp_path / "local" / "run" / "capture" / "rank00003.0.host.7"
-    folder.mkdir(parents=True)
+    folder = local_capture(tmp_path, "rank00003.0.host.7")
     for index in range(5):
         (folder / f"chunk-{index:05d}.bin").write_bytes(bytes([index]) * 10)
     for name in ("names.txt", "facts.jsonl", "meta.json"):
@@ -139,7 +145,7 @@ def test_chunks_are_copied_as_they_close_and_the_rest_at_the_end(tmp_path: Path,
     wanted = {name: content for name, content in files(local).items() if name not in (CONTROL_FILE, COPYING_FILE)}
     assert copying.finish()
     assert files(target) == wanted
-    assert not (tmp_path / "local" / "run").exists()
+    assert not scratch.stand_in(run, tmp_path / "local").exists()
 
 
 class Time(SleepingClock):
@@ -317,8 +323,7 @@ def test_in_a_container_the_copy_is_there_when_the_first_process_ends(tmp_path: 
 def test_in_a_container_nobody_waits_for_a_copier_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was killed, and may still be waited for by its parent."""
     monkeypatch.setattr(scratch, "_in_container", lambda: True)
-    local = tmp_path / "local" / "capture" / "rank00000.0.here.1"
-    local.mkdir(parents=True)
+    local = local_capture(tmp_path, "rank00000.0.here.1")
     scratch.start_copier(local, tmp_path / "run", "here")
     process = json.loads((local / COPYING_FILE).read_bytes())["copier"]
     time = SleepingClock()
@@ -332,14 +337,13 @@ def test_in_a_container_nobody_waits_for_a_copier_that_is_gone(tmp_path: Path, m
 
 def test_in_a_container_a_copier_that_works_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "_in_container", lambda: True)
-    local = tmp_path / "local" / "capture" / "rank00000.0.here.1"
-    local.mkdir(parents=True)
+    local = local_capture(tmp_path, "rank00000.0.here.1")
     time = SleepingClock()
     copying = Copier(local, tmp_path / "run", "here")  # this process is the copier
     time.at[5.0] = copying.finish
     scratch.close(local, time.clock, time.sleep)
     assert 5 <= time.now < 5.2
-    local.mkdir(parents=True)
+    scratch.make_private(local)
     Copier(local, tmp_path / "run", "here")
     scratch.close(local, time.clock, time.sleep)
     assert 65 <= time.now < 66  # it could not bring it there

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from dsprof import ondisk
+from dsprof import ondisk, permissions
 
 from ..interrupts import by_handler
 from ..record import LIMIT_BYTES, SharedParts
@@ -30,7 +30,7 @@ class Native:
     def open(self, folder: str | os.PathLike[str], limit_bytes: int = LIMIT_BYTES) -> NativeRecorder:
         """Record into `folder`. Raises OSError when it cannot be opened, RuntimeError while another is open."""
         self.module.pass_over_sites(passed_over(), LIBRARY)
-        self.module.open(os.fspath(folder), limit_bytes)
+        self.module.open(os.fspath(folder), limit_bytes, permissions.file_mode())
         return NativeRecorder(self.module)
 
 

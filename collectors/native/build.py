@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from dsprof import permissions
+
 from . import layout
 
 MODULE: Final = "dsprof_native"
@@ -97,7 +99,7 @@ def running_target() -> BuildTarget:
 def probe_target(python: Path) -> BuildTarget:
     """What `python` would import, without importing it. Raises OSError, ValueError or SubprocessError."""
     output = subprocess.run(
-        [python, "-c", _PROBE], env=_environment(), capture_output=True, text=True, check=True, timeout=60
+        [python, "-P", "-c", _PROBE], env=_environment(), capture_output=True, text=True, check=True, timeout=60
     ).stdout
     return BuildTarget(**json.loads(output))
 
@@ -209,7 +211,12 @@ def _build(
     (temporary.parent / "layout.hpp").write_text(layout.header())
     try:
         error = _run(_command(target, compiler, temporary), log) or _run(
-            [str(python), "-c", f"import sys, torch; sys.path.insert(0, {str(temporary.parent)!r}); import {MODULE}"],
+            [
+                str(python),
+                "-P",
+                "-c",
+                f"import sys, torch; sys.path.insert(0, {str(temporary.parent)!r}); import {MODULE}",
+            ],
             log,
         )
         if error is not None:
@@ -309,9 +316,12 @@ def _writable_folder() -> Path:
             return first
     except OSError:
         pass
-    second.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if second.stat().st_uid != os.getuid():
-        raise OSError(f"{second} belongs to somebody else; set DSPROF_CACHE to a folder of your own")
+    try:
+        mine = permissions.own_folder(second.parents[1])
+        permissions.make_folder(second, mode=permissions.PRIVATE_FOLDER)
+        permissions.check_own(mine, second.name)
+    except OSError as error:
+        raise OSError(f"{error.filename}: {error.strerror}; set DSPROF_CACHE to a folder of your own") from error
     return second
 
 

@@ -23,6 +23,7 @@
 
 #include "counters.hpp"
 #include "layout.hpp"
+#include "permissions.hpp"
 
 namespace dsprof {
 
@@ -197,8 +198,9 @@ class Chunks {
   // Space is reserved first: on a full disk a sparse mapping would end the job with SIGBUS.
   char* map_file(uint64_t number) {
     char name[32];
-    const int fd = openat(folder_, name_of(number, name), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+    const int fd = openat(folder_, name_of(number, name), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, file_mode());
     if (fd < 0) return nullptr;
+    give_mode(fd);
     int error;
     while ((error = posix_fallocate(fd, 0, kChunkBytes)) == EINTR) {}
     void* base = MAP_FAILED;

@@ -16,6 +16,7 @@
 #include <string_view>
 
 #include "layout.hpp"
+#include "permissions.hpp"
 
 namespace dsprof {
 
@@ -69,8 +70,9 @@ class Counters {
 
  private:
   static void* make_page(int folder) {
-    const int fd = openat(folder, kCountersName, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+    const int fd = openat(folder, kCountersName, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, file_mode());
     if (fd < 0) return MAP_FAILED;
+    give_mode(fd);
     int error;
     while ((error = posix_fallocate(fd, 0, kCountersBytes)) == EINTR) {}
     void* page = MAP_FAILED;

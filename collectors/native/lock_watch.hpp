@@ -20,6 +20,7 @@
 #include <thread>
 
 #include "forks.hpp"
+#include "permissions.hpp"
 #include "python_arguments.hpp"
 
 namespace dsprof {
@@ -84,8 +85,9 @@ class LockWatch {
   }
 
   void write() const {
-    const int file = open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+    const int file = open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, file_mode());
     if (file < 0) return;
+    give_mode(file);
     dprintf(file, "# training thread 0x%016lx\n", training_.load());
     dump_(file, interpreter_, nullptr);
     close(file);

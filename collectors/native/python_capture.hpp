@@ -10,6 +10,7 @@
 
 #include "collectives.hpp"
 #include "device_times.hpp"
+#include "permissions.hpp"
 #include "python_arguments.hpp"
 #include "recorder.hpp"
 
@@ -21,19 +22,22 @@ uint64_t generations = 0;
 PyObject* py_open(PyObject*, PyObject* args) {
   const char* path;
   unsigned long long limit;
-  if (!PyArg_ParseTuple(args, "sK", &path, &limit)) return nullptr;
+  int mode = 0600;
+  if (!PyArg_ParseTuple(args, "sK|i", &path, &limit, &mode)) return nullptr;
   if (active.load()) {
     PyErr_SetString(PyExc_RuntimeError, "the native recorder is open already");
     return nullptr;
   }
   const int folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (folder < 0) return PyErr_SetFromErrnoWithFilename(PyExc_OSError, path);
-  const int names = openat(folder, "names.txt", O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+  file_mode() = static_cast<mode_t>(mode);
+  const int names = openat(folder, "names.txt", O_WRONLY | O_CREAT | O_APPEND | O_NOFOLLOW | O_CLOEXEC, file_mode());
   if (names < 0) {
     PyErr_SetFromErrnoWithFilename(PyExc_OSError, path);
     close(folder);
     return nullptr;
   }
+  give_mode(names);
   return guarded([&] {
     groups().clear();  // their ids are the last recorder's
     active = new Recorder(folder, names, limit, ++generations);

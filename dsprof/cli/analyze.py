@@ -10,7 +10,7 @@ import typer
 
 from dsprof.run import DEFAULT_PARENT, RunError
 
-from .runs import UNREADABLE, RunArgument, fail, find_run
+from .runs import UNREADABLE, RunArgument, fail, find_run, reading
 
 
 def command(
@@ -27,11 +27,13 @@ def command(
 
     try:
         folder = find_run(run)
-        analysis = reports.finish(folder, report=False)
+        with reading(folder):
+            analysis = reports.finish(folder, report=False)
+            findings = reports.findings_json(analysis).decode() if as_json else ""
     except RunError as error:
         fail(error, UNREADABLE)
     if as_json:
-        sys.stdout.write(reports.findings_json(analysis).decode())
+        sys.stdout.write(findings)
     elif quiet:
         print(analysis.verdict.headline)
     else:

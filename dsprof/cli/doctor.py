@@ -15,6 +15,7 @@ import typer
 from dsprof.doctor import GIB, Diagnosis, diagnose
 from dsprof.launch.devices import visible_gpus
 from dsprof.machine import Machine, inspect
+from dsprof.redact import redact_data, redact_setting, redact_text
 
 from .runs import USAGE, fail
 
@@ -86,8 +87,8 @@ def _write(console: Console, diagnosis: Diagnosis) -> None:
     _rows(console, _collectors(diagnosis.machine))
     console.print()
     about = "" if diagnosis.source is None else f"{diagnosis.source}: "
-    said = [("error", f"{about}{text}", "bold red") for text in diagnosis.errors]
-    said += [("warning", text, "bold yellow") for text in diagnosis.warnings]
+    said = [("error", f"{about}{redact_text(text)}", "bold red") for text in diagnosis.errors]
+    said += [("warning", redact_text(text), "bold yellow") for text in diagnosis.warnings]
     _rows(console, said or [("nothing to complain of", "", "bold green")], indent="", named=True)
 
 
@@ -115,7 +116,7 @@ def _config(config: Config) -> Iterator[Row]:
 
     sizes = (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
     yield "batch", str(Batch(*sizes, ranks=sizes[0] // (sizes[1] * sizes[2]))), "bold"
-    values, usual = config.model_dump(mode="json"), type(config)().model_dump(mode="json")
+    values, usual = redact_data(config.model_dump(mode="json")), type(config)().model_dump(mode="json")
     top = {key: value for key, value in values.items() if not isinstance(value, dict) and key not in BATCH}
     yield from _keys(top, usual)
     silent = []
@@ -162,7 +163,7 @@ def _facts(machine: Machine) -> Iterator[tuple[str, str]]:
     yield "ulimit", ", ".join(f"{name} {_limit(name, limit)}" for name, limit in machine.limits.items())
     if machine.shm_bytes is not None and machine.shm_free_bytes is not None:
         yield "/dev/shm", f"{machine.shm_free_bytes / GIB:.2f} GiB free of {machine.shm_bytes / GIB:.2f}"
-    variables = [f"{name}={value}" for name, value in machine.allocator.items()]
+    variables = [f"{name}={redact_setting(name, value)}" for name, value in machine.allocator.items()]
     yield "allocator", ", ".join(variables) or "defaults of torch and the C library"
     yield "C++ compiler", machine.compiler or "none"
 

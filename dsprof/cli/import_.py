@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from dsprof.launch.hints import one_line
 from dsprof.run import DEFAULT_PARENT, RunError, RunFolder
 from dsprof.settings import load as load_settings
 
@@ -70,6 +71,9 @@ def command(
         trace = import_trace(traces, patterns)
     except RunError as error:
         fail(error, UNREADABLE)
+    except Exception as error:  # whatever a damaged file, or one that somebody made up, has us meet
+        said = one_line(f"{type(error).__name__}: {error}")
+        fail(f"{traces}: cannot be imported ({said}); its content may be damaged: record it again", UNREADABLE)
     from dsprof import trace as traces_of_runs
 
     folder = RunFolder(Path(DEFAULT_PARENT) / trace.run.id if output is None else output)

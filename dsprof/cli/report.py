@@ -12,7 +12,7 @@ import typer
 from dsprof.atomic import write_atomically
 from dsprof.run import DEFAULT_PARENT, RunError
 
-from .runs import UNREADABLE, USAGE, RunArgument, fail, find_run
+from .runs import UNREADABLE, USAGE, RunArgument, fail, find_run, reading
 
 
 def command(
@@ -42,13 +42,15 @@ def command(
         if target.exists() and not force and not _same(target, folder.report_html):
             fail(f"{target}: exists; choose another name, or --force to overwrite it", USAGE)
     try:
-        analysis = reports.examine(folder)
+        with reading(folder):
+            analysis = reports.examine(folder)
+            from dsprof.reports import html
+
+            page = html.render(analysis)
     except RunError as error:
         fail(error, UNREADABLE)
-    from dsprof.reports import html
-
     try:
-        write_atomically(target, html.render(analysis))
+        write_atomically(target, page)
     except OSError as error:
         fail(f"{target}: cannot be written ({error.strerror}); name another file with -o", USAGE)
     if as_json:

@@ -7,11 +7,15 @@ import datetime
 import json
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
+from dsprof import regular_files
+from dsprof.launch.hints import one_line
 from dsprof.run import DEFAULT_PARENT, RunError, RunFolder, open_run
 
 USAGE: Final = 2
@@ -46,10 +50,27 @@ def _began(folder: RunFolder) -> tuple[float, str]:
     """When a run began: by its name, else by the age of its capture or run.json."""
     stamp = _STAMP.search(folder.path.resolve().name)
     if stamp:
-        moment = datetime.datetime.strptime(stamp[1], "%Y%m%dT%H%M%S").replace(tzinfo=datetime.UTC)
-        return moment.timestamp(), folder.path.name
+        with suppress(ValueError):  # the thirteenth month
+            moment = datetime.datetime.strptime(stamp[1], "%Y%m%dT%H%M%S").replace(tzinfo=datetime.UTC)
+            return moment.timestamp(), folder.path.name
     sources = [path for path in (folder.capture, folder.run_json, folder.trace) if path.exists()]
-    return min(path.stat().st_mtime for path in sources), folder.path.name
+    return min((path.stat().st_mtime for path in sources), default=0.0), folder.path.name
+
+
+@contextmanager
+def reading(folder: RunFolder) -> Iterator[None]:
+    """Have whatever goes wrong with the content of a run be a RunError: it may be damaged, or made up by somebody. The
+    traceback is kept in the run folder."""
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        said, kept = one_line(f"{type(error).__name__}: {error}"), ""
+        with suppress(OSError):
+            folder.log_error()
+            kept = f"; the traceback is in {folder.error_log}"
+        raise RunError(f"{folder.path}: cannot be analyzed ({said}); its content may be damaged{kept}") from error
 
 
 def fail(message: object, status: int) -> NoReturn:
@@ -95,7 +116,7 @@ def _describe(folder: RunFolder) -> dict[str, Any]:
     except RunError as error:
         return {**found, "verdict": "unreadable", "headline": str(error)}
     try:
-        verdict = json.loads(folder.findings_json.read_bytes())["verdict"]
+        verdict = regular_files.read_json(folder.findings_json)["verdict"]
         found |= {"verdict": str(verdict["status"]), "headline": str(verdict["headline"])}
     except (OSError, ValueError, KeyError, TypeError):  # not analyzed yet
         found["headline"] = "" if info.status is None else f"dsprof analyze {folder.path}"

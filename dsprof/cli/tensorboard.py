@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dsprof import regular_files
+from dsprof.permissions import LINK
 from dsprof.run import DEFAULT_PARENT, RunError, RunFolder
 
-from .runs import UNREADABLE, USAGE, fail, find_runs
+from .runs import UNREADABLE, USAGE, fail, find_runs, reading
 
 
 def command(
@@ -32,6 +36,10 @@ def command(
         fail(failures[0], UNREADABLE)
     for failure in failures:
         print(f"[dsprof] warning: {failure}", file=sys.stderr)
+    for folder in folders:
+        link = next(_links(folder.tensorboard), None)
+        if link is not None and serve:
+            fail(f"{link}: {LINK}, and TensorBoard would; remove it", UNREADABLE)
     logdir = folders[0].tensorboard if len(folders) == 1 else run
     if serve:
         _serve(logdir, host, port)
@@ -46,17 +54,31 @@ def _bring_up_to_date(folder: RunFolder) -> str | None:
     from dsprof import reports
 
     try:
-        reports.write_tensorboard(reports.examine(folder), folder)
+        with reading(folder):
+            analysis = reports.examine(folder)
+        reports.write_tensorboard(analysis, folder)
     except RunError as error:
         return str(error)
     except OSError as error:
-        return f"{folder.tensorboard}: cannot be written ({error.strerror}); copy the run to a folder of yours"
+        return f"{folder.tensorboard}: cannot be written ({error.strerror or error}); copy the run to a folder of yours"
     return None
 
 
+def _links(folder: Path) -> Iterator[Path]:
+    """What below the folder, or the folder itself, is a link."""
+    if folder.is_symlink():
+        yield folder
+    for parent, folders, files in os.walk(folder):
+        yield from (path for name in (*folders, *files) if (path := Path(parent, name)).is_symlink())
+
+
 def _stale(folder: RunFolder) -> bool:
-    written = [path.stat().st_mtime_ns for path in folder.tensorboard.glob("*/*tfevents*")]
-    sources = [folder.run_json, *folder.capture.glob("rank*/*"), *folder.trace.glob("*.parquet")]
+    below = [
+        path for run in regular_files.folders(folder.tensorboard) for path in regular_files.files(run, "*tfevents*")
+    ]
+    written = [path.stat().st_mtime_ns for path in below]
+    captured = [path for one in regular_files.folders(folder.capture, "rank*") for path in regular_files.files(one)]
+    sources = [folder.run_json, *captured, *regular_files.files(folder.trace, "*.parquet")]
     newest = max((path.stat().st_mtime_ns for path in sources if path.exists()), default=0)
     return not written or min(written) < newest
 

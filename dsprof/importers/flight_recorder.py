@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,7 @@ import pandas as pd
 
 from dsprof.live.frames import user_site
 from dsprof.names import new_run_id
+from dsprof.regular_files import read_bytes
 from dsprof.run import RankInfo, RunError, RunInfo
 from dsprof.schema import COLUMNS, STANDSTILL
 from dsprof.trace import Trace
@@ -283,7 +285,7 @@ def _data(path: Path) -> bytes:
             raise RunError(
                 f"{path}: {size:,} bytes, more than the {LARGEST:,} that are read; use a smaller TORCH_FR_BUFFER_SIZE"
             )
-        return path.read_bytes()
+        return read_bytes(Path(os.path.realpath(path)), LARGEST)
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
 

@@ -15,9 +15,10 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -51,6 +52,7 @@ RECORD_WITH_TORCH: Final = (
     "record one with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]), and write it by "
     "export_chrome_trace"
 )
+SAFE_PATH: Final = "PYTHONSAFEPATH"
 
 
 def recognizes(path: Path) -> bool:
@@ -119,8 +121,22 @@ def _read_all(paths: list[Path], folder: Path, comm_kernels: tuple[str, ...]) ->
         return [_convert(*one) for one in work]
     # A fork has all that is imported; of a process that runs other threads it may hold a lock of theirs for ever.
     start = "fork" if threading.active_count() == 1 and sys.version_info < (3, 12) else "spawn"
-    with ProcessPoolExecutor(processes, mp_context=get_context(start)) as pool:
+    with _nothing_from_here(), ProcessPoolExecutor(processes, mp_context=get_context(start)) as pool:
         return _in_pool(pool, work)
+
+
+@contextmanager
+def _nothing_from_here() -> Iterator[None]:
+    """Processes that are started meanwhile import nothing from the working directory, as with `python -P`."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = before
 
 
 def _in_pool(pool: Executor, work: list[tuple[Path, Path, tuple[str, ...]]]) -> list[_File]:

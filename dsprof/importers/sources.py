@@ -91,7 +91,8 @@ def _add_known(found: Sources, paths: Iterable[Path], known: Known) -> None:
 
 
 def _children(folder: Path) -> list[Path]:
+    """What lies in it; not what links in it stand for, which may be anywhere."""
     try:
-        return sorted(folder.iterdir())
+        return sorted(child for child in folder.iterdir() if not child.is_symlink())
     except OSError as error:
         raise RunError(f"{folder}: cannot be read ({error.strerror}); make it readable") from error

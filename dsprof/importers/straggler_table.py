@@ -10,11 +10,14 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from dsprof.ondisk import LARGEST_PLACE
+from dsprof import regular_files
+from dsprof.ondisk import LARGEST_META, LARGEST_PLACE
 from dsprof.run import RunError
 
 INTEGERS: Final = ("dp_rank", "stage", "step", "seq_id", "mb_id")
 TIMES: Final = ("start_ts", "duration")
+LARGEST_S: Final = 2e9
+"""Of times, in seconds, and of other numbers: so long runs no step, and so many ranks has no job."""
 
 
 def checked_table(path: Path) -> pd.DataFrame:
@@ -36,6 +39,7 @@ def checked_table(path: Path) -> pd.DataFrame:
     for name in (*INTEGERS, *TIMES):
         values = pd.to_numeric(table[name], errors="coerce").astype("float64")
         _refuse(path, table, ~np.isfinite(values), f"whose {name} is no number")
+        _refuse(path, table, values.abs() > LARGEST_S, f"whose {name} is beyond {LARGEST_S:,.0f}")
         found[name] = values if name in TIMES else values.astype("int64")
     _refuse(path, table, found["duration"] < 0, "with a negative duration")
     for name in ("dp_rank", "stage", "step", "seq_id"):
@@ -71,9 +75,9 @@ def sizes_beside(path: Path) -> tuple[dict[str, int], list[str]]:
         return {}, []
     found, warnings = {}, []
     try:
-        lines = source.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        return {}, [f"{source.name}: cannot be read ({error}); sizes are those of the table"]
+        lines = regular_files.read_text(source, LARGEST_META).splitlines()
+    except OSError as error:
+        return {}, [f"{source.name}: cannot be read ({error.strerror}); sizes are those of the table"]
     for number, line in enumerate(lines, 1):
         if line.partition("#")[0].strip() in ("", "---"):
             continue

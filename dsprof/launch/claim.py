@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
 
+from dsprof import regular_files
+from dsprof.permissions import make_folder, make_named_folder
 from dsprof.run import RunError, RunFolder, RunInfo
 
 from .talk import shown
@@ -22,8 +23,8 @@ def claim(path: Path, info: RunInfo, *, force: bool = False) -> RunFolder:
             if not force:
                 raise RunError(f"{shown(folder.path)}: exists; replace it with --force, or give another folder with -o")
             folder.remove()
-        folder.path.mkdir(parents=True, exist_ok=True)
-        folder.capture.mkdir()  # fails if another launcher was quicker
+        make_named_folder(folder.path)
+        make_folder(folder.capture, exist_ok=False)  # fails if another launcher was quicker
     except FileExistsError as error:
         why = "another run has just begun there" if folder.capture.is_dir() else "is not a folder"
         raise RunError(f"{shown(folder.path)}: {why}; give another folder with -o") from error
@@ -40,10 +41,10 @@ def claim(path: Path, info: RunInfo, *, force: bool = False) -> RunFolder:
 
 def is_run(folder: RunFolder) -> bool:
     """Whether dsprof made this folder, judged by what it holds and not by names that others use too."""
-    if any(folder.capture.glob("rank[0-9]*.*")):
+    if any(regular_files.folders(folder.capture, "rank[0-9]*.*")):
         return True
     try:
-        return "id" in json.loads(folder.run_json.read_bytes())
+        return "id" in regular_files.read_json(folder.run_json)
     except (OSError, ValueError, TypeError):
         return False
 

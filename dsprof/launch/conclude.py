@@ -6,15 +6,17 @@ import datetime
 import json
 import shutil
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from dsprof import regular_files
 from dsprof.atomic import write_atomically
 from dsprof.names import host_name
+from dsprof.permissions import make_folder
+from dsprof.redact import redact_text
 from dsprof.run import RankExit, RunError, RunFolder, RunInfo, failures
 
 from .gather import Gathering
@@ -85,8 +87,8 @@ class Conclusion:
         except Exception as error:
             where = shown(self.folder.path)
             self.talk.warn(f"warning: {what} failed ({type(error).__name__}: {error}); the capture is kept in {where}")
-            with suppress(OSError), self.folder.error_log.open("a") as log:
-                traceback.print_exc(file=log)
+            with suppress(OSError):
+                self.folder.log_error()
         return None
 
     def _record_end(self, info: RunInfo, ending: Ending) -> None:
@@ -97,8 +99,9 @@ class Conclusion:
         self._attempt("asking the kernel whom it killed for want of memory", lambda: note_oom_kills(self.folder, info))
         if info.status:
             self.talk.say(ENDED_BY_US if ending.hung else describe_end(info.status, info.exits))
-            info.hints = self.advice()
-            for hint in info.hints:
+            hints = self.advice()
+            info.hints = [redact_text(hint) for hint in hints]
+            for hint in hints:  # as it is to be typed
                 self.talk.warn(hint)
         self.folder.write_info(info)
 
@@ -124,7 +127,7 @@ class Conclusion:
             restart=restart,
             stopped=ending.interrupted,
         )
-        self.folder.exits.mkdir(exist_ok=True)
+        make_folder(self.folder.exits)
         write_atomically(file, json.dumps([asdict(end)], indent=2) + "\n")
 
     def _analyze(self) -> Any:
@@ -134,7 +137,7 @@ class Conclusion:
 
     def _show(self, analysis: Any) -> None:
         if self.as_json:
-            print(json.dumps(json.loads(self.folder.findings_json.read_bytes())), file=sys.stderr)
+            print(json.dumps(regular_files.read_json(self.folder.findings_json)), file=sys.stderr)
         elif not self.talk.quiet:
             from dsprof.reports import terminal
 

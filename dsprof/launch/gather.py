@@ -11,6 +11,7 @@ from typing import Final
 from dsprof.collectors import scratch
 from dsprof.names import host_name
 from dsprof.run import RunFolder
+from dsprof.schema import COPYING_FILE
 
 from .talk import Talk, shown
 
@@ -45,7 +46,7 @@ class Gathering:
             self.sleep(LOOK_EVERY_S)
         for item in self._waiting():
             here = item.state.host == host
-            if here and not item.under_way(host) and scratch.bring(item, self.folder.path):
+            if here and not item.under_way(host) and scratch.bring(item, self.folder.path, self.place):
                 continue
             self.talk.warn(f"warning: {self._what_stays(item)}")
 
@@ -61,6 +62,11 @@ class Gathering:
     def _what_stays(self, item: scratch.Waiting) -> str:
         why = f" ({item.state.error})" if item.state.error else ""
         into = f"{shown(self.folder.capture)}/"
+        if not scratch.is_stand_in(Path(item.state.local), self.folder.path):
+            return (
+                f"the capture of rank {item.rank} is not all in {into}{why}; its {COPYING_FILE} names a folder that "
+                "does not stand for this run, which is left alone"
+            )
         return (
             f"the capture of rank {item.rank} is not all in {into}{why}; the rest is kept on {item.state.host}: "
             f"cp -r {shown(Path(item.state.local))} {into}"

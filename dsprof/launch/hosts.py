@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from dsprof.atomic import write_atomically
 from dsprof.names import host_name
+from dsprof.permissions import PRIVATE_FILE, PRIVATE_FOLDER
 from dsprof.run import HostPart, RunError, RunFolder, RunInfo
 
 from .claim import claim
@@ -85,7 +86,7 @@ def _lock(path: Path) -> Iterator[None]:
     while True:
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
-            lock.mkdir()
+            lock.mkdir(mode=PRIVATE_FOLDER)
             break
         except FileExistsError:
             if time.monotonic() >= deadline:
@@ -135,7 +136,7 @@ class Meeting:
                 "give -o the same folder on each, in a file system that all of them see"
             )
         self.folder.write_host(HostPart(host_name(), node))
-        write_atomically(self._file, json.dumps(asdict(mine)))
+        write_atomically(self._file, json.dumps(asdict(mine)), mode=PRIVATE_FILE)
 
     def _is_known(self, store: Any) -> bool:
         """Whether a host that has met us is in the run that we found. It may have been replaced since."""

@@ -24,6 +24,7 @@ import dsprof
 from dsprof.collectors import scratch
 from dsprof.names import host_name, new_run_id
 from dsprof.ranges import parse_hang_timeout
+from dsprof.redact import redact_words
 from dsprof.run import RunFolder, RunInfo
 from dsprof.settings import Settings
 
@@ -70,10 +71,11 @@ class Launch:
         """Run the job under the profiler and return its status. Raises LaunchError or RunError before it starts."""
         talk = Talk(self.quiet)
         self.job.check()
+        command = list(self.typed or ("dsprof", "run", *self.job.words))
         info = RunInfo(
             id="",
             name=self.job.name,
-            command=list(self.typed or ("dsprof", "run", *self.job.words)),
+            command=redact_words(command),
             cwd=os.getcwd(),
             started=now(),
             world_size=self.job.world_size,
@@ -89,6 +91,8 @@ class Launch:
             if part is not None:
                 stack.callback(part.close)
             folder = claim(path, info, force=self.force) if part is None else part.folder
+            if part is None or part.founded:
+                note_rerun(folder, command)
             try:
                 ending = self._run_job(folder, info, talk, part)
             except BaseException as error:  # no job, no run
@@ -175,6 +179,13 @@ class Launch:
         if not timeout_s:
             return None
         return HangWatch(folder, talk, timeout_s, abort=self.settings.on_hang == "abort", place=place)
+
+
+def note_rerun(folder: RunFolder, command: list[str]) -> None:
+    """Keep what it takes to run the job again, in a file of the user's own. The environment is that of whoever runs it
+    again: it is not written anywhere."""
+    with suppress(OSError):  # no profile is lost with it
+        folder.write_rerun({"command": command, "cwd": os.getcwd(), "python": sys.executable})
 
 
 @contextmanager

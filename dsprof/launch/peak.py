@@ -12,7 +12,9 @@ import sys
 from contextlib import suppress
 from typing import Any, Final
 
+from dsprof import regular_files
 from dsprof.names import CaptureName, host_name
+from dsprof.ondisk import LARGEST_FACTS
 from dsprof.run import RunFolder, RunInfo
 from dsprof.schema import FLOPS_FACT
 
@@ -57,7 +59,7 @@ def measure(dtypes: list[str], threads: int, cpus: list[int] | None, seconds: fl
     asked = json.dumps({"dtypes": dtypes, "threads": threads, "cpus": cpus, "seconds": seconds})
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("DSPROF", "OMP_", "MKL_"))}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, asked],
+        [sys.executable, "-P", "-c", PROGRAM, asked],
         env={**kept, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, text=True, timeout=PATIENCE_S, check=True,
     )  # fmt: skip
@@ -113,11 +115,12 @@ def _asked(facts: list[dict[str, Any]]) -> dict[str, Any] | None:
 def facts_told(folder: RunFolder) -> dict[int, list[dict[str, Any]]]:
     """rank -> what its captures on this host told."""
     found: dict[int, list[dict[str, Any]]] = {}
-    for path in sorted(folder.capture.glob("rank*/facts.jsonl")):
-        name = CaptureName.of(path.parent.name)
+    for path in regular_files.folders(folder.capture, "rank*"):
+        name = CaptureName.of(path.name)
         if name is None or name.host != host_name():
             continue
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):  # the last line of one that was killed
-                found.setdefault(name.rank, []).append(json.loads(line))
+        with suppress(OSError):
+            for line in regular_files.read_text(path / "facts.jsonl", LARGEST_FACTS).splitlines():
+                with suppress(ValueError):  # the last line of one that was killed
+                    found.setdefault(name.rank, []).append(regular_files.parse_json(line))
     return found

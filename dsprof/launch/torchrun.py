@@ -21,8 +21,10 @@ from subprocess import Popen
 from types import FrameType
 from typing import Any, Final
 
+from dsprof import regular_files
 from dsprof.atomic import write_atomically
 from dsprof.names import host_name
+from dsprof.permissions import make_folders
 from dsprof.run import RankExit, RunFolder
 
 from .hosts import MEETING, Meeting
@@ -266,9 +268,9 @@ def write_exits(folder: RunFolder, watch: DeathWatch) -> None:
     host = host_name()
     path = folder.exits / f"{host}.json"
     try:
-        before = json.loads(path.read_bytes()) if path.exists() else []  # of a host that came back
+        before = regular_files.read_json(path) if path.exists() else []  # of a host that came back
         exits = [*before, *(asdict(child.exit(host)) for child in watch.children)]
-        folder.exits.mkdir(parents=True, exist_ok=True)
+        make_folders(folder.path, (folder.exits.name,))
         write_atomically(path, json.dumps(exits, indent=2) + "\n")
     except (OSError, ValueError) as error:
         print(f"[dsprof] warning: how the ranks ended could not be written to {folder.exits}: {error}", file=sys.stderr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
+import io
 import os
 import re
 import struct
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from dsprof import regular_files
 from dsprof.names import CaptureName
 from dsprof.ondisk import (
     CHUNK_HEADER_BYTES,
@@ -23,6 +24,10 @@ from dsprof.ondisk import (
     COUNTERS_MAGIC,
     COUNTERS_NAME,
     FAMILY_FIELDS,
+    LARGEST_FACTS,
+    LARGEST_META,
+    LARGEST_NAMES,
+    LARGEST_STACKS,
     NO_SEQ,
     RECORD_BYTES,
     Family,
@@ -46,6 +51,8 @@ MOST_CHUNKS: Final = 8
 """Of the newest records that are looked at for what a rank has issued."""
 MOST_RECENT: Final = 4096
 """Communications whose contents are compared between ranks."""
+LONGEST_NUMBER: Final = 10
+"""An id of a name has fewer digits."""
 SAMPLES: Final = bytes([Kind.GAUGE, Kind.MEM, Kind.PAUSE])
 """Kinds that are no progress: side threads sample a job that stands still, too."""
 FOLLOWED: Final = bytes([Kind.COMM, Kind.WAIT, Kind.PHASE, Kind.MARK])
@@ -143,8 +150,7 @@ class Tail:
     def dropped(self) -> int:
         """Records that could not be written; 0 where that is not known."""
         try:
-            with open(self.folder / COUNTERS_NAME, "rb") as file:
-                page = file.read(COUNTERS_BYTES)
+            page = regular_files.read_bytes(self.folder / COUNTERS_NAME, COUNTERS_BYTES)
         except OSError:
             return 0
         if page[:8] != COUNTERS_MAGIC or len(page) < COUNTERS_HEADER.size + 8 * len(COUNTERS):
@@ -156,11 +162,11 @@ class Tail:
         """Those of the kinds that the rank has stated so far."""
         found = []
         try:
-            with open(self.folder / "facts.jsonl", encoding="utf-8", errors="replace") as file:
-                for line in file:
+            with regular_files.open_file(self.folder / "facts.jsonl", LARGEST_FACTS) as file:
+                for line in io.TextIOWrapper(file, "utf-8", "replace"):
                     if any(f'"fact": "{kind}"' in line for kind in kinds):
                         try:
-                            found.append(json.loads(line))
+                            found.append(regular_files.parse_json(line))
                         except ValueError:  # a line that is being written
                             continue
         except OSError:
@@ -170,14 +176,14 @@ class Tail:
     def lock_stacks(self) -> list[dict[str, Any]]:
         """Threads as they were written while one held the interpreter's lock; none where that was not so."""
         try:
-            return parse_stacks((self.folder / STACKS_FILE).read_text(errors="replace"))
+            return parse_stacks(regular_files.read_text(self.folder / STACKS_FILE, LARGEST_STACKS))
         except OSError:
             return []
 
     def meta(self) -> dict[str, Any]:
         """meta.json; empty where it is not there yet."""
         try:
-            found = json.loads((self.folder / "meta.json").read_bytes())
+            found = regular_files.read_json(self.folder / "meta.json", LARGEST_META)
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -190,15 +196,13 @@ class Tail:
     def _read(self, chunk: int, slot: int, count: int) -> bytes:
         """So many records from a slot on; nothing of a chunk that was given up."""
         try:
-            file = os.open(self.folder / chunk_name(chunk), os.O_RDONLY | os.O_CLOEXEC)
+            file = regular_files.open_file(self.folder / chunk_name(chunk))
         except FileNotFoundError:
             if not self.folder.is_dir():
                 raise
             return b""
-        try:
-            return os.pread(file, count * RECORD_BYTES, CHUNK_HEADER_BYTES + slot * RECORD_BYTES)
-        finally:
-            os.close(file)
+        with file:
+            return os.pread(file.fileno(), count * RECORD_BYTES, CHUNK_HEADER_BYTES + slot * RECORD_BYTES)
 
     def _note_open(self, block: bytes, states: bytes, kinds: bytes) -> None:
         at = states.find(_BEGUN)
@@ -222,9 +226,9 @@ class Tail:
 
     def _names(self) -> dict[int, str]:
         names = {}
-        for line in (self.folder / "names.txt").read_bytes().split(b"\n")[:-1]:
+        for line in regular_files.read_bytes(self.folder / "names.txt", LARGEST_NAMES).split(b"\n")[:-1]:
             number, tab, text = line.partition(b"\t")
-            if tab and number.isdigit():
+            if tab and number.isdigit() and len(number) < LONGEST_NUMBER:
                 names[int(number)] = unescape_name(text.decode("utf-8", "replace"))
         return names
 
@@ -362,11 +366,7 @@ def _operation(record: Record, names: dict[int, str], members: Any) -> Communica
 
 def captures(folder: Path) -> Iterator[tuple[int, int, str, int, Path]]:
     """Rank, restart, host, process and folder of each capture below `capture/`."""
-    try:
-        found = sorted(os.listdir(folder))
-    except OSError:
-        return
-    for name in found:
-        capture = CaptureName.of(name)
+    for path in regular_files.folders(folder):
+        capture = CaptureName.of(path.name)
         if capture is not None:
-            yield *capture, folder / name
+            yield *capture, path

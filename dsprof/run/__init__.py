@@ -8,10 +8,10 @@ folder  where everything of it lies
 from __future__ import annotations
 
 from .folder import DEFAULT_PARENT, Hint, RunError, RunFolder, open_run
-from .info import HostPart, RunInfo, from_known
+from .info import MOST_RANKS, HostPart, RunInfo, from_known
 from .ranks import BY_HAND, INTERRUPTED, RankExit, RankInfo, failures, last_processes
 
 __all__ = [
-    "BY_HAND", "DEFAULT_PARENT", "INTERRUPTED", "Hint", "HostPart", "RankExit", "RankInfo", "RunError", "RunFolder",
-    "RunInfo", "failures", "from_known", "last_processes", "open_run",
+    "BY_HAND", "DEFAULT_PARENT", "INTERRUPTED", "MOST_RANKS", "Hint", "HostPart", "RankExit", "RankInfo", "RunError",
+    "RunFolder", "RunInfo", "failures", "from_known", "last_processes", "open_run",
 ]  # fmt: skip

@@ -6,9 +6,13 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, TypeVar
 
+from ..redact import redact_words
+from ..regular_files import parse_json
 from .ranks import RankExit, RankInfo
 
 RUN_SCHEMA: Final = 1
+MOST_RANKS: Final = 1 << 20
+LARGEST_NUMBER: Final = 2**63
 
 Known = TypeVar("Known")
 
@@ -96,19 +100,43 @@ class RunInfo:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> RunInfo:
-        data = json.loads(text)
+    def from_json(cls, text: str | bytes) -> RunInfo:
+        """Raises ValueError, TypeError or AttributeError where it is no run.json that dsprof can have written."""
+        data = parse_json(text)
         if not isinstance(data, dict) or "id" not in data:
             raise ValueError("not a run.json: it has no `id`")
         data["exits"] = [from_known(RankExit, item) for item in data.get("exits", [])]
         data["ranks"] = [from_known(RankInfo, item) for item in data.get("ranks", [])]
-        return from_known(cls, {"name": data["id"], "command": [], **data})
+        info = from_known(cls, {"name": data["id"], "command": [], **data})
+        info.command = redact_words(info.command)  # of a dsprof that did not yet
+        return info
 
 
 def from_known(kind: type[Known], item: dict[str, Any]) -> Known:
     """A dataclass from JSON, without keys that it does not know: a newer dsprof may have written more.
 
-    Raises TypeError or AttributeError where it is not an object that holds what is needed.
+    Raises TypeError or AttributeError where it is not an object that holds what is needed, each of its type.
     """
-    known = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]
+    known = {entry.name: str(entry.type) for entry in fields(kind)}  # type: ignore[arg-type]
+    for name, value in item.items():
+        if name in known and not _fits(value, known[name]):
+            raise TypeError(f"its `{name}` is no {known[name].removesuffix(' | None')}")
+        if name in ("rank", "world_size") and isinstance(value, int) and not 0 <= value <= MOST_RANKS:
+            raise TypeError(f"its `{name}` is {str(value)[:20]}, which no job has")
     return kind(**{key: value for key, value in item.items() if key in known})
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    """Whether a value from JSON is of the type that an annotation of a field names."""
+    if " | " in annotation:
+        return any(_fits(value, part) for part in annotation.split(" | "))
+    outer, _, inside = annotation.removesuffix("]").partition("[")
+    if outer == "int":
+        return type(value) is int and -LARGEST_NUMBER <= value < LARGEST_NUMBER
+    if outer == "list":
+        return isinstance(value, list) and all(_fits(one, inside) for one in value)
+    if outer == "dict":
+        return isinstance(value, dict) and all(_fits(one, inside.partition(", ")[2]) for one in value.values())
+    # `exits` and `ranks` hold what was made of their entries before.
+    plain = {"str": str, "bool": bool, "None": type(None), "RankExit": RankExit, "RankInfo": RankInfo}
+    return isinstance(value, plain.get(outer, object))

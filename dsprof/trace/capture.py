@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dsprof import regular_files
 from dsprof.live.frames import parse_stacks, user_site
 from dsprof.names import CaptureName
 from dsprof.ondisk import (
@@ -19,6 +19,11 @@ from dsprof.ondisk import (
     CHUNK_MAGIC,
     CHUNK_PLACE,
     FORMAT_VERSION,
+    LARGEST_CHUNK,
+    LARGEST_FACTS,
+    LARGEST_META,
+    LARGEST_NAMES,
+    LARGEST_STACKS,
     MAX_NAMES,
     READABLE_FORMATS,
     RECORD_BYTES,
@@ -100,10 +105,15 @@ def read_capture(path: Path) -> Capture:
     return Capture(path, records, names, meta, facts, damaged, problems, version, gaps, counters)
 
 
+def _listed(folder: Path) -> list[Path]:
+    """All that lies in it, also what is no plain file, of which it is said then that it is not read."""
+    return [folder / entry.name for entry in regular_files.entries(folder)]
+
+
 def _read_names(path: Path, problems: list[str]) -> dict[int, str]:
     names: dict[int, str] = {}
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = regular_files.read_bytes(path, LARGEST_NAMES).split(b"\n")
     except OSError as error:
         problems.append(f"names.txt: {error.strerror}")
         return names
@@ -127,7 +137,7 @@ def _read_chunks(
     """Of each chunk that was read: how many records come before it, and how many steps."""
     given_up = range(0)
     before = len(problems)
-    chunks = {int(match[1]): path for path in folder.iterdir() if (match := CHUNK_NAME.fullmatch(path.name))}
+    chunks = {int(match[1]): path for path in _listed(folder) if (match := CHUNK_NAME.fullmatch(path.name))}
     for number, path in sorted(chunks.items()):
         content = _read_chunk(path, problems, newest=number == max(chunks))
         if content is None:
@@ -146,8 +156,8 @@ def _read_chunks(
         records, bad = _read_records(content, names, path.name, problems)
         parts.append(records)
         damaged += bad
-    lost = [number for number in range(max(chunks, default=0)) if number not in chunks and number not in given_up]
-    problems += [f"{chunk_name(number)}: missing; records are lost" for number in lost[:MOST_PROBLEMS]]
+    lost = (number for number in range(max(chunks, default=0)) if number not in chunks and number not in given_up)
+    problems += [f"{chunk_name(number)}: missing; records are lost" for number in islice(lost, MOST_PROBLEMS)]
     if not written and not problems[before:]:
         problems.append("no records were written")
     gaps = [
@@ -161,7 +171,7 @@ def _read_chunks(
 def _read_chunk(path: Path, problems: list[str], newest: bool) -> bytes | None:
     """The bytes of a chunk with a good header. The newest may have none: the process ended while it made it."""
     try:
-        content = path.read_bytes()
+        content = regular_files.read_bytes(path, LARGEST_CHUNK)
     except OSError as error:
         problems.append(f"{path.name}: {error.strerror}")
         return None
@@ -194,7 +204,7 @@ def _read_records(content: bytes, names: dict[int, str], where: str, problems: l
 
 def _look_for_a_copy(path: Path, problems: list[str]) -> None:
     """Where the capture was first written elsewhere, and not all of it has been copied (`collectors/copier.py`)."""
-    if not path.exists():
+    if not regular_files.is_file(path):
         return
     state = _read_json(path, problems)
     why = "is copied until the rank has ended" if not state.get("error") else f"could not be copied ({state['error']})"
@@ -204,19 +214,19 @@ def _look_for_a_copy(path: Path, problems: list[str]) -> None:
 
 def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
+        value = regular_files.read_json(path, LARGEST_META)
         return value if isinstance(value, dict) else {}
     except FileNotFoundError:
         problems.append(f"{path.name}: missing")
     except (OSError, ValueError) as error:
-        problems.append(f"{path.name}: {error}")
+        problems.append(f"{path.name}: {getattr(error, 'strerror', None) or error}")
     return {}
 
 
 def _read_stacks(path: Path) -> list[dict[str, Any]]:
     """What the native helper wrote where a thread held the interpreter's lock, as a fact."""
     try:
-        threads = parse_stacks(path.read_text(errors="replace"))
+        threads = parse_stacks(regular_files.read_text(path, LARGEST_STACKS))
     except OSError:
         return []
     name = CaptureName.of(path.parent.name)
@@ -228,15 +238,19 @@ def _read_stacks(path: Path) -> list[dict[str, Any]]:
 def _read_facts(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     facts: list[dict[str, Any]] = []
     try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
+        lines = regular_files.read_text(path, LARGEST_FACTS).splitlines()
+    except FileNotFoundError:
         return facts
+    except OSError as error:
+        problems.append(f"{path.name}: {error.strerror}")
+        return facts
+    name = CaptureName.of(path.parent.name)
     for line in lines:
         try:
-            fact = json.loads(line)
+            fact = regular_files.parse_json(line)
         except ValueError:
             problems.append(f"{path.name}: a damaged line")
             continue
         if isinstance(fact, dict) and isinstance(fact.get("fact"), str):
-            facts.append(fact)
+            facts.append(fact if name is None else {**fact, "rank": name.rank})
     return facts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dsprof import regular_files
 from dsprof.ondisk import (
     COUNTERS,
     COUNTERS_BYTES,
@@ -32,7 +33,7 @@ class CaptureCounters:
 def read_counters(folder: Path, problems: list[str]) -> CaptureCounters | None:
     """Of a capture's folder; None where there are none, as of older captures, or they are damaged."""
     try:
-        content = (folder / COUNTERS_NAME).read_bytes()
+        content = regular_files.read_bytes(folder / COUNTERS_NAME, COUNTERS_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pandas as pd
 from pandas.api.types import union_categoricals
 
+from dsprof.regular_files import is_file
 from dsprof.schema import COLUMNS, DEEP_FILE
 
 from .capture import Capture
@@ -38,7 +39,7 @@ def add_deep(capture: Capture, rows: pd.DataFrame) -> tuple[pd.DataFrame, list[s
     for fact in windows:
         fact["profiled"] = _steps_in(rows, fact)
     path = capture.path / DEEP_FILE
-    if not windows or not path.is_file():
+    if not windows or not is_file(path):
         return rows, []
     clock = capture.meta.get("clock")
     try:

@@ -9,13 +9,11 @@ from typing import Final, Protocol
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dsprof.run import RunFolder, RunInfo
 from dsprof.schema import COLUMNS
 
-from .files import brief
+from .files import brief, open_parquet
 from .memory import Memory, StoredMemory
 from .merge import bring_up_to_date, derive_anew, parquet_files, warn
 
@@ -128,10 +126,10 @@ class _Stored:
         if rank not in self._held:
             path = self._files[rank]
             try:
-                with pq.ParquetFile(path) as file:
+                with open_parquet(path) as file:
                     there = [name for name in columns if name in file.schema_arrow.names]
                     return _typed(file.read(columns=there).to_pandas(), columns)
-            except (OSError, ValueError, pa.ArrowException) as error:
+            except Exception as error:  # pyarrow and pandas raise whatever a damaged file has them meet
                 warn(self._info, f"{path.name}: unreadable ({brief(error)})")
                 self._held[rank] = self._derived(rank)
         return self._held[rank][list(columns)]

@@ -8,6 +8,7 @@ before, oldest first. A stack is a number; its frames are rows of `stacks`, inne
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,12 +16,13 @@ from typing import Any, Final
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from dsprof import regular_files
 from dsprof.run import RunError, RunFolder
 
-from .files import brief, write_parquet
+from .files import brief, open_parquet, write_parquet
 
+SEGMENTS_NAME: Final = re.compile(r"rank(\d{5,6})\.segments\.parquet", re.ASCII)
 NO_STACK: Final = -1
 DEFAULT_POOL: Final = "0.0"
 """Of what is in no private pool (a CUDA graph's, or a `torch.cuda.MemPool`'s)."""
@@ -79,8 +81,8 @@ class StoredMemory(Mapping[int, Memory]):
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        found = folder.memory.glob("rank*.segments.parquet")
-        self._ranks = sorted(int(path.name.split(".")[0].removeprefix("rank")) for path in found)
+        found = regular_files.files(folder.memory, "rank*.segments.parquet")
+        self._ranks = sorted(int(match[1]) for path in found if (match := SEGMENTS_NAME.fullmatch(path.name)))
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._ranks)
@@ -96,8 +98,9 @@ class StoredMemory(Mapping[int, Memory]):
     def _read(self, rank: int, name: str) -> pd.DataFrame:
         path = _file(self._folder, rank, name)
         try:
-            return _typed(pq.read_table(path).to_pandas(), name)
-        except (OSError, ValueError, pa.ArrowException) as error:
+            with open_parquet(path) as file:
+                return _typed(file.read().to_pandas(), name)
+        except Exception as error:  # pyarrow and pandas raise whatever a damaged file has them meet
             raise RunError(f"{path}: unreadable ({brief(error)}); import the snapshot again") from error
 
 

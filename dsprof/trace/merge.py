@@ -8,30 +8,36 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from dsprof import regular_files
 from dsprof.names import CaptureName
-from dsprof.ondisk import COUNTERS_NAME
-from dsprof.run import RankInfo, RunError, RunFolder, RunInfo, from_known
+from dsprof.ondisk import COUNTERS_NAME, LARGEST_CHUNK
+from dsprof.permissions import LINK
+from dsprof.run import MOST_RANKS, RankInfo, RunError, RunFolder, RunInfo, from_known
 from dsprof.schema import FLOPS_FACT, OOM_SNAPSHOT_NAME, SNAPSHOT_NAME
 
 from .capture import CHUNK_NAME, Capture, read_capture
 from .deep import add_deep
 from .derive import missing_steps, trace_rows
-from .files import brief, write_parquet
+from .files import brief, open_parquet, write_parquet
 from .memory import save_memory
 from .snapshot import read_snapshot
 
 MERGE_VERSION = 11
 """Part of the signature that tells whether a Parquet file is up to date: raise it when merging changes."""
+MOST_DIGITS = 6
+"""Of a number of hosts."""
 MAPPED_CHUNKS = 4
 """Those that a process may have mapped: the last three, and one that is prepared."""
+TRACE_NAME = re.compile(r"rank(\d{5,6})\.parquet", re.ASCII)
 SIGNATURE = b"dsprof.signature"
 RANK_INFO = b"dsprof.rank"
 
@@ -58,6 +64,8 @@ def bring_up_to_date(folder: RunFolder) -> tuple[RunInfo, dict[int, pd.DataFrame
     info.exits = exits or info.exits
     for problem in problems:
         warn(info, problem)
+    for name in folder.links():
+        warn(info, f"{name}: {LINK}; put what it names into the folder itself")
     info.ranks, info.facts = [], []
     unwritten: dict[int, pd.DataFrame] = {}
     for rank in sorted(captures.keys() | merged.keys()):
@@ -83,6 +91,16 @@ def bring_up_to_date(folder: RunFolder) -> tuple[RunInfo, dict[int, pd.DataFrame
     return info, unwritten
 
 
+def _checked_summary(rank: int, stored: bytes) -> dict[str, Any]:
+    """What `_derive` or `save` wrote. Raises ValueError or TypeError where it cannot be that."""
+    summary = regular_files.parse_json(stored)
+    kinds = {"ranks": list, "facts": list, "versions": dict, "problems": list, "errors": list}
+    if not isinstance(summary, dict) or not all(isinstance(summary.get(name), kind) for name, kind in kinds.items()):
+        raise ValueError("its Parquet file does not tell what it holds; remove it where there is a capture")
+    facts = [fact for fact in summary["facts"] if isinstance(fact, dict) and isinstance(fact.get("fact"), str)]
+    return {"world_size": None, "cuda": False, **summary, "facts": [{**fact, "rank": rank} for fact in facts]}
+
+
 def derive_anew(folder: RunFolder, rank: int) -> pd.DataFrame | None:
     """The rank's rows from its captures, whatever its Parquet file holds; None where there is no capture."""
     captures = _captures(folder).get(rank)
@@ -91,15 +109,16 @@ def derive_anew(folder: RunFolder, rank: int) -> pd.DataFrame | None:
 
 def parquet_files(folder: RunFolder) -> dict[int, Path]:
     """rank -> file, in order."""
-    return {int(path.stem.removeprefix("rank")): path for path in sorted(folder.trace.glob("rank*.parquet"))}
+    found = regular_files.files(folder.trace, "rank*.parquet")
+    return {int(match[1]): path for path in found if (match := TRACE_NAME.fullmatch(path.name))}
 
 
 def _captures(folder: RunFolder) -> dict[int, list[tuple[int, Path]]]:
     """rank -> [(restart, capture folder)]."""
     found: dict[int, list[tuple[int, Path]]] = defaultdict(list)
-    for path in sorted(folder.capture.glob("rank*")):
+    for path in regular_files.folders(folder.capture, "rank*"):
         name = CaptureName.of(path.name)
-        if name and path.is_dir():
+        if name:
             found[name.rank].append((name.restart, path))
     return found
 
@@ -113,7 +132,7 @@ def _merge_rank(folder: RunFolder, rank: int, folders: list[tuple[int, Path]], i
     stored = _stored(target)
     signature = _signature([path for _, path in folders])
     if not folders or stored.get(SIGNATURE) == signature:
-        _add_rank(rank, json.loads(stored[RANK_INFO]), info)
+        _add_rank(rank, _checked_summary(rank, stored[RANK_INFO]), info)
         return None
     rows, summary = _derive(rank, folders)
     summary["problems"] += _merge_snapshot(folder, rank, folders, summary["facts"])
@@ -136,7 +155,7 @@ def _merge_snapshot(
     of the end."""
     last = max(restart for restart, _ in folders)
     names = [path / name for name in (OOM_SNAPSHOT_NAME, SNAPSHOT_NAME) for restart, path in folders if restart == last]
-    path = next((path for path in names if path.exists()), None)
+    path = next((path for path in names if regular_files.is_file(path)), None)
     if path is None:
         return []
     try:
@@ -171,8 +190,8 @@ def _derive(rank: int, folders: list[tuple[int, Path]]) -> tuple[pd.DataFrame, d
         "ranks": [vars(_describe(rank, restart, chosen[restart], table)) for restart, table in tables.items()],
         # Operations are rows of the trace, too many for `run.json`.
         "facts": [fact for capture in captures for fact in capture.facts if fact["fact"] != FLOPS_FACT],
-        "versions": next((capture.meta["versions"] for capture in captures if "versions" in capture.meta), {}),
-        "world_size": next((capture.meta["world_size"] for capture in captures if "world_size" in capture.meta), None),
+        "versions": next((told for capture in captures if isinstance(told := capture.meta.get("versions"), dict)), {}),
+        "world_size": next((size for capture in captures if (size := _world_size(capture.meta)) is not None), None),
         "problems": [
             *(problem for capture in captures for problem in capture.problems),
             *(problem for restart, capture in chosen.items() for problem in missing_steps(capture, tables[restart])),
@@ -209,6 +228,11 @@ def _describe(rank: int, restart: int, capture: Capture, rows: pd.DataFrame) -> 
     )
 
 
+def _world_size(values: dict[str, Any]) -> int | None:
+    size = values.get("world_size")
+    return size if type(size) is int and 0 <= size <= MOST_RANKS else None
+
+
 def _instant(values: Any, name: str) -> int | None:
     """A time that older captures do not have."""
     value = values.get(name) if isinstance(values, dict) else None
@@ -232,7 +256,7 @@ def _add_rank(rank: int, summary: dict[str, Any], info: RunInfo) -> None:
     info.facts += summary["facts"]
     info.versions = {**summary["versions"], **info.versions}
     if info.world_size is None:
-        info.world_size = summary["world_size"]
+        info.world_size = _world_size(summary)
     for problem in dict.fromkeys(summary["problems"]):
         warn(info, f"rank {rank}: {problem}")
     for item in described:
@@ -255,16 +279,16 @@ def _of_device(summary: dict[str, Any]) -> str:
 
 def _note_errors(folder: RunFolder, info: RunInfo) -> None:
     """Failures before there was a capture to note them in (see `collectors.errors.report_failure`)."""
-    for path in sorted(folder.path.glob("error.*.txt")):
-        for line in dict.fromkeys(path.read_text(errors="replace").splitlines()[:20]):
-            warn(info, f"process {path.name.split('.')[1]}: {line}")
+    for process, lines in folder.read_errors():
+        for line in lines:
+            warn(info, f"process {process}: {line}")
 
 
 def _note_import(info: RunInfo) -> None:
     """What was odd about the trace of another tool (see `dsprof.importers`)."""
     for fact in info.facts:
-        if fact["fact"] == "import":
-            for text in fact.get("warnings", []):
+        if fact["fact"] == "import" and isinstance(fact.get("warnings"), list):
+            for text in fact["warnings"]:
                 warn(info, f"{fact.get('file', 'import')}: {text}")
 
 
@@ -278,7 +302,7 @@ def _note_missing(info: RunInfo) -> None:
 def _note_hosts(folder: RunFolder, info: RunInfo) -> None:
     """Of a run of several hosts those that took no part, or whose end is not known."""
     fewest = info.nnodes.partition(":")[0]
-    if not fewest.isdigit():
+    if not fewest.isdecimal() or len(fewest) > MOST_DIGITS:
         return
     parts = folder.read_hosts()
     met = [part for part in parts if part.node is not None]
@@ -309,6 +333,8 @@ def _note_groups(info: RunInfo) -> None:
     for fact in info.facts:
         if fact["fact"] == "group" and fact.get("name") is not None:
             ranks = fact.get("ranks", [])
+            if not isinstance(ranks, list):
+                continue
             about = {"ranks": ranks, "size": len(ranks), "desc": fact.get("desc", "")}
             info.groups[str(fact["name"])] = about | ({"backend": fact["backend"]} if fact.get("backend") else {})
 
@@ -318,20 +344,22 @@ def _signature(folders: list[Path]) -> bytes:
     the files that are mapped the content counts."""
     digest = hashlib.sha256(f"merge {MERGE_VERSION}".encode())
     for folder in folders:
-        files = sorted(folder.iterdir())
+        files = regular_files.files(folder)
         mapped = [path for path in files if CHUNK_NAME.fullmatch(path.name)][-MAPPED_CHUNKS:]
         for path in files:
             status = path.stat()
             digest.update(f"\n{folder.name}/{path.name} {status.st_size} {status.st_mtime_ns}".encode())
             if path in mapped or path.name == COUNTERS_NAME:
-                digest.update(path.read_bytes())
+                with suppress(OSError):  # larger than a chunk
+                    digest.update(regular_files.read_bytes(path, LARGEST_CHUNK))
     return digest.hexdigest().encode()
 
 
 def _stored(target: Path) -> dict[bytes, bytes]:
     try:
-        return dict(pq.read_schema(target).metadata or {})
-    except (OSError, pa.ArrowException):
+        with open_parquet(target) as file:
+            return dict(file.schema_arrow.metadata or {})
+    except Exception:  # whatever a damaged one has pyarrow meet
         return {}
 
 

@@ -6,6 +6,7 @@ import json
 
 import pyarrow as pa
 
+from dsprof.permissions import make_named_folder
 from dsprof.run import RunFolder
 
 from .files import write_parquet
@@ -19,7 +20,7 @@ def save(folder: RunFolder, trace: Trace) -> None:
 
     Facts and warnings are kept with their rank; of `run.ranks`, one each.
     """
-    folder.path.mkdir(parents=True, exist_ok=True)
+    make_named_folder(folder.path)
     for described in trace.run.ranks:
         rank = described.rank
         summary = {

@@ -4,10 +4,12 @@ side tables of one rank.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from dsprof.regular_files import read_bytes
 from dsprof.run import RunError
 
 from .memory import ACTIONS, NO_STACK, Memory
@@ -42,7 +44,7 @@ def read_snapshot(path: Path) -> Snapshot:
                 f"{path}: {size:,} bytes, more than the {LARGEST:,} that are read; record fewer events "
                 "(_record_memory_history(max_entries=100000))"
             )
-        content = load(path.read_bytes(), str(path))
+        content = load(read_bytes(Path(os.path.realpath(path)), LARGEST), str(path))
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
     tables = SnapshotTables(path, size)

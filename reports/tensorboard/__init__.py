@@ -27,10 +27,11 @@ from tensorboard.plugins.custom_scalar import metadata as custom_scalar
 from tensorboard.plugins.text import metadata as text_plugin
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from dsprof import gauges
+from dsprof import gauges, regular_files
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.text import clean
 from dsprof.atomic import write_atomically
+from dsprof.permissions import make_folder
 
 from .. import tables, wording
 from .text import finding_markdown, verdict_markdown
@@ -60,8 +61,9 @@ def write(analysis: Analysis, folder: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Delete the event files that `write` left under `folder`."""
-    for path in folder.glob(f"*/events.out.tfevents.*{SUFFIX}"):
-        path.unlink()
+    for run in regular_files.folders(folder):
+        for path in regular_files.files(run, f"events.out.tfevents.*{SUFFIX}"):
+            path.unlink()
 
 
 def _curves(analysis: Analysis) -> dict[str, pd.DataFrame]:
@@ -190,7 +192,8 @@ def _save(folder: Path, events: list[Any], start: float) -> None:
     writer = RecordWriter(content)
     for event in [Event(wall_time=start, file_version="brain.Event:2"), *events]:
         writer.write(event.SerializeToString())
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.parent, parents=True)
+    make_folder(folder)
     write_atomically(folder / f"events.out.tfevents.{int(start)}{SUFFIX}", content.getvalue())
 
 
