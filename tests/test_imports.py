@@ -79,6 +79,7 @@ EXCEPTIONS: Final = {
         "dsprof.collectors.native.build",
         "dsprof.collectors.scratch",
     },
+    "dsprof.cli.build": {"dsprof.collectors.native.build", "dsprof.collectors.native.places"},
     "dsprof.doctor": {"dsprof.engine.config"},
     "dsprof.cli.doctor": {"dsprof.engine.config"},
     "dsprof.settings": {"dsprof.collectors.catalogue"},
@@ -86,7 +87,8 @@ EXCEPTIONS: Final = {
     "dsprof.collectors.bootstrap.sitecustomize": {"dsprof"},
 }
 """Module or package -> what else it may import: what the engine shares with the analyzer and with `dsprof doctor`, the
-helper's build, the names of the collectors, and the bootstrap, which looks whether dsprof is installed at all."""
+helper's build and where it is kept, the names of the collectors, and the bootstrap, which looks whether dsprof is
+installed at all."""
 
 THIRD_PARTY: Final = {
     "schema": set(),
