@@ -101,10 +101,9 @@ def obtain(target: BuildTarget, python: Path, progress: Callable[[str], None]) -
             progress(f"warning: {reason}")
         if path is not None:
             return path
-        compiler = _compiler()
-        if compiler is None:
+        if _compiler() is None:
             raise NoHelper(NO_COMPILER)
-        made = build_into(places.writable_cache(), target, python, progress, compiler=compiler)
+        made = build_into(places.writable_cache(), target, python, progress)
         path = places.usable(made, reasons.append)
         if path is None:
             raise NoHelper(reasons[-1])
@@ -116,23 +115,20 @@ def obtain(target: BuildTarget, python: Path, progress: Callable[[str], None]) -
 
 
 def build_into(
-    place: Path,
-    target: BuildTarget,
-    python: Path,
-    progress: Callable[[str], None],
-    *,
-    compiler: list[str] | None = None,
-    again: bool = False,
+    place: Path, target: BuildTarget, python: Path, progress: Callable[[str], None], *, again: bool = False
 ) -> Path:
     """The helper for `target`, which `python` has, in the folder `place`, built now unless it is there already.
 
     again: also if the same compiler has failed before
-    Raises NoHelper, OSError, subprocess.SubprocessError.
+    Raises NoHelper, OSError.
     """
-    compiler = compiler or _compiler()
+    folder = place / target.key
+    found = folder / FILE
+    if places.usable(found) is not None:
+        return found
+    compiler = _compiler()
     if compiler is None:
         raise NoHelper(NO_COMPILER)
-    folder = place / target.key
     with _lock(folder):
         if again:
             (folder / FAILED).unlink(missing_ok=True)
@@ -277,7 +273,10 @@ def _compiler() -> list[str] | None:
 
 
 def _compiler_version(compiler: list[str]) -> str:
-    output = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
+    try:
+        output = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NoHelper(f"{shlex.join(compiler)} --version: {_last_line(error)}; set CXX to a C++ compiler") from error
     return output.partition("\n")[0]
 
 

@@ -34,10 +34,7 @@ def find(target: BuildTarget, refused: Callable[[str], None] = lambda why: None)
         found = _given(Path(os.path.abspath(given)), target, refused)
         if found is not None:
             return found
-    packed = PACKAGE / target.key / FILE
-    if packed.is_file():
-        return packed
-    for folder in caches():
+    for folder in (PACKAGE, *caches()):
         found = usable(folder / target.key / FILE, refused)
         if found is not None:
             return found
@@ -64,7 +61,8 @@ def _given(path: Path, target: BuildTarget, refused: Callable[[str], None]) -> P
     if found.parent.name != target.key:
         unfit = built_for(found.parent).why_not(target, found)
         if unfit is not None:
-            refused(f"{GIVEN}: {unfit}: run `dsprof build -o {found.parent}` with the job's Python")
+            then = "" if path.is_dir() else f", and set {GIVEN} to that folder"
+            refused(f"{GIVEN}: {unfit}: run `dsprof build -o {found.parent}` with the job's Python{then}")
             return None
     return usable(found, refused)
 
@@ -82,6 +80,8 @@ def _others(folder: Path, target: BuildTarget) -> list[str]:
 
 def usable(path: Path, refused: Callable[[str], None] = lambda why: None) -> Path | None:
     """Where to load it from, if it is there and nobody else can have put it there."""
+    if path.is_relative_to(PACKAGE):
+        return path if path.is_file() else None
     try:
         return trusted(path) if path.is_file() else None
     except Untrusted as error:
@@ -127,9 +127,9 @@ def make_private(folder: Path) -> None:
             ours.chmod(stat.S_IMODE(status.st_mode) & ~WRITABLE)
 
 
-def for_image() -> Path:
+def for_image(refused: Callable[[str], None]) -> Path:
     """Where `dsprof build` puts a helper that is to be found by whoever runs the image: into the package, where that is
     installed and can be written, else into the user's cache. Raises OSError."""
     package = Path(__file__).resolve().parent
     installed = any(package.is_relative_to(sysconfig.get_paths()[kind]) for kind in ("purelib", "platlib"))
-    return PACKAGE if installed and os.access(package, os.W_OK) else writable_cache()
+    return PACKAGE if installed and os.access(package, os.W_OK) else writable_cache(refused)
