@@ -83,7 +83,7 @@ EXCEPTIONS: Final = {
     "dsprof.doctor": {"dsprof.engine.config"},
     "dsprof.cli.doctor": {"dsprof.engine.config"},
     "dsprof.settings": {"dsprof.collectors.catalogue"},
-    "dsprof.machine": {"dsprof.collectors.catalogue"},
+    "dsprof.machine": {"dsprof.collectors.catalogue", "dsprof.collectors.native.build"},
     "dsprof.collectors.bootstrap.sitecustomize": {"dsprof"},
 }
 """Module or package -> what else it may import: what the engine shares with the analyzer and with `dsprof doctor`, the
