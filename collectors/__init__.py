@@ -6,6 +6,7 @@ session      one capture: opens it, installs the collectors, follows the steps, 
 catalogue    the collectors, a line each
 collector    what each of them is given
 opening      what a capture is opened with: its folder, the recorder
+helperless   what is recorded where there is no native helper
 capture_files  its facts.jsonl and meta.json
 window       which part of the run is captured
 errors       errors of our own, which the job must not see

@@ -214,7 +214,8 @@ def build_native_helper(settings: Settings, talk: Talk) -> None:
     except build.NoHelper as error:
         if settings.native == "on":
             raise LaunchError(f"no native helper: {error}; --native auto records in Python instead") from error
-        talk.warn(f"warning: no native helper: {error}; recording in Python instead, which is slower")
+        instead = "a job on the CPU is recorded in Python, which is slower, and of one on GPUs only phases and steps"
+        talk.warn(f"warning: no native helper: {error}; {instead}")
 
 
 def is_installed() -> bool:
