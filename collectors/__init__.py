@@ -2,6 +2,7 @@
 
 arm          the entry point: decides whether this process is profiled
 arming       has it open a capture once it becomes a rank
+free_threaded  declines to, where Python has no global interpreter lock
 session      one capture: opens it, installs the collectors, follows the steps, closes
 catalogue    the collectors, a line each
 collector    what each of them is given

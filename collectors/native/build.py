@@ -87,7 +87,10 @@ def ensure(python: Path, progress: Callable[[str], None]) -> Path:
 def target_of(python: Path) -> BuildTarget:
     """What `python` would import, without importing it. Raises NoHelper."""
     try:
-        return probe_target(python)
+        target = probe_target(python)
+        if target.free_threaded:
+            raise NoHelper(f"{python} is free-threaded ({target.soabi}), where dsprof records nothing")
+        return target
     except (OSError, ValueError, TypeError, subprocess.SubprocessError) as error:
         raise NoHelper(f"{python} does not tell which torch it has ({_last_line(error)})") from error
 

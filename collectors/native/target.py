@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import sys
 import sysconfig
 from dataclasses import asdict, dataclass
@@ -40,6 +41,11 @@ class BuildTarget:
         for source in SOURCES:
             digest.update(source.read_bytes())
         return digest.hexdigest()[:20]
+
+    @property
+    def free_threaded(self) -> bool:
+        """Whether that Python has no global interpreter lock."""
+        return re.match(r"cpython-\d+d?t", self.soabi) is not None
 
     @property
     def definitions(self) -> tuple[str, ...]:
