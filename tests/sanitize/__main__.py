@@ -1,7 +1,6 @@
-"""The native helper under AddressSanitizer: `make sanitize`, a few minutes. (ThreadSanitizer's program is a test of its
-own, test_native_threads.py: torch is not built with either, and what the latter does not see it takes for races.)
+"""The native helper under AddressSanitizer: `make sanitize`, a few minutes.
 
-    python tests/sanitize [arguments of pytest]       # default: tests/test_native*.py
+    python tests/sanitize [arguments of pytest]       # default: tests/test_native*.py but for THREADS
 
 The helper is built into a cache of its own. No leaks are looked for: Python and torch leave much to the end of the
 process, and so does the helper, for threads that outlive it.
@@ -18,6 +17,9 @@ from pathlib import Path
 from typing import Final
 
 TESTS: Final = Path(__file__).parents[1]
+THREADS: Final = "test_native_threads.py"
+"""Compiles a program with ThreadSanitizer, which goes with no other. Torch is built without either: what ThreadSanitizer
+does not see it takes for races, so that program has no torch in it."""
 FLAGS: Final = "-fsanitize=address -fno-omit-frame-pointer -g -O1"
 
 
@@ -39,7 +41,7 @@ def main(arguments: list[str]) -> int:
             "LD_PRELOAD": f"{library('libasan.so')} {library('libstdc++.so')}",  # the latter for what throws
             "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
         }
-        wanted = arguments or [str(path) for path in sorted(TESTS.glob("test_native*.py"))]
+        wanted = arguments or [str(path) for path in sorted(TESTS.glob("test_native*.py")) if path.name != THREADS]
         return subprocess.run([sys.executable, "-m", "pytest", "-q", *wanted], env=env, cwd=TESTS.parent).returncode
 
 
