@@ -1,4 +1,12 @@
-"""The native helper: the recorder and the hot hooks in C++, built by `build.ensure` before the ranks start."""
+"""The native helper: the recorder and the hot hooks in C++, built by `build.ensure` before the ranks start.
+
+build        compiles it
+target       what it is built for, and what is said of one that was built for something else
+places       where it is kept and looked for
+trust        whether it may be loaded from there
+layout       the header that says how a record is laid out
+hooks.cpp    the helper itself, with a table of its headers
+"""
 
 from __future__ import annotations
 

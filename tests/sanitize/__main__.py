@@ -18,8 +18,8 @@ from typing import Final
 
 TESTS: Final = Path(__file__).parents[1]
 THREADS: Final = "test_native_threads.py"
-"""Compiles a program with ThreadSanitizer, which goes with no other. Torch is built without either: what ThreadSanitizer
-does not see it takes for races, so that program has no torch in it."""
+"""Compiles a program with ThreadSanitizer, which goes with no other. Torch is built without either, and what
+ThreadSanitizer does not see it takes for races, so that program has no torch in it."""
 FLAGS: Final = "-fsanitize=address -fno-omit-frame-pointer -g -O1"
 
 
