@@ -9,6 +9,7 @@ from typing import NamedTuple
 from dsprof.ranges import parse_size
 
 from . import native, scratch
+from .errors import count_error
 from .helperless import SWITCHED_OFF, LeftOut, device_job, left_out
 from .identity import Identity, setting
 from .python_recorder import PyRecorder
@@ -55,4 +56,13 @@ def recorder(folder: Path, limit: int) -> tuple[Recorder, bool, LeftOut]:
         helper = native.load_or_build(wait=choice in ("1", "on", "true", "yes"), explain=reasons.append)
         if helper is not None:
             return helper.open(folder, limit), True, LeftOut(frozenset(), "")
-    return PyRecorder(folder, limit), False, left_out("; ".join(reasons), device_job())
+    return PyRecorder(folder, limit), False, left_out("; ".join(reasons), _device())
+
+
+def _device() -> str | None:
+    """What shows that the job trains on a device. One of which that cannot be told is not to be slowed down, either."""
+    try:
+        return device_job()
+    except Exception as error:  # something private of torch's that has moved
+        count_error("what the job trains on", error)
+        return "or perhaps not: it could not be told"

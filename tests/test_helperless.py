@@ -11,9 +11,10 @@ from armed import Captured, captured, train
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.switched_off import EVERYTHING, reasons, unproved
-from dsprof.collectors import helperless
+from dsprof.collectors import helperless, opening
 from dsprof.collectors.catalogue import COLLECTORS
 from dsprof.collectors.helperless import PER_CALL, SWITCHED_OFF, device_job, left_out
+from dsprof.collectors.record import LIMIT_BYTES
 from dsprof.run import RunFolder
 from dsprof.schema import Kind
 from dsprof.trace import load
@@ -111,6 +112,24 @@ def test_a_job_on_the_cpu_is_recorded_in_python(tmp_path: Path) -> None:
     assert found.of("left_out") == []
     (note,) = found.of("note")
     assert note == {"text": f"recorded in Python, which is slower, as there is no native helper: {NO_COMPILER}"}
+
+
+def test_where_it_cannot_be_told_nothing_is_slowed_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something private of torch's has moved: the capture opens all the same, and the error is counted."""
+
+    def moved() -> str:
+        raise AttributeError("no pg_backend_config")
+
+    counted: list[str] = []
+    monkeypatch.setenv("DSPROF_NATIVE", "off")
+    monkeypatch.setattr(opening, "device_job", moved)
+    monkeypatch.setattr(opening, "count_error", lambda where, error: counted.append(f"{where}: {error}"))
+    recorder, native, found = opening.recorder(tmp_path, LIMIT_BYTES)
+    recorder.close()
+    assert not native
+    assert found == left_out(SWITCHED_OFF, "or perhaps not: it could not be told")
+    assert found.collectors == PER_CALL
+    assert counted == ["what the job trains on: no pg_backend_config"]
 
 
 # --- the decision
