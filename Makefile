@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-all lint types bench clean
+.PHONY: demo test test-all lint types sanitize bench clean
 
 demo: $(VENV)/.installed ## train the example under the profiler and say where the report is
 	$(BIN)/dsprof run --nproc-per-node 2 examples/train_gpt.py
@@ -24,6 +24,10 @@ lint: $(VENV)/.tested
 
 types: $(VENV)/.tested ## strict, over all four folders as users import them
 	$(BIN)/mypy -p dsprof
+
+sanitize: $(VENV)/.tested ## the native helper under AddressSanitizer, its threads under ThreadSanitizer (a few minutes)
+	$(BIN)/python -m pytest -q tests/test_native_threads.py
+	$(BIN)/python tests/sanitize
 
 bench: $(VENV)/.installed ## the collectors' cost in four jobs (45 minutes; goes on where it stopped)
 	$(BIN)/python benchmarks/overhead.py

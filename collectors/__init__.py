@@ -2,10 +2,12 @@
 
 arm          the entry point: decides whether this process is profiled
 arming       has it open a capture once it becomes a rank
+free_threaded  declines to, where Python has no global interpreter lock
 session      one capture: opens it, installs the collectors, follows the steps, closes
 catalogue    the collectors, a line each
 collector    what each of them is given
 opening      what a capture is opened with: its folder, the recorder
+helperless   what is recorded where there is no native helper
 capture_files  its facts.jsonl and meta.json
 window       which part of the run is captured
 errors       errors of our own, which the job must not see

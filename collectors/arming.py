@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from . import free_threaded, identity
 from .collector import FULL
 from .wrap import stands_for
 
@@ -23,6 +24,11 @@ def arm() -> None:
         return
     _armed = True
     try:
+        why = free_threaded.refusal()
+        if why is not None:
+            identity.remember_settings()
+            free_threaded.decline(why)
+            return
         _watch()
     except Exception as error:  # the job matters more than its profile
         _report("arming", error)
@@ -32,7 +38,7 @@ def _watch() -> None:
     """Wrap `init_process_group`, and hook the first backward pass and the first optimizer step."""
     import torch.distributed as dist
 
-    from . import facts, hints, identity, memory_parts, optimizers, phases
+    from . import facts, hints, memory_parts, optimizers, phases
 
     identity.remember_settings()
     hints.watch()

@@ -53,11 +53,16 @@ def report_failure(doing: str, error: BaseException) -> None:
     """A failure after which there may be no capture to note it in: leave a word in the run folder, never on stderr.
     Raises what is a signal handler's again."""
     count_error(doing, error)
+    leave_word(f"{doing}: {describe(error)}")
+
+
+def leave_word(text: str) -> None:
+    """Leave a line in the run folder, for where there is no capture that could say it. Never raises."""
     try:
         given = identity.setting("DSPROF_RUN")
         folder = Path(given) if given else _own_folder()
         with os.fdopen(open_to_append(folder / f"error.{os.getpid()}.txt"), "a") as file:
-            file.write(f"{doing}: {describe(error)}\n")
+            file.write(f"{text}\n")
     except Exception:
         pass  # the folder is gone or the disk full: the launcher reports the missing rank
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from dsprof.ranges import parse_size
 
 from . import native, scratch
+from .errors import count_error
+from .helperless import SWITCHED_OFF, LeftOut, device_job, left_out
 from .identity import Identity, setting
 from .python_recorder import PyRecorder
 from .record import LIMIT_BYTES, Recorder
@@ -44,14 +46,23 @@ def limit() -> int:
     return parse_size(given) if given else LIMIT_BYTES
 
 
-def recorder(folder: Path, limit: int) -> tuple[Recorder, bool, list[str]]:
-    """The recorder, whether it is the native one, and why not."""
+def recorder(folder: Path, limit: int) -> tuple[Recorder, bool, LeftOut]:
+    """The recorder, whether it is the native one, and what is not recorded where it is not."""
     choice = setting("DSPROF_NATIVE").lower()
-    if choice in ("0", "off", "false", "no"):
-        return PyRecorder(folder, limit), False, []
     reasons: list[str] = []
-    helper = native.load_or_build(wait=choice in ("1", "on", "true", "yes"), explain=reasons.append)
-    if helper is not None:
-        return helper.open(folder, limit), True, []
-    note = f"recorded in Python, which is slower, as there is no native helper: {'; '.join(reasons)}"
-    return PyRecorder(folder, limit), False, [note]
+    if choice in ("0", "off", "false", "no"):
+        reasons.append(SWITCHED_OFF)
+    else:
+        helper = native.load_or_build(wait=choice in ("1", "on", "true", "yes"), explain=reasons.append)
+        if helper is not None:
+            return helper.open(folder, limit), True, LeftOut(frozenset(), "")
+    return PyRecorder(folder, limit), False, left_out("; ".join(reasons), _device())
+
+
+def _device() -> str | None:
+    """What shows that the job trains on a device. One of which that cannot be told is not to be slowed down, either."""
+    try:
+        return device_job()
+    except Exception as error:  # something private of torch's that has moved
+        count_error("what the job trains on", error)
+        return "or perhaps not: it could not be told"

@@ -33,7 +33,8 @@ class Session:
     """The capture of one rank. Use `start` and `stop`, which keep it to one a process.
 
     copied: `folder` is not in the run folder, and a copier brings it there
-    without: collectors that are not installed
+    without: collectors that somebody switched off
+    left_out: those that are not installed as there is no native helper
     """
 
     def __init__(
@@ -45,13 +46,14 @@ class Session:
         switch: Switch | None = None,
         copied: bool = False,
         without: frozenset[str] = frozenset(),
+        left_out: frozenset[str] = frozenset(),
     ) -> None:
         self.folder = folder
         self.recorder = recorder
         self.copied = copied
         self.pid = os.getpid()
         self._switch = switch
-        self._without = without
+        self._without, self._left_out = without, left_out
         self._facts = FactsFile(folder, who.rank)
         level = identity.setting("DSPROF_LEVEL") or "light"
         self._meta = MetaFile(folder, who, level, native)
@@ -76,8 +78,10 @@ class Session:
         self.write_fact(facts.process())
         if self._without:
             self.write_fact({"fact": "without", "collectors": sorted(self._without)})
+        if self._left_out:
+            self.write_fact({"fact": "left_out", "collectors": sorted(self._left_out)})
         for name, install in COLLECTORS.items():
-            if name in self._without:
+            if name in self._without | self._left_out:
                 continue
             try:
                 self._uninstall += install(self._capture)
@@ -169,10 +173,10 @@ def start() -> Session | None:
         without = catalogue.without(identity.setting("DSPROF_WITHOUT"))
         place = opening.place(identity.run_folder(who), who)
         folder = make_folders(place.root, ("capture", who.folder_name))
-        recorder, native, notes = opening.recorder(folder, limit)
+        recorder, native, left_out = opening.recorder(folder, limit)
         switch = Switch(recorder, window, folder if place.copied else place.root)
-        session = Session(folder, who, recorder, native, switch, place.copied, without)
-        for note in (*place.notes, *notes):
+        session = Session(folder, who, recorder, native, switch, place.copied, without, left_out.collectors)
+        for note in filter(None, (*place.notes, left_out.note)):
             session.write_fact({"fact": "note", "text": note})
         session.install()
         _current = session

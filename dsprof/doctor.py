@@ -114,8 +114,11 @@ def advice(machine: Machine) -> Iterator[str]:
     for name, cost in machine.costly.items():
         yield f"{name}: is set, so {cost}; unset it unless you are looking for a bug"
     yield from _about_allocators(machine.allocator)
-    if machine.compiler is None:
-        yield "no C++ compiler: dsprof's native helper cannot be built, and its Python twin costs more; install g++"
+    if machine.compiler is None and machine.helper is None:
+        yield (
+            "no C++ compiler: dsprof's native helper cannot be built, and its Python twin costs more, and records only"
+            " phases and steps on GPUs; install g++, or run `dsprof build` where there is one"
+        )
 
 
 def _about_gpus(machine: Machine) -> Iterator[str]:

@@ -9,6 +9,7 @@ import resource
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -103,6 +104,8 @@ class Machine:
     """Variables with a value that costs time -> what it does."""
     compiler: str | None = None
     """C++ compiler for the native helper."""
+    helper: str | None = None
+    """The native helper for this torch, where it was built before."""
     collectors: tuple[Collects, ...] = ()
     """What `--without` can leave out of a capture."""
 
@@ -114,11 +117,11 @@ def inspect(
     torch, torch_error = _torch()
     driver, gpus, links, silent = _nvidia()
     size, free = _room(shm)
-    compiler = _compiler(environ)
+    compiler, helper = _compiler(environ), _helper()
     missing = {
         "gpu": "" if torch.get("available") == "yes" and visible_gpus(environ) else "no GPU that torch can use",
         "nvml": silent,
-        "native": "" if compiler else "no C++ compiler for the native helper",
+        "native": "" if compiler or helper else "no C++ compiler for the native helper",
     }
     return Machine(
         versions={
@@ -146,6 +149,7 @@ def inspect(
         allocator={name: environ[name] for name in ALLOCATOR if environ.get(name)},
         costly={name: cost for (name, value), cost in COSTLY.items() if environ.get(name) == value},
         compiler=compiler,
+        helper=helper,
         collectors=_collectors(missing),
     )
 
@@ -316,3 +320,15 @@ def _compiler(environ: Mapping[str, str]) -> str | None:
     chosen = shlex.split(environ.get("CXX", ""))
     candidates = [chosen[0]] if chosen else ["g++", "c++", "clang++"]
     return next((found for name in candidates if (found := shutil.which(name, path=environ.get("PATH")))), None)
+
+
+def _helper() -> str | None:
+    from dsprof.collectors.native import build
+
+    if "torch" not in sys.modules:  # it cannot be imported
+        return None
+    try:
+        found = build.find()
+    except Exception:  # a torch without a version, a home that cannot be looked at
+        return None
+    return None if found is None else str(found)

@@ -123,11 +123,17 @@ def has_compiler() -> bool:
     return bool(shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++") or shutil.which("clang++"))
 
 
-def build_helper() -> None:
-    """Make sure that the native helper is in the cache; skips the test where there is no compiler."""
+STRICT = ("-Wall", "-Wextra", "-Werror")
+"""With these the helper is compiled for tests; a user's build never fails for a warning."""
+
+
+def build_helper() -> Path:
+    """Where the native helper is, built now if need be; skips the test where there is no compiler."""
     if not has_compiler():
         pytest.skip("no C++ compiler")
-    build.ensure(Path(sys.executable), print)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "WARNINGS", STRICT)
+        return build.ensure(Path(sys.executable), print)
 
 
 def open_recorder(kind: str, folder: Path, limit_bytes: int = LIMIT_BYTES, create: bool = True) -> Recorder:

@@ -14,6 +14,7 @@ import pytest
 
 from dsprof import cli, doctor
 from dsprof.collectors.catalogue import ABOUT, COLLECTORS
+from dsprof.collectors.native import build
 from dsprof.doctor import GIB, advice, diagnose
 from dsprof.machine import Collects, Gpu, Machine, Port, inspect
 
@@ -228,7 +229,8 @@ def test_a_healthy_machine_is_passed_over_in_silence() -> None:
         ({"allocator": {"LD_PRELOAD": "libjemalloc.so:/gone/libtcmalloc.so"}},
          "LD_PRELOAD: /gone/libtcmalloc.so does not exist, so every program complains and runs without it; unset it"),
         ({"compiler": None},
-         "no C++ compiler: dsprof's native helper cannot be built, and its Python twin costs more; install g++"),
+         "no C++ compiler: dsprof's native helper cannot be built, and its Python twin costs more, and records only"
+         " phases and steps on GPUs; install g++, or run `dsprof build` where there is one"),
         ({"torch_error": "ImportError: libcudart.so.12"},
          "torch: cannot be imported (ImportError: libcudart.so.12); install it again"),
         ({"versions": {"torch": "2.13.0+cpu", "cuda": None}},
@@ -430,7 +432,12 @@ def test_each_collector_is_described_with_what_it_lacks_here(monkeypatch: pytest
     groups = [about.group for about in ABOUT.values()]
     assert groups == sorted(groups, key=groups.index), "those of a group stand together"
     monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(build, "find", lambda: None)
     lacks = {one.name: one.lacks for one in inspect({"CUDA_VISIBLE_DEVICES": "", "PATH": "/gone"}).collectors}
     assert lacks["nvml"] == lacks["device-times"] == "no GPU that torch can use"
     assert lacks["flops"] == "no C++ compiler for the native helper"
     assert lacks["modules"] == lacks["memory"] == ""
+    monkeypatch.setattr(build, "find", lambda: Path("/opt/helper/dsprof_native.so"))
+    without_compiler = inspect({"CUDA_VISIBLE_DEVICES": "", "PATH": "/gone"})
+    assert {one.name: one.lacks for one in without_compiler.collectors}["flops"] == ""
+    assert not [text for text in advice(without_compiler) if "compiler" in text]

@@ -82,18 +82,21 @@ MAY_IMPORT: Final = {
 EXCEPTIONS: Final = {
     "dsprof.analyzer": {"dsprof.engine.schedule", "dsprof.engine.partition", "dsprof.engine.config"},
     "dsprof.launch": {
+        "dsprof.collectors.free_threaded",
         "dsprof.collectors.host_memory",
         "dsprof.collectors.native.build",
         "dsprof.collectors.scratch",
     },
+    "dsprof.cli.build": {"dsprof.collectors.native.build", "dsprof.collectors.native.places"},
     "dsprof.doctor": {"dsprof.engine.config"},
     "dsprof.cli.doctor": {"dsprof.engine.config"},
     "dsprof.settings": {"dsprof.collectors.catalogue"},
-    "dsprof.machine": {"dsprof.collectors.catalogue"},
+    "dsprof.machine": {"dsprof.collectors.catalogue", "dsprof.collectors.native.build"},
     "dsprof.collectors.bootstrap.sitecustomize": {"dsprof"},
 }
 """Module or package -> what else it may import: what the engine shares with the analyzer and with `dsprof doctor`, the
-helper's build, the names of the collectors, and the bootstrap, which looks whether dsprof is installed at all."""
+helper's build and where it is kept, the names of the collectors, and the bootstrap, which looks whether dsprof is
+installed at all."""
 
 THIRD_PARTY: Final = {
     "schema": set(),

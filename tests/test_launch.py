@@ -434,7 +434,8 @@ def test_a_native_helper_that_cannot_be_built(
     monkeypatch.setattr(build, "ensure", ensure)
     build_native_helper(Settings(native="auto"), Talk())
     assert capsys.readouterr().err == (
-        "[dsprof] warning: no native helper: g++ failed: no such thing; recording in Python instead, which is slower\n"
+        "[dsprof] warning: no native helper: g++ failed: no such thing; a job on the CPU is recorded in Python, which"
+        " is slower, and of one on GPUs only phases and steps\n"
     )
     build_native_helper(Settings(native="off"), Talk())
     with pytest.raises(LaunchError, match="no such thing; --native auto records in Python instead"):

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch  # noqa: F401  (the helper is for the torch of this process)
-from captures import build_helper
+from captures import STRICT, build_helper, has_compiler
 
 from dsprof.collectors import native
-from dsprof.collectors.native import build
+from dsprof.collectors.native import build, layout
+from dsprof.collectors.native.places import FILE
+from dsprof.collectors.native.target import built_for
 
 PYTHON = Path(sys.executable)
 
@@ -24,10 +26,7 @@ PYTHON = Path(sys.executable)
 @pytest.fixture
 def helper() -> Path:
     """The real helper, from the cache of whoever runs the tests."""
-    build_helper()
-    path = build.find()
-    assert path is not None
-    return path
+    return build_helper()
 
 
 @pytest.fixture
@@ -65,6 +64,18 @@ def test_probe_finds_the_torch_of_another_python() -> None:
 def test_probe_does_not_import_torch() -> None:
     script = f"import sys\n{build._PROBE}\nassert 'torch' not in sys.modules"
     subprocess.run([PYTHON, "-c", script], check=True, capture_output=True)
+
+
+def test_it_compiles_without_a_warning(tmp_path: Path) -> None:
+    """With the flags that `build_helper` compiles by; in a cache that somebody else filled, it is compiled here."""
+    if not has_compiler():
+        pytest.skip("no C++ compiler")
+    if built_for(build_helper().parent).warnings == STRICT:
+        return
+    (tmp_path / "layout.hpp").write_text(layout.header())
+    command = build.command(build.running_target(), build._compiler() or [], tmp_path / FILE, STRICT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_built_once_and_found(helper: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,13 +192,13 @@ def test_key_changes_with_what_the_helper_depends_on() -> None:
 def test_load_explains_what_is_missing(cache: Path) -> None:
     said: list[str] = []
     assert native.load(said.append) is None
-    assert said == ["not built for this torch (`dsprof run` builds it before the job starts)"]
+    assert said == [native.NOT_BUILT]
 
 
 def test_load_refuses_a_helper_for_another_torch(helper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = build.BuildTarget(**{**vars(build.running_target()), "torch_version": "9.9.9"})
-    monkeypatch.setattr(build, "find", lambda: helper)
-    monkeypatch.setattr(build, "running_target", lambda: other)
+    monkeypatch.setattr(build, "find", lambda refused: helper)
+    monkeypatch.setattr(native, "running_target", lambda: other)
     said: list[str] = []
     assert native.load(said.append) is None
     assert "9.9.9" in said[0]
@@ -196,7 +207,7 @@ def test_load_refuses_a_helper_for_another_torch(helper: Path, monkeypatch: pyte
 def test_load_survives_a_broken_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "dsprof_native.so"
     broken.write_bytes(b"nonsense")
-    monkeypatch.setattr(build, "find", lambda: broken)
+    monkeypatch.setattr(build, "find", lambda refused: broken)
     said: list[str] = []
     assert native.load(said.append) is None
     assert "ImportError" in said[0]

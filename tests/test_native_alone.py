@@ -95,10 +95,7 @@ while [ "$1" != -o ]; do shift; done; out=$2
 @pytest.fixture
 def helper() -> Path:
     """The real one."""
-    build_helper()
-    path = build.find()
-    assert path is not None
-    return path
+    return build_helper()
 
 
 def test_the_first_run_does_not_wait_and_the_next_has_it(tmp_path: Path, helper: Path) -> None:

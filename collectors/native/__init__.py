@@ -1,4 +1,12 @@
-"""The native helper: the recorder and the hot hooks in C++, built by `build.ensure` before the ranks start."""
+"""The native helper: the recorder and the hot hooks in C++, built by `build.ensure` before the ranks start.
+
+build        compiles it
+target       what it is built for, and what is said of one that was built for something else
+places       where it is kept and looked for
+trust        whether it may be loaded from there
+layout       the header that says how a record is laid out
+hooks.cpp    the helper itself, with a table of its headers
+"""
 
 from __future__ import annotations
 
@@ -16,9 +24,12 @@ from ..interrupts import by_handler
 from ..record import LIMIT_BYTES, SharedParts
 from ..sites import LIBRARY, passed_over
 from . import build
+from .places import MODULE
+from .target import running_target
 
 LONGEST_WAIT_S: Final = 120.0
 """For a helper that is being built, where DSPROF_NATIVE=on."""
+NOT_BUILT: Final = "not built for this torch (`dsprof run` builds it before the job starts, `dsprof build` at any time)"
 
 
 class Native:
@@ -132,18 +143,21 @@ def load(explain: Callable[[str], None] = lambda reason: None) -> Native | None:
     Never raises, never builds.
     """
     try:
-        path = build.find()
+        path = build.find(explain)
         if path is None:
-            explain("not built for this torch (`dsprof run` builds it before the job starts)")
+            explain(NOT_BUILT)
             return None
         module = _import(path)
-        target = build.running_target()
+        target = running_target()
         built = (module.TORCH_VERSION, module.TORCH_GIT, module.FORMAT_VERSION, module.RECORD_BYTES)
         wanted = (target.torch_version, target.torch_git, ondisk.FORMAT_VERSION, ondisk.RECORD_BYTES)
         if built != wanted:
             explain(f"{path} was built for {built}, not {wanted}")
             return None
         return Native(module)
+    except ImportError as error:
+        explain(f"{type(error).__name__}: {error}; if it was built in another image, run `dsprof build` in this one")
+        return None
     except Exception as error:
         explain(f"{type(error).__name__}: {error}")
         return None
@@ -157,7 +171,7 @@ def load_or_build(*, wait: bool, explain: Callable[[str], None]) -> Native | Non
             reason = build.begin()
             if wait:
                 build.wait(LONGEST_WAIT_S)
-            if build.find() is None:
+            if build.find(explain) is None:
                 explain(build.begin() if wait else reason)
                 return None
     except Exception as error:
@@ -167,8 +181,8 @@ def load_or_build(*, wait: bool, explain: Callable[[str], None]) -> Native | Non
 
 
 def _import(path: Path) -> Any:
-    loader = importlib.machinery.ExtensionFileLoader(build.MODULE, str(path))
-    spec = importlib.util.spec_from_file_location(build.MODULE, path, loader=loader)
+    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
+    spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
     if spec is None:
         raise ImportError(f"{path}: not a module")
     module = importlib.util.module_from_spec(spec)

@@ -1,41 +1,39 @@
-"""Builds the native helper with a bare C++ compiler, once for each torch and Python, and keeps it in a cache.
+"""Builds the native helper with a bare C++ compiler, once for each torch and Python, and keeps it (`places`).
 
 The launcher calls `ensure`, which may compile; a rank calls `find`, which never does, and where there is none `begin`,
-which has a process in the background do it. Standard library only, and torch is never imported here: it takes seconds,
-and the launcher has no other need for it.
+which has a process in the background do it; `dsprof build` calls `build_into`. Standard library only, and torch is
+never imported here: it takes seconds, and the launcher has no other need for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
-import platform
 import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from dsprof import permissions
+from . import layout, places
+from .places import FILE, MODULE
+from .target import SOURCES, BuildTarget, BuiltFor, running_target
+from .trust import WRITABLE
 
-from . import layout
-
-MODULE: Final = "dsprof_native"
-SOURCES: Final = (Path(__file__).parent / "hooks.cpp", *sorted(Path(__file__).parent.glob("*.hpp")))
 COMPILE_SECONDS: Final = 300
+WARNINGS: tuple[str, ...] = ("-w",)
+"""The compiler's flags about warnings: none fails a user's build. Tests build with those that show all of them."""
 BUILDING: Final = "building"
 """A file that is locked while a rank's background process builds."""
 FAILED: Final = "failed.json"
 LOG: Final = "build.log"
+NO_COMPILER: Final = "no C++ compiler found (set CXX, or install g++)"
 
 _PROBE: Final = """
 import importlib.util, json, pathlib, sysconfig
@@ -61,41 +59,6 @@ build.obtain(build.BuildTarget(**json.loads(sys.argv[2])), pathlib.Path(sys.exec
 """
 
 
-@dataclass(frozen=True)
-class BuildTarget:
-    """The torch and Python that a helper is built for."""
-
-    torch_version: str
-    torch_git: str
-    torch_folder: str
-    soabi: str
-    """The interpreter's ABI tag, such as cpython-311-x86_64-linux-gnu."""
-    include: str
-    """The folder of Python.h."""
-
-    @property
-    def key(self) -> str:
-        """Names the cached file: whatever would make another one unfit to load is part of it."""
-        digest = hashlib.sha256()
-        facts = (self.torch_version, self.torch_git, self.soabi, platform.machine(), layout.header())
-        digest.update("\0".join((*facts, *_definitions(self))).encode())
-        for source in SOURCES:
-            digest.update(source.read_bytes())
-        return digest.hexdigest()[:20]
-
-
-def running_target() -> BuildTarget:
-    """The torch that this process has imported."""
-    torch = sys.modules["torch"]
-    return BuildTarget(
-        torch_version=str(torch.__version__),
-        torch_git=str(torch.version.git_version),
-        torch_folder=str(Path(str(torch.__file__)).parent),
-        soabi=str(sysconfig.get_config_var("SOABI")),
-        include=sysconfig.get_paths()["include"],
-    )
-
-
 def probe_target(python: Path) -> BuildTarget:
     """What `python` would import, without importing it. Raises OSError, ValueError or SubprocessError."""
     output = subprocess.run(
@@ -104,14 +67,12 @@ def probe_target(python: Path) -> BuildTarget:
     return BuildTarget(**json.loads(output))
 
 
-def find() -> Path | None:
-    """The helper for the torch of this process, if it was built before. Cheap: no subprocess."""
-    key = running_target().key
-    for folder in _cache_folders():
-        path = folder / key / f"{MODULE}.so"
-        if _usable(path):
-            return path
-    return None
+def find(refused: Callable[[str], None] = lambda why: None) -> Path | None:
+    """The helper for the torch of this process, if it was built before. Cheap: no subprocess.
+
+    refused: told why a helper, or a place, that somebody asked for is not used, and what to do
+    """
+    return places.find(running_target(), refused)
 
 
 class NoHelper(Exception):
@@ -120,30 +81,61 @@ class NoHelper(Exception):
 
 def ensure(python: Path, progress: Callable[[str], None]) -> Path:
     """The helper for the torch of `python`, built now if need be, of which `progress` is told. Raises only NoHelper."""
+    return obtain(target_of(python), python, progress)
+
+
+def target_of(python: Path) -> BuildTarget:
+    """What `python` would import, without importing it. Raises NoHelper."""
     try:
         target = probe_target(python)
+        if target.free_threaded:
+            raise NoHelper(f"{python} is free-threaded ({target.soabi}), where dsprof records nothing")
+        return target
     except (OSError, ValueError, TypeError, subprocess.SubprocessError) as error:
         raise NoHelper(f"{python} does not tell which torch it has ({_last_line(error)})") from error
-    return obtain(target, python, progress)
 
 
 def obtain(target: BuildTarget, python: Path, progress: Callable[[str], None]) -> Path:
     """The helper for `target`, which `python` has, built now if need be. Raises only NoHelper."""
+    reasons: list[str] = []
     try:
-        for folder in _cache_folders():
-            path = folder / target.key / f"{MODULE}.so"
-            if _usable(path):
-                return path
-        compiler = _compiler()
-        if compiler is None:
-            raise NoHelper("no C++ compiler found (set CXX, or install g++)")
-        folder = _writable_folder() / target.key
-        with _lock(folder):
-            return _build(target, python, compiler, folder, progress)
+        path = places.find(target, reasons.append)
+        for reason in reasons:
+            progress(f"warning: {reason}")
+        if path is not None:
+            return path
+        if _compiler() is None:
+            raise NoHelper(NO_COMPILER)
+        made = build_into(places.writable_cache(), target, python, progress)
+        path = places.usable(made, reasons.append)
+        if path is None:
+            raise NoHelper(reasons[-1])
+        return path
     except NoHelper:
         raise
     except Exception as error:  # the profiler works without
         raise NoHelper(f"{type(error).__name__}: {error}") from error
+
+
+def build_into(
+    place: Path, target: BuildTarget, python: Path, progress: Callable[[str], None], *, again: bool = False
+) -> Path:
+    """The helper for `target`, which `python` has, in the folder `place`, built now unless it is there already.
+
+    again: also if the same compiler has failed before
+    Raises NoHelper, OSError.
+    """
+    folder = place / target.key
+    found = folder / FILE
+    if places.usable(found) is not None:
+        return found
+    compiler = _compiler()
+    if compiler is None:
+        raise NoHelper(NO_COMPILER)
+    with _lock(folder):
+        if again:
+            (folder / FAILED).unlink(missing_ok=True)
+        return _build(target, python, compiler, folder, progress)
 
 
 def begin() -> str:
@@ -152,13 +144,13 @@ def begin() -> str:
     target = running_target()
     compiler = _compiler()
     if compiler is None:
-        return "no C++ compiler found (set CXX, or install g++)"
-    for folder in _cache_folders():
+        return NO_COMPILER
+    for cache in places.caches():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if json.loads((folder / target.key / FAILED).read_text())["compiler"] == shlex.join(compiler):
-                return f"building it failed, see {folder / target.key / LOG}"
-    folder = _writable_folder() / target.key
-    folder.mkdir(parents=True, exist_ok=True)
+            if json.loads((cache / target.key / FAILED).read_text())["compiler"] == shlex.join(compiler):
+                return f"building it failed, see {cache / target.key / LOG}"
+    folder = places.writable_cache() / target.key
+    folder.mkdir(mode=0o700, exist_ok=True)
     with open(folder / BUILDING, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,7 +174,7 @@ def begin() -> str:
 
 def wait(seconds: float) -> None:
     """Until it is built, or nobody builds it any more; at most so long."""
-    folder = _writable_folder() / running_target().key
+    folder = places.writable_cache() / running_target().key
     deadline = time.monotonic() + seconds
     while find() is None and time.monotonic() < deadline:
         with open(folder / BUILDING, "w") as lock:
@@ -197,20 +189,21 @@ def wait(seconds: float) -> None:
 def _build(
     target: BuildTarget, python: Path, compiler: list[str], folder: Path, progress: Callable[[str], None]
 ) -> Path:
-    path = folder / f"{MODULE}.so"
-    if path.is_file():  # somebody else built it while we waited for the lock
+    path = folder / FILE
+    if places.usable(path) is not None:  # somebody else built it while we waited for the lock
         return path
     log, failed = folder / LOG, folder / FAILED
-    attempt = {"compiler": shlex.join(compiler), "version": _compiler_version(compiler)}
+    version, warnings = _compiler_version(compiler), WARNINGS
+    attempt = {"compiler": shlex.join(compiler), "version": version, "warnings": shlex.join(warnings)}
     with contextlib.suppress(OSError, ValueError):
         if json.loads(failed.read_text()) == attempt:
             raise NoHelper(f"building it failed before, see {log}")
     progress(f"building the native helper for torch {target.torch_version} (about 20 s, once)")
-    temporary = folder / f".{os.getpid()}" / f"{MODULE}.so"  # the module's name is its file's
+    temporary = folder / f".{os.getpid()}" / FILE  # the module's name is its file's
     temporary.parent.mkdir(exist_ok=True)
     (temporary.parent / "layout.hpp").write_text(layout.header())
     try:
-        error = _run(_command(target, compiler, temporary), log) or _run(
+        error = _run(command(target, compiler, temporary, warnings), log) or _run(
             [
                 str(python),
                 "-P",
@@ -222,6 +215,9 @@ def _build(
         if error is not None:
             failed.write_text(json.dumps(attempt))
             raise NoHelper(f"{error} (all of it: {log})")
+        temporary.chmod(temporary.stat().st_mode & ~WRITABLE)  # else it would not be trusted
+        made = BuiltFor.of(target, compiler=attempt["compiler"], compiler_version=version, warnings=warnings)
+        made.write(folder)
         os.replace(temporary, path)
         failed.unlink(missing_ok=True)
         return path
@@ -229,27 +225,18 @@ def _build(
         shutil.rmtree(temporary.parent, ignore_errors=True)
 
 
-def _command(target: BuildTarget, compiler: list[str], output: Path) -> list[str]:
+def command(target: BuildTarget, compiler: list[str], output: Path, warnings: tuple[str, ...]) -> list[str]:
+    """Compiles the helper to `output`, in whose folder layout.hpp lies."""
     torch = Path(target.torch_folder)
     includes = [torch / "include", torch / "include/torch/csrc/api/include", target.include]
     return [
         *compiler,
-        *("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
+        *("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", *warnings),
         f"-I{output.parent}",  # layout.hpp
         *(f"-isystem{folder}" for folder in includes),
-        *(f"-D{definition}" for definition in _definitions(target)),
+        *(f"-D{definition}" for definition in target.definitions),
         str(SOURCES[0]),
         *("-o", str(output), f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"),
-    ]
-
-
-def _definitions(target: BuildTarget) -> list[str]:
-    return [
-        "USE_DISTRIBUTED",
-        "NDEBUG",  # as torch's wheels: their headers would else look at members that only a debug build sets
-        "_GLIBCXX_USE_CXX11_ABI=1",  # as every torch since 2.7
-        f'DSPROF_TORCH_VERSION="{target.torch_version}"',
-        f'DSPROF_TORCH_GIT="{target.torch_git}"',
     ]
 
 
@@ -294,48 +281,18 @@ def _compiler() -> list[str] | None:
 
 
 def _compiler_version(compiler: list[str]) -> str:
-    output = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
+    try:
+        output = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NoHelper(f"{shlex.join(compiler)} --version: {_last_line(error)}; set CXX to a C++ compiler") from error
     return output.partition("\n")[0]
-
-
-def _cache_folders() -> list[Path]:
-    """Where helpers are kept: the user's cache, and where that cannot be written, a folder of his own in /tmp."""
-    cache = os.environ.get("DSPROF_CACHE")
-    if not cache:
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        cache = os.path.join(base, "dsprof")
-    return [Path(cache) / "native", Path(tempfile.gettempdir()) / f"dsprof-{os.getuid()}" / "native"]
-
-
-def _writable_folder() -> Path:
-    """The first cache folder that files can be made in. Raises OSError where there is none."""
-    first, second = _cache_folders()
-    try:
-        first.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(first, os.W_OK):
-            return first
-    except OSError:
-        pass
-    try:
-        mine = permissions.own_folder(second.parents[1])
-        permissions.make_folder(second, mode=permissions.PRIVATE_FOLDER)
-        permissions.check_own(mine, second.name)
-    except OSError as error:
-        raise OSError(f"{error.filename}: {error.strerror}; set DSPROF_CACHE to a folder of your own") from error
-    return second
-
-
-def _usable(path: Path) -> bool:
-    """It is there, and in a folder for everybody, nobody else could have put it there: it is loaded into the job."""
-    if not path.is_file():
-        return False
-    shared = path.is_relative_to(tempfile.gettempdir())
-    return not shared or all(p.stat().st_uid == os.getuid() for p in (path, *path.parents[:3]))
 
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o755)
+    with contextlib.suppress(OSError):  # of a folder that was there before, and is somebody else's
+        folder.chmod(folder.stat().st_mode & ~WRITABLE)
     with open(folder / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -4,6 +4,8 @@
 
 #include <Python.h>
 
+#include <bit>
+
 #include "call_sites.hpp"
 #include "device_times.hpp"
 #include "python_arguments.hpp"
@@ -129,12 +131,7 @@ PyObject* py_span_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // To Python a context is a number, the bytes that it has here.
-PyObject* number_of(const Context& value) {
-  uint64_t number;
-  static_assert(sizeof number == sizeof value);
-  memcpy(&number, &value, sizeof number);
-  return PyLong_FromUnsignedLongLong(number);
-}
+PyObject* number_of(const Context& value) { return PyLong_FromUnsignedLongLong(std::bit_cast<uint64_t>(value)); }
 
 // make_context(stage, microbatch, module, purpose) -> for set_context
 PyObject* py_make_context(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -148,7 +145,7 @@ PyObject* py_context(PyObject*, PyObject*) { return number_of(context); }
 
 PyObject* py_set_context(PyObject*, PyObject* given) {
   const uint64_t number = PyLong_AsUnsignedLongLong(given);
-  if (!misread()) memcpy(&context, &number, sizeof context);
+  if (!misread()) context = std::bit_cast<Context>(number);
   Py_RETURN_NONE;
 }
 

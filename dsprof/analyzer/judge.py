@@ -100,6 +100,10 @@ def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding],
             not_judged |= dict.fromkeys(codes, refusal)
             continue
         said = ask(codes, partial(_whole, rule, context, not_judged))
+        if said is not None:
+            for code, reason in switched_off.unproved(context.facts, codes).items():
+                if all(finding.code != code for finding in said):
+                    not_judged[code] = reason
         if said is not None and context.device is not None:
             for code in ON_DEVICES.intersection(codes):
                 not_judged.pop(code, None)

@@ -1,4 +1,5 @@
-"""What cannot be judged since somebody switched a collector off (`--without`, the fact `without`)."""
+"""What cannot be judged since a collector was switched off (`--without`, the fact `without`), or left out on a device
+where there was no native helper (the fact `left_out`)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ EVERYTHING: Final = "everything"
 
 NEEDED_FOR: Final[dict[str, tuple[str, ...]]] = {
     "collectives": (EVERYTHING,),
-    "modules": (EVERYTHING,),
+    "modules": (EVERYTHING, "eval.uneven"),
     "phases": (EVERYTHING,),
     "optimizers": (EVERYTHING,),
     "process-groups": (EVERYTHING,),
@@ -28,17 +29,44 @@ NEEDED_FOR: Final[dict[str, tuple[str, ...]]] = {
 }
 """Collector -> codes of what cannot be told without it. Others cost a line of evidence, or the MFU."""
 
+NEEDED_TO_PASS: Final[dict[str, tuple[str, ...]]] = {"collectives": ("run.hang", "run.desync")}
+"""Collector -> codes that may be found without it, but where nothing is found, nothing is proved."""
+
 
 def reasons(facts: Mapping[str, Sequence[Mapping[str, Any]]], codes: Iterable[str]) -> dict[str, str]:
     """Of these codes, and of EVERYTHING, those that cannot be judged -> why."""
-    off = sorted({str(name) for fact in facts.get("without", []) for name in fact.get("collectors", ())})
-    found: dict[str, list[str]] = {}
-    for collector in off:
-        for code in NEEDED_FOR.get(collector, ()):
-            found.setdefault(code, []).append(collector)
-    return {code: _said(found[code]) for code in (*codes, EVERYTHING) if code in found}
+    return _reasons(facts, (*codes, EVERYTHING), NEEDED_FOR)
 
 
-def _said(collectors: Sequence[str]) -> str:
+def unproved(facts: Mapping[str, Sequence[Mapping[str, Any]]], codes: Iterable[str]) -> dict[str, str]:
+    """Of these codes, those that have not passed where nothing was found -> why."""
+    return _reasons(facts, codes, NEEDED_TO_PASS)
+
+
+def _reasons(
+    facts: Mapping[str, Sequence[Mapping[str, Any]]], codes: Iterable[str], needed_for: Mapping[str, tuple[str, ...]]
+) -> dict[str, str]:
+    found: dict[str, dict[str, list[str]]] = {}
+    for fact in SAID:
+        for collector in sorted({str(name) for one in facts.get(fact, []) for name in one.get("collectors", ())}):
+            for code in needed_for.get(collector, ()):
+                found.setdefault(code, {}).setdefault(fact, []).append(collector)
+    return {
+        code: "; ".join(_said(fact, collectors) for fact, collectors in found[code].items())
+        for code in codes
+        if code in found
+    }
+
+
+SAID: Final = {
+    "without": "the {} switched off (--without)",
+    "left_out": (
+        "of a job on a device only phases and steps are recorded without the native helper, which `dsprof build` makes"
+    ),
+}
+"""Fact -> why its collectors were not there."""
+
+
+def _said(fact: str, collectors: Sequence[str]) -> str:
     what = "collector {} was" if len(collectors) == 1 else "collectors {} were"
-    return f"the {what.format(', '.join(collectors))} switched off (--without)"
+    return SAID[fact].format(what.format(", ".join(collectors)))

@@ -22,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol, cast
 
-from dsprof import regular_files
 from dsprof.run import RunError
 from dsprof.trace import Trace
 

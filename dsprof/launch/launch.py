@@ -216,16 +216,23 @@ def warn_of_little_space(folder: RunFolder, talk: Talk) -> None:
 
 def build_native_helper(settings: Settings, talk: Talk) -> None:
     """Have the native helper ready before the ranks want it. Only `native = on` makes a failure a LaunchError."""
-    if settings.native == "off":
-        return
+    from dsprof.collectors import free_threaded
     from dsprof.collectors.native import build
 
+    why = free_threaded.refusal()
+    if why is not None and settings.native == "on":
+        raise LaunchError(f"no native helper: {why}")
+    if why is not None:
+        talk.warn(f"warning: {why}")
+    if settings.native == "off" or why is not None:
+        return
     try:
         build.ensure(Path(sys.executable), talk.say)
     except build.NoHelper as error:
         if settings.native == "on":
             raise LaunchError(f"no native helper: {error}; --native auto records in Python instead") from error
-        talk.warn(f"warning: no native helper: {error}; recording in Python instead, which is slower")
+        instead = "a job on the CPU is recorded in Python, which is slower, and of one on GPUs only phases and steps"
+        talk.warn(f"warning: no native helper: {error}; {instead}")
 
 
 def is_installed() -> bool:
