@@ -5,6 +5,9 @@ arming       has it open a capture once it becomes a rank
 session      one capture: opens it, installs the collectors, follows the steps, closes
 catalogue    the collectors, a line each
 collector    what each of them is given
+parts        installing it part by part, each of which may fail alone
+private_names  the private names of torch and frameworks that are used, and what is lost without each
+private      looks them up
 opening      what a capture is opened with: its folder, the recorder
 capture_files  its facts.jsonl and meta.json
 window       which part of the run is captured
@@ -35,6 +38,7 @@ device_times what its streams did when, by events
 devices      which accelerator the job trains on
 deep         torch.profiler over a few steps
 process_groups  which there are
+statements   facts on their way into the capture
 facts        how DDP, DataLoader and process groups were configured, and where
 hints        a script that wants to be started in another way
 imports      hooks in modules that the job imports later

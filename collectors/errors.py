@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from . import identity
+from . import identity, private
 from .interrupts import by_handler
 
 LONGEST_LIST: Final = 20
@@ -25,6 +25,7 @@ def count_error(where: str, error: BaseException) -> None:
     a signal handler's of the job."""
     if by_handler(error):
         raise error
+    private.told_of(error)
     if _sink is not None:
         _sink(where, describe(error))
     elif len(noted) < LONGEST_LIST:

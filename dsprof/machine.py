@@ -105,6 +105,8 @@ class Machine:
     """C++ compiler for the native helper."""
     collectors: tuple[Collects, ...] = ()
     """What `--without` can leave out of a capture."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """Private name of torch that dsprof uses and this torch has not -> what is lost without it."""
 
 
 def inspect(
@@ -147,7 +149,14 @@ def inspect(
         costly={name: cost for (name, value), cost in COSTLY.items() if environ.get(name) == value},
         compiler=compiler,
         collectors=_collectors(missing),
+        lost={} if torch_error is not None else _lost(),
     )
+
+
+def _lost() -> dict[str, str]:
+    from dsprof.collectors import private
+
+    return {one.name: one.lost for one in private.gone()}
 
 
 def _collectors(missing: Mapping[str, str]) -> tuple[Collects, ...]:

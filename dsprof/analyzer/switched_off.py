@@ -1,9 +1,13 @@
-"""What cannot be judged since somebody switched a collector off (`--without`, the fact `without`)."""
+"""What cannot be judged since somebody switched a collector off (`--without`, the fact `without`), or since it could
+not be installed (the fact `lost`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
+
+from dsprof.schema import LOST_FACT
 
 EVERYTHING: Final = "everything"
 """What the budget and every gain rest on."""
@@ -36,7 +40,13 @@ def reasons(facts: Mapping[str, Sequence[Mapping[str, Any]]], codes: Iterable[st
     for collector in off:
         for code in NEEDED_FOR.get(collector, ()):
             found.setdefault(code, []).append(collector)
-    return {code: _said(found[code]) for code in (*codes, EVERYTHING) if code in found}
+    why = {code: _said(collectors) for code, collectors in found.items()}
+    for fact in facts.get(LOST_FACT, []):
+        if fact.get("decisive"):
+            for collector in fact.get("collectors", ()):
+                for code in NEEDED_FOR.get(str(collector), ()):
+                    why.setdefault(code, f"{fact.get('what')} ({fact.get('because')})")
+    return {code: why[code] for code in (*codes, EVERYTHING) if code in why}
 
 
 def _said(collectors: Sequence[str]) -> str:
