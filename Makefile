@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-all lint types sanitize bench clean
+.PHONY: demo test test-all lint types sanitize bench compat clean
 
 demo: $(VENV)/.installed ## train the example under the profiler and say where the report is
 	$(BIN)/dsprof run --nproc-per-node 2 examples/train_gpt.py
@@ -31,6 +31,9 @@ sanitize: $(VENV)/.tested ## the native helper under AddressSanitizer, its threa
 
 bench: $(VENV)/.installed ## the collectors' cost in four jobs (45 minutes; goes on where it stopped)
 	$(BIN)/python benchmarks/overhead.py
+
+compat: $(VENV)/.installed ## arming, DDP, FSDP2 and a pipeline under torch 2.11 to 2.15 (gigabytes a cell, removed again; resumes)
+	$(BIN)/python benchmarks/compat.py
 
 # torch first and by itself: its CPU build is what the constraint names.
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -6,6 +6,9 @@ free_threaded  declines to, where Python has no global interpreter lock
 session      one capture: opens it, installs the collectors, follows the steps, closes
 catalogue    the collectors, a line each
 collector    what each of them is given
+parts        installing it part by part, each of which may fail alone
+private_names  the private names of torch and frameworks that are used, and what is lost without each
+private      looks them up
 opening      what a capture is opened with: its folder, the recorder
 helperless   what is recorded where there is no native helper
 capture_files  its facts.jsonl and meta.json
@@ -37,6 +40,7 @@ device_times what its streams did when, by events
 devices      which accelerator the job trains on
 deep         torch.profiler over a few steps
 process_groups  which there are
+statements   facts on their way into the capture
 facts        how DDP, DataLoader and process groups were configured, and where
 hints        a script that wants to be started in another way
 imports      hooks in modules that the job imports later

@@ -2,7 +2,7 @@
 
 The capture opens when the process shows itself to be a rank, by joining a process group, by a backward pass or by
 taking an optimizer step, so the torchrun agent, DataLoader workers and helper programs that inherit the environment
-never open one.
+never open one. Each of these, and each of what is seen before, is armed by itself: what of it fails costs that alone.
 """
 
 from __future__ import annotations
@@ -29,46 +29,101 @@ def arm() -> None:
             identity.remember_settings()
             free_threaded.decline(why)
             return
-        _watch()
+        _arm()
     except Exception as error:  # the job matters more than its profile
         _report("arming", error)
 
 
-def _watch() -> None:
-    """Wrap `init_process_group`, and hook the first backward pass and the first optimizer step."""
-    import torch.distributed as dist
+def _arm() -> None:
+    from .parts import HookPart, install_each
 
-    from . import facts, hints, memory_parts, optimizers, phases
+    before_it_opens = (
+        HookPart("settings that the script changes in its own environment count", _remember_settings),
+        HookPart("a script that wants to be started in another way is not told so", _watch_hints),
+        HookPart("how DataLoaders are set up is not known", _watch_dataloaders),
+        HookPart("what memory is for (parameters, gradients, optimizer states) is not known", _watch_modules),
+        HookPart("at --level full the history of CUDA memory begins with the capture", _watch_history),
+    )
+    opening = (
+        HookPart("a process without a process group or an optimizer opens no capture", _watch_backward),
+        HookPart("a process without a process group opens its capture with its first backward", _watch_optimizers),
+        HookPart("a rank opens its capture only when it begins to train", _watch_process_group),
+    )
+    install_each("arming", before_it_opens)
+    failed: list[Exception] = []
+    install_each("arming", opening, failed)
+    if len(failed) == len(opening):  # there will be no capture to count that in
+        _report("arming", failed[-1])
+
+
+def _remember_settings() -> None:
+    from . import identity
 
     identity.remember_settings()
-    hints.watch()
-    facts.watch_dataloaders()
-    phases.watch(_start_training)
-    optimizers.watch(_start_training)
-    memory_parts.watch()
-    if identity.setting("DSPROF_LEVEL") == FULL:
-        from . import memory_history
 
+
+def _watch_hints() -> None:
+    from . import hints
+
+    hints.watch()
+
+
+def _watch_dataloaders() -> None:
+    from . import facts
+
+    facts.watch_dataloaders()
+
+
+def _watch_modules() -> None:
+    from . import memory_parts
+
+    memory_parts.watch()
+
+
+def _watch_history() -> None:
+    from . import identity, memory_history
+
+    if identity.setting("DSPROF_LEVEL") == FULL:
         memory_history.watch()
 
-    if dist.is_available():
-        from torch.distributed import distributed_c10d as c10d
 
-        join = c10d.init_process_group
+def _watch_backward() -> None:
+    from . import phases
 
-        @stands_for(join)
-        def init_process_group(*args: Any, **kwargs: Any) -> Any:
-            try:
-                result = join(*args, **kwargs)
-            except Exception as error:
-                hints.refused(error)
-                raise
-            _start()
-            return result
+    phases.watch(_start_training)
 
-        # Private callers (DeviceMesh) look it up in distributed_c10d, users in torch.distributed.
-        c10d.init_process_group = init_process_group
-        dist.init_process_group = init_process_group
+
+def _watch_optimizers() -> None:
+    from . import optimizers
+
+    optimizers.watch(_start_training)
+
+
+def _watch_process_group() -> None:
+    """Wrap `init_process_group`."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    from torch.distributed import distributed_c10d as c10d
+
+    from . import hints
+
+    join = c10d.init_process_group
+
+    @stands_for(join)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = join(*args, **kwargs)
+        except Exception as error:
+            hints.refused(error)
+            raise
+        _start()
+        return result
+
+    # Private callers (DeviceMesh) look it up in distributed_c10d, users in torch.distributed.
+    c10d.init_process_group = init_process_group
+    dist.init_process_group = init_process_group
 
 
 def _start() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dsprof.schema import SAMPLES, TOKENS, Kind
 
-from . import dynamo, facts
+from . import dynamo, facts, private
 
 if TYPE_CHECKING:
     from .record import Recorder
@@ -25,17 +25,16 @@ class Batches:
     """Notes the batch of each forward. `name_of`: the id of a module's name by its address, 0: it has none."""
 
     def __init__(self, recorder: Recorder, name_of: Callable[[int], int]) -> None:
-        import torch
-
         self._recorder, self._name_of = recorder, name_of
         self._samples, self._tokens = recorder.intern(SAMPLES), recorder.intern(TOKENS)
         self._told: set[int] = set()
-        self._tracing_state: Callable[[], object] = torch._C._get_tracing_state
+        self._tracing_state: Callable[[], object] | None = private.find("torch._C:_get_tracing_state")
         dynamo.skip(self.note.__func__)  # type: ignore[attr-defined]
 
     def note(self, module: Any, /, *args: Any, **kwargs: Any) -> None:
         """A forward of the outermost `module` begins, with these arguments."""
-        if self._tracing_state() is not None:  # it would record that its shape was asked for
+        if self._tracing_state is None or self._tracing_state() is not None:
+            # What traces would record that its shape was asked for.
             return
         found = next(_tensors(args, kwargs), None)
         name = self._name_of(id(module))

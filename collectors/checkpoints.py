@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dsprof.schema import Kind
 
-from . import dynamo, facts
+from . import dynamo, facts, private
 from .errors import count_error
-from .imports import when_imported
+from .imports import Hook, when_imported
+from .parts import HookPart, install_each
 from .uninstall import Uninstall, in_reverse, replace_attribute
 from .wrap import stands_for
 
@@ -66,19 +67,22 @@ def install(recorder: Recorder) -> list[Uninstall]:
     """Record checkpoints from now on, those of libraries that are not imported yet too."""
     import torch
 
-    return [
-        _watch(recorder, (torch.serialization, torch), "save", "torch.save"),
-        when_imported(f"{DCP}.state_dict_saver", functools.partial(_watch_dcp, recorder)),
-        when_imported("safetensors.torch", functools.partial(_watch_safetensors, recorder)),
+    places = (torch.serialization, torch)
+    of_libraries: dict[str, Hook] = {
+        f"{DCP}.state_dict_saver": functools.partial(_watch_dcp, recorder),
+        "safetensors.torch": functools.partial(_watch_safetensors, recorder),
+        "lightning.fabric.plugins.io.torch_io": functools.partial(_watch_lightning, recorder),
+        "lightning_fabric.plugins.io.torch_io": functools.partial(_watch_lightning, recorder),
+        **{module: functools.partial(_watch_method, recorder, of, name, known) for module, of, name, known in METHODS},
+    }
+    parts = (
+        HookPart("checkpoints by torch.save are not recorded", lambda: _watch(recorder, places, "save", "torch.save")),
         *(
-            when_imported(f"{package}.plugins.io.torch_io", functools.partial(_watch_lightning, recorder))
-            for package in ("lightning.fabric", "lightning_fabric")
+            HookPart(f"checkpoints by {name} are not recorded", functools.partial(when_imported, name, hook))
+            for name, hook in of_libraries.items()
         ),
-        *(
-            when_imported(module, functools.partial(_watch_method, recorder, of, name, known))
-            for module, of, name, known in METHODS
-        ),
-    ]
+    )
+    return install_each("checkpoints", parts)
 
 
 def _watch_dcp(recorder: Recorder, module: ModuleType) -> Uninstall:
@@ -97,10 +101,13 @@ def _watch_safetensors(recorder: Recorder, module: ModuleType) -> Uninstall:
 
 def _watch_lightning(recorder: Recorder, module: ModuleType) -> Uninstall:
     # It saves into memory, and writes that.
+    private.need(f"{module.__name__}:_atomic_save")
     return _watch(recorder, (module,), "_atomic_save", "save_checkpoint")
 
 
 def _watch_method(recorder: Recorder, of: str, name: str, known: str, module: ModuleType) -> Uninstall:
+    if private.known(path := f"{module.__name__}:{of}.{name}"):
+        private.need(path)
     return _watch(recorder, (getattr(module, of, None),), name, known)
 
 

@@ -10,7 +10,8 @@ from typing import Any, Final, Protocol
 
 from dsprof.schema import COLLECTIVE_NAMES
 
-from . import dynamo
+from . import dynamo, private
+from .errors import count_error
 
 WAIT_TENSOR: Final = "_c10d_functional::wait_tensor"
 
@@ -69,28 +70,35 @@ class Kernels:
     def give_way(self) -> None:
         """To the native helper's, which go in front: not while another thread may be in front of one of these."""
         for each in self._libraries:
-            each._destroy()
+            private.need("torch.library:Library._destroy")(each)
         self._libraries = []
 
     def _register(self) -> None:
         import torch
-        from torch._C import DispatchKey
 
         library: Any = torch.library.Library
-        c10d, functional = self._libraries = [library(space, "IMPL") for space in ("c10d", "_c10d_functional")]
-        after = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
-        for name in COLLECTIVE_NAMES:
-            op = getattr(torch.ops.c10d, name, None)
-            if op is not None:
-                c10d.impl(name, self._kernel(Call(name, op.default), after), "BackendSelect", with_keyset=True)
-        for op in _functional_operators():
-            kernel = self._wait_kernel if op.name() == WAIT_TENSOR else self._functional_kernel
-            functional.impl(op, kernel(op, after), "BackendSelect", with_keyset=True)
+        keys = private.need("torch._C:DispatchKey")
+        after = private.need("torch._C:_dispatch_keyset_full_after")(keys.BackendSelect)
+        calls = [
+            Call(name, op.default)
+            for name in COLLECTIVE_NAMES
+            if (op := getattr(torch.ops.c10d, name, None)) is not None
+        ]
+        c10d = library("c10d", "IMPL")
+        self._libraries = [c10d]
+        for call in calls:
+            c10d.impl(call.op, self._kernel(call, after, keys.Meta), "BackendSelect", with_keyset=True)
+        try:
+            functional = library("_c10d_functional", "IMPL")
+            self._libraries.append(functional)
+            for op in _functional_operators():
+                kernel = self._wait_kernel if op.name() == WAIT_TENSOR else self._functional_kernel
+                functional.impl(op, kernel(op, after, keys.Meta), "BackendSelect", with_keyset=True)
+        except Exception as error:
+            count_error("functional collectives", error)
 
-    def _kernel(self, call: Call, after: Any) -> Callable[..., Any]:
-        from torch._C import DispatchKey
-
-        redispatch, meta = call.op.redispatch, DispatchKey.Meta
+    def _kernel(self, call: Call, after: Any, meta: Any) -> Callable[..., Any]:
+        redispatch = call.op.redispatch
 
         def kernel(keys: Any, *args: Any) -> Any:
             hooks, rest = self.hooks, functools.partial(redispatch, keys & after, *args)
@@ -99,7 +107,7 @@ class Kernels:
         dynamo.skip(kernel)
         return kernel
 
-    def _functional_kernel(self, op: Any, after: Any) -> Callable[..., Any]:
+    def _functional_kernel(self, op: Any, after: Any, meta: Any) -> Callable[..., Any]:
         redispatch = op.redispatch
 
         def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,10 +117,8 @@ class Kernels:
         dynamo.skip(kernel)
         return kernel
 
-    def _wait_kernel(self, op: Any, after: Any) -> Callable[..., Any]:
-        from torch._C import DispatchKey
-
-        redispatch, meta = op.redispatch, DispatchKey.Meta
+    def _wait_kernel(self, op: Any, after: Any, meta: Any) -> Callable[..., Any]:
+        redispatch = op.redispatch
 
         def kernel(keys: Any, tensor: Any) -> Any:
             hooks, rest = self.hooks, functools.partial(redispatch, keys & after, tensor)
@@ -130,7 +136,9 @@ def _functional_operators() -> list[Any]:
     """Those of `_c10d_functional`, every overload."""
     import torch
 
-    names = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
+    private.find("torch.ops:_c10d_functional.wait_tensor")
+    all_names = private.need("torch._C:_dispatch_get_all_op_names")
+    names = (name.partition("::") for name in all_names())
     found = {name.partition(".")[0] for space, _, name in names if space == "_c10d_functional"}
     packets = [getattr(torch.ops._c10d_functional, name) for name in sorted(found)]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]

@@ -18,18 +18,20 @@ from typing import Any, Final, NamedTuple
 from dsprof.ondisk import Flag
 from dsprof.schema import DTYPES
 
-from . import dynamo
+from . import dynamo, private
 from .backward import BackwardDone
 from .collective_kernels import KERNELS, Call
-from .groups import Group
+from .groups import Group, watch_destroy
 from .interrupts import by_handler
 from .python_recorder import PyRecorder
 from .reaper import Reaper
 from .record import CALLS, NOTHING
 from .targets import Target
+from .uninstall import Uninstall
+from .waits import UNKNOWN, op_type_reader
 
-SEND, RECV_ANY, UNKNOWN = 12, 14, 100
-"""c10d::OpType (Work.hpp): the first and the last of the p2p operations, and that of a composite work."""
+SEND, RECV_ANY = 12, 14
+"""c10d::OpType (Work.hpp): the first and the last of the p2p operations."""
 
 MAX_PENDING: Final = 128
 """Operations remembered until they are over."""
@@ -44,6 +46,7 @@ class PythonHooks:
         self._groups = recorder.groups
         self._targets = recorder.targets
         self._backward = BackwardDone(recorder)
+        self._op_type = op_type_reader()
         self._p2p: dict[tuple[int, int, int, bool], itertools.count[int]] = {}
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
         """By the id of the work."""
@@ -67,8 +70,8 @@ class PythonHooks:
 
         return uninstall
 
-    def renew_groups(self) -> None:
-        self._groups.renew()
+    def watch_destroy(self) -> Uninstall:
+        return watch_destroy(self._groups.renew)
 
     def waited(self, work: Any) -> None:
         """Somebody's wait for this work has returned: it is over."""
@@ -212,7 +215,7 @@ class PythonHooks:
         if work is None:  # it returns none: it was done in the call
             self._recorder.comm_end(issued.handle, time.perf_counter_ns())
             return
-        key, op_type = id(work), work._get_op_type()
+        key, op_type = id(work), self._op_type(work)
         if self._targets.here.blocking:
             self._targets.here.inside.append(work)
         # Sends, receives and gloo's composite works (no type) do their last part in the caller's own wait. So does
@@ -273,8 +276,9 @@ class _Pending(NamedTuple):
 def _on_gloo(pg: Any) -> bool:
     import torch
 
+    backend_of = private.find("torch.distributed:ProcessGroup._get_backend")
     try:
-        return bool(pg._get_backend(torch.device("cpu")).name() == "gloo")
+        return bool(backend_of is not None and backend_of(pg, torch.device("cpu")).name() == "gloo")
     except RuntimeError as error:
         if by_handler(error):
             raise

@@ -7,19 +7,19 @@ the operators `c10d::*`. A kernel at the dispatch key BackendSelect comes before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Final
 
 from dsprof.schema import COLLECTIVE_NAMES
 
 from . import waits
 from .collective_kernels import KERNELS
 from .collective_rows import PythonHooks
+from .groups import watch_destroy
 from .native import NativeRecorder
+from .parts import HookPart, in_parts
 from .python_recorder import PyRecorder
 from .record import Recorder
-from .uninstall import Uninstall, in_reverse, replace_attribute
-from .wrap import stands_for
+from .uninstall import Uninstall
 
 
 def install(recorder: Recorder) -> Uninstall:
@@ -35,13 +35,14 @@ def install(recorder: Recorder) -> Uninstall:
         hooks = PythonHooks(recorder)
     else:
         raise TypeError(f"cannot record collectives with a {type(recorder).__name__}")
-    return in_reverse(_install(recorder, hooks))
-
-
-def _install(recorder: Recorder, hooks: NativeHooks | PythonHooks) -> Iterator[Uninstall]:
-    yield hooks.install()
-    yield from waits.install(recorder, hooks.ends)
-    yield _watch_destroy(hooks.renew_groups)
+    parts = (
+        HookPart("collectives are not recorded", hooks.install, decisive=True),
+        *waits.parts(recorder, hooks.ends),
+        HookPart(
+            "groups made after the default one was destroyed go by the names of those before", hooks.watch_destroy
+        ),
+    )
+    return in_parts("collectives", parts)
 
 
 class NativeHooks:
@@ -52,7 +53,6 @@ class NativeHooks:
 
     def __init__(self, recorder: NativeRecorder) -> None:
         self._recorder = recorder
-        self.renew_groups: Callable[[], None] = recorder.renew_groups
 
     def install(self) -> Uninstall:
         KERNELS.give_way()
@@ -60,20 +60,5 @@ class NativeHooks:
         uninstall: Uninstall = self._recorder.uninstall_collectives
         return uninstall
 
-
-def _watch_destroy(renew_groups: Callable[[], None]) -> Uninstall:
-    """Notice when the default group is destroyed."""
-    from torch import distributed
-    from torch.distributed import distributed_c10d
-
-    original = distributed_c10d.destroy_process_group
-
-    @stands_for(original)
-    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if not distributed.is_initialized():
-            renew_groups()
-        return result
-
-    modules = (distributed, distributed_c10d)
-    return in_reverse(replace_attribute(module, original.__name__, destroy_process_group) for module in modules)
+    def watch_destroy(self) -> Uninstall:
+        return watch_destroy(self._recorder.renew_groups)

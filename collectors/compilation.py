@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsprof.schema import Kind
 
-from . import dynamo
+from . import dynamo, private
 from .imports import when_imported
 from .wrap import stands_for
 
@@ -31,7 +31,7 @@ class Compilations:
 
     def hook(self, module: ModuleType) -> Callable[[], None]:
         """Have the handler of `torch._dynamo.callback` call back, until the result is called."""
-        handler = module.callback_handler
+        handler = private.need(f"{module.__name__}:callback_handler")
         remove_all = handler.clear
 
         @stands_for(remove_all)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
+from . import private
+
 STATS: Final = {
     "allocated": "allocated_bytes", "reserved": "reserved_bytes", "active": "active_bytes",
     "inactive_split": "inactive_split_bytes",
@@ -16,6 +18,8 @@ STATS: Final = {
 POOLS: Final = ("small_pool", "large_pool")
 """Beside `all`, which is both."""
 COUNTS: Final = {"retries": "num_alloc_retries", "ooms": "num_ooms"}
+
+RECORD: Final = "torch.cuda.memory:_record_memory_history"
 
 OnOom = Callable[[int, int, int, int], None]
 """Device; bytes that were asked for; what the process may have of the device; what the device had left."""
@@ -72,9 +76,7 @@ class TorchCuda:
         return bool(torch.cuda.is_initialized())
 
     def when_initialized(self, call: Callable[[], None]) -> None:
-        import torch
-
-        torch.cuda._lazy_call(call)
+        private.need("torch.cuda:_lazy_call")(call)
 
     def capturing(self) -> bool:
         import torch
@@ -95,10 +97,8 @@ class TorchCuda:
         import torch
 
         total = int(torch.cuda.get_device_properties(device).total_memory)
-        try:
-            return int(total * torch._C._cuda_getMemoryFraction(device))
-        except AttributeError:  # private to torch
-            return total
+        fraction = private.find("torch._C:_cuda_getMemoryFraction")
+        return total if fraction is None else int(total * fraction(device))
 
     def free(self, device: int) -> int:
         import torch
@@ -114,19 +114,13 @@ class TorchCuda:
             return list(torch.cuda.memory.memory_snapshot())
 
     def snapshot(self) -> dict[str, Any]:
-        import torch
-
-        return dict(torch.cuda.memory._snapshot())
+        return dict(private.need("torch.cuda.memory:_snapshot")())
 
     def records_history(self) -> bool:
-        import torch
-
-        return bool(torch._C._cuda_isHistoryEnabled())
+        return bool(private.need("torch._C:_cuda_isHistoryEnabled")())
 
     def record_history(self, entries: int | None) -> None:
-        import torch
-
-        record = torch.cuda.memory._record_memory_history
+        record = private.need(RECORD)
         record = getattr(record, "_dsprof", record)
         if entries is None:
             record(enabled=None)
@@ -134,9 +128,7 @@ class TorchCuda:
             record(enabled="all", context="alloc", stacks="python", max_entries=entries)
 
     def observe_oom(self, call: OnOom) -> None:
-        import torch
-
-        torch._C._cuda_attach_out_of_memory_observer(call)  # type: ignore[attr-defined]
+        private.need("torch._C:_cuda_attach_out_of_memory_observer")(call)
 
     def watch_recording(self, call: Callable[[], None]) -> Callable[[], None]:
         import torch
@@ -144,7 +136,7 @@ class TorchCuda:
         from .uninstall import replace_attribute
         from .wrap import stands_for
 
-        record = torch.cuda.memory._record_memory_history
+        record = private.need(RECORD)
 
         @stands_for(record)
         def _record_memory_history(*args: Any, **kwargs: Any) -> Any:
@@ -152,7 +144,7 @@ class TorchCuda:
             return record(*args, **kwargs)
 
         _record_memory_history._dsprof = record  # type: ignore[attr-defined]
-        return replace_attribute(torch.cuda.memory, "_record_memory_history", _record_memory_history)
+        return replace_attribute(torch.cuda.memory, RECORD.partition(":")[2], _record_memory_history)
 
 
 def largest_free(segments: list[dict[str, Any]], device: int) -> int:

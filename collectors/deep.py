@@ -8,7 +8,6 @@ left alone: where one is at work the window is given up, and where one begins la
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from dsprof.atomic import replacing
 from dsprof.ranges import parse_deep
 from dsprof.schema import DEEP_FILE, Kind
 
+from . import private
 from .collector import OpenCapture
 from .errors import count_error
 from .facts import Fact
@@ -104,7 +104,13 @@ class DeepWindow:
             )  # fmt: skip
 
     def _begin(self) -> None:
-        if self.others or _at_work():
+        try:
+            others = self.others or _at_work()
+        except private.Gone as error:
+            self._over = True
+            count_error("deep", error)
+            return
+        if others:
             self._over = True
             self._note(f"a torch.profiler of the job's own was at work at step {self._steps}, {NOTHING_DISTURBED}")
             return
@@ -139,11 +145,9 @@ class DeepWindow:
 
 
 def _at_work() -> bool:
-    """Whether any profiler of torch's is."""
-    import torch
-
-    flagged = getattr(sys.modules.get("torch.autograd.profiler"), "_is_profiler_enabled", False)
-    return bool(flagged or torch._C._autograd._profiler_enabled())
+    """Whether any profiler of torch's is. Raises `private.Gone` where torch does not tell any more."""
+    flagged = private.need("torch.autograd.profiler:_is_profiler_enabled")
+    return bool(flagged or private.need("torch._C._autograd:_profiler_enabled")())
 
 
 def _uses_device() -> bool:
@@ -189,8 +193,8 @@ def _watch(window: DeepWindow) -> Uninstall:
     import torch.autograd.profiler as profiler
 
     kind: Any = profiler.profile
-    prepare, leave = kind._prepare_trace, kind.__exit__
-    starts: Any = profiler._run_on_profiler_start
+    prepare, leave = private.need("torch.autograd.profiler:profile._prepare_trace"), kind.__exit__
+    starts: Any = private.need("torch.autograd.profiler:_run_on_profiler_start")
     ours: set[int] = set()
 
     @stands_for(prepare)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from . import private
+
 FAKE_TENSORS: Final = ("FakeTensor", "FunctionalTensor")
 """Classes that a compiler traces with."""
+STRATEGY: Final = ("_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy")
+"""By which Dynamo is told what to do with a function."""
 
 
 def compiling() -> bool:
@@ -42,15 +46,11 @@ def skip_frame(*functions: Callable[..., Any]) -> None:
 
 
 def _mark(functions: tuple[Callable[..., Any], ...], and_callees: bool) -> None:
-    try:
-        # Part of torch itself: torch._dynamo need not be loaded.
-        from torch._C._dynamo.eval_frame import (
-            _FrameAction,
-            _FrameExecStrategy,
-            set_code_exec_strategy,
-        )
-    except ImportError:  # private to torch, so they may go: then the hooks are traced, which costs but does no harm
+    # Part of torch itself: torch._dynamo need not be loaded.
+    found: list[Any] = [private.find(f"torch._C._dynamo.eval_frame:{name}") for name in STRATEGY]
+    action, strategy, set_strategy = found
+    if action is None or strategy is None or set_strategy is None:  # the hooks are traced: it costs but does no harm
         return
-    strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP if and_callees else _FrameAction.DEFAULT)
+    strategy = strategy(action.SKIP, action.SKIP if and_callees else action.DEFAULT)
     for function in functions:
-        set_code_exec_strategy(function.__code__, strategy)
+        set_strategy(function.__code__, strategy)

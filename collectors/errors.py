@@ -11,7 +11,7 @@ from typing import Final
 from dsprof.permissions import make_named_folder, open_to_append
 from dsprof.redact import redact_text
 
-from . import identity
+from . import identity, private
 from .interrupts import by_handler
 
 LONGEST_LIST: Final = 20
@@ -28,6 +28,7 @@ def count_error(where: str, error: BaseException) -> None:
     a signal handler's of the job."""
     if by_handler(error):
         raise error
+    private.told_of(error)
     if _sink is not None:
         _sink(where, describe(error))
     elif len(noted) < LONGEST_LIST:

@@ -1,6 +1,6 @@
 """One-off facts that a concrete fix needs: how DDP, DataLoader and process groups were set up, and on which line.
 
-They are buffered until the capture opens, since a DataLoader may well be built before the process group.
+They wait in `statements` until the capture opens.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from . import private
 from .errors import count_error
+from .statements import Fact as Fact
+from .statements import send_to as send_to
+from .statements import state as state
 from .wrap import stands_for
-
-Fact = dict[str, Any]
 
 HOME: Final = Path(__file__).parent.parent
 """Where dsprof is."""
 
 LOADER: Final = "_dsprof_number"
 """Attribute by which the rows of a DataLoader find its facts: the number is their `value`."""
+
+ITERATOR: Final = "torch.utils.data.dataloader:_BaseDataLoaderIter"
 
 FRAMEWORKS: Final = {
     "transformers": "transformers",
@@ -40,27 +44,6 @@ COMMANDS: Final = frozenset(
     [os.path.dirname(sys.executable), *(sysconfig.get_path("scripts", of) for of in sysconfig.get_scheme_names())]
 )
 """Where pip puts the commands of packages: their few lines are nobody's code."""
-
-_buffered: list[Fact] = []
-_sink: Callable[[Fact], None] | None = None
-
-
-def state(fact: Fact) -> None:
-    """Write `fact` to the open capture, or keep it for the one to come."""
-    if _sink is not None:
-        _sink(fact)
-    elif len(_buffered) < 1000:
-        _buffered.append(fact)
-
-
-def send_to(sink: Callable[[Fact], None] | None) -> None:
-    """Send facts to `sink`, those buffered so far first; None buffers again."""
-    global _sink
-    _sink = sink
-    if sink is not None:
-        for fact in _buffered:
-            sink(fact)
-        _buffered.clear()
 
 
 def caller_site() -> str | None:
@@ -118,7 +101,6 @@ def watch_dataloaders() -> None:
     They bear it from the beginning: one may well be made before the capture opens.
     """
     from torch.utils.data import DataLoader, IterableDataset
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     numbers = itertools.count(1)
     made_by_user: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -154,7 +136,7 @@ def watch_dataloaders() -> None:
         setattr(iterator, LOADER, getattr(loader, LOADER, None))
 
     _after_call_of_init(DataLoader, tell)
-    _after_call_of_init(_BaseDataLoaderIter, number)
+    _after_call_of_init(private.need(ITERATOR), number)
 
 
 def watch_ddp() -> None:

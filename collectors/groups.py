@@ -1,4 +1,5 @@
-"""Process groups as `PyRecorder` knows them. The native helper's are in `native/collectives.hpp`."""
+"""Process groups as `PyRecorder` knows them, and when torch begins to number them anew. The native helper's are in
+`native/collectives.hpp`."""
 
 from __future__ import annotations
 
@@ -6,8 +7,11 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from .forks import renew_in_child
+from .uninstall import Uninstall, in_reverse, replace_attribute
+from .wrap import stands_for
 
 
 @dataclass
@@ -44,3 +48,21 @@ class Groups:
         with self._lock:
             self._generation += 1
             self._groups = {}
+
+
+def watch_destroy(renew_groups: Callable[[], None]) -> Uninstall:
+    """Notice when the default group is destroyed."""
+    from torch import distributed
+    from torch.distributed import distributed_c10d
+
+    original = distributed_c10d.destroy_process_group
+
+    @stands_for(original)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not distributed.is_initialized():
+            renew_groups()
+        return result
+
+    modules = (distributed, distributed_c10d)
+    return in_reverse(replace_attribute(module, original.__name__, destroy_process_group) for module in modules)

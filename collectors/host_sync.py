@@ -8,15 +8,17 @@ than it tells, so without the helper they are not. Functions that wait without a
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
 from dsprof.schema import HOST_SYNC, Kind
 
-from . import dynamo
+from . import dynamo, private
 from .collector import OpenCapture
 from .native import NativeRecorder
+from .parts import HookPart, install_each
 from .record import Recorder
 from .sites import Sites
 from .uninstall import Uninstall, replace_attribute
@@ -47,11 +49,22 @@ def install(capture: OpenCapture) -> list[Uninstall]:
 def watch(recorder: Recorder) -> list[Uninstall]:
     """Record from now on what the host waits for a device in."""
     sites = Sites(recorder)
-    found = [_watch_call(place, name, call, recorder, sites) for place, name, call in _calls()]
-    if isinstance(recorder, NativeRecorder):
+
+    def watch_operators() -> Uninstall | None:
+        if not isinstance(recorder, NativeRecorder):
+            return None
         recorder.install_syncs()
-        found.append(recorder.uninstall_syncs)
-    return found
+        uninstall: Uninstall = recorder.uninstall_syncs
+        return uninstall
+
+    calls = [
+        HookPart(
+            f"calls of {call} are not recorded", functools.partial(_watch_call, place, name, call, recorder, sites)
+        )
+        for place, name, call in _calls()
+    ]
+    operators = HookPart("waits for the device in operators such as .item() are not recorded", watch_operators)
+    return install_each("host-sync", (*calls, operators))
 
 
 def _calls() -> list[tuple[Any, str, str]]:
@@ -59,6 +72,7 @@ def _calls() -> list[tuple[Any, str, str]]:
     without CUDA, nothing."""
     import torch
 
+    private.find("torch._C:_cuda_synchronize")  # tells what is lost without
     places = (
         (torch._C, "_cuda_synchronize", "torch.cuda.synchronize"),  # under whichever name the script has it
         (torch.cuda.Stream, "synchronize", "Stream.synchronize"),

@@ -12,6 +12,8 @@ from dsprof import permissions
 from dsprof.names import CaptureName, host_name, new_run_id
 from dsprof.ranges import parse_ranks
 
+from . import private
+
 RANK_VARIABLES: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 WORLD_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
@@ -102,8 +104,8 @@ def run_folder(identity: Identity) -> Path:
 
 def _job_store() -> Any:
     import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
 
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    return c10d._get_default_store()
+    default_store = private.find("torch.distributed.distributed_c10d:_get_default_store")
+    return default_store() if default_store is not None else None

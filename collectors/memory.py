@@ -23,7 +23,8 @@ from .facts import Fact
 from .host_memory import HostMemory
 from .memory_history import History, Snapshots
 from .memory_parts import LiveTensors, Parts
-from .uninstall import Uninstall
+from .parts import HookPart, install_each
+from .uninstall import Uninstall, in_reverse
 
 ALWAYS: Final = 2
 """After so many steps it is asked what memory is for, however long that takes: optimizers have made their states."""
@@ -40,9 +41,19 @@ THEIRS: Final = (
 
 def install(capture: OpenCapture) -> list[Uninstall]:
     """Sample memory after each step."""
-    memory_parts.watch()
-    sampler = Sampler(capture, TorchCuda(), HostMemory(), memory_parts.live(), memory_history.history())
-    return sampler.install(phases.before_backward)
+
+    def sample() -> Uninstall:
+        sampler = Sampler(capture, TorchCuda(), HostMemory(), memory_parts.live(), memory_history.history())
+        return in_reverse(sampler.install(phases.before_backward))
+
+    def watch() -> None:
+        memory_parts.watch()  # goes on after the capture, as models are made before the next one
+
+    parts = (
+        HookPart("what memory is for (parameters, gradients, optimizer states) is not known", watch),
+        HookPart("memory is not sampled", sample),
+    )
+    return install_each("memory", parts)
 
 
 class Sampler:
@@ -88,7 +99,10 @@ class Sampler:
              "address_space": limits.address_space, "oom_kills": limits.oom_kills}
         )  # fmt: skip
         if self._history is not None and self._capture.is_on():
-            self._history.begin()
+            try:
+                self._history.begin()
+            except Exception as error:
+                count_error("the memory history", error)
         self._capture.after_step.append(self.after_step)
         self._capture.when_on.append(self._turned_on)
         return [self._close, before_backward(self._backward_begins)]
@@ -110,7 +124,10 @@ class Sampler:
         if on_device:
             if not self._observed:
                 self._observed = True
-                self._cuda.observe_oom(self._out_of_memory)
+                try:
+                    self._cuda.observe_oom(self._out_of_memory)
+                except Exception as error:
+                    count_error("an out-of-memory error", error)
             if looks or not self._devices:
                 self._devices = list(range(self._cuda.devices()))
             stats = {device: self._cuda.stats(device) for device in self._devices}
@@ -125,7 +142,10 @@ class Sampler:
         if looks:
             self._next_look = 2 * self._steps
             began = self._cpu_clock()
-            self._look(now, levels, on_device)
+            try:
+                self._look(now, levels, on_device)
+            except Exception as error:
+                count_error("what memory is for", error)
             self._looking += self._cpu_clock() - began
 
     def _sample_host(self, now: int) -> int:

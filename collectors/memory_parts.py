@@ -16,6 +16,7 @@ from typing import Any, Final
 from dsprof.engine import hooks
 from dsprof.schema import HOST
 
+from . import private
 from .errors import count_error
 from .interrupts import by_handler
 from .uninstall import Uninstall, in_reverse
@@ -23,6 +24,8 @@ from .wrap import stands_for
 
 MOST_TENSORS: Final = 200_000
 """That are looked at: of more, those that come first."""
+
+ASKED: Final = ("torch.nn:Module._parameters", "torch.nn:Module._buffers", "torch:UntypedStorage._cdata")
 
 Parts = dict[tuple[str, str], int]
 """(where, such as `cuda.0` or `host`; what for, of schema.MEMORY_PARTS) -> bytes."""
@@ -51,11 +54,14 @@ class LiveTensors:
 
     def __init__(self) -> None:
         self.modules, self.optimizers = Alive(), Alive()
+        self._able: bool | None = None
 
     def measure(self) -> Parts:
         """What their tensors take now."""
         from torch.nn import Parameter
 
+        if not self._can_tell():
+            return {}
         found = _Storages()
         for part, tensors in _of_engines().items():
             found.add(part, tensors)
@@ -74,10 +80,18 @@ class LiveTensors:
 
     def gradients(self) -> Parts:
         """Of gradients alone."""
+        if not self._can_tell():
+            return {}
         found = _Storages()
         found.add("gradients", _of_engines().get("gradients", ()))
         found.add("gradients", _gradients_of(self._of_models(), self._updated()))
         return dict(found.bytes)
+
+    def _can_tell(self) -> bool:
+        """Whether torch has the attributes that this asks for."""
+        if self._able is None:
+            self._able = all(private.has(name) for name in ASKED)
+        return self._able
 
     def _of_models(self) -> list[Any]:
         return [param for module in self.modules for param in module._parameters.values() if param is not None]
@@ -121,7 +135,7 @@ class _Storages:
             if self._left < 0:
                 return
             # Of a DTensor what lies here. (A look at an attribute that is not there takes longer than all else.)
-            self._count(part, tensor if is_plain else getattr(tensor, "_local_tensor", tensor))
+            self._count(part, tensor if is_plain else _local(tensor))
             if "ds_tensor" in tensor.__dict__:  # DeepSpeed's stage 3
                 self._count(part, tensor.ds_tensor)
 
@@ -142,6 +156,16 @@ class _Storages:
         if place:
             self._seen.add(key)
             self.bytes[place, part] += size
+
+
+def _local(tensor: Any) -> Any:
+    """Of a DTensor what lies here; any other is itself."""
+    local = getattr(tensor, "_local_tensor", None)
+    if local is not None:
+        return local
+    if type(tensor).__name__ == "DTensor":
+        private.has("torch.distributed.tensor:DTensor._local_tensor")  # which tells what is lost
+    return tensor
 
 
 def place_of(device: Any) -> str:

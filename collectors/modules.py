@@ -19,6 +19,7 @@ from dsprof.ondisk import Flag
 from dsprof.schema import Kind
 
 from . import dynamo
+from .backward import graph_task
 from .batches import Batches
 from .interrupts import by_handler
 from .native import NativeRecorder
@@ -127,7 +128,7 @@ def _wrapper(original: Callable[..., Any], recorder: PyRecorder, every: bool) ->
     phase, kind, gradients_on = int(Kind.PHASE), int(Kind.MODULE), int(Flag.GRAD)
     thread = threading.local()
     compiling = dynamo.check()
-    graph_task = torch._C._current_graph_task_id
+    in_task = graph_task()
     grad_enabled = torch.is_grad_enabled
     ids: dict[int, int] = {}
 
@@ -142,7 +143,7 @@ def _wrapper(original: Callable[..., Any], recorder: PyRecorder, every: bool) ->
 
     def begin(size: tuple[int, int]) -> int:
         flags = gradients_on if grad_enabled() else 0
-        name = forward if graph_task() == -1 else recompute
+        name = forward if in_task() == -1 else recompute
         now = time.perf_counter_ns()
         # What `recorder.begin` writes, but for the flags.
         return recorder.span(phase, name, now, 0, 0, float(size[0]), size[1], flags, 0, -1, -1, 0, 0)
@@ -166,7 +167,7 @@ def _wrapper(original: Callable[..., Any], recorder: PyRecorder, every: bool) ->
                 handle = begin(size)
             if every and (size is not None or not outermost):
                 # A block that is computed again may be called by itself, and have no name but in its model.
-                forward = outermost and graph_task() == -1
+                forward = outermost and in_task() == -1
                 module = begin_module(self, forward)
                 if note_input is not None and forward and grad_enabled():
                     note_input(self, *args, **kwargs)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dsprof.schema import OF_A_NORM, SMALL_GRADIENTS, Kind
 
 from . import dynamo, facts
+from .backward import graph_task
 
 if TYPE_CHECKING:
     from .record import Recorder
@@ -123,10 +124,8 @@ def _describe(optimizer: Any, number: int) -> facts.Fact:
 
 
 def _in_backward() -> bool:
-    """Whether the autograd engine calls, on whatever thread it uses."""
-    import torch
-
-    return torch._C._current_graph_task_id() != -1
+    """Whether the autograd engine calls."""
+    return bool(graph_task()() != -1)
 
 
 def _active_steps() -> int:

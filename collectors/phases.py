@@ -6,11 +6,12 @@ These hook points run a few times a step, so they are Python on both recorders.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from dsprof.schema import Kind
 
-from . import dynamo, facts, optimizers
+from . import dynamo, facts, optimizers, private
+from .parts import HookPart, install_each
 from .uninstall import Uninstall, in_reverse, replace_attribute
 from .wrap import stands_for
 
@@ -18,21 +19,24 @@ if TYPE_CHECKING:
     from .record import Recorder
 
 
+RUN: Final = "_engine_run_backward"
 Entered = tuple["Recorder", int]
 """A backward that has begun: who records it, and the handle of its record, -1 where it is part of another one."""
 
 
 def install(recorder: Recorder) -> list[Uninstall]:
     """Hook data loading and backward."""
-    return [_data(recorder), _backward(recorder)]
+    parts = (
+        HookPart("waiting for the DataLoader is not recorded", lambda: _data(recorder), decisive=True),
+        HookPart("the start of a DataLoader's workers is not recorded", lambda: _loader_start(recorder)),
+        HookPart("backward passes are not recorded", lambda: _backward(recorder), decisive=True),
+    )
+    return install_each("phases", parts)
 
 
 def _data(recorder: Recorder) -> Uninstall:
-    from torch.utils.data import DataLoader
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-    name, started = recorder.intern("data"), recorder.intern("loader_start")
-    load, start = _BaseDataLoaderIter.__next__, DataLoader.__iter__
+    iterator, name = private.need(facts.ITERATOR), recorder.intern("data")
+    load = iterator.__next__
 
     @stands_for(load)
     def __next__(self: Any) -> Any:
@@ -44,6 +48,14 @@ def _data(recorder: Recorder) -> Uninstall:
         finally:
             recorder.end(handle)
 
+    return replace_attribute(iterator, "__next__", __next__)
+
+
+def _loader_start(recorder: Recorder) -> Uninstall:
+    from torch.utils.data import DataLoader
+
+    started, start = recorder.intern("loader_start"), DataLoader.__iter__
+
     @stands_for(start)
     def __iter__(self: Any) -> Any:  # starting the workers anew each epoch is a stall of its own kind
         if dynamo.compiling():
@@ -54,8 +66,7 @@ def _data(recorder: Recorder) -> Uninstall:
         finally:
             recorder.end(handle)
 
-    places = ((_BaseDataLoaderIter, __next__), (DataLoader, __iter__))
-    return in_reverse(replace_attribute(place, hook.__name__, hook) for place, hook in places)
+    return replace_attribute(DataLoader, "__iter__", __iter__)
 
 
 class _Backwards:
@@ -133,14 +144,16 @@ def _backward(recorder: Recorder) -> Uninstall:
 
 
 def _hook_backward() -> Uninstall:
-    """Wrap what `torch.autograd.backward` and `.grad` both end in, once; torch binds it under two names."""
+    """Wrap what `torch.autograd.backward` and `.grad` both end in, once; torch binds it under two names, of which
+    these call the one in `torch.autograd`. Raises `private.Gone` where there is neither."""
     import torch.autograd as autograd
     from torch.autograd import graph
 
-    places: list[Any] = [place for place in (graph, autograd) if hasattr(place, "_engine_run_backward")]
-    run = graph._engine_run_backward
+    bound = [(place, private.find(f"{place.__name__}:{RUN}")) for place in (autograd, graph)]
+    places: list[Any] = [place for place, run in bound if run is not None]
+    run: Any = private.need(f"{places[0].__name__ if places else autograd.__name__}:{RUN}")
     if getattr(run, "_dsprof", None) is not None:
-        return run._dsprof  # type: ignore[attr-defined,no-any-return]
+        return run._dsprof  # type: ignore[no-any-return]
 
     enter, leave = _backwards.enter, _backwards.leave
 
@@ -158,6 +171,6 @@ def _hook_backward() -> Uninstall:
     dynamo.skip_frame(engine_run_backward)
     dynamo.skip(_Backwards.enter, _Backwards.leave)
 
-    unhook = in_reverse(replace_attribute(place, "_engine_run_backward", engine_run_backward) for place in places)
+    unhook = in_reverse(replace_attribute(place, RUN, engine_run_backward) for place in places)
     engine_run_backward._dsprof = unhook  # type: ignore[attr-defined]
     return unhook

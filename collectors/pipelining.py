@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 from dsprof.ondisk import LARGEST_PLACE
 from dsprof.schema import Kind
 
-from . import dynamo, facts
+from . import dynamo, facts, private
 from .imports import when_imported
+from .parts import HookPart, install_each
 from .uninstall import Uninstall, in_reverse, replace_attribute
 from .wrap import stands_for
 
@@ -36,18 +37,27 @@ SCHEDULES: Final = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 def install(recorder: Recorder) -> list[Uninstall]:
     """Record the actions of pipeline stages, and state what the schedules are, once they are imported."""
     package = "torch.distributed.pipelining"
-    return [
-        when_imported(f"{package}.stage", functools.partial(_watch_stages, recorder)),
-        when_imported(f"{package}.schedules", _watch_schedules),
-    ]
+    stages, schedules = functools.partial(_watch_stages, recorder), _watch_schedules
+    parts = (
+        HookPart(
+            "the micro-batches of torch's pipelines are not recorded",
+            lambda: when_imported(f"{package}.stage", stages),
+            decisive=True,
+        ),
+        HookPart(
+            "how torch's pipelines are set up is not known", lambda: when_imported(f"{package}.schedules", schedules)
+        ),
+    )
+    return install_each("pipelining", parts)
 
 
 def _watch_stages(recorder: Recorder, module: ModuleType) -> Uninstall:
-    stage: Any = getattr(module, "_PipelineStageBase", None)
+    base = f"{module.__name__}:_PipelineStageBase"
+    stage = private.need(base)
     return in_reverse(
         _watch_chunks(recorder, stage, method, recorder.intern(name), parameter)
         for method, (name, parameter) in CHUNKS.items()
-        if hasattr(stage, method)
+        if private.find(f"{base}.{method}") is not None
     )
 
 
@@ -81,14 +91,15 @@ def _watch_schedules(module: ModuleType) -> Uninstall:
     """State the settings of every schedule made from now on."""
 
     def describe(schedule: Any) -> facts.Fact:
-        stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+        single = isinstance(schedule, getattr(module, SCHEDULES[0], ()))
+        stages = [schedule._stage] if single else schedule._stages
         return {
             "fact": "pipeline",
             "schedule": type(schedule).__name__,
             "microbatches": schedule._n_microbatches,
             "stages": schedule._num_stages,
             "stage_indices": [stage.stage_index for stage in stages],
-            "trains": bool(getattr(schedule, "_has_backward", True)),
+            "trains": bool(schedule._has_backward),
         }
 
     for name in SCHEDULES:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, NewType, Protocol
 
+from . import private
 from .errors import describe
 from .interrupts import by_handler
 
@@ -178,6 +179,7 @@ class SharedParts:
     def count_error(self, hook: str, error: BaseException, /) -> None:
         if by_handler(error):
             raise error
+        private.told_of(error)
         self.note_error(hook, describe(error))
 
     def enter_backward(self) -> int:

@@ -7,21 +7,28 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Final
 
 from dsprof.permissions import make_folders
 from dsprof.schema import Kind
 
-from . import errors, facts, identity
+from . import errors, facts, identity, statements
 from .capture_files import FactsFile, MetaFile
 from .collector import OpenCapture
 from .errors import count_error
 from .facts import Fact
+from .parts import HookPart, count_loss, install_each
 from .record import Recorder
 from .uninstall import Uninstall
 from .window import Switch, Window
 
 _current: Session | None = None
 _lock = threading.Lock()
+
+_OF_THE_JOB: Final = (
+    HookPart("how DDP is set up is not known", facts.watch_ddp),
+    HookPart("which script it was, and how many cores it had, is not known", lambda: facts.state(facts.process())),
+)
 
 
 def current() -> Session | None:
@@ -70,12 +77,11 @@ class Session:
 
     def install(self) -> None:
         """Install every collector; one that fails is counted and the others still go in."""
-        from .catalogue import COLLECTORS
+        from .catalogue import ABOUT, COLLECTORS
 
         errors.send_to(self.recorder.note_error)
-        facts.watch_ddp()
-        facts.send_to(self.write_fact)
-        self.write_fact(facts.process())
+        statements.send_to(self.write_fact)
+        install_each("facts", _OF_THE_JOB)
         if self._without:
             self.write_fact({"fact": "without", "collectors": sorted(self._without)})
         if self._left_out:
@@ -86,7 +92,7 @@ class Session:
             try:
                 self._uninstall += install(self._capture)
             except Exception as error:
-                count_error(f"installing {name}", error)
+                count_loss(name, f"{ABOUT[name].records}: not recorded", error, decisive=True)
         self._meta.write(self.recorder, closed=False)
 
     def uninstall(self) -> None:
@@ -96,7 +102,7 @@ class Session:
                 self._uninstall.pop()()
             except Exception as error:
                 count_error("uninstalling", error)
-        facts.send_to(None)
+        statements.send_to(None)
 
     def close(self) -> None:
         """Remove the hooks and close the files; what was recorded is already on disk."""
@@ -203,7 +209,7 @@ def _in_child() -> None:
     if _current is not None:
         _current.recorder.disarm_after_fork()
         errors.send_to(None)
-        facts.send_to(None)
+        statements.send_to(None)
         _current = None
 
 

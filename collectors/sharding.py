@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dsprof.schema import SHARDING, Kind
 
-from . import dynamo, facts
+from . import dynamo, facts, private
 from .errors import count_error
 from .imports import when_imported
+from .parts import HookPart, install_each
 from .purposes import for_purpose
 from .uninstall import Uninstall, in_reverse, replace_attribute
 from .wrap import stands_for
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     from .record import Recorder
 
 FSDP: Final = "torch.distributed.fsdp"
+SECOND: Final = f"{FSDP}._fully_shard._fsdp_param_group"
+OF_FIRST: Final = (
+    f"{FSDP}.fully_sharded_data_parallel:FullyShardedDataParallel._handle",
+    f"{FSDP}._flat_param:FlatParameter._numels",
+)
 AROUND_UNIT: Final = ("pre_forward", "post_forward", "pre_backward", "post_backward")
 """Methods of FSDP2's FSDPParamGroup."""
 PURPOSES: Final = {"foreach_all_gather": "parameter", "foreach_reduce": "gradient"}
@@ -77,10 +83,15 @@ def install(recorder: Recorder, each_step: Callable[[Callable[[], None]], None])
     second, first = Sharded(2), Sharded(1)
     each_step(second.state)
     each_step(first.state)
-    return [
-        when_imported(f"{FSDP}._fully_shard._fsdp_param_group", functools.partial(_watch_second, second, recorder)),
-        when_imported(f"{FSDP}.fully_sharded_data_parallel", functools.partial(_watch_first, first)),
-    ]
+    of_second, of_first = functools.partial(_watch_second, second, recorder), functools.partial(_watch_first, first)
+    parts = (
+        HookPart("how FSDP2 divides the model is not known", lambda: when_imported(SECOND, of_second), decisive=True),
+        HookPart(
+            "how FSDP1 divides the model is not known",
+            lambda: when_imported(f"{FSDP}.fully_sharded_data_parallel", of_first),
+        ),
+    )
+    return install_each("sharding", parts)
 
 
 def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> Uninstall:
@@ -89,14 +100,16 @@ def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> U
         sharded.add(len(params), sum(param.numel() * param.element_size() for param in params))
 
     def hooks() -> Iterator[Uninstall]:
-        group, name = module.FSDPParamGroup, recorder.intern(SHARDING)
-        yield _before_init(group, count)
-        for method in AROUND_UNIT:
-            if hasattr(group, method):
-                yield _record(group, method, recorder, name)
+        group, name = private.find(f"{SECOND}:FSDPParamGroup"), recorder.intern(SHARDING)
+        if group is not None:
+            yield _before_init(group, count)
+            for method in AROUND_UNIT:
+                if private.find(f"{SECOND}:FSDPParamGroup.{method}") is not None:
+                    yield _record(group, method, recorder, name)
         for function, purpose in PURPOSES.items():
-            if hasattr(module, function):
-                yield replace_attribute(module, function, for_purpose(recorder, purpose, getattr(module, function)))
+            original = private.find(f"{SECOND}:{function}")
+            if original is not None:
+                yield replace_attribute(module, function, for_purpose(recorder, purpose, original))
 
     return in_reverse(hooks())
 
@@ -121,13 +134,15 @@ def _record(cls: Any, method: str, recorder: Recorder, name: int) -> Uninstall:
 
 def _watch_first(sharded: Sharded, module: ModuleType) -> Uninstall:
     cls: Any = module.FullyShardedDataParallel
+    if not all(private.has(name) for name in OF_FIRST):
+        return lambda: None
     construct = cls.__init__
 
     @stands_for(construct)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
         try:
-            flat = getattr(getattr(self, "_handle", None), "flat_param", None)
+            flat = getattr(self._handle, "flat_param", None)
             if flat is not None:  # a unit without parameters of its own communicates nothing
                 sharded.add(len(flat._numels), sum(flat._numels) * flat.element_size())
         except Exception as error:

@@ -11,6 +11,7 @@ import threading
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
+from . import private
 from .forks import renew_in_child
 from .interrupts import by_handler
 
@@ -18,6 +19,8 @@ MOST_TENSORS: Final = 256
 """Of one collective that are remembered."""
 MOST_STORAGES: Final = 1024
 """Of all collectives; the newest."""
+OF_STORAGE: Final = ("_cdata", "_weak_ref", "_free_weak_ref", "_expired")
+"""Attributes of a storage that tell which it is, and whether it is gone."""
 SWEPT: Final = 32
 """That are looked at with each collective, whether their tensor is gone."""
 
@@ -66,6 +69,8 @@ class Targets:
         """By address, which is the storage's own while there is a weak reference to it. The newest last."""
         self._lock = threading.RLock()  # freeing a storage may collect garbage, and so run anything
         renew_in_child(self, "_lock")
+        self._can_tell: bool | None = None
+        """Storages apart; None: not yet known."""
 
     def remember_work(self, work: Any, target: Target) -> None:
         try:
@@ -78,7 +83,7 @@ class Targets:
         """Of a tensor, a list of them, or a list of lists."""
         known = self._storages
         with self._lock:
-            for storage in _storages(value)[:MOST_TENSORS]:
+            for storage in self._storages_of(value)[:MOST_TENSORS]:
                 address = storage._cdata
                 found = known.pop(address, None)
                 known[address] = (WeakStorage(storage) if found is None else found[0]), target
@@ -92,8 +97,14 @@ class Targets:
     def forget_tensors(self, value: Any) -> None:
         """Of a tensor, a list of them, or a list of lists."""
         with self._lock:
-            for storage in _storages(value)[:MOST_TENSORS]:
+            for storage in self._storages_of(value)[:MOST_TENSORS]:
                 self._storages.pop(storage._cdata, None)
+
+    def _storages_of(self, value: Any) -> list[Any]:
+        """None, where torch does not have any more what tells them apart."""
+        if self._can_tell is None:
+            self._can_tell = all(private.find(f"torch:UntypedStorage.{name}") is not None for name in OF_STORAGE)
+        return _storages(value) if self._can_tell else []
 
     def of_work(self, work: Any) -> Target | None:
         try:
@@ -104,7 +115,7 @@ class Targets:
             return None
 
     def of_tensor(self, tensor: Any) -> Target | None:
-        for storage in _storages(tensor):
+        for storage in self._storages_of(tensor):
             found = self._storages.get(storage._cdata)
             return None if found is None else found[1]
         return None

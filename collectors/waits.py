@@ -5,13 +5,15 @@ kernels. Waits of DDP's reducer inside C++ are derived on merge.)
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
-from . import dynamo
+from . import dynamo, private
 from .interrupts import by_handler
-from .uninstall import Uninstall, replace_attribute
+from .parts import HookPart
+from .uninstall import Uninstall, in_reverse, replace_attribute
 from .wrap import stands_for
 
 if TYPE_CHECKING:
@@ -39,11 +41,14 @@ OP_TYPES: Final = {
 }
 """`c10d::OpType` of a work (Work.hpp) -> the name of its wait, where nobody knows which work it is; else `wait`."""
 
+UNKNOWN: Final = 100
+"""The type of a composite work."""
+
 BLOCKING: Final = (
-    ("", "_broadcast_coalesced"),  # DDP sends its buffers in forward, and DDP and FSDP the parameters when they wrap
-    ("", "_verify_params_across_processes"),
-    ("ProcessGroup", "monitored_barrier"),
-    ("Reducer", "_rebuild_buckets"),  # DDP's in the second forward, which agrees on their order
+    "_broadcast_coalesced",  # DDP sends its buffers in forward, and DDP and FSDP the parameters when they wrap
+    "_verify_params_across_processes",
+    "ProcessGroup.monitored_barrier",
+    "Reducer._rebuild_buckets",  # DDP's in the second forward, which agrees on their order
 )
 """Functions and methods of torch.distributed that wait inside C++ for the collectives they issue."""
 
@@ -67,13 +72,18 @@ class Ends(Protocol):
         """The call has returned that waited in C++ for what this thread issued in it."""
 
 
-def install(recorder: Recorder, ends: Ends | None) -> Iterator[Uninstall]:
-    """Record waits from now on: each hook is there once what takes it away is given. `ends` None: the helper has the
-    ends of collectives from elsewhere."""
-    yield _works(recorder, ends)
-    yield from _futures(recorder, ends)
-    yield from _coalesced(recorder)
-    yield from _blocking(recorder, ends)
+def parts(recorder: Recorder, ends: Ends | None) -> tuple[HookPart, ...]:
+    """What records waits. `ends` None: the helper has the ends of collectives from elsewhere."""
+
+    def all_of(hooks: Callable[[], Iterator[Uninstall]]) -> Callable[[], Uninstall]:
+        return lambda: in_reverse(hooks())
+
+    return (
+        HookPart("waits for collectives are not recorded", lambda: _works(recorder, ends), decisive=True),
+        HookPart("waits for the futures of collectives are not recorded", all_of(lambda: _futures(recorder, ends))),
+        HookPart("collectives that the backend coalesces begin too early", all_of(lambda: _coalesced(recorder))),
+        HookPart("waits of DDP inside C++ are not recorded", all_of(lambda: _blocking(recorder, ends))),
+    )
 
 
 def _works(recorder: Recorder, ends: Ends | None) -> Uninstall:
@@ -81,11 +91,12 @@ def _works(recorder: Recorder, ends: Ends | None) -> Uninstall:
 
     names = {op_type: recorder.intern(name) for op_type, name in OP_TYPES.items()}
     other, begin, end = recorder.intern("wait"), recorder.begin_wait, recorder.end
+    op_type_of = op_type_reader()
 
     def watched(original: Function) -> Function:
         def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                handle = begin(names.get(self._get_op_type(), other), self)
+                handle = begin(names.get(op_type_of(self), other), self)
             except Exception as error:
                 recorder.count_error("a wait", error)
                 handle = 0
@@ -110,8 +121,6 @@ def _works(recorder: Recorder, ends: Ends | None) -> Uninstall:
 def _futures(recorder: Recorder, ends: Ends | None) -> Iterator[Uninstall]:
     """A future that `Work.get_future` gave, or that follows from such a one, may be waited for in place of the work.
     So is that of DDP's reducer where a rank has run out of input (`join`)."""
-    from torch import distributed
-    from torch._C import Future
     from torch.distributed import Work
 
     targets: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
@@ -167,16 +176,16 @@ def _futures(recorder: Recorder, ends: Ends | None) -> Iterator[Uninstall]:
 
         return wait
 
-    future: Any = Future
-    yield replace_method(Work, "get_future", given)
-    yield replace_method(future, "then", following)
-    yield replace_method(future, "wait", watched)
-    yield replace_method(getattr(distributed, "Reducer", None), "_run_comm_hook", of_reducer)
+    future = private.find("torch._C:Future")
+    if future is not None:
+        yield replace_method(Work, "get_future", given)
+        yield replace_method(future, "then", following)
+        yield replace_method(future, "wait", watched)
+        yield replace_private("torch.distributed:Reducer._run_comm_hook", of_reducer)
 
 
 def _coalesced(recorder: Recorder) -> Iterator[Uninstall]:
     """What is coalesced by the backend (NCCL) has one work, which no operator of c10d returns."""
-    from torch.distributed import ProcessGroup
 
     def watched(original: Function) -> Function:
         def _end_coalescing(*args: Any, **kwargs: Any) -> Any:
@@ -197,13 +206,12 @@ def _coalesced(recorder: Recorder) -> Iterator[Uninstall]:
 
         return _start_coalescing
 
-    yield replace_method(ProcessGroup, "_start_coalescing", begun)
-    yield replace_method(ProcessGroup, "_end_coalescing", watched)
+    yield replace_private("torch.distributed:ProcessGroup._end_coalescing", watched)
+    if private.has("torch.distributed:ProcessGroup._end_coalescing"):  # what begins must end
+        yield replace_private("torch.distributed:ProcessGroup._start_coalescing", begun)
 
 
 def _blocking(recorder: Recorder, ends: Ends | None) -> Iterator[Uninstall]:
-    from torch import distributed
-
     enter, leave = recorder.enter_blocking, recorder.leave_blocking
 
     def watched(original: Function) -> Function:
@@ -221,12 +229,31 @@ def _blocking(recorder: Recorder, ends: Ends | None) -> Iterator[Uninstall]:
 
         return call
 
-    for owner, name in BLOCKING:
-        yield replace_method(getattr(distributed, owner, None) if owner else distributed, name, watched)
+    for name in BLOCKING:
+        yield replace_private(f"torch.distributed:{name}", watched)
+
+
+def op_type_reader() -> Callable[[Any], int]:
+    """What gives a work's `c10d::OpType`; UNKNOWN always, where torch does not tell any more."""
+    read: Callable[[Any], int] | None = private.find("torch.distributed:Work._get_op_type")
+    return read or (lambda work: UNKNOWN)
+
+
+def replace_private(path: str, watched: Callable[[Function], Function]) -> Uninstall:
+    """`replace_method` of a name of the table (`private_names.py`), or of a public one that is written so. Of one that
+    is gone it is told what is lost."""
+    if private.known(path) and private.find(path) is None:
+        return lambda: None
+    module, _, attributes = path.partition(":")
+    owner: Any = sys.modules[module]
+    *owners, name = attributes.split(".")
+    for one in owners:
+        owner = getattr(owner, one, None)
+    return replace_method(owner, name, watched)
 
 
 def replace_method(owner: Any, name: str, watched: Callable[[Function], Function]) -> Uninstall:
-    """Put `watched(original)` in the place of an attribute, where there is one: some are private to torch."""
+    """Put `watched(original)` in the place of an attribute, where there is one."""
     original = getattr(owner, name, None)
     if original is None:
         return lambda: None

@@ -114,6 +114,8 @@ def advice(machine: Machine) -> Iterator[str]:
     for name, cost in machine.costly.items():
         yield f"{name}: is set, so {cost}; unset it unless you are looking for a bug"
     yield from _about_allocators(machine.allocator)
+    for name, lost in machine.lost.items():
+        yield f"torch: {machine.versions.get('torch')} has no {name}, which dsprof uses, so {lost}"
     if machine.compiler is None and machine.helper is None:
         yield (
             "no C++ compiler: dsprof's native helper cannot be built, and its Python twin costs more, and records only"

@@ -108,6 +108,8 @@ class Machine:
     """The native helper for this torch, where it was built before."""
     collectors: tuple[Collects, ...] = ()
     """What `--without` can leave out of a capture."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """Private name of torch that dsprof uses and this torch has not -> what is lost without it."""
 
 
 def inspect(
@@ -151,7 +153,14 @@ def inspect(
         compiler=compiler,
         helper=helper,
         collectors=_collectors(missing),
+        lost={} if torch_error is not None else _lost(),
     )
+
+
+def _lost() -> dict[str, str]:
+    from dsprof.collectors import private
+
+    return {one.name: one.lost for one in private.gone()}
 
 
 def _collectors(missing: Mapping[str, str]) -> tuple[Collects, ...]:

@@ -108,6 +108,9 @@ ALL_MARKED: Final = 16
 
 CPU_SECONDS: Final = "cpu_seconds"
 """Name of the `gauge` row of a process's CPU time so far, written at each step that it counts."""
+LOST_FACT: Final = "lost"
+"""Kind of the facts of what could not be hooked, in words; one is `decisive` where its collectors are as good as
+switched off."""
 FLOPS_FACT: Final = "flops"
 """Kind of the facts of a step's floating-point operations (`dsprof.collectors.flops`), which become these rows:"""
 FLOPS: Final = "flops."

@@ -59,7 +59,14 @@ class SleepingRanks:
         )
 
     def run(
-        self, where: Path, script: str, *arguments: str, ranks: int = 1, armed: bool = True, without: str = "", **env: str
+        self,
+        where: Path,
+        script: str,
+        *arguments: str,
+        ranks: int = 1,
+        armed: bool = True,
+        without: str = "",
+        **env: str,
     ) -> Ran:
         """`without`: collectors that are left out."""
         where.mkdir(parents=True, exist_ok=True)

@@ -240,6 +240,10 @@ def test_a_healthy_machine_is_passed_over_in_silence() -> None:
          "newer driver, or an older build of torch"),
         ({"gpus": (Gpu("A", GIB, 0, 16), Gpu("B", GIB, 4, 16))},
          "GPU 1: uses 4 of its 16 PCIe lanes; check its slot"),
+        ({"lost": {"torch.autograd._engine_run_backward": "backward passes are not recorded"},
+          "versions": {"torch": "3.0.0", "cuda": "12.8"}},
+         "torch: 3.0.0 has no torch.autograd._engine_run_backward, which dsprof uses, so backward passes are not "
+         "recorded"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_machine(changes: dict[str, Any], says: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from dsprof.collectors import facts
+from dsprof.collectors import facts, statements
 from dsprof.collectors.facts import LOADER, Fact
 
 
@@ -27,7 +27,7 @@ def code_of(name: str, file: str, text: str, **known: Any) -> dict[str, Any]:
 def stated(monkeypatch: pytest.MonkeyPatch) -> list[Fact]:
     """The facts that the test states; what it watches is let go of afterwards."""
     found: list[Fact] = []
-    monkeypatch.setattr(facts, "_sink", found.append)
+    monkeypatch.setattr(statements, "_sink", found.append)
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     for cls in (DataLoader, _BaseDataLoaderIter):

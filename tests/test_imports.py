@@ -91,11 +91,11 @@ EXCEPTIONS: Final = {
     "dsprof.doctor": {"dsprof.engine.config"},
     "dsprof.cli.doctor": {"dsprof.engine.config"},
     "dsprof.settings": {"dsprof.collectors.catalogue"},
-    "dsprof.machine": {"dsprof.collectors.catalogue", "dsprof.collectors.native.build"},
+    "dsprof.machine": {"dsprof.collectors.catalogue", "dsprof.collectors.native.build", "dsprof.collectors.private"},
     "dsprof.collectors.bootstrap.sitecustomize": {"dsprof"},
 }
 """Module or package -> what else it may import: what the engine shares with the analyzer and with `dsprof doctor`, the
-helper's build and where it is kept, the names of the collectors, and the bootstrap, which looks whether dsprof is
+helper's build and where it is kept, the names of the collectors, the private names that they use, and the bootstrap, which looks whether dsprof is
 installed at all."""
 
 THIRD_PARTY: Final = {

@@ -99,17 +99,3 @@ def test_losses_are_those_of_the_job_alone(tmp_path: Path) -> None:
     }
     assert len(said) == 1
     assert len(said.pop().split()) == 2
-
-
-def test_a_torch_without_these_classes_does_no_harm() -> None:
-    from types import ModuleType
-
-    from dsprof.collectors import pipelining
-
-    class Never:
-        def intern(self, name: str) -> int:
-            raise AssertionError
-
-    empty = ModuleType("empty")
-    pipelining._watch_stages(Never(), empty)()  # type: ignore[arg-type]
-    pipelining._watch_schedules(empty)()

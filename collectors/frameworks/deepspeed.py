@@ -18,9 +18,10 @@ from weakref import WeakKeyDictionary
 from dsprof.ondisk import LARGEST_PLACE
 from dsprof.schema import Kind
 
-from .. import dynamo, facts, optimizers, phases
+from .. import dynamo, facts, optimizers, phases, private
 from ..errors import count_error
-from ..imports import when_imported
+from ..imports import Hook, when_imported
+from ..parts import HookPart, install_each
 from ..purposes import for_purpose
 from ..uninstall import Uninstall, in_reverse, replace_attribute
 from ..wrap import stands_for
@@ -56,13 +57,19 @@ Wrap = Callable[[Any], Any]
 def install(recorder: Recorder, on_step: Callable[[], None]) -> list[Uninstall]:
     """Record what DeepSpeed's engines do from now on, and call `on_step` after each of their steps."""
     positions = _Positions()
-    return [
-        when_imported(ENGINE, functools.partial(_watch_engine, recorder, on_step)),
-        *(
-            when_imported(module, functools.partial(_watch_pipeline, recorder, positions, name))
-            for module, name in PIPELINES.items()
-        ),
+    hooks: dict[str, Hook] = {
+        ENGINE: functools.partial(_watch_engine, recorder, on_step),
+        **{module: functools.partial(_watch_pipeline, recorder, positions, name) for module, name in PIPELINES.items()},
+    }
+    parts = [
+        HookPart(
+            f"what {module} does is not recorded",
+            functools.partial(when_imported, module, hook),
+            decisive=module == ENGINE,
+        )
+        for module, hook in hooks.items()
     ]
+    return install_each("deepspeed", parts)
 
 
 # --- the engine
@@ -75,6 +82,7 @@ def _watch_engine(recorder: Recorder, on_step: Callable[[], None], module: Modul
         "_take_model_step": functools.partial(_step, recorder, on_step),
         "allreduce_gradients": functools.partial(for_purpose, recorder, "gradient"),
     }
+    private.find(f"{ENGINE}:DeepSpeedEngine._take_model_step")  # tells what is lost without
     return in_reverse(
         replace_attribute(engine, name, wrap(getattr(engine, name)))
         for name, wrap in wraps.items()
@@ -190,11 +198,12 @@ class _Positions:
 
 def _watch_pipeline(recorder: Recorder, positions: _Positions, name: str, module: ModuleType) -> Uninstall:
     engine: Any = getattr(module, name, None)
-    table = getattr(engine, "__dict__", {}).get("_INSTRUCTION_MAP")
+    table = private.find(f"{module.__name__}:{name}._INSTRUCTION_MAP")
     if not isinstance(table, dict):
         return lambda: None
     undo = [_watch_instruction(recorder, positions, table, instruction) for instruction in list(table)]
-    if "_exec_schedule" in vars(engine):  # DualPipeV inherits it
+    if private.known(path := f"{module.__name__}:{name}._exec_schedule") and private.find(path) is not None:
+        # DualPipeV inherits it.
         undo.append(replace_attribute(engine, "_exec_schedule", _schedule(positions, engine._exec_schedule)))
     return in_reverse(undo)
 

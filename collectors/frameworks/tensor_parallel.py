@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, Final
 
-from .. import dynamo, facts
+from .. import dynamo, facts, private
 from ..errors import count_error
 from ..imports import when_imported
 from ..uninstall import Uninstall, in_reverse, replace_attribute
@@ -26,6 +26,7 @@ def install() -> list[Uninstall]:
 
 def _watch(module: ModuleType) -> Uninstall:
     base: Any = getattr(module, "ParallelStyle", None)
+    private.need(f"{STYLES}:ParallelStyle.{APPLY}")
     styles = [
         value for value in vars(module).values()
         if isinstance(value, type) and base is not None and issubclass(value, base) and value is not base

@@ -1,10 +1,12 @@
-"""What cannot be judged since a collector was switched off (`--without`, the fact `without`), or left out on a device
-where there was no native helper (the fact `left_out`)."""
+"""What cannot be judged since a collector was switched off (`--without`, the fact `without`), left out on a device where
+there was no native helper (the fact `left_out`), or could not be installed (the fact `lost`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
+
+from dsprof.schema import LOST_FACT
 
 EVERYTHING: Final = "everything"
 """What the budget and every gain rest on."""
@@ -35,7 +37,14 @@ NEEDED_TO_PASS: Final[dict[str, tuple[str, ...]]] = {"collectives": ("run.hang",
 
 def reasons(facts: Mapping[str, Sequence[Mapping[str, Any]]], codes: Iterable[str]) -> dict[str, str]:
     """Of these codes, and of EVERYTHING, those that cannot be judged -> why."""
-    return _reasons(facts, (*codes, EVERYTHING), NEEDED_FOR)
+    codes = tuple(codes)
+    why = _reasons(facts, (*codes, EVERYTHING), NEEDED_FOR)
+    for fact in facts.get(LOST_FACT, []):
+        if fact.get("decisive"):
+            for collector in fact.get("collectors", ()):
+                for code in NEEDED_FOR.get(str(collector), ()):
+                    why.setdefault(code, f"{fact.get('what')} ({fact.get('because')})")
+    return {code: why[code] for code in (*codes, EVERYTHING) if code in why}
 
 
 def unproved(facts: Mapping[str, Sequence[Mapping[str, Any]]], codes: Iterable[str]) -> dict[str, str]:

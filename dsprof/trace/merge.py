@@ -22,7 +22,7 @@ from dsprof.names import CaptureName
 from dsprof.ondisk import COUNTERS_NAME, LARGEST_CHUNK
 from dsprof.permissions import LINK
 from dsprof.run import MOST_RANKS, RankInfo, RunError, RunFolder, RunInfo, from_known
-from dsprof.schema import FLOPS_FACT, OOM_SNAPSHOT_NAME, SNAPSHOT_NAME
+from dsprof.schema import FLOPS_FACT, LOST_FACT, OOM_SNAPSHOT_NAME, SNAPSHOT_NAME
 
 from .capture import CHUNK_NAME, Capture, read_capture
 from .deep import add_deep
@@ -40,6 +40,8 @@ MAPPED_CHUNKS = 4
 TRACE_NAME = re.compile(r"rank(\d{5,6})\.parquet", re.ASCII)
 SIGNATURE = b"dsprof.signature"
 RANK_INFO = b"dsprof.rank"
+MOST_OF_IT = 100
+"""Characters of what an error said by which it is known again: the capture's table of errors cuts it off."""
 
 
 def merge(folder: RunFolder) -> RunInfo:
@@ -264,7 +266,11 @@ def _add_rank(rank: int, summary: dict[str, Any], info: RunInfo) -> None:
             warn(info, f"rank {rank}: {item.damaged} damaged records were left out")
         if item.dropped:
             warn(info, f"rank {rank}: {item.dropped} records could not be written (disk full, or slower than the job)")
+    # Of what could not be installed the facts say what is lost (`_note_notes`).
+    because = [str(fact.get("because"))[:MOST_OF_IT] for fact in summary["facts"] if fact["fact"] == LOST_FACT]
     for error in dict.fromkeys(summary["errors"]):
+        if any(why in error for why in because):
+            continue
         warn(info, f"rank {rank}: error inside dsprof, without effect on the job: {error}")
     if summary["cuda"]:
         warn(info, f"rank {rank}: {_of_device(summary)}")
@@ -320,11 +326,12 @@ def _some(ranks: list[int]) -> str:
 
 
 def _note_notes(info: RunInfo) -> None:
-    """What ranks said of how they were captured, each once."""
+    """What ranks said of how they were captured, and of what could not be, each once."""
     said: dict[str, list[int]] = defaultdict(list)
     for fact in info.facts:
-        if fact["fact"] == "note" and isinstance(fact.get("rank"), int):
-            said[str(fact.get("text"))].append(fact["rank"])
+        if fact["fact"] in ("note", LOST_FACT) and isinstance(fact.get("rank"), int):
+            text = fact.get("text") if fact["fact"] == "note" else f"{fact.get('because')}: {fact.get('what')}"
+            said[str(text)].append(fact["rank"])
     for text, ranks in said.items():
         warn(info, f"rank {_some(sorted(set(ranks)))}: {text}")
 
