@@ -151,6 +151,9 @@ CAPTURE_OFF: Final = "capture_off"
 CAPTURE_GAP: Final = "capture_gap"
 """Name of the `mark` row for the time whose records were given up, from the last one before to the first one after it;
 `value`: how many steps the rank had counted by its end; 0 where it counts none."""
+UNCAUGHT: Final = "uncaught"
+"""A fact: the exception that ended a rank: `type`, `message` (a line, redacted), `site` (file:line)."""
+
 STANDSTILL: Final = "standstill"
 """Fact of a rank that has recorded nothing for the time-out: since when, whether it works all the same, its stacks."""
 DEADLOCK: Final = "deadlock: "

@@ -251,6 +251,22 @@ def test_a_dead_rank_comes_first() -> None:
     assert "SIGKILL" in analysis.findings[0].title
 
 
+def test_a_dead_rank_says_which_exception_ended_it() -> None:
+    fact = {"fact": "uncaught", "rank": 1, "type": "ValueError", "message": "bad batch", "site": "/home/me/train.py:31"}
+    job = Job(facts=[fact])
+    job.exits = [
+        RankExit(rank=0, host="host", pid=100, code=1, signal=None, ended_ns=2_000),
+        RankExit(rank=1, host="host", pid=101, code=1, signal=None, ended_ns=1_000),
+    ]
+    first = analyze(job.trace()).findings[0]
+    last = job.steps - 1
+    assert first.title == f"rank 1 ended by exit status 1 after step {last}: train.py:31: ValueError: bad batch"
+    assert {item.metric: item.value for item in first.evidence}["exception"] == "train.py:31: ValueError: bad batch"
+    assert first.fixes[0].title == (
+        "ValueError was raised at /home/me/train.py:31: the rank's own output has the whole traceback"
+    )
+
+
 def test_that_a_line_issues_such_ones_is_nothing_that_a_rank_did() -> None:
     job = Job()
     job.exits = [RankExit(rank=0, host="host", pid=100, code=None, signal=9, ended_ns=1_000)]
