@@ -14,6 +14,7 @@ from dsprof.schema import CALL_SITE, UNCAUGHT
 
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
+from ..text import ms
 from .base import NotJudged, listed
 from .out_of_memory import killed_for_memory, why_out_of_memory
 
@@ -58,7 +59,7 @@ def rank_died(context: Context) -> list[Finding]:
     gone = _gone_before(context, first, mine)
     if gone is not None:
         before, seconds = gone
-        earlier = "" if seconds is None else f"{seconds:.1f} s "
+        earlier = "" if seconds is None else f"{ms(1e3 * seconds)} "
         where = Where(ranks=(before,), steps=where.steps)
         evidence = [replace(item, metric=f"rank {first.rank}: {item.metric}") for item in evidence]
         if seconds is not None:
