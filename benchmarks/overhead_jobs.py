@@ -151,6 +151,22 @@ def engine(rank: int, size: int) -> Step:
     return step
 
 
+def launch_bound(rank: int, size: int) -> Step:
+    """Many small operators, and a step of about 2 ms: a plain loop without a process group."""
+    torch.manual_seed(rank)
+    layers = [layer for _ in range(12) for layer in (nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh())]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    inputs = torch.randn(size, 16)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
 @dataclass(frozen=True)
 class Job:
     """make: of a rank and a batch size, a function that takes one step; batch_size: for about 150 ms a step."""
@@ -166,3 +182,11 @@ JOBS: Final = {
     "pipeline": Job(pipeline, ranks=2, batch_size=2),
     "engine": Job(engine, ranks=2, batch_size=4),
 }
+
+COUNTED: Final = {
+    "launch-bound": Job(launch_bound, ranks=1, batch_size=8),
+    "ddp": Job(ddp, ranks=1, batch_size=1),
+    "fsdp2": Job(fsdp2, ranks=2, batch_size=1),
+    "pipeline": Job(pipeline, ranks=2, batch_size=1),
+}
+"""What `instructions.py` counts: shorter steps than JOBS have, in which the collectors weigh more."""

@@ -19,14 +19,14 @@ def install(capture: OpenCapture) -> list[Uninstall]:
 
     seen = 0
 
-    def state() -> None:
+    def state(_: int = 0) -> None:
         nonlocal seen
         there = len(c10d._world.pg_map)
         if there != seen:
             seen = there
             state_groups(capture.write_fact)
 
-    capture.after_step.append(state)
+    capture.samples.append(state)
     state()  # a job may hang or fail before its first step
     return []
 

@@ -107,7 +107,10 @@ ALL_MARKED: Final = 16
 """Of collectives that are alike, the first ones of which none is left out."""
 
 CPU_SECONDS: Final = "cpu_seconds"
-"""Name of the `gauge` row of a process's CPU time so far, written at each step that it counts."""
+"""Name of the `gauge` row of a process's CPU time so far, written after a step, or every Nth where steps are short."""
+STEPS_TAKEN: Final = "steps_taken"
+"""Name of the `gauge` row written beside it: how many optimizers' steps the process had counted by then. Older captures
+have none: they wrote CPU_SECONDS at each of them."""
 FLOPS_FACT: Final = "flops"
 """Kind of the facts of a step's floating-point operations (`dsprof.collectors.flops`), which become these rows:"""
 FLOPS: Final = "flops."
