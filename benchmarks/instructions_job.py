@@ -10,6 +10,7 @@ and SAMPLE_NS are what a step, and a sample after one, take natively: the sample
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import multiprocessing
 import os
@@ -29,6 +30,10 @@ from overhead_jobs import COUNTED
 ARMS: Final = ("off", "light")
 SLOWER: Final = 60.0
 """Times as long as natively a step takes under callgrind; measured anew in the first steps."""
+
+
+INSTRUMENTED: Final = 20
+"""Steps under callgrind before those that count; the ones before them go faster."""
 
 
 class Marks:
@@ -75,7 +80,6 @@ class Clock:
 def capture(folder: Path, clock: Clock | None) -> Any:
     """As `dsprof run` opens it; its samplers and side threads by `clock`, if there is one."""
     from dsprof.collectors import beside, session, watchdog
-    from dsprof.collectors.step_end import StepEnd
 
     if clock is not None:
 
@@ -91,8 +95,8 @@ def capture(folder: Path, clock: Clock | None) -> Any:
     opened: Any = session.start()
     assert isinstance(opened, session.Session)
     if clock is not None:
-        opened._step_end = StepEnd(clock.of_samples)
-        clock.asked = 0  # it was asked once, for the beginning
+        step_end: Any = opened._step_end
+        step_end._clock, step_end._began_ns, step_end._ended_ns = clock.of_samples, 0, 0
         switch: Any = opened._switch
         switch._clock, switch._opened, switch._looked = clock.seconds, 0.0, 0.0
     return opened
@@ -114,17 +118,19 @@ def take(job: str, arm: str, rank: int, folder: Path, warm: int, steps: int, mar
         clock.steps += 1
 
     for number in range(warm):
-        if number == warm // 2:
-            if arm == "off":  # what its first steps leave, all arms have (overhead_turns.CAPTURED_TURNS)
-                from dsprof.collectors import session
+        if number == warm // 2 and arm == "off":  # what its first steps leave, all have (overhead_turns.CAPTURED_TURNS)
+            from dsprof.collectors import session
 
-                session.stop()
+            session.stop()
+        if number == max(warm - INSTRUMENTED, warm // 2):
             marks.start()
         began = time.perf_counter()
         turn()
         if marks.slow and number == warm - 1:
             clock.slower = max((time.perf_counter() - began) * 1e9 / clock.step_ns, 1.0)
     before = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter(), opened._step_end.spent_ns
+    gc.collect()
+    gc.freeze()  # whether a whole collection falls into the steps that count is chance
     marks.forget()
     for _ in range(steps):
         turn()

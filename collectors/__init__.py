@@ -7,6 +7,7 @@ catalogue    the collectors, a line each
 collector    what each of them is given
 opening      what a capture is opened with: its folder, the recorder
 capture_files  its facts.jsonl and meta.json
+hook_time    what capturing takes of the job
 step_end     when samples are taken after a step
 window       which part of the run is captured
 errors       errors of our own, which the job must not see

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -11,11 +12,10 @@ FAKE_TENSORS: Final = ("FakeTensor", "FunctionalTensor")
 
 def compiling() -> bool:
     """Whether Dynamo is tracing through the caller: then a hook must do nothing but what it wraps."""
-    import torch
-
-    return torch.compiler.is_compiling()
+    return check()()
 
 
+@functools.cache
 def check() -> Callable[[], bool]:
     """`compiling`, for hooks that are called dozens of times a step: the way there took longer than their record."""
     import torch

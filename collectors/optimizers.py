@@ -9,6 +9,7 @@ torch iterates over the global hooks while it calls them, so a hook that adds or
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import threading
@@ -54,6 +55,7 @@ class _Steps:
         self.local = _UnderWay()
         self.numbers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self.next_number = itertools.count(1)
+        self.last_numbered: tuple[Callable[[], object], int | None] = (lambda: None, None)
         self.stepped_in_backward = False
         self.taken = 0
 
@@ -96,12 +98,16 @@ class _Steps:
 
     def number_of(self, optimizer: Any) -> int | None:
         """From 1 in the order of their first steps; a fact says which it is. None if it cannot be told again."""
+        last, number = self.last_numbered
+        if last() is optimizer:  # as nearly always: to look it up takes ten times as long
+            return number
         try:
             number = self.numbers.get(optimizer)
             if number is None:
                 number = self.numbers[optimizer] = next(self.next_number)
                 if number <= MOST_DESCRIBED:
                     facts.state(_describe(optimizer, number))
+            self.last_numbered = weakref.ref(optimizer), number
             return number
         except Exception as error:  # a class of the user's that is not hashable, or lacks param_groups
             if self.recorder is not None:
@@ -124,9 +130,14 @@ def _describe(optimizer: Any, number: int) -> facts.Fact:
 
 def _in_backward() -> bool:
     """Whether the autograd engine calls, on whatever thread it uses."""
+    return _graph_task_id()() != -1
+
+
+@functools.cache
+def _graph_task_id() -> Callable[[], int]:
     import torch
 
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id
 
 
 def _active_steps() -> int:

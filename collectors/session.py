@@ -15,6 +15,8 @@ from .capture_files import FactsFile, MetaFile
 from .collector import OpenCapture
 from .errors import count_error
 from .facts import Fact
+from .hook_time import HookTime
+from .native import NativeRecorder
 from .record import Recorder
 from .step_end import StepEnd
 from .uninstall import Uninstall
@@ -52,6 +54,7 @@ class Session:
         self.pid = os.getpid()
         self.forked = False
         self._step_end = StepEnd()
+        self._hook_time = HookTime(recorder, self._step_end) if isinstance(recorder, NativeRecorder) else None
         self._switch = switch
         self._without = without
         self._facts = FactsFile(folder, who.rank)
@@ -90,6 +93,8 @@ class Session:
     def uninstall(self) -> None:
         if self._step_end.since and not self.forked:
             self._sample()  # of the last steps
+        if self._hook_time is not None and not self.forked:
+            _call_each((self._hook_time.close,))
         _call_each(self._capture.before_end)
         while self._uninstall:
             try:
@@ -119,6 +124,8 @@ class Session:
         self.recorder.count_step()
         end = self._step_end
         end.taken += 1
+        if self._hook_time is not None and end.taken >= self._hook_time.due:
+            _call_each((self._hook_time.after_step,))
         if self._capture.after_step:
             _call_each(self._capture.after_step)
         if end.taken >= end.due:

@@ -2,7 +2,7 @@
 
 What samples something (memory, CPU time, events of a device) takes some tens of microseconds. After a step of 150 ms
 that is nothing, after one of 2 ms it would be 3 %. So samples are taken after every Nth step, where N is such that they
-take at most SHARE of the time that the steps take: N is 1 where steps are long. All samples are taken together, since what
+take at most SHARE of the time that the steps take: N is 1 where steps are long. All are taken together, since what
 costs most is to leave the training's data and code in the caches.
 """
 

@@ -111,6 +111,12 @@ CPU_SECONDS: Final = "cpu_seconds"
 STEPS_TAKEN: Final = "steps_taken"
 """Name of the `gauge` row written beside it: how many optimizers' steps the process had counted by then. Older captures
 have none: they wrote CPU_SECONDS at each of them."""
+HOOK_SECONDS: Final = "hook_seconds"
+"""Name of the `gauge` row of what hooks took in one training step, which ended then; one step in 64."""
+SAMPLE_SECONDS: Final = "sample_seconds"
+SIDE_THREAD_SECONDS: Final = "side_thread_seconds"
+"""Names of the `gauge` rows written beside it: what samples after steps have taken so far, and the CPU time of the
+profiler's own threads."""
 FLOPS_FACT: Final = "flops"
 """Kind of the facts of a step's floating-point operations (`dsprof.collectors.flops`), which become these rows:"""
 FLOPS: Final = "flops."

@@ -337,7 +337,7 @@ def capture_facts(analysis: Analysis) -> str:
     if analysis.run.imported:
         words.append(f"imported from {imported_from(analysis.run.imported)}, of unknown overhead")
     elif capture.overhead_percent is not None:
-        words.append(f"overhead est. {percent(capture.overhead_percent)}")
+        words.append(f"overhead {'' if capture.overhead_measured else 'est. '}{percent(capture.overhead_percent)}")
     if not analysis.run.imported or capture.dropped:
         words.append(f"{count(capture.dropped, 'record')} dropped")
     if len(analysis.ranks_captured) > 1:

@@ -321,7 +321,14 @@ def test_findings_json_has_the_shape_of_the_design() -> None:
     assert list(found["findings"][0]) == [
         "code", "title", "severity", "confidence", "where", "evidence", "gain", "fixes",
     ]  # fmt: skip
-    assert list(found["capture"]) == ["overhead_percent", "dropped", "clock_error_us", "warnings", "replay"]
+    assert list(found["capture"]) == [
+        "overhead_percent",
+        "overhead_measured",
+        "dropped",
+        "clock_error_us",
+        "warnings",
+        "replay",
+    ]
     assert list(found["capture"]["replay"]) == ["error_percent", "contradicted_percent", "held_out_error_percent"]
 
 

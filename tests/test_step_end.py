@@ -28,12 +28,16 @@ class Job:
                 self.end.end(soon)
 
 
-@pytest.mark.parametrize(("step_ns", "every"), [(150 * MS, 1), (25 * MS, 1), (10 * MS, 3), (2 * MS, 13), (MS // 10, 250)])
+@pytest.mark.parametrize(
+    ("step_ns", "every"), [(150 * MS, 1), (25 * MS, 1), (10 * MS, 3), (2 * MS, 13), (MS // 10, 250)]
+)
 def test_samples_take_a_fixed_share_of_the_steps(step_ns: int, every: int) -> None:
     job = Job(sample_ns=50 * US)
     job.take(2000, step_ns)
     assert job.sampled[:FIRST] == [1, 2, 3]
-    assert {later - sooner for sooner, later in zip(job.sampled[FIRST:], job.sampled[FIRST + 1 :], strict=False)} == {every}
+    assert {later - sooner for sooner, later in zip(job.sampled[FIRST:], job.sampled[FIRST + 1 :], strict=False)} == {
+        every
+    }
     steady = len(job.sampled) - FIRST
     assert steady * job.sample_ns <= SHARE * 2000 * step_ns * 1.001
     assert job.end.spent_ns == len(job.sampled) * job.sample_ns
