@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -12,10 +11,11 @@ FAKE_TENSORS: Final = ("FakeTensor", "FunctionalTensor")
 
 def compiling() -> bool:
     """Whether Dynamo is tracing through the caller: then a hook must do nothing but what it wraps."""
-    return check()()
+    import torch
+
+    return torch.compiler.is_compiling()
 
 
-@functools.cache
 def check() -> Callable[[], bool]:
     """`compiling`, for hooks that are called dozens of times a step: the way there took longer than their record."""
     import torch

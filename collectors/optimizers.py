@@ -9,7 +9,6 @@ torch iterates over the global hooks while it calls them, so a hook that adds or
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 import threading
@@ -58,6 +57,8 @@ class _Steps:
         self.last_numbered: tuple[Callable[[], object], int | None] = (lambda: None, None)
         self.stepped_in_backward = False
         self.taken = 0
+        self.graph_task: Callable[[], int] = lambda: -1
+        """torch's own, once it is watched: to import it in each step takes longer than all else here."""
 
     def before(self, optimizer: Any, *_: Any) -> None:
         if dynamo.compiling():
@@ -130,14 +131,7 @@ def _describe(optimizer: Any, number: int) -> facts.Fact:
 
 def _in_backward() -> bool:
     """Whether the autograd engine calls, on whatever thread it uses."""
-    return _graph_task_id()() != -1
-
-
-@functools.cache
-def _graph_task_id() -> Callable[[], int]:
-    import torch
-
-    return torch._C._current_graph_task_id
+    return _steps.graph_task() != -1
 
 
 def _active_steps() -> int:
@@ -161,8 +155,10 @@ def watch(on_first: Callable[[], None] | None = None) -> None:
     global _watching
     _steps.on_first = on_first
     if not _watching:
+        import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+        _steps.graph_task = torch._C._current_graph_task_id
         register_optimizer_step_pre_hook(_steps.before)
         register_optimizer_step_post_hook(_steps.after)
         _watching = True
