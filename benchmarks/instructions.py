@@ -32,7 +32,7 @@ from typing import Any, Final
 HERE: Final = Path(__file__).parent
 MALLOC: Final = {"MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20), "PYTHONHASHSEED": "0"}
 """As in `overhead.py`."""
-STEPS: Final = {"launch-bound": (300, 200, 2000), "ddp": (6, 4, 60), "fsdp2": (6, 4, 60), "pipeline": (6, 4, 60)}
+STEPS: Final = {"launch-bound": (300, 200, 2000), "ddp": (20, 8, 60), "fsdp2": (20, 8, 60), "pipeline": (20, 8, 60)}
 """Before those that count; that count under callgrind; that count natively. What tensors are for is looked at after
 ever more steps, each time twice as many: of small operators none of these is among those that count."""
 TOTAL: Final = re.compile(r"^(?:totals|summary):\s+(\d+)", re.MULTILINE)

@@ -32,7 +32,7 @@ SLOWER: Final = 60.0
 """Times as long as natively a step takes under callgrind; measured anew in the first steps."""
 
 
-INSTRUMENTED: Final = 20
+INSTRUMENTED: Final = 4
 """Steps under callgrind before those that count; the ones before them go faster."""
 
 
