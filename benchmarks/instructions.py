@@ -1,6 +1,6 @@
 """What the collectors add to a training step, in instructions: where noise hides it, they can still be counted.
 
-    python benchmarks/instructions.py             # about 20 minutes; writes benchmarks/results/instructions.json
+    python benchmarks/instructions.py             # writes benchmarks/results/instructions.json
 
 Four jobs (`overhead_jobs.COUNTED`): DistributedDataParallel, FSDP2, a pipeline, and a plain loop of small operators
 whose step takes 2 ms. callgrind (valgrind) counts what all threads of a rank execute from one step to a later one, so
@@ -23,6 +23,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ MALLOC: Final = {"MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_MMAP_THRESHOLD_
 STEPS: Final = {"launch-bound": (300, 200, 2000), "ddp": (20, 8, 60), "fsdp2": (20, 8, 60), "pipeline": (20, 8, 60)}
 """Before those that count; that count under callgrind; that count natively. What tensors are for is looked at after
 ever more steps, each time twice as many: of small operators none of these is among those that count."""
+LIMIT_S: Final = 1800
 TOTAL: Final = re.compile(r"^(?:totals|summary):\s+(\d+)", re.MULTILINE)
 
 
@@ -62,12 +64,17 @@ def run(command: list[str], job: str, folder: Path, steps: int, marks: str, *clo
         str(steps),
         marks,
     ]
-    done = subprocess.run(
-        [*command, *script, *map(str, clock or (0, 0))], env=kept, stdout=subprocess.PIPE, text=True, check=False
-    )
-    if done.returncode:
-        sys.exit(f"{job}: ended with {done.returncode}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    words = [*command, *script, *map(str, clock or (0, 0))]
+    child = subprocess.Popen(words, env=kept, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        said, _ = child.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)  # with the ranks that it has forked
+        child.communicate()
+        sys.exit(f"{job}: not over after {LIMIT_S} s; leave it out with --jobs")
+    if child.returncode:
+        sys.exit(f"{job}: ended with {child.returncode}")
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
 def count(job: str, library: Path) -> dict[str, Any]:
