@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,27 +54,52 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
-def ddp(rank: int, size: int) -> Step:
+def make_small() -> Any:
+    """The same model with a quarter of the context and of the blocks."""
+    torch.manual_seed(0)
+    return example.GPT(256, CONTEXT // 4, 48, 4, 4)
+
+
+def random_batches(size: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """For it, without end: under callgrind, to read the example's data takes minutes."""
+    order = torch.Generator().manual_seed(rank)
+    while True:
+        tokens = torch.randint(256, (size, CONTEXT // 4 + 1), generator=order)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """model: makes what is trained; data: of a batch size and a rank, its batches."""
+
+    model: Callable[[], Any]
+    data: Callable[[int, int], Iterator[tuple[Tensor, Tensor]]]
+
+
+EXAMPLE: Final = Workload(make_model, batches)
+SMALL: Final = Workload(make_small, random_batches)
+
+
+def ddp(rank: int, size: int, work: Workload = EXAMPLE) -> Step:
     from torch.nn.parallel import DistributedDataParallel
 
-    return _ordinary(DistributedDataParallel(make_model()), rank, size)
+    return _ordinary(DistributedDataParallel(work.model()), work.data(size, rank))
 
 
-def fsdp2(rank: int, size: int) -> Step:
+def fsdp2(rank: int, size: int, work: Workload = EXAMPLE) -> Step:
     """A unit a block."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model, mesh = make_model(), init_device_mesh("cpu", (2,))
+    model, mesh = work.model(), init_device_mesh("cpu", (2,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _ordinary(model, rank, size)
+    return _ordinary(model, work.data(size, rank))
 
 
-def _ordinary(model: nn.Module, rank: int, size: int) -> Step:
+def _ordinary(model: nn.Module, data: Iterator[tuple[Tensor, Tensor]]) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = batches(size, rank)
 
     def step() -> None:
         inputs, targets = next(data)
@@ -104,15 +130,15 @@ class Half(nn.Module):
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
 
-def pipeline(rank: int, size: int) -> Step:
+def pipeline(rank: int, size: int, work: Workload = EXAMPLE) -> Step:
     """Two stages under 1F1B; `size` sequences a micro-batch."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    half = Half(make_model(), first=rank == 0)
+    half = Half(work.model(), first=rank == 0)
     stage = PipelineStage(half, rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=cross_entropy)
     optimizer = torch.optim.AdamW(half.parameters(), lr=1e-3)
-    data = batches(size * MICROBATCHES, 0)
+    data = work.data(size * MICROBATCHES, 0)
 
     def step() -> None:
         inputs, targets = next(data)
@@ -151,6 +177,22 @@ def engine(rank: int, size: int) -> Step:
     return step
 
 
+def launch_bound(rank: int, size: int) -> Step:
+    """Many small operators, and a step of about 2 ms: a plain loop without a process group."""
+    torch.manual_seed(rank)
+    layers = [layer for _ in range(12) for layer in (nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh())]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    inputs = torch.randn(size, 16)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
 @dataclass(frozen=True)
 class Job:
     """make: of a rank and a batch size, a function that takes one step; batch_size: for about 150 ms a step."""
@@ -166,3 +208,11 @@ JOBS: Final = {
     "pipeline": Job(pipeline, ranks=2, batch_size=2),
     "engine": Job(engine, ranks=2, batch_size=4),
 }
+
+COUNTED: Final = {
+    "launch-bound": Job(launch_bound, ranks=1, batch_size=8),
+    "ddp": Job(partial(ddp, work=SMALL), ranks=1, batch_size=4),
+    "fsdp2": Job(partial(fsdp2, work=SMALL), ranks=2, batch_size=4),
+    "pipeline": Job(partial(pipeline, work=SMALL), ranks=2, batch_size=2),
+}
+"""What `instructions.py` counts: shorter steps than JOBS have, in which the collectors weigh more."""

@@ -12,6 +12,8 @@ private      looks them up
 opening      what a capture is opened with: its folder, the recorder
 helperless   what is recorded where there is no native helper
 capture_files  its facts.jsonl and meta.json
+hook_time    what capturing takes of the job
+step_end     when samples are taken after a step
 window       which part of the run is captured
 errors       errors of our own, which the job must not see
 identity     which rank, of what, and into which run folder
@@ -46,5 +48,7 @@ hints        a script that wants to be started in another way
 imports      hooks in modules that the job imports later
 forks        locks that a forked child finds free
 dynamo       keeping torch.compile away from all this
+uncaught     the exception that ends a rank
+redaction    secrets are left out of what is written
 spans        the user's own `dsprof.span` and `dsprof.mark`
 """

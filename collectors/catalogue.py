@@ -26,6 +26,7 @@ from . import (
     pipelining,
     process_groups,
     sharding,
+    uncaught,
     watchdog,
 )
 from .collector import Collector
@@ -50,6 +51,7 @@ COLLECTORS: Final[dict[str, Collector]] = {
     "device-times": device_times.install,
     "process-groups": process_groups.install,
     "watchdog": watchdog.install,
+    "uncaught": uncaught.install,
     "call-sites": call_sites.install,
     "memory": memory.install,
     "nvml": nvml.install,
@@ -102,6 +104,7 @@ ABOUT: Final[dict[str, About]] = {
     "engine": About(FRAMEWORKS, "dsprof's own engine, by what it tells itself"),
     "flops": About(TROUBLE, "at --level full the floating-point operations of a step", (NATIVE,)),
     "deep": About(TROUBLE, "with --deep A:B torch.profiler's view of a few steps"),
+    "uncaught": About(TROUBLE, "the exception that ends a rank: type, message, and the line of the script"),
     "watchdog": About(TROUBLE, "where each thread stands, once a rank has stood still for --hang-timeout"),
 }
 """Of each, group by group."""

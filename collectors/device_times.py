@@ -31,7 +31,7 @@ def install(capture: OpenCapture) -> list[Uninstall]:
         return []
     hooks: list[Uninstall] = []
 
-    def after_step() -> None:
+    def after_step(_: int) -> None:
         if hooks:
             recorder.collect_device()
             return
@@ -41,7 +41,7 @@ def install(capture: OpenCapture) -> list[Uninstall]:
             hooks.extend(watch(recorder, f"cuda:{torch.cuda.current_device()}"))
             facts.state({"fact": "device_times", "streams": "cuda"})
 
-    capture.after_step.append(after_step)
+    capture.samples.append(after_step)
     return [lambda: in_reverse(hooks)()]
 
 

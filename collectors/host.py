@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from dsprof.schema import CPU_SECONDS, Kind
+from dsprof.schema import CPU_SECONDS, STEPS_TAKEN, Kind
 
 from .collector import OpenCapture
 from .interrupts import by_handler
@@ -30,7 +30,7 @@ SYSTEM_TICKS: Final = 12
 """Fields of /proc/<pid>/stat behind the command's name (proc(5), from 0)."""
 
 GAUGES: Final = (CPU_SECONDS, "training_thread_cpu_seconds", "worker_cpu_seconds", "core_wait_seconds")
-"""Names of what is recorded after each step."""
+"""Names of what is recorded after steps."""
 
 READ_EVERY_S: Final = 0.05
 """Of workers' CPU time, which is read from a file for each of them and counts in steps of 0.01 s anyway."""
@@ -41,9 +41,9 @@ callback only appends here, and `sample` writes them at the end of the step."""
 
 
 def install(capture: OpenCapture) -> list[Uninstall]:
-    """Record what `sample` does after each step, and pauses of the interpreter."""
+    """Record what `sample` does after steps, and pauses of the interpreter."""
     sampled = sampler(capture.recorder)
-    capture.after_step.append(sampled)
+    capture.samples.append(sampled)
     capture.when_on.append(sampled)
     return [watch_collections(capture.recorder)]
 
@@ -180,18 +180,23 @@ _run_queue = _RunQueue()
 _worker_time = WorkerTime()
 
 
-def sampler(recorder: Recorder) -> Callable[[], None]:
-    """What the training thread calls at the end of a step: it records the CPU time of the process, of the thread and of
-    the process's workers, and how long the thread waited for a core. All in seconds, since the process or thread began.
+def sampler(recorder: Recorder) -> Callable[..., None]:
+    """What the training thread calls at the end of a step, with the number of steps since the last time: it records the
+    steps so far, the CPU time of the process, of the thread and of the process's workers, and how long the thread
+    waited for a core. All times in seconds, since the process or thread began.
     """
     put, gauge = recorder.put, int(Kind.GAUGE)
     of_process, of_thread, of_workers, of_queue = map(recorder.intern, GAUGES)
+    of_steps, taken = recorder.intern(STEPS_TAKEN), 0
 
-    def sample() -> None:
+    def sample(steps: int = 0) -> None:
+        nonlocal taken
+        taken += steps
         if _pauses:
             _record_pauses(recorder)
         working, waited = _worker_time.seconds(), _run_queue.waited_s()
         now = time.monotonic_ns()
+        put(gauge, of_steps, now, now, float(taken), -1)
         put(gauge, of_process, now, now, time.process_time(), -1)
         put(gauge, of_thread, now, now, time.thread_time(), -1)
         if working is not None:

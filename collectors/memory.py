@@ -1,4 +1,4 @@
-"""Memory at the end of each step: of the process, and of the devices that it uses; what it is for, in some steps; at
+"""Memory at the end of steps: of the process, and of the devices that it uses; what it is for, in some steps; at
 level full the history of CUDA's allocators; and who held the memory when there was none left.
 
 Rows are `mem` samples (`schema.MEMORY_NOW` and what follows it there) in lanes of their own. A number is written when
@@ -40,7 +40,7 @@ THEIRS: Final = (
 
 
 def install(capture: OpenCapture) -> list[Uninstall]:
-    """Sample memory after each step."""
+    """Sample memory after steps."""
 
     def sample() -> Uninstall:
         sampler = Sampler(capture, TorchCuda(), HostMemory(), memory_parts.live(), memory_history.history())
@@ -103,18 +103,19 @@ class Sampler:
                 self._history.begin()
             except Exception as error:
                 count_error("the memory history", error)
-        self._capture.after_step.append(self.after_step)
+        self._capture.samples.append(self.after_step)
         self._capture.when_on.append(self._turned_on)
         return [self._close, before_backward(self._backward_begins)]
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def after_step(self) -> None:
-        """A training step has ended."""
+    def after_step(self, steps: int = 1) -> bool:
+        """So many training steps have ended since the last time. Whether to be called after the next one, too: that
+        one's backward tells what activations take."""
         if not self._capture.is_on():
             self._turned_off()
-            return
-        self._steps += 1
+            return False
+        self._steps += steps
         now = self._clock()
         looks = self._steps >= self._next_look and (
             self._steps <= ALWAYS or self._looking <= MOST_LOOKING * (self._cpu_clock() - self._opened)
@@ -147,6 +148,7 @@ class Sampler:
             except Exception as error:
                 count_error("what memory is for", error)
             self._looking += self._cpu_clock() - began
+        return looks
 
     def _sample_host(self, now: int) -> int:
         """Resident memory."""
@@ -247,9 +249,10 @@ class Sampler:
                     self._capture.write_fact({"fact": "note", "text": THEIRS})
         finally:
             self._process = -1
-            for hooks, hook in ((self._capture.after_step, self.after_step), (self._capture.when_on, self._turned_on)):
-                if hook in hooks:
-                    hooks.remove(hook)
+            if self.after_step in self._capture.samples:
+                self._capture.samples.remove(self.after_step)
+            if self._turned_on in self._capture.when_on:
+                self._capture.when_on.remove(self._turned_on)
             self._host.close()
 
     # --- out of memory ----------------------------------------------------------------------------

@@ -55,8 +55,11 @@ class _Steps:
         self.local = _UnderWay()
         self.numbers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self.next_number = itertools.count(1)
+        self.last_numbered: tuple[Callable[[], object], int | None] = (lambda: None, None)
         self.stepped_in_backward = False
         self.taken = 0
+        self.graph_task: Callable[[], int] = lambda: -1
+        """torch's own, once it is watched: to import it in each step takes longer than all else here."""
 
     def before(self, optimizer: Any, *_: Any) -> None:
         if dynamo.compiling():
@@ -97,12 +100,16 @@ class _Steps:
 
     def number_of(self, optimizer: Any) -> int | None:
         """From 1 in the order of their first steps; a fact says which it is. None if it cannot be told again."""
+        last, number = self.last_numbered
+        if last() is optimizer:  # as nearly always: to look it up takes ten times as long
+            return number
         try:
             number = self.numbers.get(optimizer)
             if number is None:
                 number = self.numbers[optimizer] = next(self.next_number)
                 if number <= MOST_DESCRIBED:
                     facts.state(_describe(optimizer, number))
+            self.last_numbered = weakref.ref(optimizer), number
             return number
         except Exception as error:  # a class of the user's that is not hashable, or lacks param_groups
             if self.recorder is not None:
@@ -124,8 +131,8 @@ def _describe(optimizer: Any, number: int) -> facts.Fact:
 
 
 def _in_backward() -> bool:
-    """Whether the autograd engine calls."""
-    return bool(graph_task()() != -1)
+    """Whether the autograd engine calls, on whatever thread it uses."""
+    return _steps.graph_task() != -1
 
 
 def _active_steps() -> int:
@@ -151,6 +158,7 @@ def watch(on_first: Callable[[], None] | None = None) -> None:
     if not _watching:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+        _steps.graph_task = graph_task()
         register_optimizer_step_pre_hook(_steps.before)
         register_optimizer_step_post_hook(_steps.after)
         _watching = True

@@ -23,7 +23,7 @@ def install(capture: OpenCapture) -> list[Uninstall]:
         return []
     seen = 0
 
-    def state() -> None:
+    def state(_: int = 0) -> None:
         nonlocal seen
         groups = private.find(f"{WORLD}.pg_map")
         there = int(is_initialized()) if groups is None else len(groups)
@@ -32,7 +32,7 @@ def install(capture: OpenCapture) -> list[Uninstall]:
             state_groups(capture.write_fact)
 
     def install() -> None:
-        capture.after_step.append(state)
+        capture.samples.append(state)
         state()  # a job may hang or fail before its first step
 
     return install_each("process-groups", [HookPart("process groups are not known", install, decisive=True)])

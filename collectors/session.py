@@ -17,8 +17,11 @@ from .capture_files import FactsFile, MetaFile
 from .collector import OpenCapture
 from .errors import count_error
 from .facts import Fact
+from .hook_time import HookTime
+from .native import NativeRecorder
 from .parts import HookPart, count_loss, install_each
 from .record import Recorder
+from .step_end import StepEnd
 from .uninstall import Uninstall
 from .window import Switch, Window
 
@@ -59,6 +62,9 @@ class Session:
         self.recorder = recorder
         self.copied = copied
         self.pid = os.getpid()
+        self.forked = False
+        self._step_end = StepEnd()
+        self._hook_time = HookTime(recorder, self._step_end) if isinstance(recorder, NativeRecorder) else None
         self._switch = switch
         self._without, self._left_out = without, left_out
         self._facts = FactsFile(folder, who.rank)
@@ -96,6 +102,10 @@ class Session:
         self._meta.write(self.recorder, closed=False)
 
     def uninstall(self) -> None:
+        if self._step_end.since and not self.forked:
+            self._sample()  # of the last steps
+        if self._hook_time is not None and not self.forked:
+            _call_each((self._hook_time.close,))
         _call_each(self._capture.before_end)
         while self._uninstall:
             try:
@@ -119,19 +129,39 @@ class Session:
             scratch.close(self.folder)
 
     def on_step(self) -> None:
-        """After a training step: the use of the host so far, and what was set up since the last one."""
-        if self.pid != os.getpid():  # a forked child that trains something of its own
+        """After a training step. Most of them end here soon: a step may take no more than a millisecond."""
+        if self.forked:  # a child that trains something of its own
             return
         self.recorder.count_step()
-        _call_each(self._capture.before_end)
-        _call_each(self._capture.after_step)  # before what they write may no longer be written
+        end = self._step_end
+        end.taken += 1
+        if self._hook_time is not None and end.taken >= self._hook_time.due:
+            _call_each((self._hook_time.after_step,))
+        if self._capture.after_step:
+            _call_each(self._capture.after_step)
+        if end.taken >= end.due:
+            self._sample()
+
+    def _sample(self) -> None:
+        """What was set up, and the use of the host, since the last time; whether to go on recording."""
+        end = self._step_end
+        end.begin()
+        steps, soon = end.since, False
+        _call_each(self._capture.before_end)  # before what they write may no longer be written
+        for sample in tuple(self._capture.samples):
+            try:
+                soon = bool(sample(steps)) or soon
+            except Exception as error:
+                count_error("after a step", error)
         try:
-            turned_on = self._switch is not None and self._switch.after_step()
+            if self._switch is not None and self._switch.after_step(steps):
+                soon = True
+                _call_each(self._capture.when_on)
         except Exception as error:
             count_error("after a step", error)
-            return
-        if turned_on:
-            _call_each(self._capture.when_on)
+        end.end(soon)
+        if self._switch is not None and self._switch.next_change is not None:
+            end.no_later_than(self._switch.next_change)
 
     def write_fact(self, fact: Fact) -> None:
         """Append to facts.jsonl, once."""
@@ -207,6 +237,7 @@ def _in_child() -> None:
     global _current, _lock
     _lock = threading.Lock()
     if _current is not None:
+        _current.forked = True
         _current.recorder.disarm_after_fork()
         errors.send_to(None)
         statements.send_to(None)

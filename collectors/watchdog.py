@@ -45,7 +45,7 @@ def install(capture: OpenCapture) -> list[Uninstall]:
         return []
     watchdog = Watchdog(capture, timeout_s)
     watchdog.begin_with_peers()
-    capture.after_step.append(watchdog.stepped)
+    capture.samples.append(watchdog.stepped)
     return [watchdog.stop]
 
 
@@ -90,8 +90,8 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="dsprof-watchdog", daemon=True)
         self._thread.start()
 
-    def stepped(self) -> None:
-        """The calling thread has taken a step."""
+    def stepped(self, _: int = 1) -> None:
+        """The calling thread has taken steps."""
         self._training = threading.get_ident()
         if self._thread is None:
             self.begin_with_peers()

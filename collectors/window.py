@@ -76,9 +76,17 @@ class Switch:
         """The window's last step; None where it has none."""
         return self._window.last
 
-    def after_step(self) -> bool:
-        """The training thread has taken a step; whether that turned the capture on."""
-        self._steps += 1
+    @property
+    def next_change(self) -> int | None:
+        """After which step the window begins or ends next; None where that does not go by steps, or is over."""
+        window = self._window
+        if window.delay_s or window.duration_s is not None:
+            return self._steps + 1  # by the clock, which is looked at after each step
+        return next((step for step in (window.first, window.last) if step is not None and step > self._steps), None)
+
+    def after_step(self, steps: int = 1) -> bool:
+        """The training thread has taken so many steps since the last time; whether that turned the capture on."""
+        self._steps += steps
         now = self._clock()
         if now - self._looked >= LOOK_EVERY_S:
             self._looked = now

@@ -107,7 +107,16 @@ ALL_MARKED: Final = 16
 """Of collectives that are alike, the first ones of which none is left out."""
 
 CPU_SECONDS: Final = "cpu_seconds"
-"""Name of the `gauge` row of a process's CPU time so far, written at each step that it counts."""
+"""Name of the `gauge` row of a process's CPU time so far, written after a step, or every Nth where steps are short."""
+STEPS_TAKEN: Final = "steps_taken"
+"""Name of the `gauge` row written beside it: how many optimizers' steps the process had counted by then. Older captures
+have none: they wrote CPU_SECONDS at each of them."""
+HOOK_SECONDS: Final = "hook_seconds"
+"""Name of the `gauge` row of what hooks took in one training step, which ended then; one step in 64."""
+SAMPLE_SECONDS: Final = "sample_seconds"
+SIDE_THREAD_SECONDS: Final = "side_thread_seconds"
+"""Names of the `gauge` rows written beside it: what samples after steps have taken so far, and the CPU time of the
+profiler's own threads."""
 LOST_FACT: Final = "lost"
 """Kind of the facts of what could not be hooked, in words; one is `decisive` where its collectors are as good as
 switched off."""
@@ -154,6 +163,9 @@ CAPTURE_OFF: Final = "capture_off"
 CAPTURE_GAP: Final = "capture_gap"
 """Name of the `mark` row for the time whose records were given up, from the last one before to the first one after it;
 `value`: how many steps the rank had counted by its end; 0 where it counts none."""
+UNCAUGHT: Final = "uncaught"
+"""A fact: the exception that ended a rank: `type`, `message` (a line, redacted), `site` (file:line)."""
+
 STANDSTILL: Final = "standstill"
 """Fact of a rank that has recorded nothing for the time-out: since when, whether it works all the same, its stacks."""
 DEADLOCK: Final = "deadlock: "

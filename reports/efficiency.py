@@ -84,11 +84,11 @@ def module_rows(analysis: Analysis, most: int) -> list[dict[str, Any]]:
     several = len(analysis.ranks_captured) > 1
     rows = []
     for item in table.to_dict("records"):
-        slowest = f"{item['slowest_own_ms']:,.2f} on {int(item['slowest_rank'])}" if several else ""
+        slowest = f"{number(item['slowest_own_ms'])} on {int(item['slowest_rank'])}" if several else ""
         rows.append(
             {
                 "module": clean(item["module"]),
-                "calls": f"{item['calls']:,.1f}".removesuffix(".0"),
+                "calls": f"{item['calls']:,.0f}" if float(item["calls"]).is_integer() else number(item["calls"]),
                 **{name: _ms(item[name]) for name in ("ms", "own_ms", "backward_ms", "backward_own_ms")},
                 "recompute_ms": _ms(item["recompute_ms"]),
                 "gflop": "" if math.isnan(item["gflop"]) else _ms(item["gflop"]),
@@ -99,7 +99,7 @@ def module_rows(analysis: Analysis, most: int) -> list[dict[str, Any]]:
 
 
 def _ms(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:,.2f}" if value >= 0.005 else "0"
+    return "–" if math.isnan(value) else number(value)
 
 
 def unseen(analysis: Analysis) -> str:

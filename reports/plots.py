@@ -159,7 +159,7 @@ def devices(told: pd.DataFrame, *, of_ranks: int | None = None, max_points: int 
             line.update(yaxis=f"y{axis}", legendgroup=str(rank), showlegend=row == 1, hovertemplate="%{y:,.4g}")
             traces.append(line)
     if of_ranks is not None and of_ranks > len(ranks):
-        notes.append(f"{len(ranks)} of {of_ranks} ranks")
+        notes.append(f"{len(ranks)} of {text.count(of_ranks, 'rank')}")
     figure = styled(traces, "Devices", "; ".join(notes), height=60 + 130 * max(len(drawn), 1), hovermode="x")
     gap = 0.04
     high = (1 - gap * (len(drawn) - 1)) / max(len(drawn), 1)

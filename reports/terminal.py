@@ -163,7 +163,8 @@ def _step_tree(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column(no_wrap=True, overflow="ellipsis")
-    digits = 0 if step.mean >= 1000 else 1 if step.mean >= 100 else 2
+    unit = text.unit_of(step.mean)  # one for all rows, so that they can be compared
+    digits = 1 if step.mean >= 100 * unit.ms else 2
     for part in shown:
         last = part == shown[-1]
         look, value = palette.part(part), analysis.budget[part]
@@ -171,7 +172,7 @@ def _step_tree(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
         codes = causes.get(part, [])
         grid.add_row(
             Text.assemble((f"{glyphs.last if last else glyphs.branch} ", "dim"), (look.label, "bold" if codes else "")),
-            Text(f"{value:,.{digits}f} ms"),
+            Text(f"{value / unit.ms:,.{digits}f} {unit.name}"),
             Text(f"{100 * value / step.mean:.1f} %"),
             Text.assemble((bar, look.color), (f" {glyphs.mark} {', '.join(codes)}" if codes else "", "bold")),
         )

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from dsprof.analyzer.analysis import Analysis, StepTime
 from dsprof.analyzer.finding import MEASURED_EXCESS, MEASURED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
 from dsprof.analyzer.memory import DeviceMemory, Holder
-from dsprof.analyzer.text import clean, count, ms, number, percent, quantity, ranks, spans
+from dsprof.analyzer.text import clean, count, ms, number, percent, quantity, ranks, spans, unit_of
 from dsprof.run import RankExit, last_processes
 from dsprof.schema import TIME_KINDS
 
@@ -67,7 +67,7 @@ def between(low: float, high: float) -> str:
 
 def _beside(reference: float, value: float) -> str:
     """A duration in ms as a number in the unit that `text.ms` chooses for the one it stands beside."""
-    return number(value / 1e3 if ms(reference).endswith(" s") else value)
+    return unit_of(reference).number(value)
 
 
 # --- kinds of time ------------------------------------------------------------------------------
@@ -331,13 +331,13 @@ def capture_facts(analysis: Analysis) -> str:
     """The capture's quality in one line."""
     capture = analysis.capture
     missing = missing_ranks(analysis)
-    words = [f"{len(analysis.ranks_captured)}/{analysis.ranks_expected} ranks"]
+    words = [f"{len(analysis.ranks_captured)}/{count(analysis.ranks_expected, 'rank')}"]
     if missing:
         words[0] += f" (missing {spans(missing)})"
     if analysis.run.imported:
         words.append(f"imported from {imported_from(analysis.run.imported)}, of unknown overhead")
     elif capture.overhead_percent is not None:
-        words.append(f"overhead est. {percent(capture.overhead_percent)}")
+        words.append(f"overhead {'' if capture.overhead_measured else 'est. '}{percent(capture.overhead_percent)}")
     if not analysis.run.imported or capture.dropped:
         words.append(f"{count(capture.dropped, 'record')} dropped")
     if len(analysis.ranks_captured) > 1:
@@ -377,7 +377,7 @@ def unbroken(words: str, space: str = "\N{NO-BREAK SPACE}") -> str:
     return _UNIT.sub(space, words)
 
 
-_UNIT: Final = re.compile(r"(?<=\d) (?=%|(?:ms|s|min|h|[KMG]?i?B)\b)")
+_UNIT: Final = re.compile(r"(?<=\d) (?=%|(?:us|ms|s|min|h|[KMGT]?i?B)\b)")
 
 
 def moment(text: str) -> str:

@@ -251,6 +251,22 @@ def test_a_dead_rank_comes_first() -> None:
     assert "SIGKILL" in analysis.findings[0].title
 
 
+def test_a_dead_rank_says_which_exception_ended_it() -> None:
+    fact = {"fact": "uncaught", "rank": 1, "type": "ValueError", "message": "bad batch", "site": "/home/me/train.py:31"}
+    job = Job(facts=[fact])
+    job.exits = [
+        RankExit(rank=0, host="host", pid=100, code=1, signal=None, ended_ns=2_000),
+        RankExit(rank=1, host="host", pid=101, code=1, signal=None, ended_ns=1_000),
+    ]
+    first = analyze(job.trace()).findings[0]
+    last = job.steps - 1
+    assert first.title == f"rank 1 ended by exit status 1 after step {last}: train.py:31: ValueError: bad batch"
+    assert {item.metric: item.value for item in first.evidence}["exception"] == "train.py:31: ValueError: bad batch"
+    assert first.fixes[0].title == (
+        "ValueError was raised at /home/me/train.py:31: the rank's own output has the whole traceback"
+    )
+
+
 def test_that_a_line_issues_such_ones_is_nothing_that_a_rank_did() -> None:
     job = Job()
     job.exits = [RankExit(rank=0, host="host", pid=100, code=None, signal=9, ended_ns=1_000)]
@@ -305,7 +321,14 @@ def test_findings_json_has_the_shape_of_the_design() -> None:
     assert list(found["findings"][0]) == [
         "code", "title", "severity", "confidence", "where", "evidence", "gain", "fixes",
     ]  # fmt: skip
-    assert list(found["capture"]) == ["overhead_percent", "dropped", "clock_error_us", "warnings", "replay"]
+    assert list(found["capture"]) == [
+        "overhead_percent",
+        "overhead_measured",
+        "dropped",
+        "clock_error_us",
+        "warnings",
+        "replay",
+    ]
     assert list(found["capture"]["replay"]) == ["error_percent", "contradicted_percent", "held_out_error_percent"]
 
 

@@ -25,10 +25,14 @@ from dsprof.trace.derive.streams import clock_offsets
 MS = 1_000_000
 
 JOB = """
-import json, sys
+import atexit, json, sys
 import torch
 from torch import nn
 import fake_device
+
+losses = []
+# Last of all: what short steps have put on the stream is read when the capture closes.
+atexit.register(lambda: print(json.dumps({"losses": losses, "counts": fake_device.counts()})))
 
 torch.cuda.is_initialized, torch.cuda.current_device = lambda: True, lambda: 0
 
@@ -57,7 +61,6 @@ class Sgd(torch.optim.SGD):
 torch.manual_seed(0)
 model = Layer()
 optimizer = Sgd(model.parameters(), 0.1)
-losses = []
 for step in range(30):
     if step == FAIL_AT:
         fake_device.fail()
@@ -69,7 +72,6 @@ for step in range(30):
     if step % 4 == 3:
         fake_device.drain()
 fake_device.drain()
-print(json.dumps({"losses": losses, "counts": fake_device.counts()}))
 """
 
 

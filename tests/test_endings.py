@@ -111,6 +111,7 @@ def test_a_rank_ends(ending: str, status: int, how: str | None, script: Path, tm
     assert finished.findings["findings"][0] == died[0]
     assert died[0]["where"]["ranks"] == [1]
     assert how in died[0]["title"]
+    assert died[0]["title"].endswith(": train.py:22: ValueError: planted") == (ending == "exception")
     assert finished.findings["run"]["ranks"] == {"expected": 2, "captured": 2}
     assert finished.findings["run"]["steps"] >= 5
     assert died[0]["where"]["steps"] == [4, 4]

@@ -95,8 +95,8 @@ EXCEPTIONS: Final = {
     "dsprof.collectors.bootstrap.sitecustomize": {"dsprof"},
 }
 """Module or package -> what else it may import: what the engine shares with the analyzer and with `dsprof doctor`, the
-helper's build and where it is kept, the names of the collectors, the private names that they use, and the bootstrap, which looks whether dsprof is
-installed at all."""
+helper's build and where it is kept, the names of the collectors, the private names that they use, and the bootstrap,
+which looks whether dsprof is installed at all."""
 
 THIRD_PARTY: Final = {
     "schema": set(),

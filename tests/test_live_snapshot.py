@@ -54,7 +54,7 @@ def test_a_snapshot_of_an_oom_tells_more_than_one_of_the_end(tmp_path: Path) -> 
     short.write(captures[0] / OOM_SNAPSHOT_NAME)
     steady.write(captures[0] / SNAPSHOT_NAME)
     (finding,) = [one for one in analysis_of(folder).findings if one.code == "memory.oom-risk"]
-    assert finding.title == "out of memory at train.py:30: 50.0 MiB more, with 780.0 MiB in use"
+    assert finding.title == "out of memory at train.py:30: 50.0 MiB more, with 780 MiB in use"
 
 
 def test_one_that_comes_after_a_merge_is_read(tmp_path: Path) -> None:

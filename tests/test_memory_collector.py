@@ -55,8 +55,8 @@ class Watched:
             for call in self.backwards:
                 call()
             self.now += 1_000_000
-            for hook in self.capture.after_step:
-                hook()
+            for hook in self.capture.samples:
+                hook(1)
 
     def close(self) -> None:
         while self._uninstall:

@@ -66,8 +66,8 @@ def test_the_reason_stands_where_there_is_no_mfu() -> None:
 def test_the_page_has_numbers_and_the_table() -> None:
     words = text_of(html.render(full()))
     assert "MFU 45 % HFU 51 % model operations 900 TFLOP/s samples a second 80.0 tokens a second and rank 640" in words
-    assert "blocks.0 2 7.50 3.25 11.00 7.00 0 0.25 10.50 on 1" in words
-    assert "<b>head</b> 1.5 1.00 1.00 – – 0.50 0 1.00 on 0" in words
+    assert "blocks.0 2 7.50 3.25 11.0 7.00 0 0.25 10.5 on 1" in words
+    assert "<b>head</b> 1.50 1.00 1.00 – – 0.50 0 1.00 on 0" in words
     assert "Not timed in backward: <b>head</b>." in words
 
 

@@ -124,12 +124,12 @@ def test_every_part_has_a_look() -> None:
 
 def test_in_words() -> None:
     assert memory.line(on_devices()[1]) == (
-        "61.0 GiB allocated at the peak on rank 1, which has most, 76 % of 80.0 GiB (parameters 6.0 GiB, gradients "
-        "6.0 GiB, optimizer states 24.0 GiB, activations 20.0 GiB, cached 10.0 GiB)"
+        "61.0 GiB allocated at the peak on rank 1, which has most, 76 % of 80.0 GiB (parameters 6.00 GiB, gradients "
+        "6.00 GiB, optimizer states 24.0 GiB, activations 20.0 GiB, cached 10.0 GiB)"
     )
     assert memory.line(on_the_host()[1]) == (
-        "430.0 MiB resident at the peak on rank 1, which has most; the ranks of a host together 5.2 % of 16.0 GiB "
-        "(parameters 100.0 MiB)"
+        "430 MiB resident at the peak on rank 1, which has most; the ranks of a host together 5.2 % of 16.0 GiB "
+        "(parameters 100 MiB)"
     )
     assert memory.line([]) == ""
 

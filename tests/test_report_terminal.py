@@ -49,7 +49,7 @@ def test_healthy() -> None:
         info      comm.exposed: the last all-reduce is not overlapped; saves 1.10 ms a step (0.6 %) [0.20,
                   2.00], which is not sure
         passed    comm.small-messages, data.imbalance, data.stall, pause.gc, rank.straggler, run.rank-died
-        capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within 3 us, noise 0.60 ms
+        capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within 3.00 us, noise 0.60 ms
         """)
 
 
@@ -84,12 +84,12 @@ def test_straggler() -> None:
            gain   saves 4.20 ms a step (2.0 %) [2.60, 5.90], confidence 80 %
            where  all_reduce, group 0
            why    all-reduces a step: 310 (expected 4)
-                  median size: 9.8 KiB (expected 25.0 MiB)
+                  median size: 9.77 KiB (expected 25.0 MiB)
            fix    larger buckets in DistributedDataParallel
                     bucket_cap_mb=25
 
         passed    comm.exposed, data.imbalance, data.stall, pause.gc, run.rank-died
-        capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within 3 us, noise 0.60 ms
+        capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within 3.00 us, noise 0.60 ms
         """)
 
 
@@ -114,7 +114,7 @@ def test_dead_rank() -> None:
            fix    the kernel log says whether memory ran out: dmesg | grep -i oom
 
         passed    comm.exposed, comm.small-messages, data.imbalance, data.stall, pause.gc, rank.straggler
-        capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within 3 us, noise 0.60 ms
+        capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within 3.00 us, noise 0.60 ms
         warning   rank 0 killed by SIGTERM (143), last complete step 11
         warning   rank 1: 1 record torn
         """)
@@ -147,7 +147,7 @@ def test_a_cost_beside_the_ordinary_steps() -> None:
         passed    comm.exposed, comm.small-messages, data.imbalance, data.stall, pause.gc, run.rank-died
         unjudged  rank.straggler: the ranks do different work
         note      steps are slower from step 41 on
-        capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within 3 us, noise 0.60 ms
+        capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within 3.00 us, noise 0.60 ms
         """)
 
 
@@ -195,7 +195,7 @@ def test_no_step() -> None:
 
         unjudged  comm.exposed, comm.small-messages, data.imbalance, data.stall, pause.gc, rank.straggler,
                   run.rank-died: no complete step
-        capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within 3 us
+        capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within 3.00 us
         """)
 
 
@@ -221,12 +221,12 @@ def test_missing_ranks_are_named() -> None:
 def test_the_noise_is_told_with_the_capture() -> None:
     text = text_of(replace(factories.healthy(), noise_ms=5.0))
     assert "nothing found that is sure to shorten the 175 ms step\n" in text
-    assert "clocks within 3 us, noise 5.00 ms\n" in text
+    assert "clocks within 3.00 us, noise 5.00 ms\n" in text
 
 
 def test_one_step_has_no_noise_estimate() -> None:
     text = text_of(replace(factories.healthy(), noise_ms=float("inf")))
-    assert "clocks within 3 us\n" in text
+    assert "clocks within 3.00 us\n" in text
     assert "inf" not in text.replace("info", "")
 
 

@@ -50,7 +50,7 @@ def test_loading_that_computes_gains_nothing_where_no_core_is_free() -> None:
     found = analyze(job(data=constant(4.5), cpus=bound_to(2), buckets=(1 << 20,) * 2, latency_ms=1.5).trace())
     (stall,) = stalls(found)
     assert stall.severity == "info"
-    assert stall.title == "the loop waits 4.5 ms of each step for input; no core is free for workers"
+    assert stall.title == "the loop waits 4.51 ms of each step for input; no core is free for workers"
     assert stall.gain.low < 0 < stall.gain.high < 4.5
     assert stall.fixes == ()
 
@@ -127,7 +127,7 @@ def test_a_wait_that_workers_would_not_shorten_is_listed_without_a_fix() -> None
     """0.5 ms is what it costs to be handed a batch."""
     (stall,) = stalls(analyze(job(data=constant(0.5)).trace()))
     assert (stall.severity, stall.fixes, stall.gain.ms) == ("info", (), 0.0)
-    assert stall.title == "the loop waits 0.5 ms of each step for input; workers would hardly shorten it"
+    assert stall.title == "the loop waits 0.50 ms of each step for input; workers would hardly shorten it"
 
 
 def test_a_wait_of_next_to_nothing_is_not_mentioned() -> None:

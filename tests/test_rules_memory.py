@@ -41,7 +41,7 @@ def test_one_block_that_is_kept_in_each_segment(tmp_path: Path) -> None:
     finding = found("memory.fragmentation", analysis)
     assert finding.severity == "high"
     assert finding.title == (
-        "1.1 GiB of 2.1 GiB reserved (51 %) lie free between blocks in use, most of it beside what train.py:20 keeps"
+        "1.09 GiB of 2.15 GiB reserved (51 %) lie free between blocks in use, most of it beside what train.py:20 keeps"
     )
     assert analysis.verdict.status == "bottleneck"
     assert analysis.verdict.headline == finding.title
@@ -52,7 +52,7 @@ def test_one_block_that_is_kept_in_each_segment(tmp_path: Path) -> None:
     assert told["asked for the last of it"] == "/home/me/train.py:30"
     setting, code = finding.fixes
     assert setting.patch == ({"name": "PYTORCH_CUDA_ALLOC_CONF", "value": "expandable_segments:True"},)
-    assert "1.2 GiB reserved at the peak instead of 2.1 GiB" in setting.title
+    assert "1.21 GiB reserved at the peak instead of 2.15 GiB" in setting.title
     assert setting.title.endswith(BASIS)
     assert code.patch == ({"file": "/home/me/train.py", "line": 20, "argument": "", "value": ""},)
 
@@ -61,7 +61,7 @@ def test_blocks_smaller_than_any_page_are_kept_where_no_setting_helps_much(tmp_p
     device = Device()
     allocations.scattered(device)
     finding = found("memory.fragmentation", analysis_of(device, tmp_path))
-    assert finding.title.startswith("720.0 MiB of 1.4 GiB reserved (51 %)")
+    assert finding.title.startswith("720 MiB of 1.37 GiB reserved (51 %)")
     assert measured(finding)["kept by /home/me/train.py:20"] == 720 * MiB
     assert finding.fixes[-1].patch[0]["line"] == 20
 
@@ -72,12 +72,12 @@ def test_a_sequence_that_grows(tmp_path: Path) -> None:
     finding = found("memory.fragmentation", analysis_of(device, tmp_path))
     assert finding.severity == "low", "the allocator gives it back by itself when it has to"
     assert finding.title == (
-        "7.1 GiB of 8.1 GiB reserved (88 %) are cached segments of sizes that no longer come, the last asked for at "
+        "7.09 GiB of 8.11 GiB reserved (88 %) are cached segments of sizes that no longer come, the last asked for at "
         "train.py:50"
     )
     (setting,) = finding.fixes
     assert setting.patch[0]["value"] == "expandable_segments:True"
-    assert "1.0 GiB reserved at the peak instead of 8.1 GiB" in setting.title
+    assert "1.02 GiB reserved at the peak instead of 8.11 GiB" in setting.title
 
 
 def test_a_sequence_that_grows_on_a_full_device(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_out_of_memory_names_who_held_it_and_the_setting_under_which_it_fits(tmp
     analysis = analysis_of(device, tmp_path)
     finding = found("memory.oom-risk", analysis)
     assert finding.severity == "high"
-    assert finding.title == "out of memory at train.py:30: 50.0 MiB more, with 780.0 MiB in use"
+    assert finding.title == "out of memory at train.py:30: 50.0 MiB more, with 780 MiB in use"
     assert measured(finding) == {
         "asked for": 50 * MiB, "in use then": 780 * MiB, "the device had for this process": 1900 * MiB,
         "held by /home/me/train.py:30 (14 blocks)": 700 * MiB, "held by /home/me/train.py:20 (20 blocks)": 80 * MiB,
@@ -161,7 +161,7 @@ def test_out_of_memory_of_a_job_that_is_too_large_offers_no_setting(tmp_path: Pa
     analysis = analysis_of(device, tmp_path)
     finding = found("memory.oom-risk", analysis)
     assert [fix.kind for fix in finding.fixes] == ["code"]
-    assert finding.fixes[0].title.startswith("train.py:8 holds 288.0 MiB, 100 % of all: a smaller micro-batch")
+    assert finding.fixes[0].title.startswith("train.py:8 holds 288 MiB, 100 % of all: a smaller micro-batch")
 
 
 def test_other_options_of_the_job_are_kept(tmp_path: Path) -> None:

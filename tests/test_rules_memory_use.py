@@ -94,7 +94,7 @@ def test_memory_that_climbs_and_the_steps_that_are_left() -> None:
     finding = found("memory.growth", analysis)
     assert finding.where.ranks == (1,)
     assert finding.title == (
-        "memory of cuda.0 climbs by 8.0 MiB with every step; 1.4 GiB are left, enough for about 177 more"
+        "memory of cuda.0 climbs by 8.00 MiB with every step; 1.38 GiB are left, enough for about 177 more"
     )
     assert finding.severity == "medium", "in less than ten times as many steps as were watched"
     assert told(finding)["climbs by, every step"] == 8 * MiB
@@ -191,7 +191,7 @@ def test_a_peak_close_to_what_there_is() -> None:
     assert told(finding)["optimizer states"] == 24 * GiB
     # The first that frees the 4.4 GiB by which it is too close.
     assert finding.fixes[0].title == (
-        "ZeRO stage 1 (ZeroRedundancyOptimizer) over 2 ranks: frees about 12.0 GiB, of 4.4 GiB that are missing"
+        "ZeRO stage 1 (ZeroRedundancyOptimizer) over 2 ranks: frees about 12.0 GiB, of 4.40 GiB that are missing"
     )
 
 
@@ -229,17 +229,17 @@ def test_a_rank_that_ran_out_of_memory_is_explained() -> None:
     job = Job(steps=40, facts=[oom(variables=[held])], exits=died())
     analysis = analyze(sampled(job, resident=800 * MiB, capacity=16 * GiB))
     finding = found("memory.oom-risk", analysis)
-    assert finding.title == ("rank 0 ran out of memory at train.py:21: 200.0 MiB more, with 1.9 GiB in use of 2.0 GiB")
+    assert finding.title == ("rank 0 ran out of memory at train.py:21: 200 MiB more, with 1.86 GiB in use of 2.00 GiB")
     assert finding.severity == "high"
     assert told(finding)["optimizer states"] == 200 * MiB
     assert told(finding)["activations, libraries and all else, resident"] == 500 * MiB
     assert told(finding)["held by kept (train.py, <module>; 37 tensors)"] == 500 * MiB
-    assert finding.fixes[0].title.startswith("kept (train.py, <module>; 37 tensors) keeps 500.0 MiB")
+    assert finding.fixes[0].title.startswith("kept (train.py, <module>; 37 tensors) keeps 500 MiB")
     assert "ZeRO stage 1" in finding.fixes[1].title
     first = analysis.findings[0]
     assert first.code == "run.rank-died"
     assert first.title == (
-        "rank 0 ended by exit status 1 after step 39: out of memory: 200.0 MiB more were asked for, with 1.9 GiB in use"
+        "rank 0 ended by exit status 1 after step 39: out of memory: 200 MiB more were asked for, with 1.86 GiB in use"
     )
     assert first.fixes[0].title == "memory.oom-risk says what held the memory, and what makes room"
 
@@ -261,7 +261,7 @@ def test_a_device_that_ran_out_names_the_lines_that_held_it(tmp_path: Path) -> N
     )  # fmt: skip
     trace = sampled(Job(steps=40, facts=[fact]), "cuda.0", memory=history, allocated=700 * MiB, capacity=1900 * MiB)
     finding = found("memory.oom-risk", analyze(trace))
-    assert finding.title.startswith("rank 0 ran out of memory of cuda.0 at train.py:21: 50.0 MiB more, with 780.0 MiB")
+    assert finding.title.startswith("rank 0 ran out of memory of cuda.0 at train.py:21: 50.0 MiB more, with 780 MiB")
     assert told(finding)["held by /home/me/train.py:30 (14 blocks)"] == 700 * MiB
     assert any("expandable_segments:True" in fix.title for fix in finding.fixes)
 
@@ -272,7 +272,7 @@ def test_a_rank_that_the_kernel_killed_for_want_of_memory() -> None:
     trace.run.oom_kills.append({"ranks": [0], "path": "/sys/fs/cgroup/job", "kills": 1})
     analysis = analyze(trace)
     finding = found("memory.oom-risk", analysis)
-    assert finding.title == "rank 0 was killed for want of memory: 3.0 GiB resident at the most of 8.0 GiB"
+    assert finding.title == "rank 0 was killed for want of memory: 3.00 GiB resident at the most of 8.00 GiB"
     assert told(finding)["told by"] == "the kernel, which killed 1 of the processes of its cgroup for want of memory"
     assert told(finding)["parameters"] == GiB
     assert "killed for want of memory, says the kernel" in found("run.rank-died", analysis).title

@@ -27,13 +27,19 @@ def test_number(value: float, words: str) -> None:
 
 def test_units() -> None:
     assert text.ms(38.2) == "38.2 ms"
-    assert text.ms(12_345.0) == "12.3 s"
+    durations = (0.0, 0.0043, 0.43, 999.4, 999.6, 12_345.0, 26_156.3, 999_400.0, 1.8e6, 9e6)
+    assert [text.ms(value) for value in durations] == [
+        "0 ms", "4.30 us", "0.43 ms", "999 ms", "1.00 s", "12.3 s", "26.2 s", "999 s", "30.0 min", "2.50 h",
+    ]  # fmt: skip
     assert [text.percent(value) for value in (0, 0.01, 6.12, 17.9)] == ["0 %", "<0.1 %", "6.1 %", "18 %"]
-    assert [text.size(value) for value in (512, 10_000, 26_214_400, 3 << 40)] == [
-        "512 B", "9.8 KiB", "25.0 MiB", "3072.0 GiB",
+    assert [text.size(value) for value in (512, 10_000, 26_214_400, 200 << 20, 3 << 40)] == [
+        "512 B", "9.77 KiB", "25.0 MiB", "200 MiB", "3.00 TiB",
     ]  # fmt: skip
     assert text.quantity(310.0, "count") == "310"
     assert text.quantity("none", "") == "none"
+    assert [text.quantity(12_345.0, unit) for unit in ("us", "s", "KiB")] == ["12.3 ms", "3.43 h", "12.1 MiB"]
+    assert [text.count(number, "unit") for number in (0, 1, 1200)] == ["0 units", "1 unit", "1,200 units"]
+    assert [text.count(number, "micro-batch", "es") for number in (1, 4)] == ["1 micro-batch", "4 micro-batches"]
     assert text.quantity(12.345, "GB/s") == "12.3 GB/s"
 
 

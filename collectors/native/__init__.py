@@ -82,6 +82,7 @@ class NativeRecorder(SharedParts):
         self.note_error = module.note_error
         self.failures = module.failures
         self.count_step = module.count_step
+        self.time_hooks = module.time_hooks
         self.mute = module.mute
         self.disarm_after_fork = module.disarm_after_fork
         self.close = module.close

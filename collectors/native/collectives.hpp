@@ -220,6 +220,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
     Record* record = nullptr;
     Recorder* recorder = recorder_of_collectives();
     if (!recorder) return op.redispatchBoxed(keys & after, stack);
+    Hook hook;
     if (!keys.has_backend(c10::BackendComponent::MetaBit)) record = begin(*recorder, *stack, payload, group);
     if (!record) {
       const bool queued = tag_ < 0 && keys.has_backend(c10::BackendComponent::CPUBit) && is_on_gloo(*stack, *recorder);
@@ -245,6 +246,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
   // Calls what is behind the kernel. `issued`: what gloo's scopes are to know it by; null: they are not listened to.
   static void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
                    const std::shared_ptr<Issued>& issued) {
+    Job job;
     if (!issued) return op.redispatchBoxed(keys, stack);
     c10::DebugInfoGuard guard(debug_slot<c10::DebugInfoKind>(), issued);
     ScopesOfThisThread scopes;
@@ -323,7 +325,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
                       const Target& target) {
     const bool together = coalesced.gathering, graphed = device_times().into_graph();
     DeviceIssue issue(together || graphed ? nullptr : device_times().now());
-    op.redispatchBoxed(keys, stack);
+    call(op, keys, stack, nullptr);
     try {
       set_host_time(record);
       remember(*stack, target);

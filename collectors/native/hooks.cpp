@@ -33,6 +33,7 @@ PyMethodDef methods[] = {
     {"open", py_open, METH_VARARGS, "open(folder, limit_bytes, mode): mode of the files, 0600 without"},
     {"close", py_close, METH_NOARGS, "close()"},
     {"disarm_after_fork", py_disarm_after_fork, METH_NOARGS, "Fall silent, in a forked child"},
+    {"time_hooks", py_time_hooks, METH_O, "time_hooks(on) -> (ns in hooks, calls from Python), since it was turned on"},
     {"mute", py_mute, METH_O, "mute(whether nothing is to be written)"},
     {"intern", py_intern, METH_O, "intern(name) -> id"},
     {"counters", py_counters, METH_NOARGS, "() -> (records, dropped, errors)"},

@@ -113,12 +113,18 @@ inline PyObject* module_call(PyObject* function, PyObject* const* args, size_t n
   if (!recorder || (inside_module && !module_namer) || !PyVectorcall_NARGS(nargsf))
     return original_call(function, args, nargsf, keywords);
   if (inside_module) {
+    Hook hook;
     ModuleCall module;
     module.begin(*recorder, name_of_module(args[0], false));
-    PyObject* result = original_call(function, args, nargsf, keywords);
+    PyObject* result;
+    {
+      Job job;
+      result = original_call(function, args, nargsf, keywords);
+    }
     module.end();
     return result;
   }
+  Hook hook;
   const Py_ssize_t count = PyVectorcall_NARGS(nargsf) + (keywords ? PyTuple_GET_SIZE(keywords) : 0);
   int64_t elements = 0, bytes = 0;
   bool real = true;
@@ -153,7 +159,11 @@ inline PyObject* module_call(PyObject* function, PyObject* const* args, size_t n
     return nullptr;
   }
   inside_module = true;
-  PyObject* result = original_call(function, args, nargsf, keywords);
+  PyObject* result;
+  {
+    Job job;
+    result = original_call(function, args, nargsf, keywords);
+  }
   inside_module = false;
   module.end();
   ended();

@@ -108,6 +108,19 @@ PyObject* py_failures(PyObject*, PyObject*) {  // [(hook, how often, what the fi
   return found;
 }
 
+// time_hooks(whether to from now on) -> (what hooks took while that was on, ns; how often Python called one)
+PyObject* py_time_hooks(PyObject*, PyObject* on) {
+  const int value = PyObject_IsTrue(on);
+  misread();
+  if (value == 1) {
+    hook_time.spent_ns = 0;
+    hook_time.from_python = 0;
+  }
+  hook_time.on = value == 1;
+  return Py_BuildValue("LK", static_cast<long long>(hook_time.spent_ns.load()),
+                       static_cast<unsigned long long>(hook_time.from_python.load()));
+}
+
 PyObject* py_count_step(PyObject*, PyObject*) {
   if (Recorder* recorder = active.load()) recorder->counters[kSteps]++;
   Py_RETURN_NONE;

@@ -17,6 +17,7 @@ namespace {
 
 // begin(kind, name, bytes=-1, value=None) -> handle
 PyObject* py_begin(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Hook hook(true);
   const int64_t kind = integer(args, count, 0, 0), name = integer(args, count, 1, 0);
   const int64_t bytes = integer(args, count, 2, -1);
   const double value = value_of(args, count, 3);
@@ -33,6 +34,7 @@ PyObject* py_begin(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // end(handle, value=None, bytes=-1): value and bytes are set where given
 PyObject* py_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Hook hook;
   const int64_t now = now_ns(), handle = integer(args, count, 0, 0);
   const double value = value_of(args, count, 1);
   const int64_t bytes = integer(args, count, 2, -1);
@@ -48,6 +50,7 @@ PyObject* py_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // put(kind, name, start_ns, end_ns, value=None, bytes=-1)
 PyObject* py_put(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Hook hook;
   const int64_t kind = integer(args, count, 0, 0), name = integer(args, count, 1, 0);
   const int64_t start = integer(args, count, 2, 0), end = integer(args, count, 3, 0);
   const double value = value_of(args, count, 4);
@@ -59,6 +62,7 @@ PyObject* py_put(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // mark(kind, name, value=None, bytes=-1): an instant, now
 PyObject* py_mark(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Hook hook;
   const int64_t kind = integer(args, count, 0, 0), name = integer(args, count, 1, 0);
   const double value = value_of(args, count, 2);
   const int64_t bytes = integer(args, count, 3, -1), now = now_ns();
@@ -75,6 +79,7 @@ Context context_of(int64_t stage, int64_t microbatch, int64_t module, int64_t pu
 // comm(kind, name, start_ns, end_ns, issue_ns, bytes, group, seq, peer, dtype, flags, stage, microbatch, module,
 // purpose) -> handle
 PyObject* py_comm(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Hook hook(true);
   std::array<int64_t, 15> numbers;
   if (!integers(args, count, numbers)) return PyLong_FromLong(0);
   const auto [kind, name, start, end, issue, bytes, group, seq, peer, dtype, flags, stage, microbatch, module,
@@ -99,6 +104,7 @@ PyObject* py_comm(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // span(kind, name, start_ns, end_ns, issue_ns, value, bytes, flags, lane, stage, microbatch, module, purpose, corr=-1,
 // site=0) -> handle
 PyObject* py_span(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Hook hook(true);
   std::array<int64_t, 13> numbers;
   if (!integers(args, count, numbers, 5, 2)) return PyLong_FromLong(0);
   const double number = value_of(args, count, 5);
@@ -119,6 +125,7 @@ PyObject* py_span(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // span_end(handle, start_ns, end_ns, seq)
 PyObject* py_span_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Hook hook;
   const int64_t handle = integer(args, count, 0, 0), start = integer(args, count, 1, 0);
   const int64_t end = integer(args, count, 2, 0), seq = integer(args, count, 3, -1);
   if (misread()) Py_RETURN_NONE;

@@ -16,6 +16,7 @@
 #include "chunks.hpp"
 #include "counters.hpp"
 #include "forks.hpp"
+#include "hook_time.hpp"
 #include "layout.hpp"
 #include "names.hpp"
 

@@ -39,13 +39,15 @@ class CaptureQuality:
     """How far the capture can be trusted."""
 
     overhead_percent: float | None
-    """Estimated: the records written, times what one costs, as a share of the step. None: not known."""
+    """Hooks, samples after steps and side threads, as a share of the step (`overhead`). None: not known."""
     dropped: int
     clock_error_us: float | None
     """How far the clocks of ranks may be apart. None: not known, as a trace does not tell which clocks it is of."""
     warnings: tuple[str, ...] = ()
     replay: ReplayCheck | None = None
     """How far the step graph agrees with what was measured; None without one."""
+    overhead_measured: bool = False
+    """False: `overhead_percent` is an estimate, the records written times what one costs."""
 
 
 Status = Literal["healthy", "bottleneck", "inconclusive", "failed"]
@@ -177,6 +179,7 @@ class Analysis:
             **({"modules": self.modules.to_dict("records")} if len(self.modules) else {}),
             "capture": {
                 "overhead_percent": self.capture.overhead_percent,
+                "overhead_measured": self.capture.overhead_measured,
                 "dropped": self.capture.dropped,
                 "clock_error_us": self.capture.clock_error_us,
                 "warnings": list(self.capture.warnings),

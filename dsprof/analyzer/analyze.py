@@ -30,7 +30,7 @@ from .memory import summarize_memory
 from .memory_use import memory_uses, nothing
 from .modules import module_times
 from .numbering import mismatches
-from .overhead import estimate_overhead
+from .overhead import estimate_overhead, measure_overhead
 from .passed_hang import passed_hangs
 from .steps import (
     captured_part,
@@ -69,6 +69,9 @@ def analyze(trace: Trace) -> Analysis:
     irregular = find_irregular(steps, rows, profiled_steps(run))
     steps = mark_ordinary(steps, irregular)
     ordinary, step_ms = steps[steps["ordinary"]], step_time(steps)
+
+    overhead = measure_overhead(rows, ordinary)
+    estimated = estimate_overhead(run, (summary.recorded for summary in ranks.values()), ordinary)
 
     # The step graph; what every rule says of it.
     graph = build_graph(times, {rank: summary.program for rank, summary in ranks.items()}, collectives, steps, run)
@@ -146,7 +149,8 @@ def analyze(trace: Trace) -> Analysis:
         notes=tuple(filter(None, (part, note, unknown_kernels(devices, run)))),
         verdict=Verdict("inconclusive", ""),
         capture=CaptureQuality(
-            overhead_percent=estimate_overhead(run, (summary.recorded for summary in ranks.values()), ordinary),
+            overhead_percent=estimated if overhead is None else overhead,
+            overhead_measured=overhead is not None,
             dropped=sum(item.dropped for item in run.ranks),
             clock_error_us=aligned.clock_error_us if aligned.clocks_told else None,
             warnings=(*run.warnings, *aligned.warnings, *early_ends(steps), *mismatches(rows, run)),

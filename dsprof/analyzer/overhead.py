@@ -1,4 +1,4 @@
-"""What capturing should have cost the job: the records written, times what one costs."""
+"""What capturing cost the job: as its ranks measured it, or else the records written, times what one costs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from dsprof.run import RunInfo
+from dsprof.schema import HOOK_SECONDS, SAMPLE_SECONDS, SIDE_THREAD_SECONDS
 
 COLLECTIVE_NS: Final = {True: 3_300.0, False: 52_000.0}
 RECORD_NS: Final = {True: 200.0, False: 1_600.0}
@@ -36,3 +37,33 @@ def estimate_overhead(run: RunInfo, recorded: Iterable[pd.DataFrame], ordinary: 
         counts = counts[counts["step"].isin(steps)]
         spent += counts["collectives"].sum() * COLLECTIVE_NS[native] + counts["others"].sum() * RECORD_NS[native]
     return float(100 * spent / ordinary["dur_ns"].sum())
+
+
+def measure_overhead(rows: pd.DataFrame, ordinary: pd.DataFrame) -> float | None:
+    """Percent of the ordinary steps that capturing took, mean of the ranks, by their gauges: hooks in the steps in
+    which they were timed, samples after steps, and the CPU time of side threads, though other cores may have run them.
+    None unless every rank measured it.
+    """
+    if ordinary.empty:
+        return None
+    names = [HOOK_SECONDS, SAMPLE_SECONDS, SIDE_THREAD_SECONDS]
+    gauges = rows.loc[(rows["kind"] == "gauge") & rows["name"].isin(names), ["rank", "name", "start_ns", "value"]]
+    step_s = ordinary.groupby("rank")["dur_ns"].mean() / 1e9
+    shares = [_share(gauges[gauges["rank"] == rank], float(mean_s)) for rank, mean_s in step_s.items()]
+    found = [share for share in shares if share is not None]
+    return 100 * float(np.mean(found)) if len(found) == len(shares) else None
+
+
+def _share(gauges: pd.DataFrame, step_s: float) -> float | None:
+    """Of the time of one rank, whose ordinary step takes `step_s`."""
+    hooks = gauges.loc[gauges["name"] == HOOK_SECONDS, "value"]
+    if hooks.empty:
+        return None
+    share = float(hooks.median()) / step_s
+    for name in (SAMPLE_SECONDS, SIDE_THREAD_SECONDS):
+        told = gauges[gauges["name"] == name].sort_values("start_ns")
+        elapsed_s = float(told["start_ns"].iloc[-1] - told["start_ns"].iloc[0]) / 1e9 if len(told) else 0.0
+        if elapsed_s <= 0:
+            return None
+        share += max(float(told["value"].iloc[-1] - told["value"].iloc[0]), 0.0) / elapsed_s
+    return share

@@ -19,6 +19,7 @@ from dsprof.schema import STANDSTILL, WENT_ON
 
 from .context import Context, once
 from .match import PAIR, SEND_RECV, matched_group
+from .text import ms
 
 AT_WORK: Final = ("checkpoint", "compile")
 """Phases in which a rank may take any time."""
@@ -50,7 +51,7 @@ class PassedHang:
         at = f" ({', '.join(sites)})" if sites else ""
         whom = f"it waited for {ranks_in_words(self.ranks)}{at} in {self.what}" if self.ranks else f"in {self.what}"
         when = "outside of all steps" if self.step is None else f"at step {self.step}"
-        return f"{when} the job stood still {self.seconds:.0f} s: {whom}, then went on"
+        return f"{when} the job stood still {ms(1e3 * self.seconds)}: {whom}, then went on"
 
 
 @once

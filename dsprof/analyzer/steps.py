@@ -49,7 +49,7 @@ def late_beginnings(rows: pd.DataFrame) -> tuple[dict[int, int], list[str]]:
         by = int(values[times.argmax()]) if len(values) else 0
         if by and times.max() / times.sum() > 0.5:
             shift[one] = by
-            warnings.append(f"rank {one}: its capture begins {by} steps late; its steps were renumbered")
+            warnings.append(f"rank {one}: its capture begins {count(by, 'step')} late; its steps were renumbered")
     return shift, warnings
 
 

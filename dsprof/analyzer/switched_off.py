@@ -1,5 +1,5 @@
-"""What cannot be judged since a collector was switched off (`--without`, the fact `without`), left out on a device where
-there was no native helper (the fact `left_out`), or could not be installed (the fact `lost`)."""
+"""What cannot be judged since a collector was switched off (`--without`, the fact `without`), left out on a device
+where there was no native helper (the fact `left_out`), or could not be installed (the fact `lost`)."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]+")
 
@@ -34,9 +34,33 @@ def number(value: float) -> str:
     return f"{value:.2f}" if size >= 0.005 else "0"
 
 
+class Unit(NamedTuple):
+    """A unit of time, and how many milliseconds it has."""
+
+    name: str
+    ms: float
+
+    def number(self, value_ms: float) -> str:
+        """A duration given in milliseconds as a number of these units."""
+        return number(value_ms / self.ms)
+
+
+_UNITS: Final = (Unit("us", 1e-3), Unit("ms", 1.0), Unit("s", 1e3), Unit("min", 6e4), Unit("h", 3.6e6))
+_UP_TO_MS: Final = (0.0995, 999.5, 999_500.0, 7.2e6)
+"""Up to so many milliseconds each unit but the last is used."""
+
+
+def unit_of(value_ms: float) -> Unit:
+    """The unit in which a duration given in milliseconds has three digits."""
+    if value_ms == 0 or not math.isfinite(value_ms):
+        return _UNITS[1]
+    return next((unit for unit, most in zip(_UNITS, _UP_TO_MS, strict=False) if abs(value_ms) < most), _UNITS[-1])
+
+
 def ms(value: float) -> str:
-    """A duration given in milliseconds: `38.2 ms`, `12.3 s`."""
-    return f"{number(value / 1e3)} s" if abs(value) >= 9_999.5 else f"{number(value)} ms"
+    """A duration given in milliseconds, in the unit that fits: `43.0 us`, `38.2 ms`, `12.3 s`, `34.2 min`."""
+    unit = unit_of(value)
+    return f"{unit.number(value)} {unit.name}"
 
 
 def percent(value: float) -> str:
@@ -48,23 +72,27 @@ def percent(value: float) -> str:
 
 
 def size(count: float) -> str:
-    """A number of bytes: `25.0 MiB`."""
+    """A number of bytes: `512 B`, `9.77 KiB`, `25.0 MiB`, `200 MiB`."""
     value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 999.5 or unit == "TiB":
             break
         value /= 1024
-    return f"{value:,.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+    return f"{value:,.0f} B" if unit == "B" else f"{number(value)} {unit}"
+
+
+_MS: Final = {"us": 1e-3, "ms": 1.0, "s": 1e3}
+_BYTES: Final = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20}
 
 
 def quantity(value: float | str, unit: str) -> str:
     """A measured value with its unit."""
     if isinstance(value, str):
         return clean(f"{value} {unit}")
-    if unit == "ms":
-        return ms(value)
-    if unit in ("B", "bytes"):
-        return size(value)
+    if unit in _MS:
+        return ms(value * _MS[unit])
+    if unit in _BYTES:
+        return size(value * _BYTES[unit])
     if unit in ("%", "percent"):
         return percent(value)
     text = f"{value:,.0f}" if float(value).is_integer() else number(value)
@@ -86,5 +114,6 @@ def ranks(values: Sequence[int]) -> str:
     return f"rank {values[0]}" if len(values) == 1 else f"ranks {spans(values)}"
 
 
-def count(value: int, noun: str) -> str:
-    return f"{value:,} {noun}" if value == 1 else f"{value:,} {noun}s"
+def count(value: int, noun: str, plural: str = "s") -> str:
+    """`1 step`, `40 steps`; `plural` is what is added: `count(4, "micro-batch", "es")`."""
+    return f"{value:,} {noun}" if value == 1 else f"{value:,} {noun}{plural}"

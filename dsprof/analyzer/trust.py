@@ -16,6 +16,7 @@ import numpy.typing as npt
 from .graph import LAG, StepGraph
 from .order import Cyclic
 from .replay import replay, replay_all
+from .text import percent
 
 Float = npt.NDArray[np.float64]
 
@@ -55,12 +56,12 @@ class ReplayCheck:
         """Why no gain can be told; None where it can."""
         if self.error > MOST_ERROR:
             return (
-                f"replaying the measured steps misses them by {100 * self.error:.1f} %, so what a change gains cannot "
-                "be told"
+                f"replaying the measured steps misses them by {percent(100 * self.error)}, so what a change gains "
+                "cannot be told"
             )
         if self.contradicted > MOST_CONTRADICTED:
             return (
-                f"{100 * self.contradicted:.1f} % of what is taken to have waited for something went on before that "
+                f"{percent(100 * self.contradicted)} of what is taken to have waited for something went on before that "
                 "had come, so what a change gains cannot be told"
             )
         return None

@@ -27,13 +27,15 @@ def verdict_markdown(analysis: Analysis) -> str:
             f"{text.count(len(analysis.ranks_captured), 'rank')}"
             + (f"; {_escape(wording.step_is(analysis))}." if analysis.step_is else "."),
             "",
-            "| part | ms | % of the step | |",
+            "| part | time | of the step | |",
             "|---|---:|---:|---|",
         ]
         for part, value in analysis.budget.items():
             if value >= palette.LEAST_SHARE * step.mean:
                 look = palette.part(part)
-                lines.append(f"| {look.label} | {value:,.2f} | {100 * value / step.mean:.1f} | {look.meaning} |")
+                lines.append(
+                    f"| {look.label} | {text.ms(value)} | {text.percent(100 * value / step.mean)} | {look.meaning} |"
+                )
         lines.append("")
     for index, finding in enumerate(wording.listed(analysis), 1):
         saved = wording.gain(finding.gain)

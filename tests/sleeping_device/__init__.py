@@ -1,7 +1,7 @@
 """A GPU that sleeps instead of computing, for a torch without CUDA: `cuda:0` tensors, streams, events, graphs and an
 NCCL that runs on the device while the host goes on.
 
-`import sleeping_device` before torch starts it (`build.py` has made its libraries, `SLEEPING_DEVICE` names their folder).
+`import sleeping_device` before torch starts it: `build.py` makes its libraries, SLEEPING_DEVICE names their folder.
 What the device does when is computed (timeline.hpp) and `log()` tells it, so that a profiler can be held against it.
 
 timeline.hpp   streams, events, graphs: when each operation begins and ends

@@ -1,5 +1,6 @@
-"""Runs jobs on the sleeping device, each rank forked from one process that has imported torch: importing it takes longer
-than a job. `python -m sleeping_device.ranks` reads a job a line, as JSON, and answers with its ranks' statuses."""
+"""Runs jobs on the sleeping device, each rank forked from one process that has imported torch: importing it takes
+longer than a job. `python -m sleeping_device.ranks` reads a job a line, as JSON, and answers with its ranks'
+statuses."""
 
 from __future__ import annotations
 

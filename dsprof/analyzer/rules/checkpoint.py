@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Where
+from ..text import ms
 from .base import LEAST_SHARE, at, code_fix, need_steps, often
 
 KIND = "checkpointing"
@@ -61,6 +62,6 @@ def stall(context: Context) -> list[Finding]:
             code_fix(asynchronous, "torch.distributed.checkpoint.async_save(...)", "", site, gain),
             Fix("code", f"or {half}"),
         )
-    title = f"saving a checkpoint ({function}) stops training for {longest.mean():.0f} ms, {times}"
+    title = f"saving a checkpoint ({function}) stops training for {ms(longest.mean())}, {times}"
     where = Where(ranks=ranks, op="checkpoint", steps=steps)
     return [Finding("checkpoint.stall", title, "info", where, evidence, gain, fixes)]

@@ -13,7 +13,7 @@ from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..graph import Steps
 from ..link import Link, fit_link
-from ..text import size
+from ..text import count, ms, size
 from ..whatif.edit import Edited
 from ..whatif.recut import rebucket
 from .base import (
@@ -127,7 +127,7 @@ def _exposed(context: Context, cut: _Cut, best: Recut | None, waited: float) -> 
     if fact.get("find_unused_parameters"):
         note = ", if every parameter is used"
         fixes.append(ddp_argument_fix(fact, "find_unused_parameters", False, note=note))
-    title = f"{waited:.1f} ms of each step wait for collectives"
+    title = f"{ms(waited)} of each step wait for collectives"
     title += "; no other bucket size would hide more of them" if best is None and cut.ddp else ""
     where = Where(group=cut.group, op=cut.op, steps=context.step_range)
     return Finding("comm.exposed", title, "info", where, evidence, gain, tuple(fixes))
@@ -233,7 +233,9 @@ def pack(tensors: list[int], cap_bytes: int) -> list[int]:
 def _bucket_fix(cut: _Cut, best: Recut) -> Fix:
     if cut.ddp is None:
         return Fix(
-            "code", f"reduce the gradients in {best.buckets} pieces of about {best.cap_mb:g} MiB", gain=best.gain
+            "code",
+            f"reduce the gradients in {count(best.buckets, 'piece')} of about {best.cap_mb:g} MiB",
+            gain=best.gain,
         )
-    note = f": {best.buckets} collectives a step"
+    note = f": {count(best.buckets, 'collective')} a step"
     return ddp_argument_fix(cut.ddp, "bucket_cap_mb", best.cap_mb, best.gain, note)

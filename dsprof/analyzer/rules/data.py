@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from ..context import Context, once
 from ..finding import Evidence, Finding, Fix, Gain, Where
+from ..text import percent
 from ..whatif.work import Change
 from .base import NotJudged, at, code_fix, need_peers
 from .loader import loader_site, training_loader
@@ -73,7 +74,7 @@ def imbalance(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
         Evidence("correlation of a rank's extra compute with its extra input", round(float(share), 2), ""),
     )
     fixes = _fixes(context, alone)
-    title = f"ranks get unequal inputs: {100 * spread.mean():.0f} % between the largest and the smallest of a step"
+    title = f"ranks get unequal inputs: {percent(100 * spread.mean())} between the largest and the smallest of a step"
     where = Where(ranks=context.ranks, steps=context.step_range)
     return Finding("data.imbalance", title, "info", where, evidence, gain, fixes)
 

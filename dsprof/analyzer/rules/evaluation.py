@@ -6,7 +6,7 @@ import numpy as np
 
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Where
-from ..text import ranks
+from ..text import ms, ranks
 from .base import LEAST_SHARE, need_peers, need_steps, often
 
 KIND = "evaluation"
@@ -50,10 +50,10 @@ def uneven(context: Context) -> list[Finding]:
         Fix("code", "or evaluate less often, or in another process on a saved checkpoint"),
     )
     if (of_rank > 0).sum() > len(who):
-        title = f"ranks evaluate unequally, {times}: {ranks(who)} for up to {longest[unequal].mean():.0f} ms, "
-        title += f"{mean[unequal].mean():.0f} ms on average, and the others wait"
+        title = f"ranks evaluate unequally, {times}: {ranks(who)} for up to {ms(longest[unequal].mean())}, "
+        title += f"{ms(mean[unequal].mean())} on average, and the others wait"
     else:
-        title = f"{ranks(who)} {'evaluates' if len(who) == 1 else 'evaluate'} for {longest[unequal].mean():.0f} ms, "
+        title = f"{ranks(who)} {'evaluates' if len(who) == 1 else 'evaluate'} for {ms(longest[unequal].mean())}, "
         title += f"{times}, while the others wait"
     where = Where(ranks=who, op="evaluation", steps=(int(numbers[0]), int(numbers[-1])))
     return [Finding("eval.uneven", title, "info", where, evidence, gain, fixes)]

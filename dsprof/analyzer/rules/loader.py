@@ -12,6 +12,7 @@ from dsprof.schema import LOADING
 
 from ..context import Context, once
 from ..finding import Fix, Gain
+from ..text import count
 from .base import at, settings_fix, written
 
 Fact = dict[str, Any]
@@ -163,7 +164,7 @@ def loader_fix(
     if fact.get("by_engine"):
         call = f"DataLoader(..., {arguments})"
         title = f"initialize(training_data={call}){at(site)}; of a data set it makes a DataLoader with "
-        title += f"{fact.get('num_workers') or 0} workers"
+        title += count(int(fact.get("num_workers") or 0), "worker")
         return settings_fix(title + note, {"training_data": call}, site, gain)
     framework = fact.get("framework")
     if framework == "transformers":

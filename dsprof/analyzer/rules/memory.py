@@ -151,8 +151,8 @@ def _fragmentation(one: Played, capacity: int | None) -> list[Finding]:
     recording, proof = one.recording, one.proof
     if not proof.holds:
         raise Unplayable(
-            f"the allocator twin does not do what was recorded ({proof.segments_alike} of {proof.segments} segments, "
-            f"{proof.blocks_alike} of {proof.blocks} blocks at their address)"
+            f"the allocator twin does not do what was recorded ({proof.segments_alike} of "
+            f"{count(proof.segments, 'segment')}, {proof.blocks_alike} of {proof.blocks} blocks at their address)"
         )
     if len(recording.events) > MOST_EVENTS:
         raise Unplayable(f"its history of {len(recording.events):,} events is longer than {MOST_EVENTS:,}")
@@ -277,9 +277,8 @@ def _setting_fix(one: Played, now: Outcome, best: Outcome) -> Fix:
         gained += f", the cache given back for want of memory {count(best.retries, 'time')} instead of {now.retries}"
     if best.ooms != now.ooms:
         gained += f", out of memory {count(best.ooms, 'time')} instead of {now.ooms} as far as the recording goes"
-    calls = (
-        f"{best.device_calls:,} calls of cudaMalloc and cudaFree (or to map and unmap) instead of {now.device_calls:,}"
-    )
+    calls = f"{count(best.device_calls, 'call')} of cudaMalloc and cudaFree (or to map and unmap)"
+    calls += f" instead of {now.device_calls:,}"
     return Fix("env", f"{CONF}={value}: {gained}, {calls} ({BASIS})", ({"name": CONF, "value": value},))
 
 

@@ -272,7 +272,7 @@ def _unpriced(context: Context) -> str:
     backward = phases[(phases["name"] == "backward") & phases["step"].isin(context.step_numbers)]
     each = len(backward) / max(len(context.ranks) * len(context.step_numbers), 1)
     if each >= 2 and not context.in_stages:
-        return f"gradients are accumulated over {round(each)} micro-batches"
+        return f"gradients are accumulated over {count(round(each), 'micro-batch', 'es')}"
     stages = [int(fact.get("zero_stage") or 0) for fact in context.facts.get("deepspeed", [])]
     if max(stages, default=0) >= 3 or context.facts.get("fsdp"):
         return "parameters are gathered for every use (ZeRO stage 3, FSDP)"

@@ -12,7 +12,7 @@ from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..load import Gauges
 from ..parts import WAITING
 from ..passed_hang import PassedHang, passed_hangs
-from ..text import count
+from ..text import count, ms
 from ..whatif.work import Change
 from .base import LEAST_SHARE, NotJudged, at, code_fix, listed, need_steps, often, script_of
 
@@ -51,7 +51,7 @@ def garbage_collection(context: Context, change: Change, gain: Gain, alone: Gain
         code_fix(once, "gc.freeze()", True, script, alone),
         code_fix(seldom, "gc.disable()", True, script),
     )
-    title = f"garbage collection stops rank {listed(ranks)} for {mean.max():.1f} ms a step"
+    title = f"garbage collection stops rank {listed(ranks)} for {ms(mean.max())} a step"
     where = Where(ranks=ranks, steps=context.step_range)
     return Finding("pause.gc", title, "info", where, evidence, gain, fixes)
 
@@ -78,7 +78,7 @@ def _passed(context: Context, hangs: tuple[PassedHang, ...]) -> Finding:
     title = longest.words
     if len(hangs) > 1:
         whole = sum(hang.seconds for hang in hangs)
-        title = f"the job stood still {count(len(hangs), 'time')}, {whole:.0f} s in all; {longest.words}"
+        title = f"the job stood still {count(len(hangs), 'time')}, {ms(1e3 * whole)} in all; {longest.words}"
     evidence = [Evidence("stood still for", round(longest.seconds, 1), "s", 0.0)]
     evidence += [Evidence(f"rank {rank} stood in", frames, "") for rank, (_, frames) in longest.stood.items()]
     evidence += [Evidence("also", hang.words, "") for hang in hangs[:MOST_NAMED] if hang is not longest]
@@ -136,7 +136,7 @@ def _stops(context: Context, told: list[int]) -> list[Finding]:
             "process): give each rank cores of its own"
         )
     fixes = (Fix("code", fix),)
-    title = f"the job stands still {often(stopped)}, for up to {length / 1e3:.1f} s (rank {culprit}, {place})"
+    title = f"the job stands still {often(stopped)}, for up to {ms(length)} (rank {culprit}, {place})"
     numbers = irregular.steps[stopped]
     where = Where(ranks=who, steps=(int(numbers[0]), int(numbers[-1])))
     return [Finding("pause.stop", title, "info", where, tuple(evidence), gain, fixes)]

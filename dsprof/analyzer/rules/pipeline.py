@@ -13,6 +13,7 @@ from dsprof.engine import schedule as schedules
 
 from ..context import Context, interval
 from ..finding import Evidence, Finding, Fix, Gain, Where
+from ..text import count, number, percent
 from ..whatif.schedule import makespan, schedule_graph
 from ..whatif.work import Change
 from .base import LEAST_SHARE, NotConcerned, NotJudged, at, code_fix, need_host, need_steps
@@ -69,9 +70,9 @@ def imbalance(context: Context, change: Change, gain: Gain, alone: Gain) -> Find
     fact = _schedule_fact(context)
     site = fact.get("site")
     times = float(of_team[slowest]) / max(others, 1e-9)
-    move = f"move {100 * (1 - float(of_team.mean()) / float(of_team[slowest])):.0f} % of the layers' time of stage "
+    move = f"move {percent(100 * (1 - float(of_team.mean()) / float(of_team[slowest])))} of the layers' time of stage "
     fixes = (Fix("code", f"{move}{_names(stages)} to other stages{at(site)}", gain=alone),)
-    title = f"stage {_names(stages)} computes {times:.1f} times as long as the others, which wait for it"
+    title = f"stage {_names(stages)} computes {number(times)} times as long as the others, which wait for it"
     where = Where(ranks=ranks, stage=stages[0] if len(stages) == 1 else None, steps=context.step_range)
     return Finding("pipeline.imbalance", title, "info", where, evidence, gain, fixes)
 
@@ -169,8 +170,8 @@ def bubble(context: Context) -> list[Finding]:
         Evidence("ranks in the pipeline", shape.ranks, "count"),
         Evidence("schedule", fact.get("schedule") or shape.schedule, ""),
     )
-    title = f"the pipeline fills and drains for {100 * ideal:.0f} % of the step: {shape.microbatches} micro-batches"
-    title += f" for {shape.ranks} ranks"
+    title = f"the pipeline fills and drains for {percent(100 * ideal)} of the step: "
+    title += f"{count(shape.microbatches, 'micro-batch', 'es')} for {count(shape.ranks, 'rank')}"
     where = Where(ranks=context.ranks, steps=context.step_range)
     return [Finding("pipeline.bubble", title, "info", where, evidence, gain, tuple(fixes))]
 

@@ -10,6 +10,7 @@ from ..context import Context, intervals, once
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..painting import innermost, spans_of
 from ..parts import OWN_WORK, TRAINING_PHASES
+from ..text import count, ms
 from ..whatif.work import Change
 from .base import LEAST_SHARE, MOST_LISTED, NotJudged, listed, need_peers
 from .data import explained_by_size
@@ -122,8 +123,8 @@ def _lateness(late: Float) -> str:
     carried = np.cumsum(falling)
     struck = late > LEAST_OF_LATE * falling[np.searchsorted(carried, carried[-1] / 2)]
     if struck.mean() > 0.75:
-        return f"{late.mean():.1f} ms late in every step"
-    return f"{late[struck].mean():.1f} ms late in {struck.sum()} of {len(late)} steps"
+        return f"{ms(late.mean())} late in every step"
+    return f"{ms(late[struck].mean())} late in {struck.sum()} of {count(len(late), 'step')}"
 
 
 def _typical(own: Float) -> Float:

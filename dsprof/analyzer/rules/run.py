@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import pandas as pd
 
+from dsprof.live.frames import short
 from dsprof.run import BY_HAND, RankExit, failures, last_processes
-from dsprof.schema import CALL_SITE
+from dsprof.schema import CALL_SITE, UNCAUGHT
 
 from ..context import Context
 from ..finding import Evidence, Finding, Fix, Gain, Where
+from ..text import ms
 from .base import NotJudged, listed
 from .out_of_memory import killed_for_memory, why_out_of_memory
 
@@ -44,6 +46,11 @@ def rank_died(context: Context) -> list[Finding]:
     where = Where(ranks=(first.rank,), steps=(last_step, last_step) if last_step >= 0 else None)
     advice = _advice(first)
     memory = _of_memory(context, first)
+    raised = _uncaught(context, first.rank)
+    if raised is not None:
+        evidence.append(Evidence("exception", raised.words, ""))
+        title += f": {raised.words}" if memory is None else ""
+        advice = raised.advice
     if memory is not None:
         title += f": {memory}"
         evidence.append(Evidence("memory", memory, ""))
@@ -52,16 +59,39 @@ def rank_died(context: Context) -> list[Finding]:
     gone = _gone_before(context, first, mine)
     if gone is not None:
         before, seconds = gone
-        earlier = "" if seconds is None else f"{seconds:.1f} s "
-        title = f"rank {before} was gone first, {earlier}before {title}"
+        earlier = "" if seconds is None else f"{ms(1e3 * seconds)} "
         where = Where(ranks=(before,), steps=where.steps)
         evidence = [replace(item, metric=f"rank {first.rank}: {item.metric}") for item in evidence]
         if seconds is not None:
             evidence.append(Evidence(f"capture of rank {before} ended earlier by", round(seconds, 3), "s"))
         why = "something else than dsprof started it, so how it ended is not known here"
-        fixes = (Fix("code", f"see the output of rank {before}: {why}"),)
+        advice, said = f"see the output of rank {before}: {why}", ""
+        raised = _uncaught(context, before)
+        if raised is not None:
+            evidence.append(Evidence("exception", raised.words, ""))
+            advice, said = raised.advice, f" ({raised.words})"
+        fixes = (Fix("code", advice),)
+        title = f"rank {before} was gone first{said}, {earlier}before {title}"
     gain = Gain(0.0, 0.0, 0.0, 0.0, method="none")
     return [Finding("run.rank-died", title, "high", where, tuple(evidence), gain, fixes)]
+
+
+class _Uncaught(NamedTuple):
+    """An exception that ended a rank. words: `train.py:31: ValueError: what it said`."""
+
+    words: str
+    advice: str
+
+
+def _uncaught(context: Context, rank: int) -> _Uncaught | None:
+    """The last exception that `rank` did not catch, if it told of one."""
+    told = [fact for fact in context.facts.get(UNCAUGHT, []) if fact.get("rank") == rank]
+    if not told:
+        return None
+    kind, said, site = (str(told[-1].get(key) or "") for key in ("type", "message", "site"))
+    words = ": ".join(part for part in (short(site), kind, said) if part)
+    where = f"at {site}" if site else "in native code"
+    return _Uncaught(words, f"{kind} was raised {where}: the rank's own output has the whole traceback")
 
 
 def _gone_before(context: Context, failed: RankExit, rows: pd.DataFrame) -> tuple[int, float | None] | None:

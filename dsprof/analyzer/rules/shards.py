@@ -14,7 +14,7 @@ from ..context import Context, once
 from ..finding import Evidence, Finding, Fix, Gain, Where
 from ..graph import SHARDING_PART, Steps
 from ..link import Link, fit_link
-from ..text import size
+from ..text import count, size
 from ..whatif.edit import Edited
 from ..whatif.recut import coalesce
 from .base import LEAST_SHARE, at, code_fix, replay_recut
@@ -167,7 +167,7 @@ def _fixes(context: Context, best: _Merged) -> tuple[Fix, ...]:
     fact = next(iter(context.facts.get("fsdp", [])[-1:]), None)
     if fact is not None:
         units = int(fact.get("units") or 0)
-        fewer = f"{max(units // best.together, 1)} units instead of {units}" if units else "fewer units"
+        fewer = f"{count(max(units // best.together, 1), 'unit')} instead of {units}" if units else "fewer units"
         call = "fully_shard" if fact.get("version") == 2 else "FullyShardedDataParallel"
         site = fact.get("site")
         title = f"wrap {best.together} neighbouring layers in one {call}{at(site)}: {fewer}; each holds more memory"

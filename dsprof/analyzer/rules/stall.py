@@ -16,7 +16,7 @@ from ..context import Context, interval, once
 from ..finding import LOW_PERCENT, Evidence, Finding, Gain, Where
 from ..load import SharedCores
 from ..parts import WAITING
-from ..text import count
+from ..text import count, ms
 from ..whatif.work import Change
 from .base import LEAST_SHARE, NotConcerned, at, need_host, need_steps, widened
 from .loader import Fact, loader_fact, loader_fix, loading_rows, restarts, training_loader
@@ -229,7 +229,7 @@ def _stall(context: Context, found: Supply, gain: Gain, alone: Gain) -> Finding:
     sure = float(found.low.mean(axis=1).max()) >= LOW_PERCENT / 100 * context.step_ms
     worth = sure and found.workers > found.now and alone.percent >= LOW_PERCENT
     crowded = found.cores is not None and 1 + found.wanted > found.cores
-    title = f"the loop waits {worst_ms:.1f} ms of each step for input"
+    title = f"the loop waits {ms(worst_ms)} of each step for input"
     evidence = [
         Evidence("waiting for input a step", round(worst_ms, 3), "ms", 0.0),
         Evidence("share of the step", round(100 * worst_ms / context.step_ms, 1), "%"),
@@ -321,11 +321,15 @@ def _restarted(context: Context) -> list[Finding]:
     steps = len(context.irregular.steps)
     between = int(np.median(np.diff(costs.index.to_numpy()))) if len(costs) > 1 else steps
     often = (
-        "for each step" if between == 1 else f"every {between} steps" if len(costs) > 1 else f"once in {steps} steps"
+        "for each step"
+        if between == 1
+        else f"every {between} steps"
+        if len(costs) > 1
+        else f"once in {count(steps, 'step')}"
     )
     workers = int(fact.get("num_workers") or 0)
     title = f"the DataLoader's {count(workers, 'worker')} {'is' if workers == 1 else 'are'} started anew {often}, "
-    title += f"{costs.mean():.0f} ms each time"
+    title += f"{ms(costs.mean())} each time"
     evidence = (
         Evidence("loading where workers are started, beyond the usual", round(float(costs.mean()), 3), "ms", 0.0),
         Evidence("of that, in DataLoader.__iter__", round(float(anew["start_ms"].mean()), 3), "ms"),

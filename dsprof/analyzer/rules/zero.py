@@ -14,7 +14,7 @@ from ..context import Context
 from ..finding import Evidence, Finding, Gain, Where
 from ..graph import Steps
 from ..link import Link, fit_link
-from ..text import count, size
+from ..text import count, ms, size
 from ..whatif.edit import Edited
 from ..whatif.recut import NotRecut, coalesce
 from .base import LEAST_SHARE, NotJudged, replay_recut
@@ -63,7 +63,7 @@ def blocking_buckets(context: Context) -> list[Finding]:
             Evidence("share of the step", round(100 * waited / context.step_ms, 1), "%"),
             Evidence("gradient collectives a step", round(a_step), "count"),
         )
-        title = f"{waited:.1f} ms of each step wait for collectives; no larger reduce_bucket_size would save any of it"
+        title = f"{ms(waited)} of each step wait for collectives; no larger reduce_bucket_size would save any of it"
         return [Finding("comm.exposed", title, "info", where, exposed, Gain(0.0, 0.0, 0.0, 0.0))]
     evidence = (
         Evidence("gradient collectives a step", round(a_step), "count", round(best.buckets)),

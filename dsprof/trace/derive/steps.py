@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dsprof.schema import CAPTURE_GAP, CAPTURE_ON, CPU_SECONDS
+from dsprof.schema import CAPTURE_GAP, CAPTURE_ON, CPU_SECONDS, STEPS_TAKEN
 
 from ..capture import Capture
 from .period import iteration_ends, rarest_regular
@@ -94,15 +94,28 @@ def _numbers(rows: pd.DataFrame, steps: pd.DataFrame) -> Int:
     marks += [(gap.end, gap.steps, 1) for gap in _gaps(rows)]
     if not marks:
         return numbers
-    # Each time that the rank counted one it sampled its use of the host.
-    counted = rows.loc[(rows["kind"] == "gauge") & (rows["name"] == CPU_SECONDS), "start_ns"].sort_values()
-    at = np.searchsorted(counted.to_numpy(np.int64), ends(steps), "right")
-    each = float(np.median(np.diff(at))) if len(at) > 1 and len(counted) else float(steps["value"].median())
-    each = max(each, 1.0)
+    each = _counted_each(rows, steps)
     for when, taken, begun in sorted(marks):
         begin = int(np.searchsorted(ends(steps), when, "right"))
         numbers[begin:] = int(taken / each) + begun + np.arange(len(steps) - begin)
     return numbers
+
+
+def _counted_each(rows: pd.DataFrame, steps: pd.DataFrame) -> float:
+    """How many optimizers' steps the rank counts in each training step, by what it wrote now and then after one."""
+    gauges = rows[rows["kind"] == "gauge"]
+    counted = gauges.loc[gauges["name"] == STEPS_TAKEN, ["start_ns", "value"]].sort_values("start_ns")
+    at = counted["start_ns"].to_numpy(np.int64)
+    if not len(at):  # an older capture: it wrote this each time that it counted one
+        at = np.sort(gauges.loc[gauges["name"] == CPU_SECONDS, "start_ns"].to_numpy(np.int64))
+    taken = counted["value"].to_numpy(np.float64) if len(counted) else np.arange(1.0, len(at) + 1)
+    if len(steps) > 1 and len(at):
+        # By then; between two samples, and after the last one, as many as come between on the line.
+        then = np.interp(ends(steps), at, taken)
+        seen = (ends(steps) >= at[0]) & (ends(steps) <= at[-1])
+        if seen.sum() > 1:
+            return max(float(np.round(np.median(np.diff(then[seen])))), 1.0)
+    return max(float(steps["value"].median()), 1.0)
 
 
 def _units(rows: pd.DataFrame, phases: Phases, main: int) -> _Units:

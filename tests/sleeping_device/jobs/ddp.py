@@ -25,7 +25,7 @@ options = arguments.parse_args()
 
 common.join()
 device.set_link(options.transfer_ms * 1000, 1000)
-if common.RANK == options.slow_rank:
+if options.slow_rank == common.RANK:
     device.slow_down(options.slower)
 model = DistributedDataParallel(
     common.model(4, 64, options.forward_ms, options.backward_ms), bucket_cap_mb=64 * 65 * 4 / (1 << 20)
@@ -35,7 +35,7 @@ data = torch.ones(4, 64, device="cuda")
 
 
 def step(number: int) -> torch.Tensor:
-    if common.RANK == options.late_rank:
+    if options.late_rank == common.RANK:
         time.sleep(options.late_ms / 1000)
     loss = model(data).square().mean()
     loss.backward()

@@ -1,0 +1,142 @@
+"""The exception that ends a rank is a fact; the job's own hook, output and exit status are as without us."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from armed import captured, train
+
+from dsprof.collectors import uncaught
+from dsprof.collectors.redaction import redacted
+
+TRAINS = """
+import os, sys, threading, torch
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+optimizer.step()
+"""
+RECORDED = """
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    1 / 0
+main()
+"""
+RAISES = """
+def check(value):
+    raise ValueError(f"bad batch {value}, token=hunter2\\nand more")
+check(3)
+"""
+OWN_HOOK = """
+def told(kind, error, trace):
+    print("mine:", error.args[0])
+sys.excepthook = told
+"""
+LATER = "optimizer.step()"
+
+
+def facts(tmp_path: Path) -> list[dict[str, Any]]:
+    return captured(tmp_path).of("uncaught")
+
+
+def test_an_exception_that_nothing_catches(tmp_path: Path) -> None:
+    done = train(tmp_path, TRAINS + RAISES, native="0")
+    assert done.returncode == 1
+    assert "ValueError: bad batch 3, token=hunter2\nand more" in done.stderr, "the traceback is whole"
+    (fact,) = facts(tmp_path)
+    assert (fact["type"], fact["message"]) == ("ValueError", "bad batch 3, token=[redacted]")
+    assert fact["site"].endswith(":7")
+
+
+def test_a_main_that_torchrun_records(tmp_path: Path) -> None:
+    """torch's decorator writes a file of its own, and raises again: the place is the script's, not torch's."""
+    done = train(tmp_path, TRAINS + RECORDED, native="0", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
+    assert done.returncode == 1
+    assert (tmp_path / "error.json").exists()
+    (fact,) = facts(tmp_path)
+    assert (fact["type"], fact["message"]) == ("ZeroDivisionError", "division by zero")
+    assert fact["site"].endswith("train.py:9")
+
+
+@pytest.mark.parametrize("code", [OWN_HOOK + TRAINS, TRAINS + OWN_HOOK], ids=["before the capture", "during it"])
+def test_the_hook_of_the_script_is_called_as_without_us(code: str, tmp_path: Path) -> None:
+    """One set before the capture is called first; one set later, which calls nobody, takes nothing from the finding."""
+    done = train(tmp_path, ("import sys\n" if code.startswith(OWN_HOOK) else "") + code + RAISES, native="0")
+    assert done.returncode == 1
+    assert done.stdout == "mine: bad batch 3, token=hunter2\nand more\n"
+    assert [fact["type"] for fact in facts(tmp_path)] == ["ValueError"]
+
+
+@pytest.mark.parametrize(
+    ("end", "well"),
+    [
+        ("sys.exit(3)", False),
+        ("raise KeyboardInterrupt", False),
+        ("thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()", True),
+    ],
+)
+def test_what_is_no_failure_of_the_rank(end: str, well: bool, tmp_path: Path) -> None:
+    done = train(tmp_path, TRAINS + end, native="0")
+    assert (done.returncode == 0) == well
+    assert facts(tmp_path) == []
+
+
+def test_the_place_is_in_the_code_of_the_user() -> None:
+    """Not in the library that raises."""
+    try:
+        import json
+
+        json.loads("{")
+    except ValueError as error:
+        told = uncaught.describe(error)
+        line = error.__traceback__.tb_lineno if error.__traceback__ else 0
+    assert told["site"] == f"{__file__}:{line}"
+    assert told["type"] == "JSONDecodeError"
+
+
+def test_an_exception_without_words_or_place() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert uncaught.describe(Mute()) == {
+        "fact": "uncaught",
+        "type": "test_an_exception_without_words_or_place.<locals>.Mute",
+        "message": "",
+        "site": None,
+    }
+    assert len(uncaught.describe(ValueError("x" * 1000))["message"]) == uncaught.LONGEST
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("api_key=abc failed", "api_key=[redacted] failed"),
+        ("{'token': 'abc def', 'size': 3}", "{'token': [redacted], 'size': 3}"),
+        ('HF_TOKEN="abc"', "HF_TOKEN=[redacted]"),
+        ("--password hunter2 --lr 3", "--password [redacted] --lr 3"),
+        ("cannot reach s3://me:pw@host/bucket", "cannot reach s3://[redacted]@host/bucket"),
+        ("Authorization: Bearer abcdefgh.ijk", "Authorization: Bearer [redacted]"),
+        ("for hf_abcdefghijklmnop", "for [redacted]"),
+        ("with AKIAABCDEFGHIJKLMNOP", "with [redacted]"),
+        ("jwt eyJhbGci.eyJzdWIi.abc", "jwt [redacted]"),
+        ("expected 3 tokens, got 4", "expected 3 tokens, got 4"),
+        ("the token is missing", "the token is missing"),
+        ("mat1 and mat2 cannot be multiplied (4x8 and 9x8)", "mat1 and mat2 cannot be multiplied (4x8 and 9x8)"),
+        ("see https://pytorch.org/docs", "see https://pytorch.org/docs"),
+    ],
+)  # fmt: skip
+def test_secrets(text: str, left: str) -> None:
+    assert redacted(text) == left
+
+
+def test_the_hook_goes_with_the_capture() -> None:
+    before = sys.excepthook
+    capture: Any = SimpleNamespace(write_fact=lambda fact: None)
+    (uninstall,) = uncaught.install(capture)
+    assert sys.excepthook is not before
+    uninstall()
+    assert sys.excepthook is before
