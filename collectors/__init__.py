@@ -49,6 +49,5 @@ imports      hooks in modules that the job imports later
 forks        locks that a forked child finds free
 dynamo       keeping torch.compile away from all this
 uncaught     the exception that ends a rank
-redaction    secrets are left out of what is written
 spans        the user's own `dsprof.span` and `dsprof.mark`
 """

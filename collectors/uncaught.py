@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Final
 
 from dsprof.live.frames import user_site
-from dsprof.redact import redact_text as redacted
+from dsprof.redact import redact_text
 from dsprof.schema import UNCAUGHT
 
 from .collector import OpenCapture
@@ -76,5 +76,5 @@ def _message(error: BaseException) -> str:
         lines = [line for line in str(error).splitlines() if line.strip()]
     except Exception:  # an exception of the job's, with a __str__ that fails
         return ""
-    said = redacted(lines[0].strip()) if lines else ""
+    said = redact_text(lines[0].strip()) if lines else ""
     return said if len(said) <= LONGEST else said[: LONGEST - 1] + "…"

@@ -11,7 +11,6 @@ import pytest
 from armed import captured, train
 
 from dsprof.collectors import uncaught
-from dsprof.collectors.redaction import redacted
 
 TRAINS = """
 import os, sys, threading, torch
@@ -109,28 +108,6 @@ def test_an_exception_without_words_or_place() -> None:
         "site": None,
     }
     assert len(uncaught.describe(ValueError("x" * 1000))["message"]) == uncaught.LONGEST
-
-
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        ("api_key=abc failed", "api_key=[redacted] failed"),
-        ("{'token': 'abc def', 'size': 3}", "{'token': [redacted], 'size': 3}"),
-        ('HF_TOKEN="abc"', "HF_TOKEN=[redacted]"),
-        ("--password hunter2 --lr 3", "--password [redacted] --lr 3"),
-        ("cannot reach s3://me:pw@host/bucket", "cannot reach s3://[redacted]@host/bucket"),
-        ("Authorization: Bearer abcdefgh.ijk", "Authorization: Bearer [redacted]"),
-        ("for hf_abcdefghijklmnop", "for [redacted]"),
-        ("with AKIAABCDEFGHIJKLMNOP", "with [redacted]"),
-        ("jwt eyJhbGci.eyJzdWIi.abc", "jwt [redacted]"),
-        ("expected 3 tokens, got 4", "expected 3 tokens, got 4"),
-        ("the token is missing", "the token is missing"),
-        ("mat1 and mat2 cannot be multiplied (4x8 and 9x8)", "mat1 and mat2 cannot be multiplied (4x8 and 9x8)"),
-        ("see https://pytorch.org/docs", "see https://pytorch.org/docs"),
-    ],
-)  # fmt: skip
-def test_secrets(text: str, left: str) -> None:
-    assert redacted(text) == left
 
 
 def test_the_hook_goes_with_the_capture() -> None:
