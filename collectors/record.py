@@ -15,6 +15,8 @@ from .interrupts import by_handler
 
 LIMIT_BYTES: Final = 2 << 30
 """Default size limit of one rank's capture."""
+PATIENCE_S: Final = 0.005
+"""How long a hook waits for room that is not ready. Then the records of all are dropped until it is."""
 
 NOTHING, CALLS, CALLS_AND_WAITS = 0, 1, 2
 """What of c10d is passed over on a thread, because the engine tells of it."""

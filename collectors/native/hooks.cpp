@@ -30,7 +30,7 @@ namespace {
 #define FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), METH_FASTCALL
 PyMethodDef methods[] = {
     // the capture: python_capture.hpp
-    {"open", py_open, METH_VARARGS, "open(folder, limit_bytes)"},
+    {"open", py_open, METH_VARARGS, "open(folder, limit_bytes, copied, patience_s)"},
     {"close", py_close, METH_NOARGS, "close()"},
     {"disarm_after_fork", py_disarm_after_fork, METH_NOARGS, "Fall silent, in a forked child"},
     {"mute", py_mute, METH_O, "mute(whether nothing is to be written)"},
