@@ -10,7 +10,7 @@ capture_files  its facts.jsonl and meta.json
 window       which part of the run is captured
 errors       errors of our own, which the job must not see
 identity     which rank, of what, and into which run folder
-scratch      where its capture is written, if the run folder lies on a network
+scratch      where its capture is written: the run folder, a local disk, shared memory; `room`: what fits there
 copier       the process that copies it from there
 record       writes records (the Python twin of native/)
 chunks       the files they go to

@@ -29,8 +29,8 @@ class Gathering:
 
     folder: RunFolder
     talk: Talk
-    place: Path | None = None
-    """What stands for the run folder on this host; None: nothing does."""
+    places: tuple[Path, ...] = ()
+    """What may stand for the run folder on this host."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
@@ -50,7 +50,7 @@ class Gathering:
             self.talk.warn(f"warning: {self._what_stays(item)}")
 
     def _waiting(self) -> list[scratch.Waiting]:
-        return scratch.waiting(self.folder.path, self.place)
+        return scratch.waiting(self.folder.path, self.places)
 
     def _is_awaited(self, item: scratch.Waiting, host: str, waited_s: float) -> bool:
         patience = PATIENCE_S if item.state.host == host else PATIENCE_ELSEWHERE_S
@@ -59,6 +59,12 @@ class Gathering:
         return item.under_way(host) and waited_s < patience
 
     def _what_stays(self, item: scratch.Waiting) -> str:
+        if item.state.gone:
+            return (
+                f"the capture of rank {item.rank} is not all in {shown(self.folder.capture)}/: {item.state.local} on "
+                f"{item.state.host} was removed before all of it was copied; what was copied is analyzed. Keep "
+                "cleaners of temporary files away from it, or name another folder by --scratch DIR"
+            )
         why = f" ({item.state.error})" if item.state.error else ""
         into = f"{shown(self.folder.capture)}/"
         return (

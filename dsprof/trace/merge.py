@@ -32,6 +32,10 @@ MERGE_VERSION = 11
 """Part of the signature that tells whether a Parquet file is up to date: raise it when merging changes."""
 MAPPED_CHUNKS = 4
 """Those that a process may have mapped: the last three, and one that is prepared."""
+DROPPED = (
+    "records could not be written (disk full, or slower than the job): make room, lower --limit, or name another disk "
+    "by --scratch DIR"
+)
 SIGNATURE = b"dsprof.signature"
 RANK_INFO = b"dsprof.rank"
 
@@ -239,7 +243,7 @@ def _add_rank(rank: int, summary: dict[str, Any], info: RunInfo) -> None:
         if item.damaged:
             warn(info, f"rank {rank}: {item.damaged} damaged records were left out")
         if item.dropped:
-            warn(info, f"rank {rank}: {item.dropped} records could not be written (disk full, or slower than the job)")
+            warn(info, f"rank {rank}: {item.dropped} {DROPPED}")
     for error in dict.fromkeys(summary["errors"]):
         warn(info, f"rank {rank}: error inside dsprof, without effect on the job: {error}")
     if summary["cuda"]:
