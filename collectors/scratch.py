@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Final
 
 from dsprof.names import CaptureName
+from dsprof.ranges import DEFAULT_LIMIT
 from dsprof.schema import COPYING_FILE
 
 from . import copier, room
-from .record import LIMIT_BYTES
 
 NETWORK: Final = frozenset(
     {
@@ -104,7 +104,7 @@ def on_network(kind: str) -> bool:
 def choose(
     run: Path,
     given: str = "",
-    limit: int = LIMIT_BYTES,
+    limit: int = DEFAULT_LIMIT,
     ranks: int = 1,
     type_of: Callable[[Path], str] = file_system,
     free_bytes: Callable[[Path, str], int] = room.free_bytes,

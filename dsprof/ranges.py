@@ -9,6 +9,8 @@ SIZES: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SMALLEST_LIMIT: Final = 4 << 20
 LARGEST_LIMIT: Final = 1 << 40
 SHORTEST_HANG_TIMEOUT: Final = 2.0
+DEFAULT_LIMIT: Final = 2 << 30
+"""Size limit of one rank's capture."""
 EXIT_WAIT: Final = "5"
 LONGEST_EXIT_WAIT: Final = 3600.0
 MOST_DEEP: Final = 50
