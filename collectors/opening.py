@@ -34,6 +34,8 @@ def place(run: Path, who: Identity, limit: int) -> CapturePlace:
         notes = [chosen.note] if chosen.note else []
         if chosen.folder is None:
             return CapturePlace(run, False, limit, notes)
+        if chosen.in_memory:  # it is not to stay there because the run folder cannot be made
+            (run / "capture").mkdir(parents=True, exist_ok=True)
         local = chosen.folder / "capture" / who.folder_name
         local.mkdir(parents=True, exist_ok=True)
         scratch.start_copier(local, run, who.host, scratch.OPEN_EVERY_S if chosen.in_memory else 0.0)
