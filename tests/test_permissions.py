@@ -227,4 +227,4 @@ def test_the_launcher_brings_nothing_that_a_file_in_the_run_folder_names(
         f"[dsprof] warning: the capture of rank 3 is not all in {run.capture}/; its copying.json names a folder that "
         "does not stand for this run, which is left alone\n"
     )
-    assert not scratch.bring(scratch.waiting(run.path, None)[0], run.path, Path("/"))
+    assert not scratch.bring(scratch.waiting(run.path)[0], run.path, (Path("/"),))
