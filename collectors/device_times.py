@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
+
+from dsprof.schema import CUDA_GRAPH_FACT
 
 from . import facts
 from .collector import OpenCapture
@@ -75,7 +77,8 @@ def watch(recorder: NativeRecorder, device: str) -> list[Uninstall]:
 
 
 def _watch_graphs(recorder: NativeRecorder, graph: Any) -> list[Uninstall]:
-    """State how many communications a graph has captured, once it is replayed: of them nothing is seen then."""
+    """State how many communications a graph has captured, once it is replayed: of them nothing is seen then. Null: its
+    capture had begun before anybody looked."""
     hidden: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
     """Of each graph, how many had been captured when its capture began, and when it ended."""
 
@@ -86,11 +89,15 @@ def _watch_graphs(recorder: NativeRecorder, graph: Any) -> list[Uninstall]:
 
         return call
 
+    stated: WeakSet[Any] = WeakSet()
+
     def replays(original: Call) -> Call:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            counted = hidden.pop(self, None)
-            if counted is not None:
-                facts.state({"fact": "cuda_graph", "communications": max(counted) - min(counted)})
+            if self not in stated:
+                stated.add(self)
+                counted = hidden.get(self, [])
+                known = max(counted) - min(counted) if len(counted) > 1 else None
+                facts.state({"fact": CUDA_GRAPH_FACT, "communications": known})
             return original(self, *args, **kwargs)
 
         return call

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
+from . import private
+
 PER_CALL: Final = frozenset({"collectives", "modules", "call-sites", "sharding", "pipelining", "host-sync"})
 """Collectors whose hooks run for every communication, module, unit, action or call that waits for the device."""
 
@@ -92,10 +94,9 @@ def _of_backend(config: str) -> str | None:
 
 def _plugin() -> str:
     """The name of the device that a plugin of torch's brings, as `torch_npu` does; empty: none."""
-    import torch
-
-    name = str(torch._C._get_privateuse1_backend_name())
-    return "" if name == "privateuseone" else name
+    name = private.find("torch._C:_get_privateuse1_backend_name")
+    given = "" if name is None else str(name())
+    return "" if given == "privateuseone" else given
 
 
 def _visible(environ: Mapping[str, str], dev: Path) -> str | None:

@@ -75,6 +75,11 @@ NAMES: Final = (
         "torch._C:_get_tracing_state", ("modules",), "at --level full the number of samples in a batch is not known"
     ),
     PrivateName("torch._dynamo.callback:callback_handler", ("compilation",), "compilations are not recorded", True),
+    PrivateName(
+        "torch._C:_get_privateuse1_backend_name",
+        ("collectives",),
+        "without the native helper, a job on the device of a plugin of torch's is not told from one on the CPU",
+    ),
     PrivateName("torch._C._dynamo.eval_frame:set_code_exec_strategy", ("arming",), _COMPILED),
     PrivateName("torch._C._dynamo.eval_frame:_FrameExecStrategy", ("arming",), _COMPILED),
     PrivateName("torch._C._dynamo.eval_frame:_FrameAction", ("arming",), _COMPILED),

@@ -117,6 +117,9 @@ SAMPLE_SECONDS: Final = "sample_seconds"
 SIDE_THREAD_SECONDS: Final = "side_thread_seconds"
 """Names of the `gauge` rows written beside it: what samples after steps have taken so far, and the CPU time of the
 profiler's own threads."""
+CUDA_GRAPH_FACT: Final = "cuda_graph"
+"""Kind of the facts of CUDA graphs that were replayed, and of how many `communications` each of them holds (null: not
+known): of these nothing is seen."""
 LOST_FACT: Final = "lost"
 """Kind of the facts of what could not be hooked, in words; one is `decisive` where its collectors are as good as
 switched off."""

@@ -62,9 +62,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="module")
-def sleeping_ranks(pytestconfig: pytest.Config) -> Iterator[SleepingRanks]:
+def sleeping_ranks(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SleepingRanks]:
     """A device that sleeps, and what runs jobs on it (`sleeping_device/`)."""
-    assert pytestconfig.cache is not None
-    ranks = sleeping_jobs.start(pytestconfig.cache.mkdir("sleeping_device"))
+    kept: pytest.Cache | None = getattr(pytestconfig, "cache", None)  # none with -p no:cacheprovider
+    ranks = sleeping_jobs.start(kept.mkdir("sleeping_device") if kept else tmp_path_factory.mktemp("sleeping_device"))
     yield ranks
     ranks.close()

@@ -289,7 +289,7 @@ def test_a_rank_that_nobody_watched_was_gone_before_the_one_that_waited_for_it()
         info.closed_ns = closed_ns
     first = analyze(Trace.of(trace.run, rows)).findings[0]
     assert first.code == "run.rank-died"
-    assert first.title.startswith("rank 1 was gone first, 0.5 s before rank 0 ended by exit status 1 after step ")
+    assert first.title.startswith("rank 1 was gone first, 500 ms before rank 0 ended by exit status 1 after step ")
     assert first.where.ranks == (1,)
     assert "something else than dsprof started it" in first.fixes[0].title
     rows.loc[waiting, "ended"] = True

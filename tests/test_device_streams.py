@@ -142,8 +142,8 @@ def test_a_late_begin_of_the_first_traced_step_is_no_lateness_of_the_ranks(tmp_p
     assert cells.z.round(2).tolist() == pytest.approx(np.float32([[0], [0.03]]))
     out = io.StringIO()
     terminal.render(analysis, out, width=100)
-    assert "   cost   costs 0.03 ms a step (3.0 %)" in out.getvalue()
-    assert 'class="saves">costs <strong>0.03 ms</strong> a step (3.0 %)' in html.render(analysis)
+    assert "   cost   costs 30.0 us a step (3.0 %)" in out.getvalue()
+    assert 'class="saves">costs <strong>30.0 us</strong> a step (3.0 %)' in html.render(analysis)
     assert "rank 1  0.00 ms          others wait for it 0.03 ms" in out.getvalue()
 
 

@@ -161,7 +161,7 @@ def test_a_trace_that_somebody_names_may_be_a_link_but_no_pipe(
     os.mkfifo(tmp_path / "pipe")
     with impatient(LONGEST_S):
         assert cli.main(["import", str(tmp_path / "pipe")]) == 3
-    expected = f"[dsprof] error: {tmp_path}/pipe: a pipe, and no file; name a trace, or the folder that holds one\n"
+    expected = f"[dsprof] error: {tmp_path}/pipe: is no regular file; write the trace into one\n"
     assert capfd.readouterr().err == expected
 
 

@@ -189,7 +189,7 @@ OTHERS: dict[str, Callable[[Capture], object]] = {
 def test_the_other_files_cut_at_every_byte_cost_only_what_is_in_them(name: str, whole: Path, tmp_path: Path) -> None:
     original = read_capture(whole)
     size = (whole / name).stat().st_size
-    *cut, last = cuts(whole, tmp_path / "cut", name, [*range(min(size, 400)), *range(400, size, 50), size])
+    *cut, last = cuts(whole, tmp_path / whole.name, name, [*range(min(size, 400)), *range(400, size, 50), size])
     assert OTHERS[name](last) == OTHERS[name](original)
     for capture in cut:
         assert len(capture.records) + capture.damaged == 6

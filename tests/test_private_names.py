@@ -42,6 +42,7 @@ NOT_OF_TORCH: Final = {
     "_getframe": "of sys, of Python",
     "_current_frames": "of sys, of Python",
     "_exit": "of os, of Python",
+    "_is_gil_enabled": "of sys, of Python",
     "_replace": "of named tuples, of Python",
     "_fsdp_wrapped_module": "part of a module's name, which is left out of it where it is there",
     "_orig_mod": "part of a module's name, which is left out of it where it is there",

@@ -19,7 +19,7 @@ from jobs import environment, profile
 
 from dsprof import cli
 from dsprof.collectors import scratch
-from dsprof.collectors.native import build
+from dsprof.collectors.native import build, places
 from dsprof.importers import kineto
 from dsprof.launch import peak
 
@@ -153,7 +153,7 @@ def test_no_child_of_ours_imports_from_the_working_directory(
     fake.chmod(0o755)
     monkeypatch.setenv("CXX", str(fake))
     monkeypatch.setenv("DSPROF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr(places.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     assert build.ensure(Path(sys.executable), print).is_relative_to(tmp_path / "cache"), "its trial import went well"
     assert peak.measure(["float32"], 1, None, 0.01)["float32"] > 0
     local = scratch.stand_in(tmp_path / "run", tmp_path / "local") / "capture" / "rank00000.0.here.1"

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from dsprof.permissions import own_folder
+
 from .target import BuildTarget, built_for
 from .trust import WRITABLE, Untrusted, trusted
 
@@ -105,6 +107,8 @@ def writable_cache(refused: Callable[[str], None] = lambda why: None) -> Path:
     reasons = []
     for folder in caches():
         try:
+            if folder == caches()[-1]:  # below a folder for everybody, where a link may lead anywhere
+                own_folder(folder.parents[1])
             make_private(folder)
             trusted(folder)
             if os.access(folder, os.W_OK):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from dsprof.schema import LOST_FACT
+from dsprof.schema import CUDA_GRAPH_FACT, LOST_FACT
 
 EVERYTHING: Final = "everything"
 """What the budget and every gain rest on."""
@@ -35,6 +35,11 @@ NEEDED_TO_PASS: Final[dict[str, tuple[str, ...]]] = {"collectives": ("run.hang",
 """Collector -> codes that may be found without it, but where nothing is found, nothing is proved."""
 
 
+IN_GRAPHS: Final = (
+    "communications are in a CUDA graph that is replayed, where dsprof does not see them; profile a run without graphs"
+)
+
+
 def reasons(facts: Mapping[str, Sequence[Mapping[str, Any]]], codes: Iterable[str]) -> dict[str, str]:
     """Of these codes, and of EVERYTHING, those that cannot be judged -> why."""
     codes = tuple(codes)
@@ -44,6 +49,8 @@ def reasons(facts: Mapping[str, Sequence[Mapping[str, Any]]], codes: Iterable[st
             for collector in fact.get("collectors", ()):
                 for code in NEEDED_FOR.get(str(collector), ()):
                     why.setdefault(code, f"{fact.get('what')} ({fact.get('because')})")
+    if any(fact.get("communications") != 0 for fact in facts.get(CUDA_GRAPH_FACT, [])):
+        why |= {code: IN_GRAPHS for code in codes if code.startswith("comm.") and code not in why}
     return {code: why[code] for code in (*codes, EVERYTHING) if code in why}
 
 

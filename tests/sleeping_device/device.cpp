@@ -378,7 +378,7 @@ Stack changed(const Stack& arguments, at::Tensor (*change)(const at::Tensor&)) {
     c10::IValue copy = argument;
     if (copy.isDevice()) copy = c10::Device(change == &on_meta ? c10::kMeta : c10::kCPU);
     for_each_tensor(copy, [&](at::Tensor& tensor) {
-      if (tensor.defined() && (tensor.is_cuda() || change == &on_meta)) tensor = change(tensor);
+      if (tensor.defined() && tensor.is_cuda()) tensor = change(tensor);
     });
     result.push_back(std::move(copy));
   }
@@ -427,10 +427,12 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   if (capturing || !timeline().idle(stream)) {
     Stack results = changed(arguments, &on_meta);
     bool known = true;
+    std::string why;
     try {
       op.callBoxed(&results);
-    } catch (const std::exception&) {
+    } catch (const std::exception& error) {
       known = false;  // its results' sizes depend on its data, or nobody has written them down
+      why = error.what();
     }
     for (size_t i = 0; known && i < results.size(); i++) {
       const auto* alias = schema.returns()[i].alias_info();
@@ -467,7 +469,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
       for (auto& result : results) stack->push_back(std::move(result));
       return;
     }
-    TORCH_CHECK(!capturing, "CUDA error: operation not permitted when stream is capturing (", schema.name(), ")");
+    TORCH_CHECK(!capturing, "CUDA error: operation not permitted when stream is capturing (", schema.name(), ") ", why);
     timeline().drain(stream);
   }
   const Stack on_cpu = changed(arguments, &on_host);

@@ -4,6 +4,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
@@ -129,6 +131,13 @@ Task Nccl::task_of(const Issue& what, Call call) {
   return task;
 }
 
+void Nccl::put(int64_t stream, Task task, bool collective) {
+  std::vector<OperationPtr> after;
+  if (collective && last_) after.push_back(last_);
+  const OperationPtr op = timeline().put(stream, std::move(task), std::move(after));
+  if (collective && op) last_ = op;
+}
+
 WorkPtr Nccl::issue(const Issue& what, Call call) {
   if (coalescing_) {
     together_.emplace_back(what, std::move(call));
@@ -140,7 +149,7 @@ WorkPtr Nccl::issue(const Issue& what, Call call) {
   const int64_t stream = what.async ? stream_ : current_stream;
   if (what.async) timeline().block(timeline().record(current_stream), stream);
   auto work = c10::make_intrusive<NcclWork>(rank_, what.type, what.title, std::optional<Tensors>(what.inputs));
-  timeline().put(stream, task_of(what, std::move(call)));
+  put(stream, task_of(what, std::move(call)), what.peer < 0);
   work->enqueued(stream, what.outputs);
   return work;
 }
@@ -183,7 +192,7 @@ WorkPtr Nccl::endCoalescing() {
   auto work = c10::make_intrusive<NcclWork>(rank_, together_.front().first.type, "nccl:coalesced",
                                             std::optional<Tensors>(inputs));
   together_.clear();
-  timeline().put(stream, std::move(all));
+  put(stream, std::move(all), std::all_of(peers.begin(), peers.end(), [](const auto& peer) { return peer.first < 0; }));
   work->enqueued(stream, outputs);
   return work;
 }

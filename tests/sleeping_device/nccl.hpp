@@ -90,12 +90,15 @@ class Nccl final : public c10d::Backend {
   WorkPtr issue(const Issue& what, Call call);
   // Where the ranks meet for their next communication: all of the group, or the two of a send and its receive.
   Meeting next_meeting(int peer, bool sends);
+  // Collectives of one communicator run one after the other, on whichever streams they are.
+  void put(int64_t stream, Task task, bool collective);
   Task task_of(const Issue& what, Call call);
 
   c10::intrusive_ptr<c10d::Backend> host_;
   std::string folder_, name_;
   int64_t stream_;
   uint64_t sequence_ = 0;
+  OperationPtr last_;
   struct Place {
     std::atomic<int64_t>* arrivals;
     size_t next = 0;

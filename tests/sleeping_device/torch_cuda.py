@@ -87,7 +87,7 @@ def install(device: Any) -> None:
         def __init__(self, keep_graph: bool = False) -> None:
             self._graph = device.Graph()
 
-        def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
             self._graph.capture_begin(CAPTURE_MODES[capture_error_mode])
 
         def capture_end(self) -> None:

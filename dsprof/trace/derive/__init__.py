@@ -30,7 +30,7 @@ from .purpose import purposes, reduced_by_hand
 from .records import measured_rows
 from .rows import completed
 from .steps import missing_steps, step_of, step_pattern, step_rows
-from .streams import align_clock, stream_rows
+from .streams import align_clock, stream_rows, with_arrivals
 from .waits import backward_waits, name_inner_waits
 
 __all__ = ["derive", "missing_steps", "step_pattern", "trace_rows"]
@@ -61,7 +61,7 @@ def derive(
     for tensor parallelism. small_gradients: see `purpose.reduced_by_hand`. Raises KeyError for rows without a column
     that is required.
     """
-    rows = align_clock(completed(rows))
+    rows = with_arrivals(align_clock(completed(rows)))
     name_inner_waits(rows)
     streams = stream_rows(rows)
     rows = rows[~rows["device"] | (rows["kind"] == "comm")].reset_index(drop=True)

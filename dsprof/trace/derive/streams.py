@@ -41,6 +41,12 @@ def align_clock(rows: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
+def with_arrivals(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with `arrival_ns`: a device's communication begins for its rank when its stream has got to it."""
+    arrived = rows["device"] & (rows["kind"] == "comm") & rows["dur_ns"].notna()
+    return rows.assign(arrival_ns=rows["start_ns"].astype("Int64").where(arrived))
+
+
 def clock_offsets(samples: pd.DataFrame) -> tuple[Float, Float, float]:
     """What to add to a device's times (ns) at some of them, in order, and how far off that may be, ns.
 
