@@ -192,4 +192,5 @@ def test_a_job_that_never_trains_is_told_so(tmp_path_factory: pytest.TempPathFac
     }
     rows = rows_of(finished)
     assert counts(rows[rows["kind"] == "comm"], "name", "purpose", "bytes") == {("all_reduce", "other", "4"): STEPS}
-    assert counts(rows[rows["kind"] == "phase"], "name", "grad") == {("forward", "False"): STEPS}
+    measured = rows[rows["source"] == "measured"]  # what lies between two forwards may count as one, if it is short
+    assert counts(measured[measured["kind"] == "phase"], "name", "grad") == {("forward", "False"): STEPS}

@@ -130,7 +130,7 @@ def test_the_headline_says_where_all_of_it_is(tmp_path: Path) -> None:
     ]  # fmt: skip
     bars = {bar.name: bar for bar in memory_figures.segments(segments).data}
     assert list(bars) == [
-        "in use 6.00 MiB", "freed, another stream may still use it 4.0 MiB", "free between blocks in use 10.0 MiB",
+        "in use 6.00 MiB", "freed, another stream may still use it 4.00 MiB", "free between blocks in use 10.0 MiB",
         "free in whole segments 20.0 MiB",
     ]  # fmt: skip
     assert [sum(bar.y[at] for bar in bars.values()) for at in (0, 1)] == [100, 100]
