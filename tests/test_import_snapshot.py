@@ -134,8 +134,8 @@ def test_the_headline_says_where_all_of_it_is(tmp_path: Path) -> None:
         "free in whole segments 20.0 MiB",
     ]  # fmt: skip
     assert [sum(bar.y[at] for bar in bars.values()) for at in (0, 1)] == [100, 100]
-    assert bars["in use 6.0 MiB"].x.tolist() == [0, 20]
-    assert bars["in use 6.0 MiB"].width.tolist() == [20, 20]
+    assert bars["in use 6.00 MiB"].x.tolist() == [0, 20]
+    assert bars["in use 6.00 MiB"].width.tolist() == [20, 20]
     small = memory_figures.segments(segments, most=1)
     assert small.layout.meta["note"] == "the 2 smallest of 2 segments are one bar"
     assert small.data[0].width.tolist() == [40]
