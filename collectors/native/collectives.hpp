@@ -323,8 +323,10 @@ class CollectiveKernel final : public c10::OperatorKernel {
   // Issues it and has the record completed when its stream has done it.
   void call_on_device(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack, Record* record,
                       const Target& target) {
-    const bool together = coalesced.gathering, graphed = device_times().into_graph();
-    DeviceIssue issue(together || graphed ? nullptr : device_times().now());
+    const bool together = coalesced.gathering;
+    Moment* begin = together ? nullptr : device_times().now();
+    const bool graphed = !begin && device_times().into_graph();  // a moment is only of a stream that is not captured
+    DeviceIssue issue(begin);
     call(op, keys, stack, nullptr);
     try {
       set_host_time(record);

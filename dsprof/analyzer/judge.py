@@ -72,7 +72,7 @@ def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding],
     noise_ms, lost = math.nan, 0.0
     refusal = off.get(switched_off.EVERYTHING) or _refusal(context, checked)
     if refusal is not None:
-        not_judged |= dict.fromkeys(FAULTS, refusal)
+        not_judged |= {code: off.get(code, refusal) for code in FAULTS}
         if context.graph is not None and not context.on_gpu:
             noise_ms = context.noise_ms(context.graph.measured)
     else:
@@ -97,7 +97,7 @@ def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding],
             found[code] = [finding] if finding is not None else []
     for codes, rule in RULES.items():
         if refusal is not None and PRICED_BY_REPLAY & set(codes):
-            not_judged |= dict.fromkeys(codes, refusal)
+            not_judged |= {code: off.get(code, refusal) for code in codes}
             continue
         said = ask(codes, partial(_whole, rule, context, not_judged))
         if said is not None:
