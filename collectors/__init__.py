@@ -17,7 +17,7 @@ step_end     when samples are taken after a step
 window       which part of the run is captured
 errors       errors of our own, which the job must not see
 identity     which rank, of what, and into which run folder
-scratch      where its capture is written, if the run folder lies on a network
+scratch      where its capture is written: the run folder, a local disk, shared memory; `room`: what fits there
 copier       the process that copies it from there
 record       writes records (the Python twin of native/)
 chunks       the files they go to

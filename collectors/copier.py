@@ -1,12 +1,17 @@
-"""Copies one capture from a local disk into a run folder on a network: `main(LOCAL RUN HOST PID)`.
+"""Copies one capture from where it is written into its run folder: `main(LOCAL RUN HOST PID OPEN_EVERY_S)`.
 
-A process of its own, which the rank PID starts and which outlives it, however that ends: where the network stalls, the
-rank does not. Full chunks are copied as they close, the rest when the capture is closed or the rank gone; the local
-folder goes when all of it is in RUN/capture. What cannot be copied stays, and `copying.json` in both folders says where
-and why. It needs the standard library, and no more of dsprof than does the same.
+A process of its own, which the rank PID starts and which outlives it, however that ends: where the network or the disk
+stalls, the rank does not. Full chunks are copied as they close, and removed once the rank has marked them as finished
+and the run folder's disk has them, so what lies here stays small; the rest is copied when the capture is closed or the
+rank gone, and every OPEN_EVERY_S seconds if that is not 0. The local folder goes when all of it is in RUN/capture.
+What cannot be copied stays, and `copying.json` in both folders says where and why.
 
 The local folder is one that stands for the run (`stand_in`) below this user's own. No other is read, written or
 removed, whoever names it.
+
+Nothing is lost if the rank or this process is killed at any moment: a chunk is removed here after its copy is whole,
+and whoever copies the folder next copies again what is still in it. It needs the standard library, and no more of
+dsprof than does the same.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from dsprof import permissions, regular_files
+from dsprof import ondisk, permissions, regular_files
 from dsprof.atomic import write_atomically
 from dsprof.names import CaptureName
 from dsprof.schema import CONTROL_FILE, COPYING_FILE
@@ -77,6 +82,8 @@ class CopyState:
     error: str | None = None
     """Why the last of them could not be."""
     given_up: bool = False
+    gone: bool = False
+    """The folder was removed, by something else, before all of it was copied."""
 
     @staticmethod
     def of(told: Any) -> CopyState:
@@ -99,12 +106,14 @@ class Mirror:
         self._copied: dict[str, bytes] = {}
         """Name -> digest: stores through a mapping need not change a file's time."""
 
-    def update(self, *, all_of_it: bool) -> int:
-        """Copy what has changed; without `all_of_it`, no chunk that is open. How many files could have changed since.
+    def update(self, *, all_of_it: bool, open_too: bool = False) -> int:
+        """Copy what has changed, and move the chunks that are finished; without `all_of_it`, no chunk that is open, but
+        with `open_too` those as well. How many files could have changed since.
 
         Raises OSError.
         """
         names = [path.name for path in regular_files.files(self.local) if path.name[0] != "."]
+        permissions.check_folder(self.local)  # of one that was removed, nothing is listed
         chunks = {name: int(match[1]) for name in names if (match := CHUNK.fullmatch(name))}
         closed = max(chunks.values(), default=0) - OPEN_CHUNKS
         permissions.make_folders(self.target.parents[1], ("capture", self.target.name))
@@ -112,12 +121,27 @@ class Mirror:
         for name in names:
             if name in (COPYING_FILE, CONTROL_FILE):
                 continue
-            if not all_of_it and chunks.get(name, closed) > closed:
-                left += 1
-            elif not (not all_of_it and name in chunks and name in self._copied):
+            if all_of_it or name not in chunks:
                 self._copy(name)
-        self._remove_others(names)
+            elif chunks[name] <= closed:
+                self._take(name)
+            else:
+                left += 1
+                if open_too:
+                    self._copy(name)
+        self._remove_given_up(chunks)
         return left
+
+    def _take(self, name: str) -> None:
+        """Copy a chunk that is full. One that is finished is removed here when it is on the other disk."""
+        if not _is_finished(self.local / name):
+            if name not in self._copied:
+                self._copy(name)
+            return
+        self._copy(name)
+        _sync(self.target / name)
+        (self.local / name).unlink(missing_ok=True)
+        self._copied.pop(name, None)
 
     def _copy(self, name: str) -> None:
         try:
@@ -130,19 +154,69 @@ class Mirror:
         write_atomically(self.target / name, content)
         self._copied[name] = digest
 
-    def _remove_others(self, names: list[str]) -> None:
-        """A capture at its size limit gives chunks up."""
-        for path in regular_files.files(self.target, "chunk-*.bin"):
-            if CHUNK.fullmatch(path.name) and path.name not in names:
-                path.unlink()
+    def _remove_given_up(self, chunks: dict[str, int]) -> None:
+        """A capture at its size limit gives chunks up: the newest says which. The others that are not here were moved,
+        by this process or one before it."""
+        given_up = range(0)
+        for name in sorted(chunks, key=chunks.__getitem__, reverse=True):
+            place = _place(self.local / name)
+            if place is not None:
+                given_up = range(place[0], place[0] + place[1])
+                break
+        for path in regular_files.files(self.target, "chunk-*.bin") if given_up else []:
+            match = CHUNK.fullmatch(path.name)
+            if match and int(match[1]) in given_up:
+                path.unlink(missing_ok=True)
+
+
+def _is_finished(chunk: Path) -> bool:
+    """Whether the rank has marked it so: it writes nothing into it any more."""
+    header = _header(chunk)
+    at = ondisk.CHUNK_FINISHED_AT
+    return header is not None and ondisk.CHUNK_FINISHED.unpack_from(header, at)[0] == 1
+
+
+def _place(chunk: Path) -> tuple[int, int] | None:
+    """How many chunks at the beginning are kept, and how many behind those were given up; None: it has no header."""
+    header = _header(chunk)
+    if header is None:
+        return None
+    kept, given_up, _ = ondisk.CHUNK_PLACE.unpack_from(header, ondisk.CHUNK_HEADER.size)
+    return kept, given_up
+
+
+def _header(chunk: Path) -> bytes | None:
+    try:
+        with regular_files.open_file(chunk) as file:
+            header = file.read(ondisk.CHUNK_FINISHED_AT + ondisk.CHUNK_FINISHED.size)
+    except FileNotFoundError:
+        return None
+    whole = len(header) == ondisk.CHUNK_FINISHED_AT + ondisk.CHUNK_FINISHED.size
+    return header if whole and header.startswith(ondisk.CHUNK_MAGIC) else None
+
+
+def _sync(path: Path) -> None:
+    """Have the disk, or the server, take the file now, and tell if it cannot. Raises OSError."""
+    try:
+        with regular_files.open_file(path) as file:
+            os.fsync(file.fileno())
+    except FileNotFoundError:  # given up for the size limit
+        return
 
 
 class Copier:
     """The copying of one capture, from beginning to end."""
 
-    def __init__(self, local: Path, run: Path, host: str) -> None:
-        """Raises OSError where `local` is not one of this run's captures in this user's own folder."""
+    def __init__(
+        self, local: Path, run: Path, host: str, open_every_s: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Raises OSError where `local` is not one of this run's captures in this user's own folder.
+
+        open_every_s: how often chunks that are still written are copied; 0: at the end only
+        """
         check_stands_for(local, run)
+        self._open_every_s, self._clock = open_every_s, clock
+        self._open_due = clock() + open_every_s
         self.state = CopyState(host, str(local), os.getpid(), began(os.getpid()))
         self._local, self._run = local, run
         self._target = run / "capture" / local.name
@@ -153,7 +227,10 @@ class Copier:
 
     def step(self) -> None:
         """While the rank runs: closed chunks there, and here what somebody wrote into the run's control file."""
-        self._attempt(all_of_it=False)
+        open_too = self._open_every_s > 0 and self._clock() >= self._open_due
+        if open_too:
+            self._open_due = self._clock() + self._open_every_s
+        self._attempt(all_of_it=False, open_too=open_too)
         try:
             control = regular_files.read_bytes(self._run / CONTROL_FILE, LARGEST_CONTROL)
             if control != self._control:
@@ -179,9 +256,9 @@ class Copier:
         self.state.given_up = True
         self._tell(self._local, self._target)
 
-    def _attempt(self, *, all_of_it: bool) -> bool:
+    def _attempt(self, *, all_of_it: bool, open_too: bool = False) -> bool:
         try:
-            self.state.left = self._mirror.update(all_of_it=all_of_it)
+            self.state.left = self._mirror.update(all_of_it=all_of_it, open_too=open_too)
             self.state.error = None
             if all_of_it:
                 (self._target / COPYING_FILE).unlink(missing_ok=True)
@@ -189,6 +266,8 @@ class Copier:
         except OSError as error:
             self.state.left = max(self.state.left, 1)
             self.state.error = error.strerror or str(error)
+            if not self._local.is_dir():
+                self.state.gone, self.state.error = True, f"{self._local} was removed"
         self._tell(self._local, self._target)
         return self.state.error is None
 
@@ -222,14 +301,14 @@ def watch(
 ) -> bool:
     """Copy until the rank writes no more and all is there, or cannot be brought there. Whether it is."""
     due = clock()
-    while rank_writes():
+    while rank_writes() and not copier.state.gone:
         if clock() >= due:
             copier.step()
             due = clock() + COPY_EVERY_S
         sleep(LOOK_EVERY_S)
     deadline = clock() + PATIENCE_S
     while not copier.finish():
-        if clock() >= deadline:
+        if copier.state.gone or clock() >= deadline:
             copier.give_up()
             return False
         sleep(COPY_EVERY_S)
@@ -237,8 +316,8 @@ def watch(
 
 
 def main(words: list[str]) -> int:
-    """LOCAL RUN HOST PID: in a child that nobody waits for. PID's begin is taken, and the child has told who it is,
-    before the parent goes on."""
+    """LOCAL RUN HOST PID OPEN_EVERY_S: in a child that nobody waits for. PID's begin is taken, and the child has told
+    who it is, before the parent goes on."""
     local, run, host, pid = Path(words[0]), Path(words[1]), words[2], int(words[3])
     check_stands_for(local, run)
     rank_began = began(pid)
@@ -256,7 +335,7 @@ def main(words: list[str]) -> int:
     def rank_writes() -> bool:
         return rank_began is not None and began(pid) == rank_began and not (local / CLOSED_FILE).exists()
 
-    copier = Copier(local, run, host)
+    copier = Copier(local, run, host, float(words[4]))
     os.close(telling)
     watch(copier, rank_writes)
     os._exit(0)

@@ -19,7 +19,7 @@ from .counters import Counters
 from .forks import renew_in_child
 from .groups import Groups
 from .interrupts import by_handler
-from .record import CALLS_AND_WAITS, LIMIT_BYTES, NOTHING, Context, SharedParts
+from .record import CALLS_AND_WAITS, LIMIT_BYTES, NOTHING, PATIENCE_S, Context, SharedParts
 from .targets import Target, Targets
 
 MAX_HOST_NS: Final = 2**32 - 1
@@ -74,8 +74,15 @@ class Purposes(threading.local):
 class PyRecorder(SharedParts):
     """A `Recorder` in Python: 1 to 2 us a record."""
 
-    def __init__(self, folder: str | os.PathLike[str], limit_bytes: int = LIMIT_BYTES) -> None:
-        """Write into `folder`, which may be renamed later. Raises OSError when it cannot be opened."""
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        limit_bytes: int = LIMIT_BYTES,
+        copied: bool = False,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """Write into `folder`, which may be renamed later; `copied`: a copier takes full chunks from there. Raises
+        OSError when it cannot be opened."""
         super().__init__()
         directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -84,7 +91,7 @@ class PyRecorder(SharedParts):
             os.close(directory)
             raise
         self._counters = Counters(directory)
-        self._chunks = Chunks(directory, limit_bytes, self._counters)
+        self._chunks = Chunks(directory, limit_bytes, self._counters, copied, patience_s)
         self._write, self._store = self._chunks.write, self._chunks.store
         self.note_error = self._counters.count_error
         self._lock = threading.RLock()  # a signal's handler may come in between

@@ -10,12 +10,16 @@ import threading
 from collections.abc import Callable
 from typing import Final, NewType, Protocol
 
+from dsprof.ranges import DEFAULT_LIMIT
+
 from . import private
 from .errors import describe
 from .interrupts import by_handler
 
-LIMIT_BYTES: Final = 2 << 30
+LIMIT_BYTES: Final = DEFAULT_LIMIT
 """Default size limit of one rank's capture."""
+PATIENCE_S: Final = 0.005
+"""How long a hook waits for room that is not ready. Then the records of all are dropped until it is."""
 
 NOTHING, CALLS, CALLS_AND_WAITS = 0, 1, 2
 """What of c10d is passed over on a thread, because the engine tells of it."""

@@ -1,7 +1,8 @@
-"""Where a capture is written: into the run folder, or, where that lies on a network file system, to a local disk first.
+"""Where a capture is written: into the run folder, to a local disk first, or to shared memory first.
 
-A mapping of a file on a network can stall a rank or kill it. So the rank writes locally, and a process beside it
-(`copier.py`) brings the capture into the run folder.
+A mapping of a file on a network can stall a rank or kill it; of one on a local disk, a store waits while the kernel
+holds back whoever dirties pages (`benchmarks/stores.py`). So the rank writes to a local disk, or to memory where that
+survives it, and a process beside it (`copier.py`) brings the capture into the run folder.
 """
 
 from __future__ import annotations
@@ -9,21 +10,21 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from dsprof import permissions, regular_files
 from dsprof.names import CaptureName
+from dsprof.ranges import DEFAULT_LIMIT
 from dsprof.schema import COPYING_FILE
 
-from . import copier
+from . import copier, room
 from .copier import stand_in
 
 NETWORK: Final = frozenset(
@@ -37,12 +38,16 @@ LOCAL_ALL_THE_SAME: Final = frozenset({"fuse.fuse-overlayfs"})
 """Under containers without root."""
 LEAST_FREE: Final = 256 << 20
 """Bytes that must be free for captures."""
-HOSTS_PROCESSES: Final = 0xEFFFFFFC
-"""Number of the first process namespace (PROC_PID_INIT_INO of Linux)."""
+LEAST_LIMIT: Final = 4 << 20
+"""Bytes that a rank's capture must have."""
+SHARED_MEMORY: Final = Path("/dev/shm")
+OPEN_EVERY_S: Final = 10.0
+"""How often what is written to memory is copied while it is still written: a report of a running job has it."""
 OFF: Final = ("0", "off", "false", "no")
 START_S: Final = 10.0
 LARGEST_STATE: Final = 1 << 16
 """Bytes of copying.json."""
+LOOK_EVERY_S: Final = 0.02
 HOME: Final = Path(__file__).parent.parent.parent
 """Where dsprof is imported from."""
 COPIER: Final = """
@@ -57,10 +62,14 @@ sys.exit(main(sys.argv[1:]))
 @dataclass(frozen=True)
 class Place:
     """folder: the local one that stands for the run folder; None: captures go into the run folder itself.
-    note: what the user should know of it; empty: nothing."""
+    note: what the user should know of it; empty: nothing.
+    limit: bytes that each rank may write there, where that is less than it was to; None: as many.
+    in_memory: it was chosen so that no store waits for a disk."""
 
     folder: Path | None
     note: str = ""
+    limit: int | None = None
+    in_memory: bool = False
 
 
 def file_system(path: Path, mounts: str = "/proc/self/mountinfo") -> str:
@@ -95,19 +104,41 @@ def on_network(kind: str) -> bool:
     return kind not in LOCAL_ALL_THE_SAME and (kind in NETWORK or kind.startswith("fuse."))
 
 
-def choose(run: Path, given: str = "", type_of: Callable[[Path], str] = file_system) -> Place:
-    """Where the captures of the run folder `run` are written. `given`: DSPROF_SCRATCH."""
+def choose(
+    run: Path,
+    given: str = "",
+    limit: int = DEFAULT_LIMIT,
+    ranks: int = 1,
+    type_of: Callable[[Path], str] = file_system,
+    free_bytes: Callable[[Path, str], int] = room.free_bytes,
+) -> Place:
+    """Where the captures of the run folder `run` are written, of `limit` bytes each by so many ranks of this host.
+    `given`: DSPROF_SCRATCH."""
     if given.lower() in OFF:
         return Place(None)
     kind = type_of(run)
     if not given and not on_network(kind):
-        return Place(None)
-    reasons = []
-    for parent in [Path(given)] if given else list(dict.fromkeys((Path(tempfile.gettempdir()), Path("/tmp")))):
+        return _in_memory(run, kind, limit * ranks, type_of, free_bytes)
+    reasons, most, roomiest = [], 0, None
+    for parent in _parents(given):
         reason = _unfit(parent, type_of)
         if not reason:
-            return Place(stand_in(run, parent))
+            free, what = free_bytes(_mine(parent), type_of(parent)), _free_words(type_of(parent))
+            if free >= limit * ranks:
+                return Place(stand_in(run, parent))
+            reason = f"has {free >> 20} MiB {what}"
+            if free >= max(LEAST_FREE, LEAST_LIMIT * ranks) and free > most:
+                most, roomiest, why = free, parent, reason
         reasons.append(f"{parent} {reason}")
+    if roomiest is not None:
+        lowered = most // ranks >> 20 << 20
+        of = "one rank" if ranks == 1 else f"the {ranks} ranks of this host"
+        return Place(
+            stand_in(run, roomiest),
+            f"its capture may take {lowered >> 20} MiB, not {limit >> 20} MiB (--limit): {roomiest} {why}, for {of}; "
+            "name a larger local folder by --scratch DIR, or write a smaller --limit",
+            lowered,
+        )
     where = f"on a network file system ({kind})" if on_network(kind) else "directly"
     return Place(
         None, f"captured into the run folder {where}: {', '.join(reasons)}; name a local folder by DSPROF_SCRATCH"
@@ -130,6 +161,53 @@ def make_private(local: Path) -> None:
         permissions.make_folder(folder, mode=permissions.PRIVATE_FOLDER)
 
 
+def places(run: Path, given: str = "") -> tuple[Path, ...]:
+    """Every folder in which a rank of this host may have put its capture: which, it decides by what was free then."""
+    if given.lower() in OFF:
+        return ()
+    parents = _parents(given) if given else [*_parents(""), SHARED_MEMORY]
+    return tuple(stand_in(run, parent) for parent in parents)
+
+
+def _parents(given: str) -> list[Path]:
+    return [Path(given)] if given else list(dict.fromkeys((Path(tempfile.gettempdir()), Path("/tmp"))))
+
+
+def _in_memory(
+    run: Path,
+    kind: str,
+    needed: int,
+    type_of: Callable[[Path], str],
+    free_bytes: Callable[[Path, str], int],
+) -> Place:
+    """In shared memory, where all of it fits and nothing but this host's end could lose it; else in the run folder,
+    which is on a disk of this host."""
+    try:
+        memory = type_of(SHARED_MEMORY)
+        if (
+            not kind
+            or kind in room.IN_MEMORY
+            or memory not in room.IN_MEMORY
+            or room.in_container()  # it ends with the container, and its disk may not
+            or room.is_removed_at_logout(os.getuid())
+            or _unfit(SHARED_MEMORY, type_of)
+            or free_bytes(_mine(SHARED_MEMORY), memory) < needed
+        ):
+            return Place(None)
+    except OSError:
+        return Place(None)
+    return Place(stand_in(run, SHARED_MEMORY), in_memory=True)
+
+
+def _free_words(kind: str) -> str:
+    return f"of memory for captures ({kind})" if kind in room.IN_MEMORY else "free"
+
+
+def _mine(parent: Path) -> Path:
+    """This user's folder below it."""
+    return parent / permissions.own_name()
+
+
 def absolute(given: str) -> str:
     """DSPROF_SCRATCH, for a process that may be in another folder when it reads it."""
     return os.path.abspath(given) if given and given.lower() not in OFF else given
@@ -143,21 +221,21 @@ def _unfit(parent: Path, type_of: Callable[[Path], str]) -> str:
         mine = permissions.own_folder(parent)
         if not os.access(mine, os.W_OK):
             return "cannot be written"
-        free = shutil.disk_usage(mine).free
     except OSError as error:
         if error.errno == errno.EPERM:
             return f"cannot be used: {permissions.own_name()} in it {error.strerror}"
         if error.errno == errno.ELOOP:
             return f"cannot be used: {permissions.own_name()} in it is {error.strerror}"
         return f"cannot be written ({error.strerror})"
-    return f"has {free >> 20} MiB free" if free < LEAST_FREE else ""
+    return ""
 
 
-def start_copier(local: Path, run: Path, host: str) -> None:
-    """Have the capture folder `local` of this process copied below `run`. Raises OSError or SubprocessError."""
+def start_copier(local: Path, run: Path, host: str, open_every_s: float = 0.0) -> None:
+    """Have the capture folder `local` of this process copied below `run`; `open_every_s`: see `copier`. Raises OSError
+    or SubprocessError."""
     program = [sys.executable, "-I", "-S", "-c", COPIER.format(home=str(HOME)), str(local), str(run), host]
     subprocess.run(
-        [*program, str(os.getpid())],
+        [*program, str(os.getpid()), str(open_every_s)],
         env={**os.environ, permissions.SHARED: "1" if permissions.is_shared() else "0"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -169,30 +247,31 @@ def start_copier(local: Path, run: Path, host: str) -> None:
 
 
 def close(
-    local: Path, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    local: Path,
+    run: Path,
+    host: str,
+    patience_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """The capture is closed. In a container, whose processes all end with its first, wait until it is copied, or nobody
-    copies it any more."""
+    """The capture is closed: wait a while until it is copied, as all processes of a container, or of a job of Slurm's,
+    end with the rank. Then the copier goes on alone; where it was killed, another one does."""
     try:
         (local / copier.CLOSED_FILE).touch(mode=permissions.file_mode())
-        if not _in_container():
-            return
-        deadline = clock() + copier.PATIENCE_S
+        if _is_left(local):
+            start_copier(local, run, host)
+        deadline = clock() + patience_s
         while local.exists() and not _is_left(local) and clock() < deadline:
-            sleep(copier.LOOK_EVERY_S)
-    except OSError:
+            sleep(LOOK_EVERY_S)
+    except (OSError, subprocess.SubprocessError):
         pass  # the copier sees the end of this process all the same
 
 
 def _is_left(local: Path) -> bool:
-    """Whether the copier of this capture, which told of itself before it was asked for anything, is gone."""
+    """Whether the copier of this capture, which told of itself before it was asked for anything, is gone, or has given
+    up."""
     state = _state(local / COPYING_FILE)
-    return state is not None and copier.began(state.copier) != state.copier_began
-
-
-def _in_container() -> bool:
-    """Whether this process has a process namespace that is not the host's."""
-    return os.readlink("/proc/self/ns/pid") != f"pid:[{HOSTS_PROCESSES}]"
+    return state is not None and (state.given_up or copier.began(state.copier) != state.copier_began)
 
 
 # --- for the launcher ---------------------------------------------------------------------------
@@ -219,9 +298,9 @@ class Waiting:
         return not here or copier.began(self.state.copier) == self.state.copier_began is not None
 
 
-def waiting(run: Path, scratch: Path | None) -> list[Waiting]:
-    """The captures of the run that are not all in `run`, by what is told there and in this host's `scratch`."""
-    found = {name: state for folder in (run, scratch) if folder for name, state in _states(folder)}
+def waiting(run: Path, places: Iterable[Path] = ()) -> list[Waiting]:
+    """The captures of the run that are not all in `run`, by what is told there and in this host's `places`."""
+    found = {name: state for folder in (run, *places) for name, state in _states(folder)}
     return [Waiting(name, found[name]) for name in sorted(found)]
 
 
@@ -240,18 +319,21 @@ def _state(path: Path) -> copier.CopyState | None:
         return None
 
 
-def bring(item: Waiting, run: Path, place: Path | None) -> bool:
-    """Copy what a copier of this host that is gone has left in `place`, which stands for the run folder. Whether all of
-    it is there now. A file in the run folder may name any other folder: none is touched."""
-    if place is None or len(place.parents) < 2 or place != stand_in(run, place.parents[1]):
-        return False
-    if Path(item.state.local) != place / "capture" / item.name:
+def bring(item: Waiting, run: Path, places: Iterable[Path]) -> bool:
+    """Copy what a copier of this host that is gone has left in one of `places`, which stand for the run folder. Whether
+    all of it is there now. A file in the run folder may name any other folder: none is touched."""
+    local = Path(item.state.local)
+    if local not in [place / "capture" / item.name for place in places if _stands_for(place, run)]:
         return False
     try:
-        copying = copier.Copier(place / "capture" / item.name, run, item.state.host)
+        copying = copier.Copier(local, run, item.state.host)
     except OSError:  # not there any more, or not the user's own
         return False
     if copying.finish():
         return True
     copying.give_up()
     return False
+
+
+def _stands_for(place: Path, run: Path) -> bool:
+    return len(place.parents) >= 2 and place == stand_in(run, place.parents[1])

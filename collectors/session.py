@@ -6,6 +6,7 @@ import atexit
 import os
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -42,7 +43,7 @@ def current() -> Session | None:
 class Session:
     """The capture of one rank. Use `start` and `stop`, which keep it to one a process.
 
-    copied: `folder` is not in the run folder, and a copier brings it there
+    close_copy: called at the end, where `folder` is not in the run folder and a copier brings it there
     without: collectors that somebody switched off
     left_out: those that are not installed as there is no native helper
     """
@@ -54,13 +55,13 @@ class Session:
         recorder: Recorder,
         native: bool,
         switch: Switch | None = None,
-        copied: bool = False,
+        close_copy: Callable[[], None] | None = None,
         without: frozenset[str] = frozenset(),
         left_out: frozenset[str] = frozenset(),
     ) -> None:
         self.folder = folder
         self.recorder = recorder
-        self.copied = copied
+        self._close_copy = close_copy
         self.pid = os.getpid()
         self.forked = False
         self._step_end = StepEnd()
@@ -123,10 +124,8 @@ class Session:
         errors.send_to(None)
         self.recorder.close()
         self._facts.close()
-        if self.copied:
-            from . import scratch
-
-            scratch.close(self.folder)
+        if self._close_copy is not None:
+            self._close_copy()
 
     def on_step(self) -> None:
         """After a training step. Most of them end here soon: a step may take no more than a millisecond."""
@@ -202,16 +201,18 @@ def start() -> Session | None:
         who = identity.identify()
         if not identity.selected(who.rank, identity.setting("DSPROF_RANKS")):
             return None
-        from . import catalogue, opening
+        from . import catalogue, opening, scratch
 
         # What raises does so before anything is opened.
-        window, limit = Window.of_settings(identity.setting), opening.limit()
+        window, limit, wait_s = Window.of_settings(identity.setting), opening.limit(), opening.exit_wait_s()
         without = catalogue.without(identity.setting("DSPROF_WITHOUT"))
-        place = opening.place(identity.run_folder(who), who)
+        run = identity.run_folder(who)
+        place = opening.place(run, who, limit)
         folder = make_folders(place.root, ("capture", who.folder_name))
-        recorder, native, left_out = opening.recorder(folder, limit)
+        recorder, native, left_out = opening.recorder(folder, place.limit, place.copied)
         switch = Switch(recorder, window, folder if place.copied else place.root)
-        session = Session(folder, who, recorder, native, switch, place.copied, without, left_out.collectors)
+        close_copy = partial(scratch.close, folder, run, who.host, wait_s) if place.copied else None
+        session = Session(folder, who, recorder, native, switch, close_copy, without, left_out.collectors)
         for note in filter(None, (*place.notes, left_out.note)):
             session.write_fact({"fact": "note", "text": note})
         session.install()

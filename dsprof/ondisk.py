@@ -202,6 +202,10 @@ CHUNK_PLACE: Final = struct.Struct("<QQQ")
 """Behind CHUNK_HEADER: how many chunks at the beginning are kept for good, how many behind those had been given up for
 the size limit when this one was made, and how many steps the process had counted when this one's first record was
 written. All 0 in older captures."""
+CHUNK_FINISHED: Final = struct.Struct("<Q")
+"""Behind CHUNK_PLACE: 1 where the process has let go of the chunk, into which nothing is written any more. Only of a
+capture that is copied."""
+CHUNK_FINISHED_AT: Final = CHUNK_HEADER.size + CHUNK_PLACE.size
 
 KEPT_SHARE: Final = 4
 """At the size limit the first 1 / KEPT_SHARE of it stays, and of the rest the oldest chunk makes room for the next."""

@@ -94,7 +94,7 @@ def read_all(run: Path) -> None:
     """Whatever dsprof reads of a run folder, but for the analysis. Raises RunError."""
     folder = open_run(run)
     is_run(folder), folder.read_hosts(), folder.read_hints(), folder.read_hangs(), folder.rank_of("host", 1)
-    facts_told(folder), scratch.waiting(run, None)
+    facts_told(folder), scratch.waiting(run)
     for *_, capture in captures(folder.capture):
         tail = Tail(capture)
         tail.facts("process", "group"), tail.meta(), tail.dropped(), tail.lock_stacks()

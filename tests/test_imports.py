@@ -452,8 +452,9 @@ print(json.dumps(sorted(sys.modules)))
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
+    """A capture is in its run folder when the job has ended, however busy the machine is."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("DSPROF", "TORCH"))}
-    return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **extra}
+    return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DSPROF_EXIT_WAIT": "60", **extra}
 
 
 def python(program: str, folder: Path, *, fresh: bool = True, **env: str) -> subprocess.CompletedProcess[str]:

@@ -272,9 +272,9 @@ import torch
 from captures import open_recorder
 from dsprof.ondisk import CHUNK_RECORDS
 from dsprof.schema import Kind
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
 recorder = open_recorder(sys.argv[1], Path(sys.argv[2]))
 name = recorder.intern("tick")
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
 for _ in range(CHUNK_RECORDS + 7):
     recorder.mark(Kind.MARK, name)
 print(recorder.records, recorder.dropped)

@@ -11,6 +11,7 @@ import pytest
 from armed import both, captured, train
 
 from dsprof.collectors.python_recorder import PyRecorder
+from dsprof.ondisk import CHUNK_RECORDS
 from dsprof.schema import Kind
 from dsprof.trace.capture import read_capture
 from dsprof.trace.derive import trace_rows
@@ -72,22 +73,24 @@ def test_an_optimizer_that_raised_does_not_hide_the_steps_of_another(native: str
 def test_a_collection_inside_the_recorder_does_not_deadlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dsprof.collectors import chunks, host
 
-    recorder = PyRecorder(tmp_path)
-    make = chunks._make_chunk
+    make = chunks.make_chunk
 
     def make_and_collect(*args: object) -> object:
         chunk = make(*args)  # type: ignore[arg-type]
-        gc.collect()  # as an automatic collection would, at any allocation under the recorder's lock
+        gc.collect()  # as an automatic collection would, at any allocation where a chunk is made
         return chunk
 
-    monkeypatch.setattr(chunks, "_make_chunk", make_and_collect)
+    monkeypatch.setattr(chunks, "make_chunk", make_and_collect)
+    recorder = PyRecorder(tmp_path, patience_s=60.0)
     monkeypatch.setattr(host, "SHORTEST_NS", 0)
     uninstall = host.watch_collections(recorder)
     try:
-        recorder.put(Kind.MARK, recorder.intern("first"), 1, 2)
+        for _ in range(CHUNK_RECORDS + 1):
+            recorder.put(Kind.MARK, recorder.intern("first"), 1, 2)
     finally:
         uninstall()
     recorder.close()
+    assert recorder.dropped == 0
     capture = read_capture(tmp_path)
     assert {capture.names[int(row["name"])] for row in capture.records} == {"first", "gc"}
 
