@@ -124,7 +124,7 @@ def test_where_it_cannot_be_told_nothing_is_slowed_down(tmp_path: Path, monkeypa
     monkeypatch.setenv("DSPROF_NATIVE", "off")
     monkeypatch.setattr(opening, "device_job", moved)
     monkeypatch.setattr(opening, "count_error", lambda where, error: counted.append(f"{where}: {error}"))
-    recorder, native, found = opening.recorder(tmp_path, LIMIT_BYTES)
+    recorder, native, found = opening.recorder(tmp_path, LIMIT_BYTES, copied=False)
     recorder.close()
     assert not native
     assert found == left_out(SWITCHED_OFF, "or perhaps not: it could not be told")
