@@ -41,6 +41,7 @@ def place(run: Path, who: Identity, limit: int) -> CapturePlace:
             make_folders(run, ("capture",))
         local = chosen.folder / "capture" / who.folder_name
         scratch.make_private(local)
+        scratch.hold(local)
         scratch.start_copier(local, run, who.host, scratch.OPEN_EVERY_S if chosen.in_memory else 0.0)
         return CapturePlace(chosen.folder, True, chosen.limit or limit, notes)
     except (OSError, ValueError, subprocess.SubprocessError) as error:

@@ -82,6 +82,7 @@ MAY_IMPORT: Final = {
 EXCEPTIONS: Final = {
     "dsprof.analyzer": {"dsprof.engine.schedule", "dsprof.engine.partition", "dsprof.engine.config"},
     "dsprof.launch": {
+        "dsprof.collectors.copier",
         "dsprof.collectors.free_threaded",
         "dsprof.collectors.host_memory",
         "dsprof.collectors.native.build",

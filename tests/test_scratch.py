@@ -107,7 +107,7 @@ def test_the_whole_limit_of_all_ranks_must_fit_or_it_is_lowered_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small, large, run = tmp_path / "small", tmp_path / "large", tmp_path / "run"
-    monkeypatch.setattr(scratch, "_parents", lambda given: [small, large])
+    monkeypatch.setattr(scratch, "parents", lambda given: [small, large])
     free = {small: 10 * GiB, large: 16 * GiB}
 
     def choose(ranks: int, kind: str = "xfs") -> scratch.Place:
