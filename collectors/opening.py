@@ -12,6 +12,7 @@ from dsprof.ranges import parse_exit_wait, parse_size
 
 from . import native, room, scratch
 from .errors import count_error
+from .facts import Fact
 from .helperless import SWITCHED_OFF, LeftOut, device_job, left_out
 from .identity import Identity, setting
 from .python_recorder import PyRecorder
@@ -26,6 +27,14 @@ class CapturePlace(NamedTuple):
     copied: bool
     limit: int
     notes: list[str]
+
+    @property
+    def written_first(self) -> Fact | None:
+        """The fact that says where it is written first; None: nowhere else."""
+        if not self.copied:
+            return None
+        within = self.root.parents[1]
+        return {"fact": "written_first", "folder": str(within), "file_system": scratch.file_system(within)}
 
 
 def place(run: Path, who: Identity, limit: int) -> CapturePlace:

@@ -190,7 +190,7 @@ def _in_memory(
             or kind in room.IN_MEMORY
             or memory not in room.IN_MEMORY
             or not SHARED_MEMORY.is_dir()  # what lies below /dev may be memory, too
-            or room.in_container()  # it ends with the container, and its disk may not
+            or room.ends_with_job(os.environ)  # and what is on its disk may not
             or room.is_removed_at_logout(os.getuid())
             or _unfit(SHARED_MEMORY, type_of)
             or free_bytes(_mine(SHARED_MEMORY), memory) < needed

@@ -138,7 +138,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "shm"
     folder.mkdir()
     monkeypatch.setattr(scratch, "SHARED_MEMORY", folder)
-    monkeypatch.setattr(scratch.room, "in_container", lambda: False)
+    monkeypatch.setattr(scratch.room, "ends_with_job", lambda environ: False)
     monkeypatch.setattr(scratch.room, "is_removed_at_logout", lambda user: False)
     return folder
 
@@ -163,7 +163,7 @@ def test_captures_of_a_run_folder_on_a_local_disk_are_written_to_memory_where_th
     with monkeypatch.context() as patched:
         patched.setitem(kinds, "shm", "overlay")
         assert choose() == directly
-    for ends in ("in_container", "is_removed_at_logout"):  # then a kill, or a logout, would lose it
+    for ends in ("ends_with_job", "is_removed_at_logout"):  # then a kill, or a logout, would lose it
         with monkeypatch.context() as patched:
             patched.setattr(scratch.room, ends, lambda *_: True)
             assert choose() == directly
