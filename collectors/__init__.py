@@ -42,6 +42,7 @@ device_times what its streams did when, by events
 devices      which accelerator the job trains on
 deep         torch.profiler over a few steps
 process_groups  which there are
+symmetric_memory  that a job communicates where nothing is seen of it
 statements   facts on their way into the capture
 facts        how DDP, DataLoader and process groups were configured, and where
 hints        a script that wants to be started in another way

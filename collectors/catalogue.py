@@ -26,6 +26,7 @@ from . import (
     pipelining,
     process_groups,
     sharding,
+    symmetric_memory,
     uncaught,
     watchdog,
 )
@@ -33,7 +34,7 @@ from .collector import Collector
 from .frameworks import deepspeed, tensor_parallel
 
 COLLECTORS: Final[dict[str, Collector]] = {
-    "collectives": lambda capture: [collectives.install(capture.recorder)],
+    "collectives": lambda capture: [collectives.install(capture.recorder), *symmetric_memory.install()],
     "modules": lambda capture: [modules.install(capture.recorder, every=capture.full)],
     "phases": lambda capture: phases.install(capture.recorder),
     "optimizers": lambda capture: [optimizers.install(capture.recorder, capture.step_ended)],

@@ -163,6 +163,10 @@ def test_captures_of_a_run_folder_on_a_local_disk_are_written_to_memory_where_th
     with monkeypatch.context() as patched:
         patched.setitem(kinds, "shm", "overlay")
         assert choose() == directly
+    with monkeypatch.context() as patched:
+        patched.setattr(scratch, "SHARED_MEMORY", tmp_path / "none" / "shm")
+        assert choose() == directly
+        assert not (tmp_path / "none").exists()
     for ends in ("ends_with_job", "is_removed_at_logout"):  # then a kill, or a logout, would lose it
         with monkeypatch.context() as patched:
             patched.setattr(scratch.room, ends, lambda *_: True)
