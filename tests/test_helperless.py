@@ -10,7 +10,7 @@ import torch
 from armed import Captured, captured, train
 
 from dsprof.analyzer import analyze
-from dsprof.analyzer.switched_off import EVERYTHING, reasons, unproved
+from dsprof.analyzer.rules.missing_collectors import EVERYTHING, reasons, unproved
 from dsprof.collectors import helperless, opening
 from dsprof.collectors.catalogue import COLLECTORS
 from dsprof.collectors.helperless import PER_CALL, SWITCHED_OFF, device_job, left_out
