@@ -1,6 +1,6 @@
 """The processes of `instructions.py`: one job with collectors and without, natively or under callgrind.
 
-python instructions_job.py JOB FOLDER WARM STEPS MARKS STEP_NS SAMPLE_NS
+python instructions_job.py JOB ARMS FOLDER WARM STEPS MARKS STEP_NS SAMPLE_NS
 
 Each arm's ranks are forked from this process, one arm after the other, so that all have one layout of memory and import
 torch once. Prints a line a rank. MARKS: the library made of instructions_marks.c, under callgrind, or `-`; then STEP_NS
@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from overhead_jobs import COUNTED
 
-ARMS: Final = ("off", "light")
 SLOWER: Final = 60.0
 """Times as long as natively a step takes under callgrind; measured anew in the first steps."""
 
@@ -150,11 +149,11 @@ def take(job: str, arm: str, rank: int, folder: Path, warm: int, steps: int, mar
     os._exit(0)  # gloo's threads may abort an orderly end, after all is told
 
 
-def main(job: str, folder: str, warm: str, steps: str, library: str, step_ns: str, sample_ns: str) -> None:
+def main(job: str, arms: str, folder: str, warm: str, steps: str, library: str, step_ns: str, sample_ns: str) -> None:
     torch.set_num_threads(1)
     forks = multiprocessing.get_context("fork")
     marks, clock = Marks(library), Clock(int(step_ns), int(sample_ns))
-    for arm in ARMS:
+    for arm in arms.split(","):
         started = [
             forks.Process(target=take, args=(job, arm, rank, Path(folder), int(warm), int(steps), marks, clock))
             for rank in range(COUNTED[job].ranks)
