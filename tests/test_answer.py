@@ -9,7 +9,7 @@ import pytest
 
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
-from dsprof.analyzer.verdict import answer
+from dsprof.analyzer.verdict.headline import answer
 
 
 def with_part(part: str, share: float) -> Analysis:

@@ -10,7 +10,14 @@ import pandas as pd
 import pytest
 from graphs import graph_of, steps_of
 
-from dsprof.analyzer.contention import MOST_OF_GAIN, OF_ONE_MS, busy, freed_ms, kept_of_overlap, lost_by_waiting_less
+from dsprof.analyzer.price.contention import (
+    MOST_OF_GAIN,
+    OF_ONE_MS,
+    busy,
+    freed_ms,
+    kept_of_overlap,
+    lost_by_waiting_less,
+)
 
 BESIDE = ["5 I0 3 W0 2", "9 I0 W0 2"]
 """The first rank works for 3 ms between issuing the collective and waiting for it."""

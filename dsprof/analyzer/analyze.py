@@ -13,26 +13,10 @@ from dsprof.run import RunInfo
 from dsprof.schema import BUDGET_PARTS
 from dsprof.trace import Trace, concat_rows
 
-from .aligned import align
-from .analysis import Analysis, CaptureQuality, Verdict
-from .budget import step_budget
-from .build import build_graph
-from .context import Context
-from .device import compare_devices, unknown_kernels
-from .efficiency import judge_efficiency
-from .irregular import find_irregular, mark_ordinary, profiled_steps
-from .judge import judge
-from .kinds import divide_time, run_span
-from .layers import layer_costs
-from .load import Gauges, measure_load
-from .match import Matches, match_collectives
-from .memory import summarize_memory
-from .memory_use import memory_uses, nothing
-from .modules import module_times
-from .numbering import mismatches
-from .overhead import estimate_overhead, measure_overhead
-from .passed_hang import passed_hangs
-from .steps import (
+from .align.aligned import align
+from .align.match import Matches, match_collectives
+from .align.numbering import mismatches
+from .align.steps import (
     captured_part,
     completed_steps,
     describe_steps,
@@ -41,11 +25,27 @@ from .steps import (
     step_time,
     without_training,
 )
-from .summary import summarize_ranks
+from .analysis import Analysis, CaptureQuality, Verdict
+from .budget.capture_overhead import estimate_overhead, measure_overhead
+from .budget.host_load import Gauges, measure_load
+from .budget.irregular import find_irregular, mark_ordinary, profiled_steps
+from .budget.step_budget import step_budget
+from .budget.wait_table import waits_table
+from .budget.wall_time import divide_time, run_span
+from .device import compare_devices, unknown_kernels
+from .graph.build_graph import build_graph
+from .graph.validate import check
+from .hang.transient_hang import passed_hangs
+from .judge import judge
+from .memory.allocator_state import summarize_memory
+from .memory.use_by_step import memory_uses, nothing
+from .rank_summary import summarize_ranks
+from .study import Context
 from .text import ms
-from .trust import check
-from .verdict import answer
-from .waits import waits_table
+from .verdict.headline import answer
+from .work.layer_costs import layer_costs
+from .work.mfu import judge_efficiency
+from .work.module_times import module_times
 
 __all__ = ["analyze"]
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
 
-from . import switched_off
-from .attribution import attribute
-from .calibration import confidence, with_model_error
-from .contention import busy, lost_by_waiting_less
-from .context import Context
+from .budget.irregular import FEWEST_JUDGED
 from .finding import ALLOCATOR_TWIN, MEASURED_MEMORY, MEASURED_ON_DEVICE, SEVERITIES, Finding, Gain, severity_of
-from .irregular import FEWEST_JUDGED
+from .graph.stalled import find_standstills
+from .graph.validate import ReplayCheck
+from .price.attribution import attribute
+from .price.calibration import confidence, with_model_error
+from .price.contention import busy, lost_by_waiting_less
 from .rules import (
     ABOUT_GPUS,
     FAULTS,
@@ -25,12 +25,12 @@ from .rules import (
     NotConcerned,
     NotJudged,
     PartlyJudged,
+    missing_collectors,
 )
 from .rules.base import need_host, need_steps
-from .rules.throttle import with_cause
-from .standstill import find_standstills
+from .rules.compute.throttle import with_cause
+from .study import Context
 from .text import ms
-from .trust import ReplayCheck
 from .whatif.work import Change, less
 
 MOST_CLOCK_ERROR: Final = 0.2
@@ -50,7 +50,7 @@ def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding],
     not_judged: dict[str, str] = {}
     not_concerned: set[str] = set()
     every = dict.fromkeys((*FAULTS, *(code for of_rule in RULES for code in of_rule)))
-    off = switched_off.reasons(context.facts, every)
+    off = missing_collectors.reasons(context.facts, every)
     if not (context.on_gpu or context.facts.get("gpu")):  # there is nothing to judge with any collector
         off = {code: reason for code, reason in off.items() if code not in ABOUT_GPUS}
 
@@ -70,7 +70,7 @@ def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding],
         return None
 
     noise_ms, lost = math.nan, 0.0
-    refusal = off.get(switched_off.EVERYTHING) or _refusal(context, checked)
+    refusal = off.get(missing_collectors.EVERYTHING) or _refusal(context, checked)
     if refusal is not None:
         not_judged |= {code: off.get(code, refusal) for code in FAULTS}
         if context.graph is not None and not context.on_gpu:
@@ -101,7 +101,7 @@ def judge(context: Context, checked: ReplayCheck | None) -> tuple[list[Finding],
             continue
         said = ask(codes, partial(_whole, rule, context, not_judged))
         if said is not None:
-            for code, reason in switched_off.unproved(context.facts, codes).items():
+            for code, reason in missing_collectors.unproved(context.facts, codes).items():
                 if all(finding.code != code for finding in said):
                     not_judged[code] = reason
         if said is not None and context.device is not None:

@@ -11,13 +11,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ..context import Context
 from ..finding import Finding, Fix, Gain
-from ..graph import Steps
-from ..replay import replay
+from ..graph.replay import replay
+from ..graph.step_graph import Steps
+from ..study import Context
 from ..text import count
 from ..whatif.edit import Edited, edit
-from ..whatif.recut import NotRecut
+from ..whatif.rebucket import NotRecut
 
 Float = npt.NDArray[np.float64]
 

@@ -1,0 +1,4 @@
+"""The answer.
+
+headline      what holds the job back, in one sentence
+"""
