@@ -79,7 +79,8 @@ class Clock:
 
 def capture(folder: Path, clock: Clock | None) -> Any:
     """As `dsprof run` opens it; its samplers and side threads by `clock`, if there is one."""
-    from dsprof.collectors import beside, session, watchdog
+    from dsprof.collectors.capture import session, side_thread
+    from dsprof.collectors.failures import watchdog
 
     if clock is not None:
 
@@ -90,7 +91,7 @@ def capture(folder: Path, clock: Clock | None) -> Any:
                 return super().wait(None if timeout is None else timeout * clock.slower)
 
         paced: Any = types.SimpleNamespace(**{**vars(threading), "Event": Event})
-        beside.threading = watchdog.threading = paced
+        side_thread.threading = watchdog.threading = paced
     os.environ.update(DSPROF_NATIVE="1", DSPROF_LEVEL="light", DSPROF_RUN=str(folder))
     opened: Any = session.start()
     assert isinstance(opened, session.Session)
@@ -119,7 +120,7 @@ def take(job: str, arm: str, rank: int, folder: Path, warm: int, steps: int, mar
 
     for number in range(warm):
         if number == warm // 2 and arm == "off":  # what its first steps leave, all have (overhead_turns.CAPTURED_TURNS)
-            from dsprof.collectors import session
+            from dsprof.collectors.capture import session
 
             session.stop()
         if number == max(warm - INSTRUMENTED, warm // 2):

@@ -15,7 +15,7 @@ from jobs import profile
 
 from dsprof import settings
 from dsprof.analyzer.budget.irregular import find_irregular, profiled_steps
-from dsprof.collectors.deep import DeepWindow, _watch
+from dsprof.collectors.devices.torch_profiler import DeepWindow, _watch
 from dsprof.launch.launch import environment
 from dsprof.ranges import parse_deep
 from dsprof.run import RunFolder, RunInfo

@@ -1,6 +1,6 @@
 // Collectives: a kernel in front of every c10d operator tells when it was issued; its work's future, what gloo calls at
 // the end of a send or a receive, or gloo's own scopes, when it began and when it ended. Their twin in Python is
-// collectors/collective_kernels.py. What gloo tells is in gloo_ends.hpp.
+// collectors/communication/collective_kernels.py. What gloo tells is in gloo_ends.hpp.
 
 #pragma once
 

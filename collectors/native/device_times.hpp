@@ -217,7 +217,7 @@ class DeviceTimes {
 
   Record* claim(uint8_t kind, uint16_t name, int64_t issue) {
     Recorder* recorder = active.load(std::memory_order_acquire);
-    Record* r = recorder ? recorder->claim() : nullptr;
+    Record* r = recorder ? recorder->claim_at_once() : nullptr;  // `mutex_` is held
     if (!r) return nullptr;
     const c10::impl::VirtualGuardImpl guard(device_.type());
     fill_device(r, kind, name, issue, {lane_of(*recorder, guard.getStream(device_)), context});

@@ -38,6 +38,10 @@ MOST_DIGITS = 6
 MAPPED_CHUNKS = 4
 """Those that a process may have mapped: the last three, and one that is prepared."""
 TRACE_NAME = re.compile(r"rank(\d{5,6})\.parquet", re.ASCII)
+DROPPED = (
+    "records could not be written (disk full, or slower than the job): make room, lower --limit, or name another disk "
+    "by --scratch DIR"
+)
 SIGNATURE = b"dsprof.signature"
 RANK_INFO = b"dsprof.rank"
 MOST_OF_IT = 100
@@ -265,7 +269,7 @@ def _add_rank(rank: int, summary: dict[str, Any], info: RunInfo) -> None:
         if item.damaged:
             warn(info, f"rank {rank}: {item.damaged} damaged records were left out")
         if item.dropped:
-            warn(info, f"rank {rank}: {item.dropped} records could not be written (disk full, or slower than the job)")
+            warn(info, f"rank {rank}: {item.dropped} {DROPPED}")
     # Of what could not be installed the facts say what is lost (`_note_notes`).
     because = [str(fact.get("because"))[:MOST_OF_IT] for fact in summary["facts"] if fact["fact"] == LOST_FACT]
     for error in dict.fromkeys(summary["errors"]):

@@ -38,7 +38,7 @@ def _run(job: dict[str, Any], rank: int) -> None:
     sys.argv = [job["script"], *job["arguments"]]
     sys.path.insert(0, os.path.dirname(job["script"]))
     if "DSPROF_RUN" in job["env"]:
-        from dsprof.collectors.arming import arm
+        from dsprof.collectors.arming.process import arm
 
         arm()
     try:
