@@ -17,7 +17,7 @@ from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.rules.base import NotJudged
 from dsprof.analyzer.rules.comm.ddp_buckets import _need_gradients_to_matter
-from dsprof.analyzer.study import Context
+from dsprof.analyzer.study import Study
 from dsprof.run import RankExit
 from dsprof.schema import BUDGET_PARTS, CALL_SITE
 from dsprof.trace import Trace
@@ -231,12 +231,12 @@ def test_waiting_for_tensor_parallelism_is_not_explained_by_buckets(tensor_paral
         "group": ["0", "0", "1"], "seq": [0, 1, 0], "step": 5,
         "purpose": ["gradient", "gradient", "tensor-parallel"],
     })  # fmt: skip
-    context = cast(Context, SimpleNamespace(waits=waits, collectives=collectives, step_numbers=[5]))
+    study = cast(Study, SimpleNamespace(waits=waits, collectives=collectives, step_numbers=[5]))
     if judged:
-        _need_gradients_to_matter(context)
+        _need_gradients_to_matter(study)
     else:
         with pytest.raises(NotJudged, match="waiting for collectives is mostly for tensor-parallel ones, and no other"):
-            _need_gradients_to_matter(context)
+            _need_gradients_to_matter(study)
 
 
 def test_a_dead_rank_comes_first() -> None:

@@ -61,7 +61,7 @@ COSTS: Final = {"compilation": "compilation", "data": "starting loaders"}
 """Kinds of irregular steps that come again. Of a stop that came by chance its finding says what is sure."""
 
 
-def answer(
+def verdict_of(
     analysis: Analysis, *, on_gpu: bool = False, slowdown: str = "", missing: str = "", stood: str = ""
 ) -> Verdict:
     """The verdict on `analysis`, whose own `verdict` is not looked at.
