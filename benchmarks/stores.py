@@ -3,10 +3,10 @@
     python benchmarks/stores.py                       # a minute; writes benchmarks/results/stores.json
     python benchmarks/stores.py --slow-disk 100MiB    # root: and on a disk that writes so much a second, of its own
 
-One thread makes chunks as `collectors/chunks.py` does (space reserved, MAP_SHARED, MAP_POPULATE) in both places, and in
-turns stores 64 bytes into the next page of the newest chunk ("new page") and 8 bytes into a page of one of the last 40
-chunks ("old page", as the end of a communication does), in each place. Beside it another process does nothing
-("quiet"), or writes a checkpoint of 4 GiB, syncs it, removes it and begins again ("checkpoint").
+One thread makes chunks as `collectors/recorder/chunks.py` does (space reserved, MAP_SHARED, MAP_POPULATE) in both
+places, and in turns stores 64 bytes into the next page of the newest chunk ("new page") and 8 bytes into a page of one
+of the last 40 chunks ("old page", as the end of a communication does), in each place. Beside it another process does
+nothing ("quiet"), or writes a checkpoint of 4 GiB, syncs it, removes it and begins again ("checkpoint").
 
 The slow disk is an ext4 in a file, through a loop device whose writes are limited in the cgroup (as those of a cloud's
 disk are), and of which 256 MiB may be unwritten before the kernel holds back whoever dirties its pages, as a twentieth
@@ -40,7 +40,7 @@ from typing import Any, Final
 HERE: Final = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from dsprof.collectors.chunks import CHUNK_BYTES  # noqa: E402
+from dsprof.collectors.recorder.chunks import CHUNK_BYTES  # noqa: E402
 from dsprof.ranges import parse_size  # noqa: E402
 
 STALL_NS: Final = 5_000_000

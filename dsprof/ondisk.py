@@ -4,7 +4,7 @@ Standard library only: it is imported inside training processes as well as by th
 
 A capture is a folder `capture/rank00003.<restart>.<host>.<pid>/` holding
 
-    meta.json          who wrote it (see `dsprof.collectors.capture_files`)
+    meta.json          who wrote it (see `dsprof.collectors.capture.files`)
     names.txt          one line a name: its id, a tab, the escaped name
     chunk-00000.bin    a header page, then fixed-size records; chunk-00001.bin follows, and so on
     counters.bin       what was dropped, and which hooks failed, as it stands

@@ -126,7 +126,7 @@ LOST_FACT: Final = "lost"
 """Kind of the facts of what could not be hooked, in words; one is `decisive` where its collectors are as good as
 switched off."""
 FLOPS_FACT: Final = "flops"
-"""Kind of the facts of a step's floating-point operations (`dsprof.collectors.flops`), which become these rows:"""
+"""Kind of the facts of a step's floating-point operations (`dsprof.collectors.loop.flops`), which become these rows:"""
 FLOPS: Final = "flops."
 """Beginning of the name of the `gauge` rows of a step's floating-point operations; then comes their dtype. `purpose` is
 one of FLOPS_FOR, `module` in whose call, and the row spans the step that was counted."""

@@ -15,8 +15,8 @@ import pytest
 from dsprof import ondisk, schema
 from dsprof.collectors import native
 from dsprof.collectors.native import build
-from dsprof.collectors.python_recorder import PyRecorder
-from dsprof.collectors.record import LIMIT_BYTES, Recorder
+from dsprof.collectors.recorder.python_recorder import PyRecorder
+from dsprof.collectors.recorder.record import LIMIT_BYTES, Recorder
 from dsprof.ondisk import NO_SEQ, Family, Flag, State
 from dsprof.schema import Kind
 from dsprof.trace.records import decode

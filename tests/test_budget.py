@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 from captures import open_recorder
 
-from dsprof.analyzer.budget import RankTime, paint, step_budget
-from dsprof.analyzer.intervals import Intervals
-from dsprof.analyzer.match import match_collectives
-from dsprof.analyzer.steps import completed_steps
-from dsprof.collectors import engine_events
+from dsprof.analyzer.align.match import match_collectives
+from dsprof.analyzer.align.steps import completed_steps
+from dsprof.analyzer.budget.intervals import Intervals
+from dsprof.analyzer.budget.step_budget import RankTime, paint, step_budget
+from dsprof.collectors.frameworks import dsprof_engine
 from dsprof.engine.config.zero import AioConfig
 from dsprof.engine.hooks import Hooks
 from dsprof.engine.offload.buffers import aligned
@@ -301,7 +301,7 @@ def test_an_engine_that_waits_for_its_disk(tmp_path: Path, monkeypatch: pytest.M
 
     (tmp_path / "capture").mkdir()
     recorder = open_recorder("python", tmp_path / "capture")
-    hooks, stop = Hooks(), engine_events.install(recorder, lambda: None)
+    hooks, stop = Hooks(), dsprof_engine.install(recorder, lambda: None)
     disk = Disk(tmp_path, AioConfig(), hooks)
     file = disk.open("a test")
     file.write(file.allocate(4096), aligned(4096), {"purpose": "optimizer"}).wait()

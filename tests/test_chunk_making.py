@@ -16,9 +16,9 @@ from captures import has_compiler
 from test_record import run_script
 
 from dsprof import ondisk
-from dsprof.collectors.chunks import LONGEST_WRITE_S, Chunks, make_chunk
-from dsprof.collectors.counters import Counters
 from dsprof.collectors.native import layout
+from dsprof.collectors.recorder.chunks import LONGEST_WRITE_S, Chunks, make_chunk
+from dsprof.collectors.recorder.counters import Counters
 from dsprof.ondisk import CHUNK_RECORDS, Family, State
 from dsprof.schema import Kind
 
@@ -139,7 +139,7 @@ def test_a_wait_holds_up_nobody_else(opened: Opened, maker: SlowMaker) -> None:
 def test_where_no_thread_can_be_had_records_are_dropped_until_one_can(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dsprof.collectors import chunks
+    from dsprof.collectors.recorder import chunks
 
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")

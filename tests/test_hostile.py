@@ -18,7 +18,7 @@ from hostile import CANARY, Outside, all_runs, impatient, traces
 from synthetic import Job, write_capture
 
 from dsprof import cli
-from dsprof.collectors import scratch
+from dsprof.collectors.capture import scratch
 from dsprof.launch.claim import claim, is_run
 from dsprof.launch.peak import facts_told
 from dsprof.live.tail import Tail, captures

@@ -18,7 +18,7 @@ import pytest
 from armed import both, train
 from jobs import environment
 
-from dsprof.collectors import scratch
+from dsprof.collectors.capture import scratch
 from dsprof.launch import left_behind
 from dsprof.run import RunFolder
 from dsprof.schema import COPYING_FILE, Kind

@@ -17,10 +17,12 @@ import torch
 from armed import captured, train
 from captures import RECORDERS, build_helper, open_recorder, read_rows
 
-from dsprof.collectors import chunks, errors, modules
-from dsprof.collectors.interrupts import by_handler
-from dsprof.collectors.python_recorder import PyRecorder
-from dsprof.collectors.record import Recorder
+from dsprof.collectors.hooking import errors
+from dsprof.collectors.hooking.signals import by_handler
+from dsprof.collectors.loop import modules
+from dsprof.collectors.recorder import chunks
+from dsprof.collectors.recorder.python_recorder import PyRecorder
+from dsprof.collectors.recorder.record import Recorder
 from dsprof.ondisk import CHUNK_RECORDS
 from dsprof.schema import Kind
 

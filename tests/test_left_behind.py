@@ -18,8 +18,8 @@ from clocks import SleepingClock
 from jobs import ROOT, environment
 
 from dsprof import cli
-from dsprof.collectors import copier, scratch
-from dsprof.collectors.copier import Copier, hold
+from dsprof.collectors.capture import copier, scratch
+from dsprof.collectors.capture.copier import Copier, hold
 from dsprof.launch import left_behind
 from dsprof.launch.left_behind import LeftBehind
 from dsprof.machine import Machine
@@ -90,7 +90,7 @@ def test_two_who_move_it_do_not_meet(local: Path, run: Path) -> None:
 RANK = """
 import os, signal, sys
 from pathlib import Path
-from dsprof.collectors import scratch
+from dsprof.collectors.capture import scratch
 local, run = map(Path, sys.argv[1:3])
 scratch.make_private(local)
 scratch.hold(local)

@@ -12,8 +12,8 @@ from captures import open_recorder
 
 from dsprof import permissions
 from dsprof.atomic import replacing, write_atomically
-from dsprof.collectors import copier, scratch
-from dsprof.collectors.copier import Copier
+from dsprof.collectors.capture import copier, scratch
+from dsprof.collectors.capture.copier import Copier
 from dsprof.collectors.native import places
 from dsprof.launch.gather import Gathering
 from dsprof.launch.talk import Talk

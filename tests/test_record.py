@@ -17,10 +17,10 @@ import torch  # noqa: F401  (the native helper is for the torch of this process)
 from captures import open_recorder, read_names, read_rows
 
 from dsprof import ondisk
-from dsprof.collectors import record
-from dsprof.collectors.chunks import CHUNK_BYTES
-from dsprof.collectors.python_recorder import PyRecorder
-from dsprof.collectors.record import Recorder
+from dsprof.collectors.recorder import record
+from dsprof.collectors.recorder.chunks import CHUNK_BYTES
+from dsprof.collectors.recorder.python_recorder import PyRecorder
+from dsprof.collectors.recorder.record import Recorder
 from dsprof.ondisk import CHUNK_RECORDS, State
 from dsprof.schema import Kind
 

@@ -21,8 +21,8 @@ from clocks import SleepingClock
 from jobs import environment, profile
 
 from dsprof import ondisk
-from dsprof.collectors import copier, scratch
-from dsprof.collectors.copier import Copier, watch
+from dsprof.collectors.capture import copier, scratch
+from dsprof.collectors.capture.copier import Copier, watch
 from dsprof.launch.gather import Gathering
 from dsprof.launch.talk import Talk
 from dsprof.names import host_name
@@ -138,8 +138,8 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "shm"
     folder.mkdir()
     monkeypatch.setattr(scratch, "SHARED_MEMORY", folder)
-    monkeypatch.setattr(scratch.room, "ends_with_job", lambda environ: False)
-    monkeypatch.setattr(scratch.room, "is_removed_at_logout", lambda user: False)
+    monkeypatch.setattr(scratch.free_space, "ends_with_job", lambda environ: False)
+    monkeypatch.setattr(scratch.free_space, "is_removed_at_logout", lambda user: False)
     return folder
 
 
@@ -169,7 +169,7 @@ def test_captures_of_a_run_folder_on_a_local_disk_are_written_to_memory_where_th
         assert not (tmp_path / "none").exists()
     for ends in ("ends_with_job", "is_removed_at_logout"):  # then a kill, or a logout, would lose it
         with monkeypatch.context() as patched:
-            patched.setattr(scratch.room, ends, lambda *_: True)
+            patched.setattr(scratch.free_space, ends, lambda *_: True)
             assert choose() == directly
     assert choose() == chosen
 

@@ -13,8 +13,9 @@ import torch.distributed._symmetric_memory as symm_mem
 from armed import train
 from torch._C import _distributed_c10d as c10d
 
-from dsprof.analyzer.switched_off import IN_SYMMETRIC_MEMORY, reasons
-from dsprof.collectors import statements, symmetric_memory
+from dsprof.analyzer.rules.missing_collectors import IN_SYMMETRIC_MEMORY, reasons
+from dsprof.collectors.communication import symmetric_memory
+from dsprof.collectors.hooking import statements
 
 STATED = {"fact": "symmetric_memory"}
 

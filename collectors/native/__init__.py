@@ -20,9 +20,9 @@ from typing import Any, Final
 
 from dsprof import ondisk, permissions
 
-from ..interrupts import by_handler
-from ..record import LIMIT_BYTES, PATIENCE_S, SharedParts
-from ..sites import LIBRARY, passed_over
+from ..hooking.signals import by_handler
+from ..recorder.record import LIMIT_BYTES, PATIENCE_S, SharedParts
+from ..recorder.source_locations import LIBRARY, passed_over
 from . import build
 from .places import MODULE
 from .target import running_target

@@ -1,4 +1,4 @@
-// The chunk files of one capture (ondisk.py: CHUNK_HEADER). The twin in Python is collectors/chunks.py.
+// The chunk files of one capture (ondisk.py: CHUNK_HEADER). The twin in Python is collectors/recorder/chunks.py.
 //
 // A chunk is made on a thread of its own that lives for no longer than that, never in a hook: the first when the capture
 // is opened, each later one while the one before it is half full. A hook that needs one which is not there yet waits for

@@ -1,5 +1,5 @@
 // Forward: a call hook on torch.nn.Module.__call__ that times the outermost module call of each thread, and at level
-// full every module that has a name (`calls.hpp`: in backward, too). Its twin in Python is collectors/modules.py.
+// full every module that has a name (`calls.hpp`: in backward, too). Its twin in Python is collectors/loop/modules.py.
 
 #pragma once
 
@@ -32,7 +32,7 @@ inline std::unordered_map<const void*, uint16_t>& module_names() {
   return *instance;
 }
 
-// interrupts.by_handler: whether a signal's handler of the job raised an exception.
+// signals.by_handler: whether a signal's handler of the job raised an exception.
 inline PyObject* handler_check = nullptr;
 
 // After an error: whether what is raised is the job's (Ctrl-C, what a signal's handler raised), and stays raised; what is

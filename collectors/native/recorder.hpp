@@ -1,5 +1,5 @@
 // The native recorder: writes the records of dsprof/ondisk.py (`layout.hpp`, made from it) into shared file mappings.
-// Its twin in Python, and what both promise, is collectors/record.py.
+// Its twin in Python, and what both promise, is collectors/recorder/record.py.
 
 #pragma once
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dsprof.collectors import scratch
+from dsprof.collectors.capture import scratch
 from dsprof.names import host_name
 from dsprof.run import RunFolder
 from dsprof.schema import COPYING_FILE

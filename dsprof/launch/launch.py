@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Final
 
 import dsprof
-from dsprof.collectors import scratch
+from dsprof.collectors.capture import scratch
 from dsprof.names import host_name, new_run_id
 from dsprof.ranges import parse_hang_timeout, parse_size
 from dsprof.redact import redact_words
@@ -221,7 +221,7 @@ def warn_of_little_space(folder: RunFolder, talk: Talk) -> None:
 
 def build_native_helper(settings: Settings, talk: Talk) -> None:
     """Have the native helper ready before the ranks want it. Only `native = on` makes a failure a LaunchError."""
-    from dsprof.collectors import free_threaded
+    from dsprof.collectors.arming import free_threaded
     from dsprof.collectors.native import build
 
     why = free_threaded.refusal()

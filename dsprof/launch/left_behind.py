@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from dsprof import permissions, regular_files
-from dsprof.collectors import copier, scratch
+from dsprof.collectors.capture import copier, scratch
 from dsprof.names import host_name
 from dsprof.schema import COPYING_FILE
 

@@ -208,7 +208,8 @@ def _read_records(content: bytes, names: dict[int, str], where: str, problems: l
 
 
 def _look_for_a_copy(path: Path, problems: list[str]) -> None:
-    """Where the capture was first written elsewhere, and not all of it has been copied (`collectors/copier.py`)."""
+    """Where the capture was first written elsewhere, and not all of it has been copied
+    (`collectors/capture/copier.py`)."""
     if not regular_files.is_file(path):
         return
     state = _read_json(path, problems)
