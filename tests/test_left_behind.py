@@ -261,6 +261,24 @@ def test_who_only_looks_holds_up_no_rank(local: Path, monkeypatch: pytest.Monkey
     assert 0.05 <= clock.now < 0.1
 
 
+def test_a_launcher_waits_until_a_killed_rank_has_let_go(
+    local: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SleepingClock()
+    rank = hold(local)
+    clock.at[1.5] = lambda: os.close(rank)
+    monkeypatch.setattr(copier.time, "sleep", clock.sleep)
+    (item,) = scratch.waiting(run, scratch.places(run))
+    assert scratch.bring(item, run, scratch.places(run))
+    assert 1.5 <= clock.now < 1.6
+    assert not local.exists()
+    scratch.make_private(local)
+    lives_on = hold(local)
+    assert not scratch.bring(item, run, scratch.places(run))
+    assert local.exists()
+    os.close(lives_on)
+
+
 def test_what_is_made_is_for_its_user_alone(local: Path) -> None:
     for folder in (local, *local.parents[:3]):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700

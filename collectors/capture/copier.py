@@ -80,11 +80,12 @@ def remove_empty(local: Path) -> None:
             break
 
 
-def hold(local: Path, *, alone: bool = False) -> int:
+def hold(local: Path, *, alone: bool = False, tries: int | None = None) -> int:
     """A descriptor that holds the folder while it is open in any process, whatever namespace that is in: together with
-    others, or alone. Raises OSError, BlockingIOError where somebody else holds it."""
+    others, or alone. Raises OSError, BlockingIOError where somebody else holds it, also a moment later: who holds it
+    together with others tries again, as somebody may be looking whether it is held."""
     folder = os.open(local, os.O_RDONLY | os.O_DIRECTORY | permissions.NO_LINK)
-    for left in reversed(range(1 if alone else HOLD_TRIES)):  # somebody may be looking whether it is held
+    for left in reversed(range(tries or (1 if alone else HOLD_TRIES))):
         try:
             fcntl.flock(folder, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
             break

@@ -48,6 +48,8 @@ START_S: Final = 10.0
 LARGEST_STATE: Final = 1 << 16
 """Bytes of copying.json."""
 LOOK_EVERY_S: Final = 0.02
+BRING_TRIES: Final = 200
+"""To hold a capture alone, in 2 s: a killed rank holds it until its last thread has ended."""
 HOME: Final = Path(__file__).parent.parent.parent.parent
 """Where dsprof is imported from."""
 COPIER: Final = """
@@ -353,7 +355,7 @@ def bring(item: Waiting, run: Path, places: Iterable[Path]) -> bool:
     if local not in [place / "capture" / item.name for place in places if _stands_for(place, run)]:
         return False
     try:
-        held = copier.hold(local, alone=True)
+        held = copier.hold(local, alone=True, tries=BRING_TRIES)
     except OSError:  # not there any more, or the rank lives on
         return False
     try:
