@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -369,6 +370,21 @@ def test_a_local_folder_that_vanishes_is_said_with_what_to_do(
     )
 
 
+def test_a_chunk_that_vanishes_before_it_is_copied_is_said_with_what_to_do(tmp_path: Path, local: Path) -> None:
+    moving(local)
+    target = tmp_path / "run" / "capture" / local.name
+    copying = Copier(local, tmp_path / "run", "host")
+    copying.step()
+    (local / ondisk.chunk_name(5)).unlink()
+    assert copying.finish()
+    assert numbers(target) == [0, 1, 2, 3, 4, 6, 7]
+    (problem,) = [text for text in read_capture(target).problems if "chunk-00005" in text]
+    assert problem == (
+        "chunk-00005.bin: missing, and its records with it: something else removed it; keep cleaners of temporary "
+        "files away from the run folder and from where captures are written (--scratch DIR)"
+    )
+
+
 class Time(SleepingClock):
     """That of a rank that ends at `ends`."""
 
@@ -579,6 +595,8 @@ def test_a_capture_in_memory_is_moved_while_it_is_written_and_no_kill_loses_any(
     while not {1, 2} <= set(numbers(target)) - set(numbers(local)):
         time.sleep(0.01)
     assert len(numbers(local)) <= 6
+    assert {stat.S_IMODE(path.stat().st_mode) for path in local.iterdir()} == {0o600}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (local, *local.parents[:3])} == {0o700}
     state = json.loads((local / COPYING_FILE).read_bytes())
     os.kill(state["copier"], signal.SIGKILL)
     job.stdin.write("go on\n")
