@@ -80,6 +80,7 @@ MAY_IMPORT: Final = {
 """Layer -> what of ours it may import: whole layers, or single modules by name."""
 
 EXCEPTIONS: Final = {
+    "dsprof.analyzer.switched_off": {"dsprof.collectors.catalogue"},
     "dsprof.analyzer": {"dsprof.engine.schedule", "dsprof.engine.partition", "dsprof.engine.config"},
     "dsprof.launch": {
         "dsprof.collectors.arming.free_threaded",
@@ -99,7 +100,7 @@ EXCEPTIONS: Final = {
     "dsprof.collectors.bootstrap.sitecustomize": {"dsprof"},
 }
 """Module or package -> what else it may import: what the engine shares with the analyzer and with `dsprof doctor`, the
-helper's build and where it is kept, the names of the collectors, the private names that they use, and the bootstrap,
+helper's build and where it is kept, the table of the collectors, the private names that they use, and the bootstrap,
 which looks whether dsprof is installed at all."""
 
 THIRD_PARTY: Final = {
@@ -376,6 +377,18 @@ def test_a_folder_of_the_engine_says_what_is_in_it() -> None:
         and not re.search(rf"\b{path.stem}\b", tables[path.parent])
     ]  # fmt: skip
     assert not missing
+
+
+def test_the_tables_of_the_collectors_rooms_are_whole() -> None:
+    """A line each file and folder, in the first column, and nothing else."""
+    for face in sorted(path for module, path in FILES.items() if within(module, "dsprof.collectors")):
+        if face.name != "__init__.py" or face.parent.name == "native":
+            continue
+        table = ast.get_docstring(ast.parse(face.read_text())) or ""
+        listed = {name.rstrip("/") for name in re.findall(r"^([a-z_]+/?) {2,}\S", table, re.MULTILINE)}
+        there = {path.stem for path in face.parent.glob("*.py") if path.name != "__init__.py"}
+        there |= {path.parent.name for path in face.parent.glob("*/*.py")}
+        assert listed == there, face.parent.name
 
 
 @pytest.mark.parametrize("engine", [True, False])

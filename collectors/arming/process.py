@@ -92,13 +92,13 @@ def _watch_history() -> None:
 def _watch_backward() -> None:
     from ..loop import phases
 
-    phases.watch(_start_training)
+    phases.before_first(_start_training)
 
 
 def _watch_optimizers() -> None:
     from ..loop import optimizers
 
-    optimizers.watch(_start_training)
+    optimizers.before_first(_start_training)
 
 
 def _watch_process_group() -> None:

@@ -57,5 +57,5 @@ class OpenCapture:
         return self.level == FULL
 
 
-Collector = Callable[[OpenCapture], list[Uninstall]]
-"""Installs itself; gives back what takes it away again."""
+Install = Callable[[OpenCapture], list[Uninstall]]
+"""Installs a collector; gives back what takes it away again. Each has one, by the name of `install`."""

@@ -11,6 +11,7 @@ from typing import Final
 
 from dsprof.schema import COLLECTIVE_NAMES
 
+from ..capture.open_capture import OpenCapture
 from ..hooking.hook_parts import HookPart, in_parts
 from ..hooking.uninstall import Uninstall
 from ..native import NativeRecorder
@@ -22,7 +23,12 @@ from .collective_kernels import KERNELS
 from .collective_rows import PythonHooks
 
 
-def install(recorder: Recorder) -> Uninstall:
+def install(capture: OpenCapture) -> list[Uninstall]:
+    """Record collectives and waits."""
+    return [watch(capture.recorder)]
+
+
+def watch(recorder: Recorder) -> Uninstall:
     """Record collectives and waits from now on, until the returned function is called."""
     import torch.distributed as dist
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dsprof.schema import SHARDING, Kind
 
 from ..capture import facts
+from ..capture.open_capture import OpenCapture
 from ..hooking import dynamo, private
 from ..hooking.errors import count_error
 from ..hooking.hook_parts import HookPart, install_each
@@ -78,13 +79,12 @@ class Sharded:
         )
 
 
-def install(recorder: Recorder, each_step: Callable[[Callable[[], None]], None]) -> list[Uninstall]:
-    """Count units and record what is done for them from now on; what is given to `each_step`, to be called after steps,
-    states how many there are."""
+def install(capture: OpenCapture) -> list[Uninstall]:
+    """Count units and record what is done for them from now on; how many there are is stated after steps."""
     second, first = Sharded(2), Sharded(1)
-    each_step(second.state)
-    each_step(first.state)
-    of_second, of_first = functools.partial(_watch_second, second, recorder), functools.partial(_watch_first, first)
+    capture.before_end.extend((second.state, first.state))
+    of_second = functools.partial(_watch_second, second, capture.recorder)
+    of_first = functools.partial(_watch_first, first)
     parts = (
         HookPart("how FSDP2 divides the model is not known", lambda: when_imported(SECOND, of_second), decisive=True),
         HookPart(

@@ -19,6 +19,7 @@ from dsprof.ondisk import LARGEST_PLACE
 from dsprof.schema import Kind
 
 from ..capture import facts
+from ..capture.open_capture import OpenCapture
 from ..communication.purposes import for_purpose
 from ..hooking import dynamo, private
 from ..hooking.errors import count_error
@@ -56,9 +57,9 @@ OF_MICRO_BATCHES: Final = ("LoadMicroBatch", *ACTIONS, "SendActivation", "RecvAc
 Wrap = Callable[[Any], Any]
 
 
-def install(recorder: Recorder, on_step: Callable[[], None]) -> list[Uninstall]:
-    """Record what DeepSpeed's engines do from now on, and call `on_step` after each of their steps."""
-    positions = _Positions()
+def install(capture: OpenCapture) -> list[Uninstall]:
+    """Record what DeepSpeed's engines do from now on; each of their steps ends a training step."""
+    recorder, on_step, positions = capture.recorder, capture.step_ended, _Positions()
     hooks: dict[str, Hook] = {
         ENGINE: functools.partial(_watch_engine, recorder, on_step),
         **{module: functools.partial(_watch_pipeline, recorder, positions, name) for module, name in PIPELINES.items()},

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dsprof.schema import Kind
 
 from ..capture import facts
+from ..capture.open_capture import OpenCapture
 from ..hooking import dynamo, private
 from ..hooking.errors import count_error
 from ..hooking.hook_parts import HookPart, install_each
@@ -64,10 +65,11 @@ def leave() -> None:
     _saving.depth -= 1
 
 
-def install(recorder: Recorder) -> list[Uninstall]:
+def install(capture: OpenCapture) -> list[Uninstall]:
     """Record checkpoints from now on, those of libraries that are not imported yet too."""
     import torch
 
+    recorder = capture.recorder
     places = (torch.serialization, torch)
     of_libraries: dict[str, Hook] = {
         f"{DCP}.state_dict_saver": functools.partial(_watch_dcp, recorder),

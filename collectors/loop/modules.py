@@ -18,6 +18,7 @@ from typing import Any, Final
 from dsprof.ondisk import Flag
 from dsprof.schema import Kind
 
+from ..capture.open_capture import OpenCapture
 from ..hooking import dynamo
 from ..hooking.signals import by_handler
 from ..hooking.uninstall import Uninstall, replace_attribute
@@ -32,7 +33,12 @@ WRAPPERS: Final = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_w
 """Parts of a qualified name that a wrapper adds (DDP, FSDP, torch.compile, activation checkpointing)."""
 
 
-def install(recorder: Recorder, *, every: bool = False) -> Uninstall:
+def install(capture: OpenCapture) -> list[Uninstall]:
+    """Record forwards; at level full each module."""
+    return [watch(capture.recorder, every=capture.full)]
+
+
+def watch(recorder: Recorder, *, every: bool = False) -> Uninstall:
     """Record forwards from now on, until the returned function is called; `every`: and each module that has a name."""
     if isinstance(recorder, NativeRecorder):
         if every:

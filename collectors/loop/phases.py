@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dsprof.schema import Kind
 
 from ..capture import facts
+from ..capture.open_capture import OpenCapture
 from ..hooking import dynamo, private
 from ..hooking.hook_parts import HookPart, install_each
 from ..hooking.uninstall import Uninstall, in_reverse, replace_attribute
@@ -26,8 +27,9 @@ Entered = tuple["Recorder", int]
 """A backward that has begun: who records it, and the handle of its record, -1 where it is part of another one."""
 
 
-def install(recorder: Recorder) -> list[Uninstall]:
-    """Hook data loading and backward."""
+def install(capture: OpenCapture) -> list[Uninstall]:
+    """Record data loading and backward."""
+    recorder = capture.recorder
     parts = (
         HookPart("waiting for the DataLoader is not recorded", lambda: _data(recorder), decisive=True),
         HookPart("the start of a DataLoader's workers is not recorded", lambda: _loader_start(recorder)),
@@ -127,7 +129,7 @@ def leave_backward(entered: Entered | None) -> None:
     _backwards.leave(entered)
 
 
-def watch(on_first: Callable[[], None]) -> None:
+def before_first(on_first: Callable[[], None]) -> None:
     """Call `on_first` before the first backward pass from now on: a loop need not have an optimizer of torch's."""
     _backwards.on_first = on_first
     _hook_backward()

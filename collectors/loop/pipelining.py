@@ -15,6 +15,7 @@ from dsprof.ondisk import LARGEST_PLACE
 from dsprof.schema import Kind
 
 from ..capture import facts
+from ..capture.open_capture import OpenCapture
 from ..hooking import dynamo, private
 from ..hooking.hook_parts import HookPart, install_each
 from ..hooking.late_imports import when_imported
@@ -35,10 +36,10 @@ SCHEDULES: Final = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 """The classes that have the others' stages."""
 
 
-def install(recorder: Recorder) -> list[Uninstall]:
+def install(capture: OpenCapture) -> list[Uninstall]:
     """Record the actions of pipeline stages, and state what the schedules are, once they are imported."""
     package = "torch.distributed.pipelining"
-    stages, schedules = functools.partial(_watch_stages, recorder), _watch_schedules
+    stages, schedules = functools.partial(_watch_stages, capture.recorder), _watch_schedules
     parts = (
         HookPart(
             "the micro-batches of torch's pipelines are not recorded",
