@@ -77,6 +77,14 @@ def test_a_packages_command_is_not_the_users_code() -> None:
     assert found == [(f"{file}:4", None)]
 
 
+def test_a_loader_that_the_engine_makes(stated: list[Fact]) -> None:
+    from dsprof.engine.data import ShardedLoader
+
+    DataLoader([1, 2])
+    ShardedLoader([1, 2], batch_size=1)
+    assert [fact["by_engine"] for fact in stated] == [False, True]
+
+
 def test_a_users_callback_inside_a_framework_is_the_users(stated: list[Fact]) -> None:
     text = "def train_dataloader():\n    return DataLoader([1, 2])\n"
     mine = code_of("__main__", "/home/me/train.py", text, DataLoader=DataLoader)["train_dataloader"]

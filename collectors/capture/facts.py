@@ -15,12 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from ..hooking import private
-from ..hooking.errors import count_error
+from ..hooking import constructors, private
+from ..hooking.constructors import is_watched
 from ..hooking.statements import Fact as Fact
 from ..hooking.statements import send_to as send_to
 from ..hooking.statements import state as state
-from ..hooking.wrap import stands_for
 
 HOME: Final = Path(__file__).parent.parent.parent
 """Where dsprof is."""
@@ -29,6 +28,9 @@ LOADER: Final = "_dsprof_number"
 """Attribute by which the rows of a DataLoader find its facts: the number is their `value`."""
 
 ITERATOR: Final = "torch.utils.data.dataloader:_BaseDataLoaderIter"
+
+ENGINES_DATA: Final = "dsprof.engine.data"
+"""The module in which dsprof's engine makes its DataLoader."""
 
 FRAMEWORKS: Final = {
     "transformers": "transformers",
@@ -79,7 +81,7 @@ def by_engine() -> bool:
     """Whether dsprof's engine is making what is being made, of a data set that the script gave it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename == str(HOME / "engine" / "dataloader.py"):
+        if frame.f_globals.get("__name__") == ENGINES_DATA:
             return True
         frame = frame.f_back
     return False
@@ -135,8 +137,8 @@ def watch_dataloaders() -> None:
     def number(iterator: Any, loader: Any, *_: Any, **__: Any) -> None:
         setattr(iterator, LOADER, getattr(loader, LOADER, None))
 
-    _after_call_of_init(DataLoader, tell)
-    _after_call_of_init(private.need(ITERATOR), number)
+    _each_made(DataLoader, tell)
+    _each_made(private.need(ITERATOR), number)
 
 
 def watch_ddp() -> None:
@@ -166,21 +168,10 @@ def after_init(cls: type, describe: Callable[[Any], Fact]) -> None:
         site, framework = _caller()
         state({**fact, "site": site, "framework": framework})
 
-    _after_call_of_init(cls, tell)
+    _each_made(cls, tell)
 
 
-def _after_call_of_init(cls: type, tell: Callable[..., None]) -> None:
-    construct = cls.__init__  # type: ignore[misc]
-    if getattr(construct, "_dsprof", False):
-        return
-
-    @stands_for(construct)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        try:
-            tell(self, *args, **kwargs)
-        except Exception as error:
-            count_error("facts", error)
-
-    __init__._dsprof = True  # type: ignore[attr-defined]
-    cls.__init__ = __init__  # type: ignore[misc]
+def _each_made(cls: type, tell: Callable[..., None]) -> None:
+    """Call `tell` after each object of `cls` is made, from now on for good: it may be before a capture opens."""
+    if not is_watched(cls):
+        constructors.after_init(cls, tell, "facts")

@@ -8,7 +8,6 @@ alike, and then one of many. The twin in C++ is `native/call_sites.hpp`.
 
 from __future__ import annotations
 
-import time
 from typing import Final
 
 from dsprof.schema import ALL_MARKED, CALL_SITE, Kind
@@ -16,6 +15,7 @@ from dsprof.schema import ALL_MARKED, CALL_SITE, Kind
 from ..capture.open_capture import OpenCapture
 from ..hooking.uninstall import Uninstall, replace_attribute
 from ..native import NativeRecorder
+from ..recorder.clock import now_ns
 from ..recorder.python_recorder import PyRecorder
 from ..recorder.record import Recorder
 from ..recorder.source_locations import Sites
@@ -64,7 +64,7 @@ class CallSites:
             return
         if len(self._known) == MOST:
             name, bytes, dtype, site = 0, -1, 0, 0
-        at = issue_ns or time.monotonic_ns()
+        at = issue_ns or now_ns()
         mark = Kind.MARK, self._mark, at, at, 0, dtype, bytes, 0, 0, -1, -1, 0, name, -1, site
         if self._recorder.span(*mark):  # else the capture is off
             self._known.add(known)

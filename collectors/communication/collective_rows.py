@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from ..hooking import dynamo, private
 from ..hooking.signals import by_handler
 from ..hooking.uninstall import Uninstall
 from ..loop.backward import BackwardDone
+from ..recorder.clock import now_ns
 from ..recorder.groups import Group, watch_destroy
 from ..recorder.python_recorder import PyRecorder
 from ..recorder.record import CALLS, NOTHING
@@ -85,7 +85,7 @@ class PythonHooks:
     def _over(self, key: int) -> None:
         found = self._pending.pop(key, None)
         if found is not None:
-            self._recorder.comm_end(found.issued.handle, time.perf_counter_ns())
+            self._recorder.comm_end(found.issued.handle, now_ns())
 
     def waited_for(self, target: Target) -> None:
         """Somebody's wait for what it made has returned: it is over."""
@@ -141,11 +141,11 @@ class PythonHooks:
             if passed_over.what == CALLS:
                 self._remember_told(result)
             return result
-        began = time.perf_counter_ns()
+        began = now_ns()
         result = rest()
         try:
             if not issued.target.p2p:
-                self._recorder.comm_issued(issued.handle, time.perf_counter_ns() - began)
+                self._recorder.comm_issued(issued.handle, now_ns() - began)
             self._watch(issued, result)
         except Exception as error:
             self._recorder.count_error("the work of a collective", error)
@@ -213,7 +213,7 @@ class PythonHooks:
         if not issued.cpu:
             return
         if work is None:  # it returns none: it was done in the call
-            self._recorder.comm_end(issued.handle, time.perf_counter_ns())
+            self._recorder.comm_end(issued.handle, now_ns())
             return
         key, op_type = id(work), self._op_type(work)
         if self._targets.here.blocking:
@@ -251,7 +251,7 @@ class PythonHooks:
     def _begin_wait(self, tensor: Any) -> tuple[int, Target | None]:
         try:
             target = self._targets.of_tensor(tensor)
-            return self._recorder.wait_begin(self._wait_tensor, target, time.perf_counter_ns()), target
+            return self._recorder.wait_begin(self._wait_tensor, target, now_ns()), target
         except Exception as error:
             self._recorder.count_error("wait_tensor", error)
             return 0, None

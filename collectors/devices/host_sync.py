@@ -9,18 +9,18 @@ than it tells, so without the helper they are not. Functions that wait without a
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
 from dsprof.schema import HOST_SYNC, Kind
 
 from ..capture.open_capture import OpenCapture
-from ..hooking import dynamo, private
+from ..hooking import private
 from ..hooking.hook_parts import HookPart, install_each
+from ..hooking.timed import timed
 from ..hooking.uninstall import Uninstall, replace_attribute
-from ..hooking.wrap import stands_for
 from ..native import NativeRecorder
+from ..recorder.clock import now_ns
 from ..recorder.record import Recorder
 from ..recorder.source_locations import Sites
 
@@ -86,20 +86,13 @@ def _watch_call(place: Any, name: str, call: str, recorder: Recorder, sites: Sit
     row, purpose = recorder.intern(HOST_SYNC), recorder.intern(call)
     span, end, here = recorder.span, recorder.span_end, sites.here
 
-    @stands_for(original)
-    def synchronize(*args: Any, **kwargs: Any) -> Any:
-        if dynamo.compiling():
-            return original(*args, **kwargs)
-        began = time.monotonic_ns()
-        try:
-            handle = span(Kind.MARK, row, began, 0, 0, None, -1, 0, 0, -1, -1, 0, purpose, -1, here())
-        except Exception as error:
-            recorder.count_error("a wait for the device", error)
-            handle = 0
-        try:
-            return original(*args, **kwargs)
-        finally:
-            end(handle, began, time.monotonic_ns(), -1)
+    def begin() -> tuple[int, int]:
+        began = now_ns()
+        return span(Kind.MARK, row, began, 0, 0, None, -1, 0, 0, -1, -1, 0, purpose, -1, here()), began
 
-    dynamo.skip_frame(synchronize)
+    def ended(begun: tuple[int, int]) -> None:
+        handle, began = begun
+        end(handle, began, now_ns(), -1)
+
+    synchronize = timed(original, begin, ended, "a wait for the device")
     return replace_attribute(place, name, synchronize)

@@ -8,7 +8,6 @@ to be had there is one note, and what a device does not tell is left out.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +18,7 @@ from dsprof.schema import Kind
 from ..capture.open_capture import OpenCapture
 from ..capture.side_thread import Beside, Looks, import_beside
 from ..hooking.uninstall import Uninstall
+from ..recorder.clock import now_ns
 
 if TYPE_CHECKING:
     from ..capture.facts import Fact
@@ -228,7 +228,7 @@ class Watch:
                         del names[metric]
                     continue
                 if not self._stopping():  # else the driver kept us until the capture was closed
-                    now = time.monotonic_ns()
+                    now = now_ns()
                     recorder.span(
                         Kind.GAUGE, names[metric], now, now, 0, value, -1, 0, number, -1, -1, 0, 0
                     )  # fmt: skip

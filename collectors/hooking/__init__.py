@@ -1,6 +1,8 @@
 """What hooks are made of: looking up what is hooked, wrapping it, taking the wrapper away, and failing without harm.
 
 hook_parts     installs the hooks of a collector one by one: one that fails costs what it alone records
+timed          the wrapper around what is timed: something begins before a call, and ends after it
+constructors   looking on as objects of a class are made
 wrap           wrappers that stand for the function they wrap
 uninstall      what a hook gives back: the function that takes it away again
 late_imports   hooks in modules that the job imports later, or never

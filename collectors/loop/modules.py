@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
@@ -24,6 +23,7 @@ from ..hooking.signals import by_handler
 from ..hooking.uninstall import Uninstall, replace_attribute
 from ..hooking.wrap import stands_for
 from ..native import NativeRecorder
+from ..recorder.clock import now_ns
 from ..recorder.python_recorder import PyRecorder
 from ..recorder.record import Recorder
 from .backward import graph_task
@@ -150,7 +150,7 @@ def _wrapper(original: Callable[..., Any], recorder: PyRecorder, every: bool) ->
     def begin(size: tuple[int, int]) -> int:
         flags = gradients_on if grad_enabled() else 0
         name = forward if in_task() == -1 else recompute
-        now = time.perf_counter_ns()
+        now = now_ns()
         # What `recorder.begin` writes, but for the flags.
         return recorder.span(phase, name, now, 0, 0, float(size[0]), size[1], flags, 0, -1, -1, 0, 0)
 

@@ -14,8 +14,8 @@ from ..capture import facts
 from ..capture.open_capture import OpenCapture
 from ..hooking import dynamo, private
 from ..hooking.hook_parts import HookPart, install_each
+from ..hooking.timed import timed_by_arguments
 from ..hooking.uninstall import Uninstall, in_reverse, replace_attribute
-from ..hooking.wrap import stands_for
 from . import optimizers
 
 if TYPE_CHECKING:
@@ -39,38 +39,25 @@ def install(capture: OpenCapture) -> list[Uninstall]:
 
 
 def _data(recorder: Recorder) -> Uninstall:
-    iterator, name = private.need(facts.ITERATOR), recorder.intern("data")
-    load = iterator.__next__
-
-    @stands_for(load)
-    def __next__(self: Any) -> Any:
-        if dynamo.compiling():
-            return load(self)
-        handle = recorder.begin(Kind.PHASE, name, -1, getattr(self, facts.LOADER, None))
-        try:
-            return load(self)
-        finally:
-            recorder.end(handle)
-
-    return replace_attribute(iterator, "__next__", __next__)
+    iterator = private.need(facts.ITERATOR)
+    return replace_attribute(iterator, "__next__", _of_loader(recorder, "data", iterator.__next__))
 
 
 def _loader_start(recorder: Recorder) -> Uninstall:
+    """Starting the workers anew each epoch is a stall of its own kind."""
     from torch.utils.data import DataLoader
 
-    started, start = recorder.intern("loader_start"), DataLoader.__iter__
+    return replace_attribute(DataLoader, "__iter__", _of_loader(recorder, "loader_start", DataLoader.__iter__))
 
-    @stands_for(start)
-    def __iter__(self: Any) -> Any:  # starting the workers anew each epoch is a stall of its own kind
-        if dynamo.compiling():
-            return start(self)
-        handle = recorder.begin(Kind.PHASE, started, -1, getattr(self, facts.LOADER, None))
-        try:
-            return start(self)
-        finally:
-            recorder.end(handle)
 
-    return replace_attribute(DataLoader, "__iter__", __iter__)
+def _of_loader(recorder: Recorder, phase: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a loader, or of its iterator, with a row for each call, whose value is the loader's number."""
+    name = recorder.intern(phase)
+
+    def begin(args: tuple[Any, ...], _: dict[str, Any]) -> int:
+        return recorder.begin(Kind.PHASE, name, -1, getattr(args[0], facts.LOADER, None))
+
+    return timed_by_arguments(original, begin, recorder.end, phase)
 
 
 class _Backwards:
@@ -159,22 +146,12 @@ def _hook_backward() -> Uninstall:
     if getattr(run, "_dsprof", None) is not None:
         return run._dsprof  # type: ignore[no-any-return]
 
-    enter, leave = _backwards.enter, _backwards.leave
+    enter = _backwards.enter
 
-    @stands_for(run)
-    def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
-        if dynamo.compiling() or (args and any(map(dynamo.fake, args[0]))):
-            return run(*args, **kwargs)
-        entered = enter()
-        try:
-            return run(*args, **kwargs)
-        finally:
-            leave(entered)
+    def begin(args: tuple[Any, ...], _: dict[str, Any]) -> Entered | None:
+        return None if args and any(map(dynamo.fake, args[0])) else enter()
 
-    # Called between the parts of a compiled step, it is no part of it.
-    dynamo.skip_frame(engine_run_backward)
-    dynamo.skip(_Backwards.enter, _Backwards.leave)
-
+    engine_run_backward = timed_by_arguments(run, begin, _backwards.leave, "backward")
     unhook = in_reverse(replace_attribute(place, RUN, engine_run_backward) for place in places)
     engine_run_backward._dsprof = unhook  # type: ignore[attr-defined]
     return unhook
