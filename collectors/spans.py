@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .capture import session
-from .recorder.clock import now_ns
+from .system.clock import now_ns
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -17,8 +17,8 @@ from captures import read_rows
 from dsprof import gauges
 from dsprof.collectors.capture.open_capture import OpenCapture
 from dsprof.collectors.host import machine_load
-from dsprof.collectors.memory.process_memory import PAGE
 from dsprof.collectors.recorder.python_recorder import PyRecorder
+from dsprof.collectors.system.proc import PAGE
 from dsprof.schema import Kind
 
 

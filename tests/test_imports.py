@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -152,6 +152,21 @@ ENGINE_FLOORS: Final = (
     {"deepspeed"},
 )
 """The engine's rooms, the lowest floor first: imports go down, or stay inside a room, but for `PUBLIC_FACES`."""
+
+COLLECTORS_FLOORS: Final = (
+    {"catalogue", "hooking"},
+    {"system"},
+    {"recorder"},
+    {"native"},
+    {"capture"},
+    {"host", "loop"},
+    {"communication", "memory"},
+    {"devices", "failures", "frameworks"},
+    {"arming"},
+    {"bootstrap", "spans"},
+    {"arm"},
+)
+"""The collectors' rooms, likewise. The capture finds the collectors by the catalogue, which names their modules."""
 
 PUBLIC_FACES: Final = ("dsprof.engine", "dsprof.engine.tensor")
 """Packages whose `__init__` has public names of rooms above, which are loaded when they are used."""
@@ -340,22 +355,25 @@ def test_circles_are_found(arrows: str, circle: str) -> None:
     assert circle_in(graph) == list(circle)
 
 
-def test_the_engines_imports_go_down_its_floors() -> None:
-    def floor(module: str) -> int:
-        room = module.removeprefix("dsprof.engine.").partition(".")[0]
-        found = [number for number, rooms in enumerate(ENGINE_FLOORS) if room in rooms]
-        assert len(found) == 1, f"{module}: on {len(found)} floors; say where in ENGINE_FLOORS"
-        return found[0]
-
+@pytest.mark.parametrize(
+    ("house", "floors", "least"),
+    [("dsprof.engine", ENGINE_FLOORS, 400), ("dsprof.collectors", COLLECTORS_FLOORS, 250)],
+)
+def test_imports_go_down_the_floors(house: str, floors: Sequence[Collection[str]], least: int) -> None:
     def room(module: str) -> str:
         return module.split(".")[2]
+
+    def floor(module: str) -> int:
+        found = [number for number, rooms in enumerate(floors) if room(module) in rooms]
+        assert len(found) == 1, f"{module}: on {len(found)} floors; say where in the table of {house}"
+        return found[0]
 
     inside = [
         found for found in OURS
         if found.module not in PUBLIC_FACES
-        and all(within(name, "dsprof.engine") and name != "dsprof.engine" for name in (found.module, found.target))
+        and all(within(name, house) and name != house for name in (found.module, found.target))
     ]  # fmt: skip
-    assert len(inside) > 400
+    assert len(inside) > least
     wrong = [
         found for found in inside
         if room(found.module) != room(found.target) and floor(found.module) <= floor(found.target)

@@ -157,6 +157,6 @@ def _report(doing: str, error: Exception) -> None:
     if by_handler(error):
         raise error
     with contextlib.suppress(Exception):
-        from ..hooking.errors import report_failure
+        from ..capture.without_capture import report_failure
 
         report_failure(doing, error)

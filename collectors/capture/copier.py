@@ -34,7 +34,7 @@ from dsprof.atomic import write_atomically
 from dsprof.names import CaptureName
 from dsprof.schema import CONTROL_FILE, COPYING_FILE
 
-from ..host import proc
+from ..system import proc
 
 CLOSED_FILE: Final = ".closed"
 """Where the rank has closed its capture, and writes no more."""

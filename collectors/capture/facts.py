@@ -8,21 +8,17 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import sysconfig
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 from ..hooking import constructors, private
+from ..hooking.caller import caller
 from ..hooking.constructors import is_watched
 from ..hooking.statements import Fact as Fact
 from ..hooking.statements import send_to as send_to
 from ..hooking.statements import state as state
-
-HOME: Final = Path(__file__).parent.parent.parent
-"""Where dsprof is."""
 
 LOADER: Final = "_dsprof_number"
 """Attribute by which the rows of a DataLoader find its facts: the number is their `value`."""
@@ -31,50 +27,6 @@ ITERATOR: Final = "torch.utils.data.dataloader:_BaseDataLoaderIter"
 
 ENGINES_DATA: Final = "dsprof.engine.data"
 """The module in which dsprof's engine makes its DataLoader."""
-
-FRAMEWORKS: Final = {
-    "transformers": "transformers",
-    "accelerate": "accelerate",
-    "lightning": "lightning",
-    "pytorch_lightning": "lightning",
-    "lightning_fabric": "lightning",
-    "deepspeed": "deepspeed",
-}
-"""Package that makes things on the user's behalf -> its name in a fact: he has its settings, not the call's."""
-STANDARD_LIBRARY: Final = os.path.dirname(os.__file__)
-COMMANDS: Final = frozenset(
-    [os.path.dirname(sys.executable), *(sysconfig.get_path("scripts", of) for of in sysconfig.get_scheme_names())]
-)
-"""Where pip puts the commands of packages: their few lines are nobody's code."""
-
-
-def caller_site() -> str | None:
-    """`file:line` of the nearest frame in the user's own code; if there is none, in the package whose program runs."""
-    return _caller()[0]
-
-
-def _caller() -> tuple[str | None, str | None]:
-    """`caller_site`, and which of FRAMEWORKS lies between it and the call: the outermost, if several do."""
-    torch_home = str(Path(sys.modules["torch"].__file__ or "").parent)
-    ours = (torch_home, str(HOME), "<")
-    installed: list[tuple[str, str]] = []
-    """Package and site of each frame in one."""
-    framework: str | None = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(ours):
-            module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-            package = FRAMEWORKS.get(module)
-            framework = package or framework
-            site = f"{name}:{frame.f_lineno}"
-            if package or "site-packages" in name or "dist-packages" in name:
-                home = name.rpartition("-packages/")[2].partition("/")[0]
-                installed.append((home if module == "__main__" else module, site))
-            elif not name.startswith(STANDARD_LIBRARY) and os.path.dirname(name) not in COMMANDS:
-                return site, framework
-        frame = frame.f_back
-    return next((site for package, site in installed if package == installed[-1][0]), None), framework
 
 
 def by_engine() -> bool:
@@ -112,7 +64,7 @@ def watch_dataloaders() -> None:
     def tell(loader: Any, *_: Any, **__: Any) -> None:
         number = next(numbers)
         object.__setattr__(loader, LOADER, number)
-        site, framework = _caller()
+        site, framework = caller()
         model = made_by_user.get(id(loader.dataset))
         if framework is None:
             made_by_user[id(loader.dataset)], sites[number] = loader, site
@@ -165,7 +117,7 @@ def after_init(cls: type, describe: Callable[[Any], Fact]) -> None:
 
     def tell(made: Any, *_: Any, **__: Any) -> None:
         fact = describe(made)
-        site, framework = _caller()
+        site, framework = caller()
         state({**fact, "site": site, "framework": framework})
 
     _each_made(cls, tell)

@@ -17,10 +17,10 @@ from dsprof.permissions import open_to_append
 from dsprof.redact import redact_data, redact_text, redact_words
 
 from ..hooking.errors import count_error
-from ..recorder import clock
-from ..recorder.clock import now_ns
+from ..hooking.statements import Fact
 from ..recorder.record import Recorder
-from .facts import Fact
+from ..system import clock
+from ..system.clock import now_ns
 from .identity import Identity
 
 MOST_FACTS: Final = 1000

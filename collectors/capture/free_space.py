@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ..host import proc
+from ..system import proc
 
 IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
 """File systems, as /proc/mounts names them, whose files are memory of the host and of the cgroup that writes them."""

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dsprof.schema import HOOK_SECONDS, SAMPLE_SECONDS, SIDE_THREAD_SECONDS, Kind
 
-from ..host import proc
-from ..recorder.clock import now_ns
+from ..system import proc
+from ..system.clock import now_ns
 
 if TYPE_CHECKING:
     from ..native import NativeRecorder

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 from ..hooking.uninstall import Uninstall
 
 if TYPE_CHECKING:
+    from ..hooking.statements import Fact
     from ..recorder.record import Recorder
-    from .facts import Fact
 
 FULL: Final = "full"
 """The level at which every module is timed."""

@@ -19,11 +19,11 @@ from ..catalogue import COLLECTORS
 from ..hooking import errors, statements
 from ..hooking.errors import count_error
 from ..hooking.hook_parts import HookPart, count_loss, install_each
+from ..hooking.statements import Fact
 from ..hooking.uninstall import Uninstall
 from ..native import NativeRecorder
 from ..recorder.record import Recorder
 from . import facts, identity
-from .facts import Fact
 from .files import FactsFile, MetaFile
 from .hook_time import HookTime
 from .open_capture import Install, OpenCapture

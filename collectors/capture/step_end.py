@@ -14,7 +14,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Final
 
-from ..recorder.clock import now_ns
+from ..system.clock import now_ns
 
 SHARE: Final = 0.002
 """Of the mean step, that samples may take."""

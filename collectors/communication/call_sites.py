@@ -15,10 +15,10 @@ from dsprof.schema import ALL_MARKED, CALL_SITE, Kind
 from ..capture.open_capture import OpenCapture
 from ..hooking.uninstall import Uninstall, replace_attribute
 from ..native import NativeRecorder
-from ..recorder.clock import now_ns
 from ..recorder.python_recorder import PyRecorder
 from ..recorder.record import Recorder
 from ..recorder.source_locations import Sites
+from ..system.clock import now_ns
 
 EVERY: Final = 61
 """Of those alike that come after the first ALL_MARKED, one in so many is looked at, at level light. A prime number, as

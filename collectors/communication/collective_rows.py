@@ -21,11 +21,11 @@ from ..hooking import dynamo, private
 from ..hooking.signals import by_handler
 from ..hooking.uninstall import Uninstall
 from ..loop.backward import BackwardDone
-from ..recorder.clock import now_ns
 from ..recorder.groups import Group, watch_destroy
 from ..recorder.python_recorder import PyRecorder
 from ..recorder.record import CALLS, NOTHING
 from ..recorder.wait_targets import Target
+from ..system.clock import now_ns
 from .collective_kernels import KERNELS, Call
 from .completion_thread import Reaper
 from .waits import UNKNOWN, op_type_reader

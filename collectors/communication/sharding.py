@@ -18,6 +18,7 @@ from dsprof.schema import SHARDING, Kind
 from ..capture import facts
 from ..capture.open_capture import OpenCapture
 from ..hooking import private
+from ..hooking.caller import caller_site
 from ..hooking.constructors import after_init, before_init
 from ..hooking.hook_parts import HookPart, install_each
 from ..hooking.late_imports import when_imported
@@ -58,7 +59,7 @@ class Sharded:
 
     def add(self, parameters: int, size: int) -> None:
         if not self.units:
-            self.site = facts.caller_site()
+            self.site = caller_site()
         self.units += 1
         self.parameters += parameters
         self.bytes += size

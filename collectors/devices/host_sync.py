@@ -20,9 +20,9 @@ from ..hooking.hook_parts import HookPart, install_each
 from ..hooking.timed import timed
 from ..hooking.uninstall import Uninstall, replace_attribute
 from ..native import NativeRecorder
-from ..recorder.clock import now_ns
 from ..recorder.record import Recorder
 from ..recorder.source_locations import Sites
+from ..system.clock import now_ns
 
 
 def install(capture: OpenCapture) -> list[Uninstall]:

@@ -18,10 +18,10 @@ from dsprof.schema import Kind
 from ..capture.open_capture import OpenCapture
 from ..capture.side_thread import Beside, Looks, import_beside
 from ..hooking.uninstall import Uninstall
-from ..recorder.clock import now_ns
+from ..system.clock import now_ns
 
 if TYPE_CHECKING:
-    from ..capture.facts import Fact
+    from ..hooking.statements import Fact
 
 LINKS: Final = 18
 """NVLinks that a GPU has at most (NVML_NVLINK_MAX_LINKS)."""

@@ -16,15 +16,15 @@ from dsprof.atomic import replacing
 from dsprof.ranges import parse_deep
 from dsprof.schema import DEEP_FILE, Kind
 
-from ..capture.facts import Fact
 from ..capture.identity import setting
 from ..capture.open_capture import OpenCapture
 from ..hooking import private
 from ..hooking.errors import count_error
+from ..hooking.statements import Fact
 from ..hooking.uninstall import Uninstall, in_reverse, replace_attribute
 from ..hooking.wrap import stands_for
-from ..recorder.clock import now_ns
 from ..recorder.record import Recorder
+from ..system.clock import now_ns
 
 NOTHING_DISTURBED: Final = "so no steps were profiled by --deep"
 

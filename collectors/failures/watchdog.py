@@ -27,7 +27,7 @@ from ..communication import process_groups
 from ..hooking.errors import count_error
 from ..hooking.uninstall import Uninstall
 from ..native import NativeRecorder
-from ..recorder.clock import now_ns
+from ..system.clock import now_ns
 from . import thread_stacks
 
 SHORTEST_LOOK_S: Final = 1.0

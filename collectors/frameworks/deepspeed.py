@@ -28,7 +28,7 @@ from ..hooking.timed import timed, timed_by_arguments
 from ..hooking.uninstall import Uninstall, in_reverse, replace_attribute
 from ..hooking.wrap import stands_for
 from ..loop import optimizers, phases
-from ..recorder.clock import now_ns
+from ..system.clock import now_ns
 
 if TYPE_CHECKING:
     from ..recorder.record import Recorder

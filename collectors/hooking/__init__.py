@@ -8,6 +8,7 @@ uninstall      what a hook gives back: the function that takes it away again
 late_imports   hooks in modules that the job imports later, or never
 private        looks up private names of torch and of frameworks, and says what is lost where one is gone
 private_names  the table of these names
+caller         which line of the user's code called, by way of which framework
 dynamo         keeps torch.compile away from hooks
 forks          locks that a forked child finds free
 signals        exceptions that a signal's handler of the job raised inside a hook: they are the job's

@@ -16,8 +16,8 @@ from dsprof.schema import CPU_SECONDS, STEPS_TAKEN, Kind
 
 from ..capture.open_capture import OpenCapture
 from ..hooking.uninstall import Uninstall
-from ..recorder.clock import now_ns
-from . import proc
+from ..system import proc
+from ..system.clock import now_ns
 
 if TYPE_CHECKING:
     from ..recorder.record import Recorder

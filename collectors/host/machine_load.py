@@ -22,9 +22,8 @@ from ..capture import identity
 from ..capture.open_capture import OpenCapture
 from ..capture.side_thread import Beside, Looks, import_beside
 from ..hooking.uninstall import Uninstall
-from ..memory.process_memory import PAGE
-from ..recorder.clock import now_ns
-from . import proc
+from ..system import proc
+from ..system.clock import now_ns
 
 MOST_WORKERS: Final = 64
 """That are looked at."""
@@ -78,7 +77,7 @@ def looks(capture: OpenCapture, first: bool, stopping: Callable[[], bool], root:
 
 
 def _memory(root: str) -> Reading:
-    yield gauges.RESIDENT, int(proc.read(f"{root}/self/statm").split()[1]) * PAGE
+    yield gauges.RESIDENT, int(proc.read(f"{root}/self/statm").split()[1]) * proc.PAGE
 
 
 def _switches(_: str) -> Reading:

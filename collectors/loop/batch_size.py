@@ -12,7 +12,7 @@ from dsprof.schema import SAMPLES, TOKENS, Kind
 
 from ..capture import facts
 from ..hooking import dynamo, private
-from ..recorder.clock import now_ns
+from ..system.clock import now_ns
 
 if TYPE_CHECKING:
     from ..recorder.record import Recorder

@@ -22,12 +22,13 @@ from dsprof.schema import Kind
 from ..capture import facts
 from ..capture.open_capture import OpenCapture
 from ..hooking import dynamo, private
+from ..hooking.caller import caller_site
 from ..hooking.errors import count_error
 from ..hooking.hook_parts import HookPart, install_each
 from ..hooking.late_imports import Hook, when_imported
 from ..hooking.uninstall import Uninstall, in_reverse, replace_attribute
 from ..hooking.wrap import stands_for
-from ..recorder.clock import now_ns
+from ..system.clock import now_ns
 
 if TYPE_CHECKING:
     from ..recorder.record import Recorder
@@ -158,6 +159,6 @@ def _called_by_dcp() -> bool:
 
 def _state(function: str) -> None:
     try:
-        facts.state({"fact": "checkpoint", "function": function, "site": facts.caller_site()})
+        facts.state({"fact": "checkpoint", "function": function, "site": caller_site()})
     except Exception as error:
         count_error("facts", error)

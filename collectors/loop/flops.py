@@ -20,11 +20,11 @@ from dsprof import regular_files
 from dsprof.ondisk import unescape_name
 from dsprof.schema import DTYPES, FLOPS_FACT, FLOPS_FOR
 
-from ..capture.facts import Fact
 from ..capture.open_capture import OpenCapture
+from ..hooking.statements import Fact
 from ..hooking.uninstall import Uninstall
 from ..native import NativeRecorder
-from ..recorder.clock import now_ns
+from ..system.clock import now_ns
 from . import optimizers
 
 FIRST: Final = 5

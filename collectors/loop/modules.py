@@ -23,9 +23,9 @@ from ..hooking.signals import by_handler
 from ..hooking.uninstall import Uninstall, replace_attribute
 from ..hooking.wrap import stands_for
 from ..native import NativeRecorder
-from ..recorder.clock import now_ns
 from ..recorder.python_recorder import PyRecorder
 from ..recorder.record import Recorder
+from ..system.clock import now_ns
 from .backward import graph_task
 from .batch_size import Batches
 

@@ -20,7 +20,7 @@ from ..hooking.hook_parts import HookPart, install_each
 from ..hooking.late_imports import when_imported
 from ..hooking.timed import timed_by_arguments
 from ..hooking.uninstall import Uninstall, in_reverse, replace_attribute
-from ..recorder.clock import now_ns
+from ..system.clock import now_ns
 
 if TYPE_CHECKING:
     from ..recorder.record import Recorder

@@ -15,13 +15,13 @@ from typing import Any, Final
 
 from dsprof.schema import HOST, MEMORY_EVERY, MEMORY_LANE, Kind
 
-from ..capture.facts import Fact
 from ..capture.open_capture import OpenCapture
 from ..hooking.errors import count_error
 from ..hooking.hook_parts import HookPart, install_each
+from ..hooking.statements import Fact
 from ..hooking.uninstall import Uninstall, in_reverse
 from ..loop import phases
-from ..recorder.clock import now_ns
+from ..system.clock import now_ns
 from . import cuda_history, live_tensors, out_of_memory
 from .cuda_history import History, Snapshots
 from .cuda_memory import COUNTS, POOLS, STATS, Cuda, TorchCuda, largest_free

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ..host import proc
+from ..system import proc
 
-PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 LIMITS: Final = {1: "memory.limit_in_bytes", 2: "memory.max"}
 """Version of cgroups -> file of a cgroup's limit, bytes."""
 
@@ -52,7 +51,7 @@ class HostMemory:
     def now(self) -> tuple[int, int]:
         """Resident and virtual memory, bytes."""
         virtual, resident = os.pread(self._statm, 96, 0).split()[:2]
-        return int(resident) * PAGE, int(virtual) * PAGE
+        return int(resident) * proc.PAGE, int(virtual) * proc.PAGE
 
     def resident_peak(self, resident: int = 0) -> int:
         """The most so far; not all kernels keep it, so it is no less than `resident` and what was told before."""

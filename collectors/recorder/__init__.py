@@ -1,6 +1,5 @@
 """The recorder: writes records into chunk files. In Python here; `native/` has the same in C++.
 
-clock             the clock of all records
 record            what a recorder is
 python_recorder   the recorder in Python
 chunks            the chunk files that records are written to

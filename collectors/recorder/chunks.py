@@ -22,7 +22,7 @@ from dsprof import ondisk, permissions
 
 from ..hooking.forks import renew_in_child
 from ..hooking.signals import by_handler
-from .clock import now_ns
+from ..system.clock import now_ns
 from .counters import Counters
 from .record import PATIENCE_S
 

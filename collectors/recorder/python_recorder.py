@@ -15,8 +15,8 @@ from dsprof.ondisk import Family
 
 from ..hooking.forks import renew_in_child
 from ..hooking.signals import by_handler
+from ..system.clock import now_ns
 from .chunks import Chunks
-from .clock import now_ns
 from .counters import Counters
 from .groups import Groups
 from .record import CALLS_AND_WAITS, LIMIT_BYTES, NOTHING, PATIENCE_S, Context, SharedParts

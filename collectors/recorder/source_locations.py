@@ -12,7 +12,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Final
 
-from ..capture.facts import HOME, STANDARD_LIBRARY
+from ..hooking.caller import HOME, STANDARD_LIBRARY
 
 if TYPE_CHECKING:
     from .record import Recorder

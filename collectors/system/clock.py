@@ -6,7 +6,7 @@ import os
 import time
 from typing import Final
 
-from ..host import proc
+from . import proc
 
 now_ns: Final = time.monotonic_ns
 """ns since some moment before this process began."""

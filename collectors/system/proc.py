@@ -13,6 +13,8 @@ PROC: Final = "/proc"
 CGROUPS: Final = "/sys/fs/cgroup"
 TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 """In which /proc/<pid>/stat counts time."""
+PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+"""Bytes."""
 STATE, USER_TICKS, SYSTEM_TICKS, START_TICKS = 0, 11, 12, 19
 """Fields of `stat`: R runs or wants to, D waits and cannot be interrupted, Z and X have ended; CPU time of the process
 itself; when it began, since the host did."""
