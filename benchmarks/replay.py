@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dsprof.analyzer.graph import PARTS, Edges, StepGraph, Steps, Structure, Task
-from dsprof.analyzer.replay import replay, replay_all
+from dsprof.analyzer.graph.replay import replay, replay_all
+from dsprof.analyzer.graph.step_graph import PARTS, Edges, StepGraph, Steps, Structure, Task
 from dsprof.analyzer.whatif.work import scale
 
 HERE = Path(__file__).parent

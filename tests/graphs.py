@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dsprof.analyzer.graph import PARTS, Crossings, Edges, StepGraph, Steps, Structure, Task
+from dsprof.analyzer.graph.step_graph import PARTS, Crossings, Edges, StepGraph, Steps, Structure, Task
 
 COMPUTE = PARTS.index("compute")
 

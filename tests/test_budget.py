@@ -12,10 +12,10 @@ import pandas as pd
 import pytest
 from captures import open_recorder
 
-from dsprof.analyzer.budget import RankTime, paint, step_budget
-from dsprof.analyzer.intervals import Intervals
-from dsprof.analyzer.match import match_collectives
-from dsprof.analyzer.steps import completed_steps
+from dsprof.analyzer.align.match import match_collectives
+from dsprof.analyzer.align.steps import completed_steps
+from dsprof.analyzer.budget.intervals import Intervals
+from dsprof.analyzer.budget.step_budget import RankTime, paint, step_budget
 from dsprof.collectors.frameworks import dsprof_engine
 from dsprof.engine.config.zero import AioConfig
 from dsprof.engine.hooks import Hooks

@@ -9,16 +9,16 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dsprof.analyzer.budget import paint, step_budget
-from dsprof.analyzer.build import build_graph
-from dsprof.analyzer.graph import StepGraph
-from dsprof.analyzer.match import Matches, match_collectives
-from dsprof.analyzer.points import find_program
-from dsprof.analyzer.replay import replay
-from dsprof.analyzer.steps import completed_steps
-from dsprof.analyzer.trust import check
+from dsprof.analyzer.align.match import Matches, match_collectives
+from dsprof.analyzer.align.steps import completed_steps
+from dsprof.analyzer.budget.step_budget import paint, step_budget
+from dsprof.analyzer.graph.build_graph import build_graph
+from dsprof.analyzer.graph.events import find_program
+from dsprof.analyzer.graph.replay import replay
+from dsprof.analyzer.graph.step_graph import StepGraph
+from dsprof.analyzer.graph.validate import check
+from dsprof.analyzer.whatif.communications import transfers_scaled
 from dsprof.analyzer.whatif.edit import edit
-from dsprof.analyzer.whatif.tasks import transfers_scaled
 from dsprof.analyzer.whatif.work import Change, less, scale
 from dsprof.schema import COLUMNS
 

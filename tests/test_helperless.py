@@ -10,7 +10,7 @@ import torch
 from armed import Captured, captured, train
 
 from dsprof.analyzer import analyze
-from dsprof.analyzer.switched_off import EVERYTHING, reasons, unproved
+from dsprof.analyzer.rules.missing_collectors import EVERYTHING, reasons, unproved
 from dsprof.collectors.capture import recorder_setup, without_helper
 from dsprof.collectors.capture.without_helper import PER_CALL, SWITCHED_OFF, device_job, left_out
 from dsprof.collectors.catalogue import COLLECTORS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dsprof.analyzer.kinds import apart_spans
+from dsprof.analyzer.budget.wall_time import apart_spans
 from dsprof.schema import COLUMNS
 
 

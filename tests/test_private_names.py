@@ -16,7 +16,7 @@ import pytest
 from captures import build_helper, read_rows
 from jobs import environment
 
-from dsprof.analyzer.switched_off import EVERYTHING, reasons
+from dsprof.analyzer.rules.missing_collectors import EVERYTHING, reasons
 from dsprof.collectors.catalogue import COLLECTORS
 from dsprof.collectors.hooking import hook_parts, private, statements
 from dsprof.collectors.hooking.hook_parts import HookPart, install_each

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from graphs import COMPUTE, graph_of, steps_of
 
-from dsprof.analyzer import levels
-from dsprof.analyzer.attribution import attribute
-from dsprof.analyzer.graph import PARTS, Crossings, StepGraph, Task
-from dsprof.analyzer.link import Link
-from dsprof.analyzer.order import Cyclic
-from dsprof.analyzer.replay import replay, replay_all
-from dsprof.analyzer.trust import check, contradicted
+from dsprof.analyzer.graph import longest_path
+from dsprof.analyzer.graph.evaluation_order import Cyclic
+from dsprof.analyzer.graph.link import Link
+from dsprof.analyzer.graph.replay import replay, replay_all
+from dsprof.analyzer.graph.step_graph import PARTS, Crossings, StepGraph, Task
+from dsprof.analyzer.graph.validate import check, contradicted
+from dsprof.analyzer.price.attribution import attribute
 from dsprof.analyzer.whatif.edit import edit
-from dsprof.analyzer.whatif.recut import NotRecut, coalesce, rebucket
+from dsprof.analyzer.whatif.rebucket import NotRecut, coalesce, rebucket
 from dsprof.analyzer.whatif.work import Change, less, scale
 
 FREE = Task("0", workers=None)
@@ -195,7 +195,7 @@ def test_replay_is_what_a_plain_simulation_gives(seed: int, monkeypatch: pytest.
     graph = graph_of(steps)
     expected = reference_ms(graph)
     assert replay(graph).end == pytest.approx(expected, abs=1e-6)
-    monkeypatch.setattr(levels, "NARROW", 0 if seed % 2 else 1e9)
+    monkeypatch.setattr(longest_path, "NARROW", 0 if seed % 2 else 1e9)
     assert replay(graph).end == pytest.approx(expected, abs=1e-6)
 
 

@@ -12,10 +12,10 @@ from framework_runs import JOBS, rows_of
 from graphs import steps_of
 from jobs import Finished, profile
 
-from dsprof.analyzer.graph import Task
-from dsprof.analyzer.link import Link
-from dsprof.analyzer.rules.zero import need_blocking, packed
-from dsprof.analyzer.whatif.recut import NotRecut, coalesce
+from dsprof.analyzer.graph.link import Link
+from dsprof.analyzer.graph.step_graph import Task
+from dsprof.analyzer.rules.comm.zero_buckets import need_blocking, packed
+from dsprof.analyzer.whatif.rebucket import NotRecut, coalesce
 
 GRADIENT = Task("1", "all_reduce gradient", gradient=True)
 GATHER = Task("1", "all_gather parameter")

@@ -18,7 +18,7 @@ from synthetic import MS, Job, write_capture
 
 from dsprof import ondisk
 from dsprof.analyzer import analyze
-from dsprof.analyzer.steps import captured_part, completed_steps, steps_taken
+from dsprof.analyzer.align.steps import captured_part, completed_steps, steps_taken
 from dsprof.collectors.recorder.chunks import CHUNK_BYTES
 from dsprof.collectors.recorder.record import Recorder
 from dsprof.ondisk import CHUNK_RECORDS, State

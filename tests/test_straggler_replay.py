@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from dsprof.analyzer import analyze
+from dsprof.analyzer.align.match import Matches
 from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.build import build_graph
-from dsprof.analyzer.graph import PARTS, StepGraph
-from dsprof.analyzer.match import Matches
-from dsprof.analyzer.summary import summarize_ranks
-from dsprof.analyzer.trust import check
+from dsprof.analyzer.graph.build_graph import build_graph
+from dsprof.analyzer.graph.step_graph import PARTS, StepGraph
+from dsprof.analyzer.graph.validate import check
+from dsprof.analyzer.rank_summary import summarize_ranks
 from dsprof.analyzer.whatif.schedule import makespan
 from dsprof.analyzer.whatif.typical import GAPS, typical, without_gaps
 from dsprof.importers import import_trace

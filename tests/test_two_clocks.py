@@ -12,7 +12,7 @@ import pytest
 from jobs import environment
 
 from dsprof.analyzer import analyze
-from dsprof.analyzer.aligned import align
+from dsprof.analyzer.align.aligned import align
 from dsprof.analyzer.analysis import Analysis
 from dsprof.collectors.recorder.python_recorder import PyRecorder
 from dsprof.ondisk import CHUNK_HEADER_BYTES, CHUNK_RECORDS, RECORD_BYTES

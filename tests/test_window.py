@@ -13,7 +13,7 @@ from clocks import Clock
 from jobs import profile
 from records import Record, derive, derived, of, phase
 
-from dsprof.analyzer.steps import captured_part, completed_steps, steps_taken
+from dsprof.analyzer.align.steps import captured_part, completed_steps, steps_taken
 from dsprof.cli import main
 from dsprof.collectors.capture.window import Switch, Window
 from dsprof.collectors.recorder.record import Recorder

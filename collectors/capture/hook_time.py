@@ -3,7 +3,8 @@
 Hooks are timed in one training step of 64: the native ones by two readings of the clock each (`native/hook_time.hpp`),
 what Python does around them by a wrapper like theirs that stands for nothing, called right after that step. Samples
 after steps are timed each (`step_end`), and the kernel knows what CPU time the side threads have used. All are gauges;
-`dsprof.analyzer.overhead` makes a percentage of them. The Python recorder is not measured: its capture's is estimated.
+`dsprof.analyzer.budget.capture_overhead` makes a percentage of them. The Python recorder is not measured: its
+capture's is estimated.
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 //
 // One that is asynchronous runs on a stream of the backend's own, of which only the backend knows. Each of its works has
 // a profiling scope, such as `nccl:all_reduce`, whose end it calls with that stream current, as soon as the communication
-// is on it: an event that is recorded then is over when the communication is. The scopes are listened to only while a
-// communication is issued, as somebody who listens makes each node of a backward dearer. The work is not waited for and
-// its future's value is not taken: both would have streams of the job wait, or memory be kept.
+// is on it: an event that is recorded then is over when the communication is. Of a send or a receive by itself NCCL calls
+// it with the job's stream current, and of what is coalesced not before the work is gone: how these end is not seen. The
+// scopes are listened to only while a communication is issued, as somebody who listens makes each node of a backward
+// dearer. The work is not waited for and its future's value is not taken: both would have streams of the job wait, or
+// memory be kept.
 
 #pragma once
 
@@ -57,14 +59,14 @@ class DeviceIssue {
       for (Record* record : records) publish(record, kDone);
   }
 
-  // The same of one that ran on the stream that is current.
-  void issued_here(Record* record) {
+  // The same of what ran on the stream that is current.
+  void issued_here(const std::vector<Record*>& records) {
     stop_listening();
     device_times().drop(std::exchange(end_, begin_ ? device_times().now() : nullptr));
     if (end_)
-      device_times().ran_here(record, record->head.name, std::exchange(begin_, nullptr), std::exchange(end_, nullptr));
+      device_times().ran_here(records, std::exchange(begin_, nullptr), std::exchange(end_, nullptr));
     else
-      publish(record, kDone);
+      for (Record* record : records) publish(record, kDone);
   }
 
  private:
@@ -86,10 +88,13 @@ class DeviceIssue {
     return std::make_unique<Scope>(current);
   }
 
-  // The last one counts. One that ends later than its call, or on another thread, tells nothing.
+  // The last one counts. One that ends later than its call, on another thread, or on the stream that the communication
+  // was issued from tells nothing.
   static void scope_end(const at::RecordFunction&, at::ObserverContext* context) {
     if (!context || !current || static_cast<Scope*>(context)->of != current) return;
-    device_times().drop(std::exchange(current->end_, device_times().now()));
+    Moment* end = device_times().now();
+    if (end && current->begin_ && end->stream != current->begin_->stream) std::swap(end, current->end_);
+    device_times().drop(end);
   }
 
   static inline thread_local DeviceIssue* current = nullptr;
@@ -101,7 +106,7 @@ class DeviceIssue {
 
 // What this thread issues between `_start_coalescing` and `_end_coalescing`: it all begins with the latter.
 struct Coalesced {
-  bool gathering = false;
+  bool gathering = false, here = true;  // `here`: all of it runs on the stream that is current
   std::vector<Record*> records;
   uint16_t group = 0;
   std::unique_ptr<DeviceIssue> issue;
@@ -110,12 +115,13 @@ struct Coalesced {
     issue.reset();
     for (Record* record : records) publish(record, kDone);  // of one that was given up
     records.clear();
-    gathering = true;
+    gathering = here = true;
   }
 
-  void add(Record* record, uint16_t of) {
+  void add(Record* record, uint16_t of, bool runs_here) {
     records.push_back(record);
     group = of;
+    here &= runs_here;
   }
 
   // The last of it has been given; it is issued now.
@@ -125,7 +131,10 @@ struct Coalesced {
   }
 
   void issued() {
-    if (issue) issue->issued(records, group);
+    if (issue && here)
+      issue->issued_here(records);
+    else if (issue)
+      issue->issued(records, group);
     issue.reset();
     records.clear();
   }

@@ -33,6 +33,7 @@ struct Moment {
   explicit Moment(c10::DeviceType type) : event(type, c10::EventFlag::BACKEND_DEFAULT) {}  // with a time
   c10::Event event;
   int64_t host_ns = 0;
+  c10::StreamId stream = 0;
 };
 
 class DeviceTimes {
@@ -130,12 +131,15 @@ class DeviceTimes {
     });
   }
 
-  // One that ran on the stream that is current now: what this stream does next comes after it.
-  void ran_here(Record* comm, uint16_t name, Moment* begin, Moment* end) {
+  // Some that ran on the stream that is current now: what this stream does next comes after them.
+  void ran_here(const std::vector<Record*>& comms, Moment* begin, Moment* end) {
     guarded([&] {
-      comm->head.flags |= kDevice;
-      pending_.push_back({comm, begin, end, 0});
-      if (Record* wait = claim(kWait, name, issue_of(*comm))) pending_.push_back({wait, begin, end, 0});
+      for (Record* comm : comms) {
+        comm->head.flags |= kDevice;
+        pending_.push_back({comm, begin, end, 0});
+      }
+      const Record& last = *comms.back();
+      if (Record* wait = claim(kWait, last.head.name, issue_of(last))) pending_.push_back({wait, begin, end, 0});
     });
   }
 
@@ -194,6 +198,7 @@ class DeviceTimes {
       return nullptr;
     }
     found->host_ns = now_ns();
+    found->stream = stream.id();
     found->event.record(stream);
     if (!base_) {
       base_ = take();

@@ -53,7 +53,7 @@ class Reducer:
         """In which gradients become ready, until it is settled."""
         self._prescale, self._postscale = self._scales()
         self._last = self._complete = True
-        self._open = False
+        self.open = False
         """Whether a backward of this engine is under way. What comes otherwise, as from the loss of another engine's
         model, stays where autograd has put it."""
         self._ready: list[Tensor] = []
@@ -85,7 +85,7 @@ class Reducer:
     def begin(self, *, last: bool, complete: bool = True) -> None:
         """A backward begins: of the `last` micro-batch of the step; and of one whose gradients are then `complete`, so
         that they can be reduced."""
-        self._last, self._complete, self._open = last, complete, True
+        self._last, self._complete, self.open = last, complete, True
         self._ready.clear()
 
     def process_ready(self) -> None:
@@ -93,7 +93,7 @@ class Reducer:
         or the accumulation's dtype. Another engine's, and those that are not `complete`, are left where they are."""
         params = [self._by_id[id(param)] for param in self._ready]
         self._ready.clear()
-        if not self._open or not self._complete:
+        if not self.open or not self._complete:
             return
         if self._stays_whole:
             if self._settings.accumulate_dtype is not None:
@@ -127,7 +127,7 @@ class Reducer:
             self._refuse(p for p in self._params if p.param.grad is None and p not in self._accumulated)
         if not self._stays_whole:
             self._reduce_rest()
-        self._open = False
+        self.open = False
         self._sparse.finish(self._last)  # behind all buckets, of which ranks may have launched others so far
 
     def _reduce_rest(self) -> None:
@@ -231,13 +231,13 @@ class Reducer:
 
     def clear(self) -> None:
         """Forget the gradients there are, those of a backward that an error has ended too: then on all ranks."""
-        if self._open:  # a backward has not come to its end: be as before it began
+        if self.open:  # a backward has not come to its end: be as before it began
             self._exchange.drain(0)
             for bucket in self._buckets:
                 self._exchange.abandon(bucket)
                 bucket.absent.clear()
             self._begin_anew()
-            self._open = False
+            self.open = False
         with no_torch_function():
             for tensor in self._with_grads:
                 tensor.grad = None

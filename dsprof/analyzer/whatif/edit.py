@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..graph import Crossings, StepGraph, Steps
+from ..graph.step_graph import Crossings, StepGraph, Steps
 
 Int = npt.NDArray[np.int64]
 

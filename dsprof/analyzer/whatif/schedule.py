@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from dsprof.engine.schedule import COMPUTE, Action, Plan
 
-from ..graph import PARTS, Edges, StepGraph, Steps, Structure, Task
-from ..replay import replay
+from ..graph.replay import replay
+from ..graph.step_graph import PARTS, Edges, StepGraph, Steps, Structure, Task
 
 Float = npt.NDArray[np.float64]
 

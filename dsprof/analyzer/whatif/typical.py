@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from ..graph import PARTS, StepGraph
+from ..graph.step_graph import PARTS, StepGraph
 from . import WhatIf
 
 Float = npt.NDArray[np.float64]

@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..graph import LAG, PARTS, SHARDING_PART, StepGraph, Steps
-from ..standstill import ShapeStandstills, find_standstills
+from ..graph.stalled import ShapeStandstills, find_standstills
+from ..graph.step_graph import LAG, PARTS, SHARDING_PART, StepGraph, Steps
 from . import WhatIf
 
 Float = npt.NDArray[np.float64]
