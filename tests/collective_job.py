@@ -537,7 +537,7 @@ def main(kind: str, rank: int, folder: Path) -> None:
     uninstall = [collectives.watch(recorder), modules.watch(recorder)]
     init(rank, "first")
     for name, section in SECTIONS.items():
-        time.sleep(0.02)  # let the reaper see the last ends
+        time.sleep(0.02)  # let the thread see the last ends
         recorder.mark(Kind.MARK, recorder.intern(f"section {name}"))
         section(rank)
     for undo in uninstall:

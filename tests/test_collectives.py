@@ -16,7 +16,7 @@ import torch
 from captures import RECORDERS, Row, build_helper, has_compiler, read_rows
 from collective_job import SECTIONS
 
-from dsprof.collectors.communication.completion_thread import Reaper
+from dsprof.collectors.communication.completion_thread import CompletionThread
 from dsprof.ondisk import NO_SEQ, Flag, State
 from dsprof.schema import BACKWARD_DONE, Kind
 
@@ -465,14 +465,14 @@ class LateWork:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_work_that_ends_as_the_reapers_patience_does(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_ends_as_the_threads_patience_does(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed.Work, "wait", LateWork.wait)
     ended: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
-    reaper = Reaper(lambda work: ended.put(("over", work)), lambda work: ended.put(("failed", work)))
+    watcher = CompletionThread(lambda work: ended.put(("over", work)), lambda work: ended.put(("failed", work)))
     work = LateWork(fails)
-    reaper.add(work)
+    watcher.add(work)
     assert ended.get(timeout=60) == ("failed" if fails else "over", work)
-    reaper.stop()
+    watcher.stop()
 
 
 # One rank; hooks installed and removed over and over, a fork in between, compiled code with a collective in it.

@@ -17,7 +17,7 @@ from ..hooking.uninstall import Uninstall, replace_attribute
 from ..native import NativeRecorder
 from ..recorder.python_recorder import PyRecorder
 from ..recorder.record import Recorder
-from ..recorder.source_locations import Sites
+from ..recorder.source_locations import SourceLocations
 from ..system.clock import now_ns
 
 EVERY: Final = 61
@@ -44,7 +44,7 @@ class CallSites:
     def __init__(self, recorder: Recorder, every: int) -> None:
         self._recorder = recorder
         self._every = every
-        self._here = Sites(recorder).here
+        self._here = SourceLocations(recorder).here
         self._mark = recorder.intern(CALL_SITE)
         self._times: dict[tuple[int, int, int], int] = {}
         self._known: set[tuple[int, int, int, int]] = set()

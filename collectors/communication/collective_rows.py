@@ -27,7 +27,7 @@ from ..recorder.record import CALLS, NOTHING
 from ..recorder.wait_targets import Target
 from ..system.clock import now_ns
 from .collective_kernels import KERNELS, Call
-from .completion_thread import Reaper
+from .completion_thread import CompletionThread
 from .waits import UNKNOWN, op_type_reader
 
 SEND, RECV_ANY = 12, 14
@@ -51,7 +51,7 @@ class PythonHooks:
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
         """By the id of the work."""
         self._wait_tensor = recorder.intern("wait_tensor")
-        self._reaper = Reaper(self.waited, self._failed)
+        self._completions = CompletionThread(self.waited, self._failed)
 
     @property
     def ends(self) -> PythonHooks:
@@ -64,7 +64,7 @@ class PythonHooks:
 
         def uninstall() -> None:
             KERNELS.hooks = None
-            self._reaper.stop()
+            self._completions.stop()
             self._pending.clear()
             self._targets.here.work = None
 
@@ -222,7 +222,7 @@ class PythonHooks:
         # whoever does not ask for a work, and at once. What nobody waits for must not have its tensors kept.
         if issued.asynchronous and issued.group.gloo and op_type != UNKNOWN and not SEND <= op_type <= RECV_ANY:
             self._pending[key] = _Pending(work, issued)
-            self._reaper.add(work)
+            self._completions.add(work)
         else:
             self._pending[key] = _Pending(weakref.ref(work, functools.partial(self._gone, key)), issued)
         if len(self._pending) > MAX_PENDING:
@@ -267,7 +267,7 @@ class _Issued(NamedTuple):
 
 class _Pending(NamedTuple):
     work: Any
-    """What is given to the reaper, else a weak reference. Either keeps the work's id its own."""
+    """What is given to the thread, else a weak reference. Either keeps the work's id its own."""
     issued: _Issued
     raised: bool = False
     """A wait for it has: unless another one returns, its record stays open, which is evidence."""

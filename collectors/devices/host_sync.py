@@ -21,7 +21,7 @@ from ..hooking.timed import timed
 from ..hooking.uninstall import Uninstall, replace_attribute
 from ..native import NativeRecorder
 from ..recorder.record import Recorder
-from ..recorder.source_locations import Sites
+from ..recorder.source_locations import SourceLocations
 from ..system.clock import now_ns
 
 
@@ -48,7 +48,7 @@ def install(capture: OpenCapture) -> list[Uninstall]:
 
 def watch(recorder: Recorder) -> list[Uninstall]:
     """Record from now on what the host waits for a device in."""
-    sites = Sites(recorder)
+    sites = SourceLocations(recorder)
 
     def watch_operators() -> Uninstall | None:
         if not isinstance(recorder, NativeRecorder):
@@ -81,7 +81,7 @@ def _calls() -> list[tuple[Any, str, str]]:
     return [found for found in places if callable(getattr(found[0], found[1], None))]
 
 
-def _watch_call(place: Any, name: str, call: str, recorder: Recorder, sites: Sites) -> Uninstall:
+def _watch_call(place: Any, name: str, call: str, recorder: Recorder, sites: SourceLocations) -> Uninstall:
     original: Callable[..., Any] = getattr(place, name)
     row, purpose = recorder.intern(HOST_SYNC), recorder.intern(call)
     span, end, here = recorder.span, recorder.span_end, sites.here

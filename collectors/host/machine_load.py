@@ -20,7 +20,7 @@ from dsprof.schema import Kind
 
 from ..capture import identity
 from ..capture.open_capture import OpenCapture
-from ..capture.side_thread import Beside, Looks, import_beside
+from ..capture.side_thread import Poller, SideThread, import_on_side_thread
 from ..hooking.uninstall import Uninstall
 from ..system import proc
 from ..system.clock import now_ns
@@ -37,19 +37,19 @@ Reading = Iterable[tuple[str, float]]
 def install(capture: OpenCapture) -> list[Uninstall]:
     """Look from now on."""
     first = identity.identify().local_rank in (0, None)
-    beside = Beside("host-load", lambda: looks(capture, first, lambda: beside.stopping))
+    beside = SideThread("host-load", lambda: looks(capture, first, lambda: beside.stopping))
     beside.start()
     return [beside.stop]
 
 
-def looks(capture: OpenCapture, first: bool, stopping: Callable[[], bool], root: str = proc.PROC) -> Looks:
+def looks(capture: OpenCapture, first: bool, stopping: Callable[[], bool], root: str = proc.PROC) -> Poller:
     """first: of the ranks on this machine, so that it reads what the machine does."""
     recorder = capture.recorder
     refused: tuple[type[Exception], ...] = (OSError, NotImplementedError, AttributeError, LookupError, ValueError)
     # Each with how many looks there are to one reading.
     readers = [(functools.partial(read, root), 1) for read in OF_PROCESS]
     if first:
-        psutil = import_beside("psutil")
+        psutil = import_on_side_thread("psutil")
         refused = (*refused, psutil.Error)
         readers += [(functools.partial(read, psutil), MACHINE_EVERY) for read in OF_MACHINE]
         psutil.cpu_times_percent()  # what the next one says is since this one

@@ -16,6 +16,7 @@ from ..hooking import dynamo, private
 from ..hooking.hook_parts import HookPart, install_each
 from ..hooking.timed import timed_by_arguments
 from ..hooking.uninstall import Uninstall, in_reverse, replace_attribute
+from ..hooking.wrap import stands_for
 from . import optimizers
 
 if TYPE_CHECKING:
@@ -146,12 +147,23 @@ def _hook_backward() -> Uninstall:
     if getattr(run, "_dsprof", None) is not None:
         return run._dsprof  # type: ignore[no-any-return]
 
-    enter = _backwards.enter
+    enter, leave, compiling, any_fake = _backwards.enter, _backwards.leave, dynamo.check(), dynamo.any_fake
 
-    def begin(args: tuple[Any, ...], _: dict[str, Any]) -> Entered | None:
-        return None if args and any(map(dynamo.fake, args[0])) else enter()
+    # `timed` by hand: of a step of 2 ms each call here counts.
+    @stands_for(run)
+    def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+        if compiling() or (args and any_fake(args[0])):
+            return run(*args, **kwargs)
+        entered = enter()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            leave(entered)
 
-    engine_run_backward = timed_by_arguments(run, begin, _backwards.leave, "backward")
+    # Called between the parts of a compiled step, it is no part of it.
+    dynamo.skip_frame(engine_run_backward)
+    dynamo.skip(_Backwards.enter, _Backwards.leave)
+
     unhook = in_reverse(replace_attribute(place, RUN, engine_run_backward) for place in places)
     engine_run_backward._dsprof = unhook  # type: ignore[attr-defined]
     return unhook
