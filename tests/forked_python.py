@@ -5,8 +5,9 @@ each program it is asked for, a script or a module. What such a program starts i
 agent of `dsprof run`, and its ranks. A program has its own arguments, environment, streams, working directory and
 session; it is armed where it would be, at the end of torch's import; and it ends as an interpreter does. Different are
 its parent, which is the process that forks, its process group, what is read from the environment before that point, and
-that what was imported before it is not taken apart at its end (`Ending`): a program for which that matters (a `sitecustomize` on PYTHONPATH, glibc's settings, a function before the start) gets
-an interpreter of its own, and so does all of a command that `run` is told to start `fresh`.
+that what was imported before it is not taken apart at its end (`Ending`): a program for which that matters (a
+`sitecustomize` on PYTHONPATH, glibc's settings, a function before the start) gets an interpreter of its own, and so
+does all of a command that `run` is told to start `fresh`.
 """
 
 from __future__ import annotations

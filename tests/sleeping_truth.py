@@ -12,6 +12,7 @@ Int = npt.NDArray[np.int64]
 MS = 1_000_000
 WITHIN_MS, WITHIN = 0.2, 0.01
 """Of a length: the larger one of the two."""
+ALL = slice(None)
 CLOCKS_MS = 2.0
 """How far two clocks that are compared on a busy machine may lie apart."""
 
@@ -21,16 +22,23 @@ def close(found: Int, true: Int) -> npt.NDArray[np.bool_]:
     return np.abs(found - true) <= np.maximum(WITHIN_MS * MS, WITHIN * true)
 
 
-def assert_communications(ran: Ran, name: str, ran_as: str, rank: int = 0, least: int = 1) -> None:
-    """dsprof's communications of this name last and arrive as the operations that the device calls `ran_as`."""
+def assert_communications(
+    ran: Ran, name: str, ran_as: str, rank: int = 0, least: int = 1, *, told_at: slice = ALL, did_at: slice = ALL
+) -> None:
+    """dsprof's communications of this name last and arrive as the operations that the device calls `ran_as`, wherever
+    the host was ahead of the device. `told_at`, `did_at`: which of both, where there are several in a step."""
     told = ran.communications(name, rank)
-    did = ran.did(ran_as, rank, last=len(told))
-    assert len(told) == len(did) >= least, (name, len(told), len(did))
+    did = ran.did(ran_as, rank)
+    told, did = told[told_at], did[did_at].iloc[-len(told[told_at]) :]
+    ahead = (did["arrival_ns"] > did["launch_ns"]).to_numpy()
+    assert len(told) == len(did)
+    assert ahead.sum() >= least, (name, len(told), ahead)
     assert told["dur_ns"].notna().all(), name
     assert (told["arrival_ns"] == told["start_ns"]).all(), name
+    told, did = told[ahead], did[ahead]
     length, arrival = told["dur_ns"].to_numpy(np.int64), told["arrival_ns"].to_numpy(np.int64)
     arrived, ended = did["arrival_ns"].to_numpy(), did["end_ns"].to_numpy()
-    assert close(length, ended - arrived).all(), (name, length, ended - arrived)
+    assert close(length, ended - arrived).all(), (name, length / MS, (ended - arrived) / MS)
     assert_moments(arrival, arrived, name)
 
 
@@ -75,5 +83,5 @@ def waits_by_step(ran: Ran, rank: int = 0) -> tuple[Int, Int]:
     launched, length = did["launch_ns"].to_numpy(), (did["end_ns"] - did["reached_ns"]).to_numpy()
     steps = ran.told[rank]["host"]
     true = [int(length[(launched >= begin) & (launched < end)].sum()) for begin, end in steps]
-    numbers = found.index.to_numpy(np.int64)
-    return found.to_numpy(np.int64), np.array(true, np.int64)[numbers]
+    found = found[found.index < len(steps)]
+    return found.to_numpy(np.int64), np.array(true, np.int64)[found.index.to_numpy(np.int64)]

@@ -83,6 +83,7 @@ EXCEPTIONS: Final = {
     "dsprof.analyzer.rules.missing_collectors": {"dsprof.collectors.catalogue"},
     "dsprof.analyzer": {"dsprof.engine.schedule", "dsprof.engine.partition", "dsprof.engine.config"},
     "dsprof.launch": {
+        "dsprof.collectors.capture.copier",
         "dsprof.collectors.arming.free_threaded",
         "dsprof.collectors.memory.process_memory",
         "dsprof.collectors.native.build",

@@ -17,21 +17,35 @@ def bare(sleeping_ranks: SleepingRanks, tmp_path_factory: pytest.TempPathFactory
     return sleeping_ranks.run(tmp_path_factory.mktemp("bare"), "communications.py", ranks=2, armed=False)
 
 
+EACH, FIRST, SECOND = slice(None), slice(0, None, 2), slice(1, None, 2)
 KINDS = {
-    "all_reduce": "nccl:all_reduce",
-    "all_gather": "nccl:_all_gather_base",
-    "reduce_scatter": "nccl:_reduce_scatter_base",
-    "all_reduce_coalesced": "nccl:allreduce_coalesced",
-    "barrier": "nccl:all_reduce_barrier",
+    "all-reduce, asynchronous": ("all_reduce", slice(0, None, 4), "nccl:all_reduce", FIRST),
+    "all-reduce": ("all_reduce", slice(1, None, 4), "nccl:all_reduce", SECOND),
+    "coalesced by torch, asynchronous": ("all_reduce", slice(2, None, 4), "nccl:allreduce_coalesced", FIRST),
+    "coalesced by torch": ("all_reduce", slice(3, None, 4), "nccl:allreduce_coalesced", SECOND),
+    "all-gather, asynchronous": ("all_gather", slice(0, None, 3), "nccl:_all_gather_base", EACH),
+    "coalesced by the backend": ("all_gather", slice(2, None, 3), "nccl:coalesced", slice(1, None, 3)),
+    "reduce-scatter": ("reduce_scatter", EACH, "nccl:_reduce_scatter_base", EACH),
+    "barrier, asynchronous": ("barrier", FIRST, "nccl:all_reduce_barrier", FIRST),
+    "barrier": ("barrier", SECOND, "nccl:all_reduce_barrier", SECOND),
 }
-"""The name in the trace, and the device's."""
+"""What dsprof calls it, which of those in a step it is, and the same of the device."""
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_collectives_last_and_arrive_as_on_the_device(watched: Ran, name: str) -> None:
-    """Asynchronous and not."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_collectives_last_and_arrive_as_on_the_device(watched: Ran, kind: str) -> None:
+    name, told_at, ran_as, did_at = KINDS[kind]
     for rank in range(2):
-        assert_communications(watched, name, KINDS[name], rank, least=6)
+        assert_communications(watched, name, ran_as, rank, least=6, told_at=told_at, did_at=did_at)
+
+
+def test_how_coalesced_works_end_that_are_asynchronous_is_not_told(watched: Ran) -> None:
+    """NCCL calls the end of their scope nowhere."""
+    for rank in range(2):
+        told = watched.communications("all_gather", rank)[1::3]
+        assert len(told) >= 6
+        assert told["dur_ns"].isna().all()
+        assert told["arrival_ns"].isna().all()
 
 
 @pytest.mark.parametrize("name", ["send", "recv"])

@@ -18,14 +18,14 @@ from ..native import NativeRecorder
 from ..recorder.groups import watch_destroy
 from ..recorder.python_recorder import PyRecorder
 from ..recorder.record import Recorder
-from . import waits
+from . import symmetric_memory, waits
 from .collective_kernels import KERNELS
 from .collective_rows import PythonHooks
 
 
 def install(capture: OpenCapture) -> list[Uninstall]:
-    """Record collectives and waits."""
-    return [watch(capture.recorder)]
+    """Record collectives and waits, and state where a job communicates beside them."""
+    return [watch(capture.recorder), *symmetric_memory.watch()]
 
 
 def watch(recorder: Recorder) -> Uninstall:

@@ -203,7 +203,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
       } else if (together) {
         coalesced.add(record, group, runs_here);
       } else if (runs_here) {
-        issue.issued_here({record});
+        issue.issued_here({record}, group);
       } else {
         issue.issued({record}, group);
       }

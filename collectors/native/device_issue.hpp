@@ -53,18 +53,20 @@ class DeviceIssue {
   // are done without one. `group`: what its communications run one after the other in; 0: they do not.
   void issued(const std::vector<Record*>& records, uint16_t group) {
     stop_listening();
-    if (begin_ && end_)
+    // One on the stream that it was issued from is not its own.
+    if (begin_ && end_ && end_->stream != begin_->stream)
       device_times().ran(records, std::exchange(begin_, nullptr), std::exchange(end_, nullptr), group);
     else
       for (Record* record : records) publish(record, kDone);
   }
 
-  // The same of what ran on the stream that is current.
-  void issued_here(const std::vector<Record*>& records) {
+  // The same of what ran on the stream that is current. (A barrier's call returns when that is through with it: its scope
+  // ended before.)
+  void issued_here(const std::vector<Record*>& records, uint16_t group) {
     stop_listening();
-    device_times().drop(std::exchange(end_, begin_ ? device_times().now() : nullptr));
-    if (end_)
-      device_times().ran_here(records, std::exchange(begin_, nullptr), std::exchange(end_, nullptr));
+    if (begin_ && !end_) end_ = device_times().now();
+    if (begin_ && end_)
+      device_times().ran_here(records, std::exchange(begin_, nullptr), std::exchange(end_, nullptr), group);
     else
       for (Record* record : records) publish(record, kDone);
   }
@@ -88,13 +90,10 @@ class DeviceIssue {
     return std::make_unique<Scope>(current);
   }
 
-  // The last one counts. One that ends later than its call, on another thread, or on the stream that the communication
-  // was issued from tells nothing.
+  // The last one counts. One that ends later than its call, or on another thread, tells nothing.
   static void scope_end(const at::RecordFunction&, at::ObserverContext* context) {
     if (!context || !current || static_cast<Scope*>(context)->of != current) return;
-    Moment* end = device_times().now();
-    if (end && current->begin_ && end->stream != current->begin_->stream) std::swap(end, current->end_);
-    device_times().drop(end);
+    device_times().drop(std::exchange(current->end_, device_times().now()));
   }
 
   static inline thread_local DeviceIssue* current = nullptr;
@@ -132,7 +131,7 @@ struct Coalesced {
 
   void issued() {
     if (issue && here)
-      issue->issued_here(records);
+      issue->issued_here(records, group);
     else if (issue)
       issue->issued(records, group);
     issue.reset();

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 from .budget.irregular import FEWEST_JUDGED
 from .finding import ALLOCATOR_TWIN, MEASURED_MEMORY, MEASURED_ON_DEVICE, SEVERITIES, Finding, Gain, severity_of
-from .graph.stalled import find_standstills
+from .graph.stalled import find_stalls
 from .price.attribution import attribute
 from .price.calibration import confidence, with_model_error
 from .price.contention import busy, lost_by_waiting_less
@@ -92,8 +92,8 @@ def judge(study: Study) -> Judgement:
             if change is not None:
                 changes[code] = change
         graph = study.need_graph()
-        standstills = find_standstills(graph)  # once: they are the same for all faults
-        whatifs = {code: less(graph, change, study.teams, standstills) for code, change in changes.items()}
+        stalls = find_stalls(graph)  # once: they are the same for all faults
+        whatifs = {code: less(graph, change, study.peer_groups, stalls) for code, change in changes.items()}
         found_shares = attribute(graph, whatifs)
         noise_ms = noise_floor_ms(study, found_shares.left)
         whole = found_shares.before - found_shares.left

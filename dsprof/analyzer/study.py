@@ -23,6 +23,7 @@ from .align.aligned import Aligned, align
 from .align.match import Matches, match_collectives
 from .align.steps import StepTime, completed_steps, step_time
 from .align.topology import Topology
+from .arrays import Bool, Float
 from .budget.capture_overhead import estimate_overhead, measure_overhead
 from .budget.host_load import Gauges, HostLoad, measure_load
 from .budget.irregular import Irregular, find_irregular, mark_ordinary, profiled_steps
@@ -34,9 +35,6 @@ from .graph.step_graph import StepGraph
 from .graph.validate import ReplayCheck, check
 from .memory.use_by_step import MemoryUse, memory_uses, nothing
 from .rank_summary import RankSummary, summarize_ranks
-
-Float = npt.NDArray[np.float64]
-Bool = npt.NDArray[np.bool_]
 
 Found = TypeVar("Found")
 
@@ -157,15 +155,15 @@ class Study:
     @property
     def in_stages(self) -> bool:
         """Whether ranks are stages of a pipeline, which do different work."""
-        return len(self.teams) > 1
+        return len(self.peer_groups) > 1
 
     @cached_property
-    def teams(self) -> list[Bool]:
-        """Which of `ranks` are to do the same work, [R] a team: all, or those that hold the same stages."""
+    def peer_groups(self) -> list[Bool]:
+        """Which of `ranks` are to do the same work, [R] a peer_group: all, or those that hold the same stages."""
         stages = [self.topology.stage_of.get(rank, ()) for rank in self.ranks]
         team_of = {held: number for number, held in enumerate(sorted(set(stages)))}
         number = np.array([team_of[held] for held in stages], np.int64)
-        return [number == team for team in range(len(team_of))]
+        return [number == peer_group for peer_group in range(len(team_of))]
 
     @property
     def ranks_missing(self) -> bool:

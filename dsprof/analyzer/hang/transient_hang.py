@@ -28,7 +28,7 @@ Fact = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class PassedHang:
+class TransientHang:
     """ranks:  for which the others waited; none: not known
     step:   in which; None: outside of all, or not known
     what:   the communication, in words; `group` and `op` of it
@@ -55,7 +55,7 @@ class PassedHang:
 
 
 @once
-def passed_hangs(study: Study) -> tuple[PassedHang, ...]:
+def transient_hangs(study: Study) -> tuple[TransientHang, ...]:
     """In the order of time."""
     told = study.run.hangs
     found = [_of_launcher(study, hang) for hang in told if has_passed(study, hang)]
@@ -101,7 +101,7 @@ def _issued(study: Study, operation: Communication) -> pd.DataFrame:
 # --- of the launcher
 
 
-def _of_launcher(study: Study, hang: Fact) -> PassedHang:
+def _of_launcher(study: Study, hang: Fact) -> TransientHang:
     operation = from_known(Communication, hang["operation"])
     ranks = tuple(int(rank) for rank in hang["culprits"])
     seconds = hang.get("stood_s")
@@ -112,7 +112,7 @@ def _of_launcher(study: Study, hang: Fact) -> PassedHang:
         seconds = max(float(hang.get("still_s") or 0.0), waited_s)
     stood = {rank: said for rank in ranks if (said := _stood(study, rank, operation.start_ns)) is not None}
     step = step_of(study, operation)
-    return PassedHang(ranks, float(seconds), step, operation.words, operation.group, operation.name, stood)
+    return TransientHang(ranks, float(seconds), step, operation.words, operation.group, operation.name, stood)
 
 
 def _stood(study: Study, rank: int, begun_ns: int) -> tuple[str, str] | None:
@@ -131,7 +131,7 @@ def _place(fact: Fact) -> tuple[str, str] | None:
 # --- of the ranks
 
 
-def _of_ranks(study: Study) -> list[PassedHang]:
+def _of_ranks(study: Study) -> list[TransientHang]:
     """Where all captured ranks stood still at once, and the last to come to a communication neither worked nor was
     where it may take any time."""
     if len({item.clock_name for item in study.run.ranks}) != 1:  # times were corrected, and those of facts not
@@ -158,7 +158,7 @@ def _of_ranks(study: Study) -> list[PassedHang]:
         place = _place(late)
         rank = int(late["rank"])
         found.append(
-            PassedHang(
+            TransientHang(
                 (rank,), (int(first["last_ns"]) - int(first["first_ns"])) / 1e9, step if step >= 0 else None, what,
                 pd.Series([group]).str.replace(PAIR, "", regex=True).iloc[0], name, {rank: place} if place else {},
             )

@@ -14,13 +14,11 @@ from itertools import permutations
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Float
 from ..graph.replay import replay_all
 from ..graph.step_graph import StepGraph
 from ..whatif import WhatIf
-
-Float = npt.NDArray[np.float64]
 
 MOST_EXACT: Final = 5
 """Of more faults, orders are sampled: of five there are 32 sets to replay and 120 orders."""

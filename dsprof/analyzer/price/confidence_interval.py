@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 from scipy.special import stdtrit
 
-Float = npt.NDArray[np.float64]
+from ..arrays import Float
 
 BATCH: Final = 10
 FEWEST_BATCHES: Final = 5

@@ -9,14 +9,12 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Float
 from ..budget.host_load import HostLoad
 from ..budget.parts import WAITING
-from ..graph.step_graph import LAG, Structure
+from ..graph.step_graph import WAKE_UP_DELAY, Structure
 from ..study import Study, once
-
-Float = npt.NDArray[np.float64]
 
 OF_ONE_MS: Final = 1.1
 """What a communication beside a rank's computation costs the core of each of its ranks where all cores are used, ms:
@@ -99,16 +97,16 @@ def _beside(study: Study) -> Float:
     if graph is None:
         return found
     place = np.searchsorted(study.ranks, graph.ranks)
-    for index, steps in enumerate(graph.shapes):
+    for index, steps in enumerate(graph.templates):
         columns = int(graph.judged[graph.columns_of(index)].sum())
         if columns:
-            work = (steps.work.sum(axis=-1) - steps.work[..., LAG]).mean(axis=1)
+            work = (steps.work.sum(axis=-1) - steps.work[..., WAKE_UP_DELAY]).mean(axis=1)
             found[place] += columns * _beside_of(steps.structure, work)
     return found / max(int(graph.judged.sum()), 1)
 
 
 def _beside_of(structure: Structure, work: Float) -> Float:
-    """The same of like-shaped steps, [threads]. `work`: mean of each segment, [W] ms."""
+    """The same of steps of one template, [threads]. `work`: mean of each segment, [W] ms."""
     waited: dict[tuple[int, int], int] = {}
     for task, segment in structure.waits.tolist():
         key = int(structure.thread[segment]), task

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from scipy.special import chdtri, stdtrit
 
+from ..arrays import Float
 from ..finding import MEASURED_EXCESS, Gain
 from ..study import Study
 from .confidence_interval import interval
-
-Float = npt.NDArray[np.float64]
 
 
 def mean_gain(study: Study, saved: Float) -> Gain:

@@ -11,15 +11,14 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import Float
 from ..finding import Finding, Fix, Gain
 from ..graph.replay import replay
 from ..graph.step_graph import Steps
 from ..study import Study
 from ..text import count
 from ..whatif.edit import Edited, edit
-from ..whatif.rebucket import NotRecut
-
-Float = npt.NDArray[np.float64]
+from ..whatif.rebucket import NotRebucketed
 
 LEAST_SHARE: Final = 0.001
 """What costs less than this share of the step is not worth a line, not even as `info`."""
@@ -76,15 +75,15 @@ def need_host(study: Study) -> None:
         raise NotJudged("the job ran on a device, on which this version replays no steps")
 
 
-def replay_recut(study: Study, change: Callable[[Steps], Edited], untried: str) -> Float:
-    """Step durations [S] with all steps changed, or unchanged where that raises NotRecut. Where this is so for most
-    steps it raises NotJudged: `untried`, and why."""
+def replay_rebucketed(study: Study, change: Callable[[Steps], Edited], untried: str) -> Float:
+    """Step durations [S] with all steps changed, or unchanged where that raises NotRebucketed. Where this is so for
+    most steps it raises NotJudged: `untried`, and why."""
     refused: Counter[str] = Counter()
 
     def changed(steps: Steps) -> Edited | None:
         try:
             return change(steps)
-        except NotRecut as reason:
+        except NotRebucketed as reason:
             refused[str(reason)] += len(steps.numbers)
             return None
 

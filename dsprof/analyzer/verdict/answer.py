@@ -12,7 +12,7 @@ from ..align.steps import captured_part, describe_steps, early_ends, lasting_cha
 from ..analysis import Analysis, CaptureQuality, Verdict
 from ..budget.wall_time import divide_time, run_span
 from ..device import unknown_kernels
-from ..hang.transient_hang import passed_hangs
+from ..hang.transient_hang import transient_hangs
 from ..judge import Judgement
 from ..memory.allocator_state import summarize_memory
 from ..study import Study
@@ -32,7 +32,7 @@ def answer(study: Study, judgement: Judgement) -> Analysis:
     # A snapshot imported by itself tells when memory changed, and of no time what it went into.
     timed = len(steps) or not study.trace.memory or any(item.capture for item in run.ranks)
     span = run_span(run, (summary.seen_ns for summary in ranks.values())) if timed else None
-    outside = {rank: summary.time.apart for rank, summary in ranks.items()}
+    outside = {rank: summary.time.outside_training for rank, summary in ranks.items()}
     change = lasting_change(irregular.steps[irregular.ordinary], irregular.durations[irregular.ordinary])
     note = _describe_change(*change) if change else ""
     taken = max((summary.taken for summary in ranks.values() if summary.taken is not None), default=None)
@@ -98,7 +98,7 @@ def _quality(study: Study) -> CaptureQuality:
 
 def _longest_hang(study: Study) -> str:
     """The longest of the hangs that resolved themselves, in words; empty without one."""
-    longest = max(passed_hangs(study), key=lambda hang: hang.seconds, default=None)
+    longest = max(transient_hangs(study), key=lambda hang: hang.seconds, default=None)
     return "" if longest is None else longest.words
 
 

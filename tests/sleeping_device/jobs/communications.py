@@ -22,9 +22,19 @@ others = [torch.ones(8, device="cuda") for _ in range(3)]
 
 
 def coalesced(asynchronous: bool) -> None:
-    with _coalescing_manager(device=torch.device("cuda:0"), async_ops=asynchronous) as work:
+    """By torch, into one collective."""
+    with _coalescing_manager(async_ops=asynchronous) as work:
         for tensor in others:
             distributed.all_reduce(tensor)
+    if asynchronous:
+        work.wait()
+
+
+def grouped(asynchronous: bool) -> None:
+    """By the backend, which begins them together."""
+    with _coalescing_manager(device=torch.device("cuda:0"), async_ops=asynchronous) as work:
+        for _ in range(2):
+            distributed.all_gather_into_tensor(large, small)
     if asynchronous:
         work.wait()
 
@@ -59,6 +69,8 @@ calls: list[tuple[float, Callable[[], object]]] = [
     (3.5, lambda: distributed.reduce_scatter_tensor(small, large)),
     (4.0, lambda: coalesced(True)),
     (4.5, lambda: coalesced(False)),
+    (4.2, lambda: grouped(True)),
+    (4.7, lambda: grouped(False)),
     (5.0, lambda: wait_for(distributed.barrier(async_op=True))),
     (2.2, lambda: distributed.barrier()),
     (2.4, exchange),

@@ -65,6 +65,7 @@ def late_listener() -> dict[str, Any]:
     lane = CudaLane("gradients", hooks)
     ticket = lane.submit(lambda: device.kernel("unheard", 5), "all_reduce", **about())
     hooks.subscribe(spans)
+    device.kernel("head start", 50)
     lane.submit(lambda: device.kernel("heard", 3), "all_reduce", **about(16))
     lane.close()
     return {"comm": spans.told("comm"), "done": ticket.done}
@@ -122,16 +123,18 @@ def between_lines() -> dict[str, Any]:
 
 
 def day() -> dict[str, Any]:
-    """A communication of 0.125 ms each minute."""
+    """A communication of 0.125 ms every ten minutes; the host is ahead of the last one."""
     hooks, spans = Hooks(), Spans()
     hooks.subscribe(spans)
     lane = CudaLane("gradients", hooks)
-    for _ in range(24 * 60):
-        device.skip(60_000)
+    for number in range(24 * 6):
+        device.skip(600_000)
+        if number == 24 * 6 - 1:
+            device.kernel("head start", 50)
         lane.submit(lambda: device.kernel("brief", 0.125), "all_reduce", **about()).wait()
         lane._timed[-1].end.synchronize()
         lane.poll()
-    return {"comm": spans.told("comm")[-1:]}
+    return {"comm": spans.told("comm")}
 
 
 def after_all(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:

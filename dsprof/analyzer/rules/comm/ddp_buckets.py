@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ...arrays import Float
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...graph.link import Link, fit_link
 from ...graph.step_graph import Steps
@@ -17,12 +17,10 @@ from ...study import Study
 from ...text import count, ms, size
 from ...whatif.edit import Edited
 from ...whatif.rebucket import rebucket
-from ..base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged, ddp_argument_fix, need_steps, replay_recut
+from ..base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged, ddp_argument_fix, need_steps, replay_rebucketed
 from .deepspeed_config import stage_of
 from .shards import UNJUDGED, sharded, small_shards
 from .zero_buckets import blocking_buckets
-
-Float = npt.NDArray[np.float64]
 
 CAPS_MB: Final = (1, 2, 5, 10, 25, 50, 100)
 TENSOR_PARALLEL: Final = "tensor-parallel"
@@ -30,7 +28,7 @@ TENSOR_PARALLEL: Final = "tensor-parallel"
 
 
 @dataclass(frozen=True)
-class Recut:
+class Rebucketed:
     """Another bucket size, replayed."""
 
     cap_mb: float
@@ -66,8 +64,8 @@ def bucket_size(study: Study) -> list[Finding]:
             _need_gradients_to_matter(study)
             raise NotJudged("no collective was seen to carry gradients: none reduces inside backward")
         raise NotConcerned
-    recuts = _recuts(study, cut)
-    best = max(recuts, key=lambda recut: recut.gain.ms, default=None)
+    rebucketings = _rebucketings(study, cut)
+    best = max(rebucketings, key=lambda rebucketed: rebucketed.gain.ms, default=None)
     if best is not None and best.gain.ms < LEAST_SHARE * study.step_ms:
         best = None
     if best is None:
@@ -95,7 +93,7 @@ def _need_gradients_to_matter(study: Study) -> None:
         )
 
 
-def _small(study: Study, cut: _Cut, best: Recut) -> Finding:
+def _small(study: Study, cut: _Cut, best: Rebucketed) -> Finding:
     evidence = (
         Evidence("gradient collectives a step", cut.count, "count", best.buckets),
         Evidence("median size", round(cut.median_bytes / 1024, 1), "KiB"),
@@ -108,7 +106,7 @@ def _small(study: Study, cut: _Cut, best: Recut) -> Finding:
     return Finding("comm.small-messages", title, "info", where, evidence, best.gain, fixes)
 
 
-def _exposed(study: Study, cut: _Cut, best: Recut | None, waited: float) -> Finding:
+def _exposed(study: Study, cut: _Cut, best: Rebucketed | None, waited: float) -> Finding:
     evidence = (
         Evidence("exposed communication a step", round(waited, 3), "ms", 0.0),
         Evidence("share of the step", round(100 * waited / study.step_ms, 1), "%"),
@@ -172,12 +170,12 @@ def _ddp_of(study: Study, total_bytes: float) -> dict[str, Any] | None:
     return None
 
 
-def _recuts(study: Study, cut: _Cut) -> list[Recut]:
+def _rebucketings(study: Study, cut: _Cut) -> list[Rebucketed]:
     """The step replayed with other bucket sizes. Raises NotJudged where buckets are no knob of this job."""
     before = _replay_cut(study, cut, list(cut.sizes))
     freed = freed_ms(study, before, cut.total_bytes)
     spread = (1.0, 1 + cut.link.spread, 1 - cut.link.spread)
-    found: list[Recut] = []
+    found: list[Rebucketed] = []
     for cap in CAPS_MB:
         sizes = pack(_tensor_bytes(cut), cap << 20)
         if len(sizes) == cut.count or (found and found[-1].buckets == len(sizes)):
@@ -189,7 +187,7 @@ def _recuts(study: Study, cut: _Cut) -> list[Recut]:
             saved = [np.where(of_link > 0, kept * of_link, of_link) for of_link in saved]
         gain, *ends = (mean_gain(study, of_link + freed * (1 - len(sizes) / cut.count)) for of_link in saved)
         low, high = min(end.ms for end in ends), max(end.ms for end in ends)
-        found.append(Recut(cap, len(sizes), replace(gain, low=min(gain.low, low), high=max(gain.high, high))))
+        found.append(Rebucketed(cap, len(sizes), replace(gain, low=min(gain.low, low), high=max(gain.high, high))))
     return found
 
 
@@ -201,7 +199,7 @@ def _replay_cut(study: Study, cut: _Cut, sizes: list[int], slower: float = 1.0) 
     def change(steps: Steps) -> Edited:
         return rebucket(steps, sizes, link, cut.host_ms)
 
-    return replay_recut(study, change, "no other bucket size was tried")
+    return replay_rebucketed(study, change, "no other bucket size was tried")
 
 
 def _tensor_bytes(cut: _Cut) -> list[int]:
@@ -223,7 +221,7 @@ def pack(tensors: list[int], cap_bytes: int) -> list[int]:
     return [*sizes, current] if current else sizes
 
 
-def _bucket_fix(cut: _Cut, best: Recut) -> Fix:
+def _bucket_fix(cut: _Cut, best: Rebucketed) -> Fix:
     if cut.ddp is None:
         return Fix(
             "code",

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from ...arrays import Float
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...graph.link import Link, fit_link
 from ...graph.step_graph import SHARDING_PART, Steps
@@ -18,10 +18,8 @@ from ...study import Study, once
 from ...text import count, size
 from ...whatif.edit import Edited
 from ...whatif.rebucket import coalesce
-from ..base import LEAST_SHARE, at, code_fix, replay_recut
+from ..base import LEAST_SHARE, at, code_fix, replay_rebucketed
 from .deepspeed_config import elements, stage_of, told, zero_fix
-
-Float = npt.NDArray[np.float64]
 
 TOGETHER: Final = (2, 4, 8, 16)
 """Neighbours merged into one, that are tried."""
@@ -129,14 +127,14 @@ def _replay(study: Study, link: Link, host_ms: float, together: int) -> Float:
         work[..., SHARDING_PART] *= left
         return coalesce(replace(steps, work=work), _families(steps), together, link, host_ms)
 
-    return replay_recut(study, change, "no other number of gathers was tried")
+    return replay_rebucketed(study, change, "no other number of gathers was tried")
 
 
 @once
 def _sharding_ms(study: Study) -> float:
     """What FSDP itself works for its units in a step, mean over ranks and steps; 0 where that is not recorded."""
     graph = study.need_graph()
-    whole = sum(float(steps.work[..., SHARDING_PART].sum()) for steps in graph.shapes)
+    whole = sum(float(steps.work[..., SHARDING_PART].sum()) for steps in graph.templates)
     return whole / len(graph.numbers) / len(graph.ranks)
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from ...arrays import Float
 from ...finding import Evidence, Finding, Gain, Where
 from ...graph.link import Link, fit_link
 from ...graph.step_graph import Steps
@@ -17,12 +17,10 @@ from ...price.gains import mean_gain
 from ...study import Study
 from ...text import count, ms, size
 from ...whatif.edit import Edited
-from ...whatif.rebucket import NotRecut, coalesce
-from ..base import LEAST_SHARE, NotJudged, replay_recut
+from ...whatif.rebucket import NotRebucketed, coalesce
+from ..base import LEAST_SHARE, NotJudged, replay_rebucketed
 from .deepspeed_config import elements, item_bytes, told, zero_fix
 from .shards import links_around
-
-Float = npt.NDArray[np.float64]
 
 TOGETHER: Final = (2, 4, 8, 16, 32, 64)
 """So many buckets in one are tried."""
@@ -121,8 +119,8 @@ def _larger(study: Study, table: pd.DataFrame, link: Link) -> list[_Larger]:
 def _buckets(study: Study, most: float) -> float:
     """How many there would be in a step, mean, of up to `most` bytes."""
     graph = study.need_graph()
-    of_shapes = [len(packed(steps, most)) * len(steps.numbers) for steps in graph.shapes]
-    return sum(of_shapes) / len(graph.numbers)
+    of_templates = [len(packed(steps, most)) * len(steps.numbers) for steps in graph.templates]
+    return sum(of_templates) / len(graph.numbers)
 
 
 def _replay(study: Study, link: Link, host_ms: float, most: float) -> Float:
@@ -132,7 +130,7 @@ def _replay(study: Study, link: Link, host_ms: float, most: float) -> Float:
         need_blocking(steps)
         return coalesce(steps, packed(steps, most), WHOLE, link, host_ms)
 
-    return replay_recut(study, change, "no other reduce_bucket_size was tried")
+    return replay_rebucketed(study, change, "no other reduce_bucket_size was tried")
 
 
 def packed(steps: Steps, most: float) -> list[list[int]]:
@@ -159,7 +157,7 @@ def packed(steps: Steps, most: float) -> list[list[int]]:
 
 
 def need_blocking(steps: Steps) -> None:
-    """Raises NotRecut unless every thread waits for each reduction before it does anything else."""
+    """Raises NotRebucketed unless every thread waits for each reduction before it does anything else."""
     structure = steps.structure
     waited: dict[tuple[int, int], int] = {}
     for c, segment in structure.waits.tolist():
@@ -168,4 +166,4 @@ def need_blocking(steps: Steps) -> None:
     for segment, c in structure.issues.tolist():
         # The segment in which it is issued, then one up to the point of waiting.
         if structure.tasks[c].gradient and waited.get((int(structure.thread[segment]), c)) != segment + 2:
-            raise NotRecut("backward goes on while a bucket is under way, and what it would wait for is not known")
+            raise NotRebucketed("backward goes on while a bucket is under way, and what it would wait for is not known")

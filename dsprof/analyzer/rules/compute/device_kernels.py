@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ...arrays import Float
 from ...budget.irregular import FEWEST_JUDGED
 from ...device import Devices
 from ...finding import MEASURED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
@@ -18,8 +19,6 @@ from ...price.confidence_interval import interval
 from ...study import Study
 from ...text import count, ms, percent
 from ..base import LEAST_SHARE, NotConcerned, NotJudged
-
-Float = npt.NDArray[np.float64]
 
 MOST_CLOCK_ERROR: Final = 0.2
 """Of what is waited."""

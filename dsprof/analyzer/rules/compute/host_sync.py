@@ -11,20 +11,17 @@ import re
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dsprof.schema import HOST_SYNC
 
+from ...arrays import Float, Int
 from ...budget.intervals import Intervals
 from ...budget.lanes import MAIN, STREAM
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...study import Study, once
 from ...text import ms, number
 from ..base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged, at, code_fix, need_steps
-
-Float = npt.NDArray[np.float64]
-Int = npt.NDArray[np.int64]
 
 CODE: Final = "compute.host-sync"
 SHOWN: Final = 5

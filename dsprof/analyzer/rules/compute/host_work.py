@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from ...arrays import Float
 from ...budget.lanes import OWN_LANES
 from ...device import Devices
 from ...finding import Evidence, Finding, Fix, Gain, Where
@@ -18,8 +19,6 @@ from ...text import ms, percent
 from ..base import LEAST_SHARE, NotJudged
 from ..data.loader import loader_fix
 from .device_kernels import cost, in_steps, judged_steps, need_devices
-
-Float = npt.NDArray[np.float64]
 
 MOST_NAMED: Final = 3
 """Operators that are named, of those that the host computes."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dsprof import gauges
 
+from ...arrays import Float
 from ...budget.host_load import SharedCores
 from ...budget.parts import WAITING
 from ...finding import LOW_PERCENT, Evidence, Finding, Gain, Where
@@ -22,8 +22,6 @@ from ...text import count, ms
 from ...whatif.work import Change
 from ..base import LEAST_SHARE, NotConcerned, at, need_host, need_steps, widened
 from .loader import Fact, loader_fact, loader_fix, loading_rows, restarts, training_loader
-
-Float = npt.NDArray[np.float64]
 
 MOST_WORKERS: Final = 32
 HAND_OVER_MS: Final = 0.5

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from ...arrays import Float
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...study import Study, once
 from ...text import percent
 from ...whatif.work import Change
 from ..base import NotJudged, at, code_fix, need_peers
 from .loader import loader_site, training_loader
-
-Float = npt.NDArray[np.float64]
 
 
 @once
@@ -43,8 +41,8 @@ def explained_by_size(study: Study) -> Float | None:
 def _less_mean_of_team(study: Study, values: Float) -> Float:
     """`values` [R, S] without their mean over the ranks that are to do the same work."""
     found = np.zeros_like(values)
-    for team in study.teams:
-        found[team] = values[team] - values[team].mean(axis=0)
+    for peer_group in study.peer_groups:
+        found[peer_group] = values[peer_group] - values[peer_group].mean(axis=0)
     return found
 
 
@@ -53,7 +51,7 @@ def unequal(study: Study) -> Change | None:
     need_peers(study)
     if study.input_sizes is None:
         raise NotJudged("the sizes of the inputs to forward were not captured")
-    if all(team.sum() < 2 for team in study.teams):
+    if all(peer_group.sum() < 2 for peer_group in study.peer_groups):
         raise NotJudged("each rank is another stage of a pipeline, so their inputs differ")
     explained = explained_by_size(study)
     return Change({"compute": explained}) if explained is not None else None
@@ -64,7 +62,10 @@ def imbalance(study: Study, change: Change, gain: Gain, alone: Gain) -> Finding:
     excess, compute = change.removed["compute"], study.work("compute")
     sizes = study.input_sizes
     assert sizes is not None
-    spreads = [np.ptp(sizes[team], axis=0) / np.maximum(sizes[team].mean(axis=0), 1) for team in study.teams]
+    spreads = [
+        np.ptp(sizes[peer_group], axis=0) / np.maximum(sizes[peer_group].mean(axis=0), 1)
+        for peer_group in study.peer_groups
+    ]
     spread = np.max(spreads, axis=0)
     deviation = _less_mean_of_team(study, compute).ravel()
     share = np.corrcoef(excess.ravel(), deviation)[0, 1] if excess.any() and deviation.any() else 0.0

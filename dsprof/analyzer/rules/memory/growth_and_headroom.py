@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dsprof.schema import MEMORY_PARTS
 from dsprof.trace import Memory
 
+from ...arrays import Float
 from ...budget.irregular import warm_up
 from ...finding import MEASURED_MEMORY, Evidence, Finding, Fix, Gain, Severity, Where
 from ...graph.replay import replay_all
@@ -23,8 +23,6 @@ from ...study import Study
 from ...text import count, percent, size
 from ...whatif.work import Change, less
 from ..base import LEAST_SHARE, NotConcerned, NotJudged, need_host, need_steps
-
-Float = npt.NDArray[np.float64]
 
 MiB: Final = 1 << 20
 LEAST_RISE: Final = {False: (8 * MiB, 0.01), True: (48 * MiB, 0.05)}
@@ -215,7 +213,7 @@ def headroom(study: Study) -> list[Finding]:
 
 def _unused(study: Study, use: MemoryUse, unused: str, what: str, change: Change) -> Finding:
     graph = study.need_graph()
-    (before, after) = replay_all([graph, less(graph, change, study.teams)(graph)])
+    (before, after) = replay_all([graph, less(graph, change, study.peer_groups)(graph)])
     gain = mean_gain(study, before.durations - after.durations)
     spent = float(sum(of.mean() for of in change.removed.values()))
     words, advice = PAID[what]

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dsprof.engine import schedule as schedules
 
+from ...arrays import Float
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...price.confidence_interval import interval
 from ...study import Study
@@ -18,8 +18,6 @@ from ...text import count, number, percent
 from ...whatif.schedule import makespan, schedule_graph
 from ...whatif.work import Change
 from ..base import LEAST_SHARE, NotConcerned, NotJudged, at, code_fix, need_host, need_steps
-
-Float = npt.NDArray[np.float64]
 
 MULTIPLES: Final = (2, 4)
 """Of the micro-batches there are, that are tried."""
@@ -40,9 +38,9 @@ def unbalanced(study: Study) -> Change | None:
     compute, of_team = _compute_of_stages(study)
     target = float(of_team.mean())
     removed = np.zeros_like(compute)
-    for team, mean in zip(study.teams, of_team.tolist(), strict=True):
+    for peer_group, mean in zip(study.peer_groups, of_team.tolist(), strict=True):
         # Of a rank that is slower than the others of its stage, the rest is a straggler's.
-        removed[team] = np.minimum(compute[team], mean) * (1 - target / max(mean, 1e-9))
+        removed[peer_group] = np.minimum(compute[peer_group], mean) * (1 - target / max(mean, 1e-9))
     return Change({"compute": removed}) if of_team.max() > target else None
 
 
@@ -51,7 +49,7 @@ def _compute_of_stages(study: Study) -> tuple[Float, Float]:
     compute = study.work("compute")
     means = compute.mean(axis=1)
     # Of two, the faster: one of them may be a straggler.
-    typical = [np.sort(means[team])[(int(team.sum()) - 1) // 2] for team in study.teams]
+    typical = [np.sort(means[peer_group])[(int(peer_group.sum()) - 1) // 2] for peer_group in study.peer_groups]
     return compute, np.array(typical)
 
 
@@ -61,7 +59,7 @@ def imbalance(study: Study, change: Change, gain: Gain, alone: Gain) -> Finding:
     slowest = int(of_team.argmax())
     others = float(np.delete(of_team, slowest).mean())
     target = float(of_team.mean())
-    ranks = tuple(rank for rank, chosen in zip(study.ranks, study.teams[slowest], strict=True) if chosen)
+    ranks = tuple(rank for rank, chosen in zip(study.ranks, study.peer_groups[slowest], strict=True) if chosen)
     stages = study.topology.stage_of.get(ranks[0], ())
     evidence = (
         Evidence("compute of this stage a step", round(float(of_team[slowest]), 3), "ms", round(target, 3)),
@@ -214,7 +212,7 @@ def _shape(study: Study) -> _Shape:
     forward, backward, weight = (mean[name].to_numpy(np.float64) if name in mean else empty for name in "FBW")
     held = [len(stages) for stages in study.topology.stage_of.values()]
     virtual = max(held)
-    ranks = len(study.teams)
+    ranks = len(study.peer_groups)
     schedule = _schedule_of(actions, virtual, "W" in mean)
     if virtual > 1 and schedule != "interleaved":
         raise NotJudged(f"no other number of micro-batches was tried: what {_schedule_fact(study).get('schedule')} "

@@ -10,7 +10,7 @@ import pandas as pd
 from ...budget.host_load import Gauges
 from ...budget.parts import WAITING
 from ...finding import Evidence, Finding, Fix, Gain, Where
-from ...hang.transient_hang import PassedHang, passed_hangs
+from ...hang.transient_hang import TransientHang, transient_hangs
 from ...price.gains import cost_outside_steps
 from ...study import Study
 from ...text import count, ms
@@ -59,7 +59,7 @@ def garbage_collection(study: Study, change: Change, gain: Gain, alone: Gain) ->
 
 def stops(study: Study) -> list[Finding]:
     """The job stood still: hangs that resolved themselves, and stops for none of the known reasons."""
-    hangs = passed_hangs(study)
+    hangs = transient_hangs(study)
     found = [_passed(study, hangs)] if hangs else []
     try:
         need_steps(study)
@@ -70,7 +70,7 @@ def stops(study: Study) -> list[Finding]:
     return found + _stops(study, [hang.step for hang in hangs if hang.step is not None])
 
 
-def _passed(study: Study, hangs: tuple[PassedHang, ...]) -> Finding:
+def _passed(study: Study, hangs: tuple[TransientHang, ...]) -> Finding:
     """What is said of hangs that resolved themselves. Their cost is that of the steps after warm-up."""
     longest = max(hangs, key=lambda hang: hang.seconds)
     irregular = study.irregular

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from ...arrays import Bool, Float
 from ...budget.label import innermost, spans_of
 from ...budget.parts import OWN_WORK, TRAINING_PHASES
 from ...finding import Evidence, Finding, Fix, Gain, Where
@@ -15,9 +15,6 @@ from ...text import count, ms
 from ...whatif.work import Change
 from ..base import LEAST_SHARE, MOST_LISTED, NotJudged, listed, need_peers
 from ..data.unequal_input import explained_by_size
-
-Float = npt.NDArray[np.float64]
-Bool = npt.NDArray[np.bool_]
 
 OUTSIDE = "time outside the phases"
 LONGEST_LINE_NS = 1 << 62
@@ -36,8 +33,8 @@ def slow_ranks(study: Study) -> Change | None:
     the mean's 95 % interval is above nothing.
     """
     need_peers(study)
-    teams = [team for team in study.teams if team.sum() > 1]
-    if not teams:
+    peer_groups = [peer_group for peer_group in study.peer_groups if peer_group.sum() > 1]
+    if not peer_groups:
         raise NotJudged("each rank is another stage of a pipeline, so their work differs; see pipeline.imbalance")
     if len(study.step_numbers) < 2:
         return None
@@ -47,13 +44,13 @@ def slow_ranks(study: Study) -> Change | None:
         return None
     surely = intervals(late)[0] > 0
     slow = surely & (mean > LEAST_OF_WORST * mean.max())
-    for team in teams:
-        members = int(team.sum())
+    for peer_group in peer_groups:
+        members = int(peer_group.sum())
         # Of ranks that are late in turn each is late, but none more than the others.
-        others = (own[team].sum(axis=0) - own[team]) / (members - 1)
-        slow[team] &= intervals(own[team] - others)[0] > 0
-        if 2 * slow[team].sum() > members:  # then that is how long it takes
-            slow &= ~team
+        others = (own[peer_group].sum(axis=0) - own[peer_group]) / (members - 1)
+        slow[peer_group] &= intervals(own[peer_group] - others)[0] > 0
+        if 2 * slow[peer_group].sum() > members:  # then that is how long it takes
+            slow &= ~peer_group
     if not slow.any():
         return None
     # What makes it late in the mean, taken from the steps in which it was late: from all alike if it is always so.
@@ -112,9 +109,9 @@ def _lateness_in_team(study: Study) -> Float:
     """By how much each rank's work of a step takes longer than what is typical of those that do the same, [R, S]."""
     own = _own_work(study)
     late = np.zeros_like(own)
-    for team in study.teams:
-        if team.sum() > 1:
-            late[team] = own[team] - _typical(own[team])
+    for peer_group in study.peer_groups:
+        if peer_group.sum() > 1:
+            late[peer_group] = own[peer_group] - _typical(own[peer_group])
     return late
 
 
