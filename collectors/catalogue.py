@@ -6,7 +6,14 @@ from difflib import get_close_matches
 from typing import Final, NamedTuple
 
 from .capture.open_capture import Collector
-from .communication import call_sites, collectives, process_groups, sharding, tensor_parallel
+from .communication import (
+    call_sites,
+    collectives,
+    process_groups,
+    sharding,
+    symmetric_memory,
+    tensor_parallel,
+)
 from .devices import device_times, host_sync, nvml, torch_profiler, training_device
 from .failures import uncaught_exception, watchdog
 from .frameworks import deepspeed, dsprof_engine
@@ -15,7 +22,7 @@ from .loop import checkpoints, compilation, flops, modules, optimizers, phases, 
 from .memory import memory_sampler
 
 COLLECTORS: Final[dict[str, Collector]] = {
-    "collectives": lambda capture: [collectives.install(capture.recorder)],
+    "collectives": lambda capture: [collectives.install(capture.recorder), *symmetric_memory.install()],
     "modules": lambda capture: [modules.install(capture.recorder, every=capture.full)],
     "phases": lambda capture: phases.install(capture.recorder),
     "optimizers": lambda capture: [optimizers.install(capture.recorder, capture.step_ended)],

@@ -79,6 +79,7 @@ what a capture records here (--without NAME leaves a part out)
 @pytest.fixture
 def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsprof.cli.doctor.inspect", lambda environ: HEALTHY)
+    monkeypatch.setattr("dsprof.cli.doctor.left_behind.move_all", lambda given: ())
 
 
 def written(folder: Path, config: dict[str, Any]) -> Path:
@@ -110,6 +111,7 @@ def test_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         f"""\
 {path}, for 8 ranks
   batch                          64 = 2 a GPU x 4 accumulated x 8 data-parallel ranks
+  gradients                      added up over 4 micro-batches in fp32, summed over ranks in bf16
   steps_per_print                10
   gradient_clipping              1.0
   prescale_gradients             false

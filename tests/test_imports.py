@@ -82,6 +82,7 @@ MAY_IMPORT: Final = {
 EXCEPTIONS: Final = {
     "dsprof.analyzer": {"dsprof.engine.schedule", "dsprof.engine.partition", "dsprof.engine.config"},
     "dsprof.launch": {
+        "dsprof.collectors.capture.copier",
         "dsprof.collectors.arming.free_threaded",
         "dsprof.collectors.memory.process_memory",
         "dsprof.collectors.native.build",

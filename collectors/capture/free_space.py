@@ -19,6 +19,11 @@ FIRST_USER: Final = 1000
 """Users below are the system's (SYS_UID_MAX of login.defs): systemd removes nothing of theirs."""
 HOSTS_PROCESSES: Final = 0xEFFFFFFC
 """Number of the first process namespace (PROC_PID_INIT_INO of Linux)."""
+HOSTS_MOUNTS: Final = range(0xEFFFFFF0, 0xF0000040)
+"""The first mount namespace has one of these: others are made when hundreds of numbers are given (PROC_DYNAMIC_FIRST,
+and MNT_NS_INIT_INO since Linux 6.18)."""
+BATCH_JOBS: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "COBALT_JOBID", "FLUX_JOB_ID", "OAR_JOB_ID")
+"""Where one of them is set, the job's end kills all processes at once and may remove what it has in memory."""
 LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 
 
@@ -90,9 +95,13 @@ def is_removed_at_logout(user: int, host: Path = Path("/")) -> bool:
     return not said or said[-1].lower() not in ("no", "false", "off", "0")
 
 
-def in_container() -> bool:
-    """Whether this process has a process namespace that is not the host's: all in it end with its first process."""
-    return os.readlink("/proc/self/ns/pid") != f"pid:[{HOSTS_PROCESSES}]"
+def ends_with_job(environ: Mapping[str, str], own: Path = Path("/proc/self/ns")) -> bool:
+    """Whether what lies in memory may be gone with this job, whatever still runs: in a container, where /dev/shm is one
+    of its own, and under a batch system. Raises OSError."""
+    if any(environ.get(name) for name in BATCH_JOBS):
+        return True
+    numbers = [int(os.readlink(own / kind).strip(f"{kind}:[]")) for kind in ("pid", "mnt")]
+    return numbers[0] != HOSTS_PROCESSES or numbers[1] not in HOSTS_MOUNTS
 
 
 def _read(path: Path) -> str:

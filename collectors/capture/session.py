@@ -219,6 +219,8 @@ def start() -> Session | None:
         switch = Switch(recorder, window, folder if place.copied else place.root)
         close_copy = partial(scratch.close, folder, run, who.host, wait_s) if place.copied else None
         session = Session(folder, who, recorder, native, switch, close_copy, without, left_out.collectors)
+        if place.written_first is not None:
+            session.write_fact(place.written_first)
         for note in filter(None, (*place.notes, left_out.note)):
             session.write_fact({"fact": "note", "text": note})
         session.install()

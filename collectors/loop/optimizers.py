@@ -60,10 +60,11 @@ class _Steps:
         self.stepped_in_backward = False
         self.taken = 0
         self.graph_task: Callable[[], int] = lambda: -1
-        """torch's own, once it is watched: to import it in each step takes longer than all else here."""
+        self.compiling: Callable[[], bool] = lambda: False
+        """Both torch's own, once it is watched: to import them in each step takes longer than all else here."""
 
     def before(self, optimizer: Any, *_: Any) -> None:
-        if dynamo.compiling():
+        if self.compiling():
             return
         if self.on_first is not None:
             first, self.on_first = self.on_first, None
@@ -80,7 +81,7 @@ class _Steps:
         local.optimizers.append(id(optimizer))
 
     def after(self, optimizer: object, *_: Any) -> None:
-        if dynamo.compiling():
+        if self.compiling():
             return
         local = self.local
         if self.recorder is None or local.engine or not local.optimizers:
@@ -159,7 +160,7 @@ def watch(on_first: Callable[[], None] | None = None) -> None:
     if not _watching:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        _steps.graph_task = graph_task()
+        _steps.graph_task, _steps.compiling = graph_task(), dynamo.check()
         register_optimizer_step_pre_hook(_steps.before)
         register_optimizer_step_post_hook(_steps.after)
         _watching = True

@@ -38,11 +38,11 @@ def install(recorder: Recorder) -> list[Uninstall]:
 
 def _data(recorder: Recorder) -> Uninstall:
     iterator, name = private.need(facts.ITERATOR), recorder.intern("data")
-    load = iterator.__next__
+    load, compiling = iterator.__next__, dynamo.check()
 
     @stands_for(load)
     def __next__(self: Any) -> Any:
-        if dynamo.compiling():
+        if compiling():
             return load(self)
         handle = recorder.begin(Kind.PHASE, name, -1, getattr(self, facts.LOADER, None))
         try:
@@ -56,11 +56,11 @@ def _data(recorder: Recorder) -> Uninstall:
 def _loader_start(recorder: Recorder) -> Uninstall:
     from torch.utils.data import DataLoader
 
-    started, start = recorder.intern("loader_start"), DataLoader.__iter__
+    started, start, compiling = recorder.intern("loader_start"), DataLoader.__iter__, dynamo.check()
 
     @stands_for(start)
     def __iter__(self: Any) -> Any:  # starting the workers anew each epoch is a stall of its own kind
-        if dynamo.compiling():
+        if compiling():
             return start(self)
         handle = recorder.begin(Kind.PHASE, started, -1, getattr(self, facts.LOADER, None))
         try:
@@ -157,11 +157,11 @@ def _hook_backward() -> Uninstall:
     if getattr(run, "_dsprof", None) is not None:
         return run._dsprof  # type: ignore[no-any-return]
 
-    enter, leave = _backwards.enter, _backwards.leave
+    enter, leave, compiling, any_fake = _backwards.enter, _backwards.leave, dynamo.check(), dynamo.any_fake
 
     @stands_for(run)
     def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
-        if dynamo.compiling() or (args and any(map(dynamo.fake, args[0]))):
+        if compiling() or (args and any_fake(args[0])):
             return run(*args, **kwargs)
         entered = enter()
         try:

@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from dsprof import ondisk, permissions
@@ -232,9 +233,12 @@ class Chunks:
             self._made_one(gate)
 
     def _made_one(self, gate: _thread.LockType) -> None:
-        self._under_way.pop("", None)
+        """Whoever waits goes on. It may be told twice: a signal's handler can raise when the thread has just begun."""
+        if self._under_way.get("") is gate:
+            del self._under_way[""]
         self._late = False
-        gate.release()
+        with suppress(RuntimeError):  # it is free
+            gate.release()
 
     def _make(self, index: int) -> mmap.mmap | None:
         """Make a chunk if there is none yet; None where it was given up or cannot be made. Of one thread at a time."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from dsprof.schema import CUDA_GRAPH_FACT, LOST_FACT
+from dsprof.schema import CUDA_GRAPH_FACT, LOST_FACT, SYMMETRIC_MEMORY_FACT
 
 EVERYTHING: Final = "everything"
 """What the budget and every gain rest on."""
@@ -38,6 +38,10 @@ NEEDED_TO_PASS: Final[dict[str, tuple[str, ...]]] = {"collectives": ("run.hang",
 IN_GRAPHS: Final = (
     "communications are in a CUDA graph that is replayed, where dsprof does not see them; profile a run without graphs"
 )
+IN_SYMMETRIC_MEMORY: Final = (
+    "ranks communicate through symmetric memory (torch.distributed._symmetric_memory), where dsprof does not see it; "
+    "profile a run without it"
+)
 
 
 def reasons(facts: Mapping[str, Sequence[Mapping[str, Any]]], codes: Iterable[str]) -> dict[str, str]:
@@ -51,6 +55,8 @@ def reasons(facts: Mapping[str, Sequence[Mapping[str, Any]]], codes: Iterable[st
                     why.setdefault(code, f"{fact.get('what')} ({fact.get('because')})")
     if any(fact.get("communications") != 0 for fact in facts.get(CUDA_GRAPH_FACT, [])):
         why |= {code: IN_GRAPHS for code in codes if code.startswith("comm.") and code not in why}
+    if facts.get(SYMMETRIC_MEMORY_FACT):
+        why |= {code: IN_SYMMETRIC_MEMORY for code in codes if code.startswith("comm.") and code not in why}
     return {code: why[code] for code in (*codes, EVERYTHING) if code in why}
 
 
