@@ -165,20 +165,26 @@ class Script:
         return Outcome("done")
 
     def step(self, number: int, action: Action) -> Outcome:
+        with self.optimizer_failing(action.get("fails")):
+            self.engine.step()
+        return Outcome("done", self.engine.get_global_grad_norm() if self.engine.was_step_applied() else None)
+
+    @contextlib.contextmanager
+    def optimizer_failing(self, call: str) -> Iterator[None]:
+        """Have the optimizer raise at that call of it: one for each tile of parameters."""
         calls = 0
 
         def raises(*_: object) -> None:
             nonlocal calls
             calls += 1
-            if str(calls) == action.get("fails"):
+            if str(calls) == call:
                 raise TroubleError("the optimizer")
 
         handle = self.engine.optimizer.register_step_pre_hook(raises)
         try:
-            self.engine.step()
+            yield
         finally:
             handle.remove()
-        return Outcome("done", self.engine.get_global_grad_norm() if self.engine.was_step_applied() else None)
 
     def discard(self, number: int, action: Action) -> None:
         """Losses that are not taken backward."""
@@ -192,7 +198,8 @@ class Script:
         for when in ("forward", "backward", "loss"):
             if action.get(when) and action.get("replica", str(self.replica)) == str(self.replica):
                 TROUBLE[when] = action.get(when)
-        return Outcome("done", self.engine.train_batch(iter(batches)).item())
+        with self.optimizer_failing(action.get("optimizer")):
+            return Outcome("done", self.engine.train_batch(iter(batches)).item())
 
     def evaluate(self, number: int, action: Action) -> Outcome:
         batches = self.batches(number, self.engine.gradient_accumulation_steps())

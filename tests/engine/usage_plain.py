@@ -53,9 +53,13 @@ class Plain:
         """Whether one of them in this step was outside `no_sync`."""
         self.partial = False
         """A backward failed, and its gradients have not been cleared."""
+        self.uncounted = False
+        """A pipeline's step failed, before which it may have run any number of forwards."""
         self.broken = False
         """A step failed half-way: there are no right weights until a checkpoint is loaded."""
         self.moved = False
+        self.doubled = False
+        """The optimizer has been given parameters that it has: no step can be taken any more."""
 
     # --- the actions
 
@@ -111,7 +115,8 @@ class Plain:
                     TROUBLE.clear()
                     losses[replica].append(loss.item())
         except ENDED:
-            self.zero_grad(number, action)
+            self.zero_grad(number, Action("zero_grad"))
+            self.uncounted = self.made.pipeline
             raise
         self._step()
         means = [sum(mine) / len(mine) for mine in losses]
@@ -131,11 +136,20 @@ class Plain:
         return [sum(found) / len(found)]
 
     def zero_grad(self, number: int, action: Action) -> None:
-        """The step begins anew."""
-        for net in self.copies:
-            net.zero_grad()
-        self.microbatches = self.backwards = 0
-        self.partial = self.synced = False
+        """The engine's, after which the step begins anew; or torch's, of which it need not know."""
+        if action.get("of") == "optimizer":
+            given = {id(master) for group in self.optimizer.param_groups for master in group["params"]}
+            cleared = {name for name, master in self.masters.items() if id(master) in given}
+        else:
+            cleared = set(self.masters)
+        for replica in range(self.made.replicas):
+            for name, param in self._params(replica).items():
+                if name in cleared:
+                    param.grad = None
+        self.partial = False
+        if action.get("of", "engine") == "engine":
+            self.microbatches = self.backwards = 0
+            self.synced = False
 
     def mode(self, number: int, action: Action) -> None:
         for net in self.copies:
@@ -160,8 +174,8 @@ class Plain:
                 master.copy_(saved["masters"][name])
         if action.get("what") != "module":
             self.steps = saved["steps"]
-            self.zero_grad(number, action)
-            self.broken = False
+            self.zero_grad(number, Action("zero_grad"))
+            self.broken = self.uncounted = False
 
     def requires_grad(self, number: int, action: Action) -> None:
         for replica in range(self.made.replicas):
@@ -211,7 +225,7 @@ class Plain:
             momentum = self.optimizer.state.get(master, {}).get("momentum_buffer")
             if momentum is not None:
                 found[f"momentum {name}"] = momentum
-        found |= dict(self.copies[0].named_buffers())
+        found |= {name: buffer for name, buffer in self.copies[0].named_buffers() if not self.uncounted}
         found["steps"] = torch.tensor(self.steps)
         return found
 
@@ -223,7 +237,7 @@ class Plain:
         thawed = any(
             param.grad is not None for name, param in self._params(0).items() if name.startswith("frozen.")
         )  # fmt: skip
-        if self.broken or self.partial:
+        if self.broken or self.partial or self.uncounted:
             return name in ("step", "save", "backward", "train_batch", "evaluate", "set_accumulate")
         if made.pipeline and name in ("forward", "backward", "step"):
             return "train_batch" in said
@@ -232,10 +246,13 @@ class Plain:
                 (r"without engine\.backward", self.backwards == 0),
                 (r"frozen\.\S+ was frozen when the engine was made", thawed),
                 (r"inside engine\.no_sync", not self.synced),
+                (r"that another one has, too", self.doubled),
                 (r"\.to\(|moved|memory", self.moved),
             ),
             "backward": ((r"engine\.no_sync: ZeRO stage", made.stage >= 2),),
             "train_batch": (
+                (r"in the middle of a step", self.microbatches > 0 or self.backwards > 0),
+                (r"that another one has, too", self.doubled),
                 (r"frozen\.\S+ was frozen when the engine was made", thawed),
                 (r"\.to\(|moved|memory", self.moved),
             ),
@@ -305,7 +322,7 @@ def _wrong(plain: Plain, number: int, action: Action, here: list[Outcome]) -> st
         return None
     if plain.broken:
         return _while_broken(plain, number, action, here)
-    if kind == "trouble" and action.name == "step":
+    if kind == "trouble" and (action.name == "step" or action.get("optimizer")):
         plain.broken = True
         return None
     expected: Any = None
@@ -318,8 +335,13 @@ def _wrong(plain: Plain, number: int, action: Action, here: list[Outcome]) -> st
         return None if isinstance(error, ENDED) else f"trouble that was not planted: {said}"
     if kind != "done":
         return None if error is not None and not isinstance(error, ENDED) else f"{kind}, and torch trains: {said}"
+    if error is not None and action.name == "add_group":
+        plain.doubled = True  # which is found at the next step
+        return None
     if error is not None:
         return f"went on in silence where torch raises {type(error).__name__}: {error}"
+    if plain.doubled and (action.name == "train_batch" or (action.name == "step" and here[0].value is not None)):
+        return "a step was taken with an optimizer that has a parameter twice"
     return _difference(expected, here, plain.made)
 
 
@@ -332,7 +354,10 @@ def _while_broken(plain: Plain, number: int, action: Action, here: list[Outcome]
     if took and here[0].kind == "done":
         return "done, after a step that failed half-way"
     if action.name in ("mode", "requires_grad", "add_group", "rate", "set_samples", "set_accumulate"):
-        getattr(plain, action.name)(number, action)
+        try:
+            getattr(plain, action.name)(number, action)
+        except ValueError:  # a group that is there already
+            plain.doubled = plain.doubled or here[0].kind == "done"
     return None
 
 
@@ -341,10 +366,11 @@ def _difference(expected: Any, here: list[Outcome], made: Configuration) -> str 
         exact = {name: tensor.double().numpy() for name, tensor in expected.items()}
         for rank, outcome in enumerate(here):
             missing = exact.keys() - outcome.state.keys() if not made.pipeline else set()
-            if missing or outcome.state.keys() - exact.keys():
-                return f"rank {rank} has not {sorted(missing)}, and has {sorted(outcome.state.keys() - exact.keys())}"
+            more = outcome.state.keys() - exact.keys() - {"embed.forwards"}
+            if missing or more:
+                return f"rank {rank} has not {sorted(missing)}, and has {sorted(more)}"
             for name, value in outcome.state.items():
-                if not np.array_equal(value, exact[name]):
+                if name in exact and not np.array_equal(value, exact[name]):
                     return f"rank {rank}: {name} is off by {np.abs(value - exact[name]).max():.4g}"
         return None
     values = [outcome.value for outcome in here]
