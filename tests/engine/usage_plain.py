@@ -233,40 +233,40 @@ class Plain:
 
     def may_refuse(self, action: Action, said: str) -> bool:
         """Whether an engine may refuse `action` now, saying that. It must not refuse what it has no reason to."""
-        name, made = action.name, self.made
-        thawed = any(
-            param.grad is not None for name, param in self._params(0).items() if name.startswith("frozen.")
-        )  # fmt: skip
-        if self.broken or self.partial or self.uncounted:
-            return name in ("step", "save", "backward", "train_batch", "evaluate", "set_accumulate")
-        if made.pipeline and name in ("forward", "backward", "step"):
+        made, thawed = self.made, self._thawed()
+        if made.pipeline and action.name in ("forward", "backward", "step"):
             return "train_batch" in said
+        begun = self.microbatches > 0 or self.backwards > 0
+        failed = self.broken or self.partial or self.uncounted
+        step = (
+            (r"frozen\.\S+ was frozen when the engine was made", thawed),
+            (r"that another one has, too", self.doubled),
+            (r"\.to\(|moved|memory", self.moved),
+            (r"failed", failed),
+        )
         reasons = {
             "step": (
-                (r"without engine\.backward", self.backwards == 0),
-                (r"frozen\.\S+ was frozen when the engine was made", thawed),
-                (r"inside engine\.no_sync", not self.synced),
-                (r"that another one has, too", self.doubled),
-                (r"\.to\(|moved|memory", self.moved),
+                *step, (r"without engine\.backward", self.backwards == 0), (r"inside engine\.no_sync", not self.synced)
             ),
-            "backward": ((r"engine\.no_sync: ZeRO stage", made.stage >= 2),),
-            "train_batch": (
-                (r"in the middle of a step", self.microbatches > 0 or self.backwards > 0),
-                (r"that another one has, too", self.doubled),
-                (r"frozen\.\S+ was frozen when the engine was made", thawed),
-                (r"\.to\(|moved|memory", self.moved),
-            ),
-            "set_accumulate": ((r"in the middle of a step", self.microbatches > 0 or self.backwards > 0),),
+            "train_batch": (*step, (r"in the middle of a step", begun)),
+            "save": ((r"failed", failed), (r"that another one has, too", self.doubled)),
+            "backward": ((r"engine\.no_sync: ZeRO stage", made.stage >= 2), (r"failed", failed)),
+            "evaluate": ((r"failed", failed),),
+            "set_accumulate": ((r"in the middle of a step", begun),),
             "move": ((r".", True),),
             "reload": ((r"GatheredParameters", made.stage == 3),),
-            "load": ((r"group", "late" in said or True),),
-        }
-        return any(true and re.search(pattern, said) for pattern, true in reasons.get(name, ()))
+        }  # fmt: skip
+        return any(true and re.search(pattern, said) for pattern, true in reasons.get(action.name, ()))
 
     # --- inside
 
     def _params(self, replica: int) -> dict[str, nn.Parameter]:
         return dict(self.copies[replica].named_parameters())
+
+    def _thawed(self) -> bool:
+        """Whether the layer that is frozen at first trains, or has a gradient of when it did."""
+        frozen = [param for name, param in self._params(0).items() if name.startswith("frozen.")]
+        return any(param.requires_grad or param.grad is not None for param in frozen)
 
     def _batches(self, number: int, at: int = 0) -> list[tuple[Tensor, Tensor]]:
         return [batch(10 * number + at, replica, self.samples) for replica in range(self.made.replicas)]
