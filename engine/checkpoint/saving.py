@@ -34,8 +34,10 @@ def save(
 
     `client_state` is returned by `load`: numbers, texts, tensors, and collections of them; rank 0's counts.
     Returns True. Raises CheckpointError on all ranks; if so, or if the job is killed at any moment, what was there
-    before is still there, a checkpoint of the same tag included.
+    before is still there, a checkpoint of the same tag included. A rank whose last step failed half-way raises it at
+    once, without waiting for the others, which may be waiting elsewhere.
     """
+    training.refuse_failed("save_checkpoint", CheckpointError)
     world = World(CheckpointError)
     with training.hooks.span("phase", "checkpoint", purpose="checkpoint"):
         name = _agree_on_tag(training, f"global_step{training.global_steps}" if tag is None else str(tag), world)

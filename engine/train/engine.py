@@ -187,6 +187,7 @@ class Engine(BaseEngine):
     def _refuse_untrained(self, what: str) -> None:
         self._refuse_destroyed()
         self._refuse_without_optimizer(f"engine.{what}")
+        self.state.refuse_failed(f"engine.{what}")
         if not any(group["params"] for group in self.state.param_groups):
             raise RuntimeError(
                 f"engine.{what}: the optimizer has no parameters: those of the model were frozen when the engine was "

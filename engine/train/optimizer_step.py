@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checkpoint import CheckpointError
 from ..optim import StepGuard, renew, settles_groups
 from ..optim.grad_norm import global_norm, unscale_and_clip_
 from ..optim.loss_scaler import overflowed
@@ -53,12 +54,22 @@ class OptimizerStep:
         """What another rank of the same replica counts does not count into the norm here."""
 
     def take(self, lr_kwargs: Mapping[str, Any]) -> StepResult:
-        """One step, of the gradients that there are. On all ranks. `lr_kwargs` go to the learning rate schedule."""
-        training, zero = self._training, self._training.zero
-        reducer = zero.reducer
+        """One step, of the gradients that there are. On all ranks. `lr_kwargs` go to the learning rate schedule.
+
+        What fails after gradients or weights have begun to change is the training's failure (`Training.fail`).
+        """
         self._new_parameters.check()
         stepped = self.stepped_masters()
-        zero.check_order(training.parallel.everyone)
+        self._training.zero.check_order(self._training.parallel.everyone)
+        try:
+            return self._take(stepped, lr_kwargs)
+        except BaseException as error:
+            self._training.fail("an earlier step of this engine", error)
+            raise
+
+    def _take(self, stepped: set[int], lr_kwargs: Mapping[str, Any]) -> StepResult:
+        training, zero = self._training, self._training.zero
+        reducer = zero.reducer
         reducer.collect()
         training.shared.sum_gradients(zero.by_param.get)
         grads = reducer.gradients(stepped)
@@ -98,8 +109,9 @@ class OptimizerStep:
 
     def take_edits(self) -> None:
         """Before a checkpoint: what the script wrote to parameters goes to their masters."""
-        self.stepped_masters()
         training = self._training
+        training.refuse_failed("save_checkpoint", CheckpointError)
+        self.stepped_masters()
         if any(param.edited for param in training.zero.trainable):
             with training.states.at_once():
                 for param in training.zero.trainable:

@@ -57,8 +57,6 @@ class PipelineEngine(BaseEngine):
         training.hooks.stage = mesh.pp_rank
         self._batch_fn: Callable[[Any], Any] = _same
         self._last_loss: Tensor | None = None
-        self._halfway = False
-        """Whether a step failed that had begun to make gradients."""
 
     # --- training
 
@@ -70,11 +68,7 @@ class PipelineEngine(BaseEngine):
         one of them fails, and RuntimeError without an optimizer.
         """
         self._refuse_without_optimizer("train_batch")
-        if self._halfway:
-            raise PipelineError(
-                "train_batch: an earlier step of this engine failed half-way, which left its gradients incomplete; "
-                "make the engine anew, from a checkpoint"
-            )
+        self.state.refuse_failed("train_batch", PipelineError)
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch is called under torch.no_grad(); write engine.eval_batch(data_iter) there")
         self.train()
@@ -234,7 +228,8 @@ class PipelineEngine(BaseEngine):
             raise
         raised, halfway = self._failures.agree(failed, begun=run.begun)
         if raised is not None:
-            self._halfway = self._halfway or halfway
+            if halfway:
+                self.state.fail("an earlier step of this engine", raised)
             raise raised
         return losses
 
