@@ -295,7 +295,8 @@ class Script:
 def _what(error: Exception) -> tuple[str, None, str]:
     """The outcome that an exception is, and what it says."""
     said = f"{type(error).__name__}: {error}"
-    if isinstance(error, TroubleError | StopIteration) or TroubleError.__name__ in said:
+    told = TroubleError.__name__ in said and "failed half-way" not in said  # by another rank, and not of an earlier step
+    if isinstance(error, TroubleError | StopIteration) or told:
         return "trouble", None, said
     frame = _innermost(error.__traceback__)
     module = str(frame.tb_frame.f_globals.get("__name__"))

@@ -55,6 +55,8 @@ class Plain:
         """A backward failed, and its gradients have not been cleared."""
         self.uncounted = False
         """A pipeline's step failed, before which it may have run any number of forwards."""
+        self.lost = False
+        """One replica of a pipeline failed by itself, and the ranks' connections have been broken."""
         self.broken = False
         """A step failed half-way: there are no right weights until a checkpoint is loaded."""
         self.moved = False
@@ -117,6 +119,7 @@ class Plain:
         except ENDED:
             self.zero_grad(number, Action("zero_grad"))
             self.uncounted = self.made.pipeline
+            self.lost = self.lost or (self.made.pipeline and self.made.replicas > 1 and bool(action.get("replica")))
             raise
         self._step()
         means = [sum(mine) / len(mine) for mine in losses]
@@ -316,6 +319,8 @@ def _wrong(plain: Plain, number: int, action: Action, here: list[Outcome]) -> st
         return "ranks differ: " + "; ".join(f"{outcome.kind} {outcome.text}" for outcome in here)
     (kind,) = kinds
     said = here[0].text
+    if plain.lost and kind in ("refused", "error"):
+        return None
     if kind == "nothing":
         return None
     if kind == "refused" and plain.may_refuse(action, said):
@@ -331,7 +336,7 @@ def _wrong(plain: Plain, number: int, action: Action, here: list[Outcome]) -> st
         expected = getattr(plain, action.name)(number, action)
     except Exception as raised:
         error = raised
-    if kind == "trouble":
+    if kind == "trouble" or (kind == "refused" and action.get("data") == "short"):
         return None if isinstance(error, ENDED) else f"trouble that was not planted: {said}"
     if kind != "done":
         return None if error is not None and not isinstance(error, ENDED) else f"{kind}, and torch trains: {said}"
