@@ -72,6 +72,11 @@ class Engine(BaseEngine):
                 "engine.backward: the loss depends on no parameter that is trained: they are frozen, or it was "
                 "detached, or computed within torch.no_grad()"
             )
+        if self.zero.reducer.open:
+            raise RuntimeError(
+                "engine.backward: the last backward failed half-way, and what it left of its gradients is still there: "
+                "call engine.zero_grad() on all ranks to begin the step anew"
+            )
         if scale_wrt_gas:
             loss = loss / self.config.gradient_accumulation_steps
         self.zero.begin_backward(last=self.is_gradient_accumulation_boundary() and not self._in_no_sync)
@@ -99,7 +104,10 @@ class Engine(BaseEngine):
         if self._in_no_sync:
             raise RuntimeError("engine.step inside engine.no_sync(): leave the block before you step")
         if not self._backward_done:
-            raise RuntimeError("engine.step without engine.backward(loss): do not call loss.backward() yourself")
+            raise RuntimeError(
+                "engine.step without engine.backward(loss): do not call loss.backward() yourself, nor step after a "
+                "backward that failed or that engine.zero_grad() has forgotten"
+            )
         with no_torch_function():
             thawed = next((param.name for param in self._frozen if param.param.grad is not None), None)
         if thawed is not None:
@@ -122,7 +130,6 @@ class Engine(BaseEngine):
             self._synchronized = False
             with self.hooks.span("phase", "step"):
                 self._take_step(lr_kwargs or {})
-            self.state.begin_step()
         self.hooks.microbatch = self.state.under_way
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
@@ -138,7 +145,7 @@ class Engine(BaseEngine):
             try:
                 loss = self._loss_of(data_iter)
             except StopIteration:
-                self._forget_partial_step(len(losses))
+                self._begin_step_anew()
                 raise
             self.backward(loss)
             self.step()
@@ -197,11 +204,6 @@ class Engine(BaseEngine):
     def _loss_of(self, data_iter: Iterator[Any] | None) -> Tensor:
         return loss_of(self, to_device(next(self._batches(data_iter)), self.state.device))
 
-    def _forget_partial_step(self, microbatches: int) -> None:
-        """The data have ended after so many of a step's micro-batches: be as before the first."""
-        self.zero.reducer.clear()
-        self.micro_steps -= microbatches
-        self.global_samples -= microbatches * self.state.samples_per_microbatch
-        self.state.begin_step()
-        if microbatches:
-            self.metrics.forget_losses()
+    def _begin_step_anew(self) -> None:
+        super()._begin_step_anew()
+        self._backward_done = self._counted = self._synchronized = False

@@ -71,6 +71,8 @@ class Fetcher:
         """The recorded ways: with gradients, and without."""
         self._pass: CurrentPass | None = None
         self._pass_with_grad = True
+        self._weights = 0
+        """How often the weights have changed, by a step or a load."""
         self.live_params = LiveParams()
         self.by_storage: dict[int, ShardedParam] = {}
         self._owners: dict[ShardedParam, list[ModuleParams]] = {}
@@ -97,6 +99,18 @@ class Fetcher:
         if self._pass is not None:
             self._records[self._pass_with_grad] = self._pass.outcome()
             self._pass = None
+        self._gatherer.drain()
+        for param in self._sharded:
+            param.users = 0
+            self._release(param)
+
+    def weights_change(self) -> None:
+        """A step or a load is about to change the weights: what is whole now, for a forward that no backward has
+        followed, must not be taken for the new ones."""
+        self._weights += 1
+        if not self.live_params.live:
+            return
+        self._pass = None
         self._gatherer.drain()
         for param in self._sharded:
             param.users = 0
@@ -221,7 +235,10 @@ class Fetcher:
         present = None if outer is None else getattr(outer[0], "__self__", None)
         if isinstance(present, SavedParamHooks) and present.by_storage is self.by_storage:
             return None
-        ours = SavedParamHooks(self.by_storage, self._first_saved, self._unpacked, outer)
+        weights = self._weights
+        ours = SavedParamHooks(
+            self.by_storage, self._first_saved, lambda param: self._unpacked(param, weights), outer
+        )  # fmt: skip
         return saved_tensors_hooks(ours.pack, ours.unpack)
 
     def sharded(self, param: nn.Parameter | None) -> ShardedParam | None:
@@ -235,8 +252,16 @@ class Fetcher:
         for owner in self._owners[param]:
             owner.choose_for_backward()
 
-    def _unpacked(self, param: ShardedParam) -> None:
-        """Backward needs `param`. It is in use until its gradient, or the backward, is complete."""
+    def _unpacked(self, param: ShardedParam, weights: int) -> None:
+        """Backward needs `param`, as it was after so many changes of the weights. It is in use until its gradient, or
+        the backward, is complete.
+
+        Raises RuntimeError if it has changed since, as torch does of what was changed in place."""
+        if weights != self._weights and param.trainable:
+            raise RuntimeError(
+                f"engine.backward: the loss is of a forward that ran before the last step or load, which has changed "
+                f"{param.name}: take each loss backward before engine.step, or run its forward again"
+            )
         if not param.users:
             param.users = 1
             self._fetch([param], param.name.rpartition(".")[0])

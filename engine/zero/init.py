@@ -52,6 +52,8 @@ class EarlyParam(ShardedParam):
         comm = gatherer.comm
         partition = Partition(param.numel(), comm.size)
         super().__init__(name, param, partition, comm.rank, gatherer, persistent=False, index=0)
+        self.over = gatherer
+        """What gathers it."""
         REGISTRY[param] = lambda: self
 
     @property

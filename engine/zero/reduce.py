@@ -78,7 +78,7 @@ class Reducer:
         self._stages = stages if settings.stage >= 2 else None
         self._expected: Sequence[Bucket] = ()
         """The buckets that this backward may have gradients for."""
-        self._open = False
+        self.open = False
         """Whether a backward of this engine is under way. What comes otherwise, as from the loss of another engine's
         model, stays where autograd has put it."""
         self._ready: list[Tensor] = []
@@ -110,7 +110,7 @@ class Reducer:
     def begin(self, *, last: bool, complete: bool = True, part: BackwardPart | None = None) -> None:
         """A backward begins: the `last` of the step; and one whose gradients are then `complete`, so that they can be
         reduced. `part`: it is a part of its micro-batch's."""
-        self._last, self._complete, self._open = last, complete, True
+        self._last, self._complete, self.open = last, complete, True
         self._part = part if self._settings.stage >= 2 and not self.local else None
         self._expected = self._buckets_of(self._part)
         self._ready.clear()
@@ -130,9 +130,9 @@ class Reducer:
         # torch calls hooks also where a function's backward has returned None.
         params = [self._by_id[id(param)] for param in self._ready if param.grad is not None]
         self._ready.clear()
-        if self._open and self._part is not None and not self._settings.ignore_unused_parameters:
+        if self.open and self._part is not None and not self._settings.ignore_unused_parameters:
             self._came.setdefault(self._part.microbatch, set()).update(params)
-        if not self._open or not self._complete:
+        if not self.open or not self._complete:
             return
         if self._stays_whole:
             if self._settings.accumulate_dtype is not None:
@@ -169,7 +169,7 @@ class Reducer:
             self._refuse(param for param in self._params if param not in came)
         if not self._stays_whole and self._complete:
             self._reduce_rest()
-        self._open = False
+        self.open = False
         self._sparse.finish(self._last)  # behind all buckets, of which ranks may have launched others so far
 
     def _reduce_rest(self) -> None:
@@ -274,13 +274,13 @@ class Reducer:
 
     def clear(self) -> None:
         """Forget the gradients there are, those of a backward that an error has ended too: then on all ranks."""
-        if self._open:  # a backward has not come to its end: be as before it began
+        if self.open:  # a backward has not come to its end: be as before it began
             self._exchange.drain(0)
             for bucket in self._buckets:
                 self._exchange.abandon(bucket)
                 bucket.absent.clear()
             self._begin_anew()
-            self._open = False
+            self.open = False
         with no_torch_function():
             for tensor in self._with_grads:
                 tensor.grad = None
