@@ -53,8 +53,10 @@ class Plain:
         """Whether one of them in this step was outside `no_sync`."""
         self.partial = False
         """A backward failed, and its gradients have not been cleared."""
+        self.halfway = False
+        """A pipeline's step failed."""
         self.uncounted = False
-        """A pipeline's step failed, before which it may have run any number of forwards."""
+        """A step was refused or failed, before which an engine may have run any number of forwards."""
         self.lost = False
         """One replica of a pipeline failed by itself, and the ranks' connections have been broken."""
         self.broken = False
@@ -118,7 +120,7 @@ class Plain:
                     losses[replica].append(loss.item())
         except ENDED:
             self.zero_grad(number, Action("zero_grad"))
-            self.uncounted = self.made.pipeline
+            self.uncounted = self.halfway = self.made.pipeline
             self.lost = self.lost or (self.made.pipeline and self.made.replicas > 1 and bool(action.get("replica")))
             raise
         self._step()
@@ -139,20 +141,13 @@ class Plain:
         return [sum(found) / len(found)]
 
     def zero_grad(self, number: int, action: Action) -> None:
-        """The engine's, after which the step begins anew; or torch's, of which it need not know."""
-        if action.get("of") == "optimizer":
-            given = {id(master) for group in self.optimizer.param_groups for master in group["params"]}
-            cleared = {name for name, master in self.masters.items() if id(master) in given}
-        else:
-            cleared = set(self.masters)
-        for replica in range(self.made.replicas):
-            for name, param in self._params(replica).items():
-                if name in cleared:
-                    param.grad = None
-        self.partial = False
+        """The engine's, after which the step begins anew, or one of torch's: micro-batches then count as they did."""
+        for net in self.copies:
+            net.zero_grad()
+        self.partial = self.synced = False
+        self.backwards = 0
         if action.get("of", "engine") == "engine":
-            self.microbatches = self.backwards = 0
-            self.synced = False
+            self.microbatches = 0
 
     def mode(self, number: int, action: Action) -> None:
         for net in self.copies:
@@ -178,7 +173,7 @@ class Plain:
         if action.get("what") != "module":
             self.steps = saved["steps"]
             self.zero_grad(number, Action("zero_grad"))
-            self.broken = self.uncounted = False
+            self.broken = self.halfway = self.uncounted = False
 
     def requires_grad(self, number: int, action: Action) -> None:
         for replica in range(self.made.replicas):
@@ -240,7 +235,7 @@ class Plain:
         if made.pipeline and action.name in ("forward", "backward", "step"):
             return "train_batch" in said
         begun = self.microbatches > 0 or self.backwards > 0
-        failed = self.broken or self.partial or self.uncounted
+        failed = self.broken or self.partial or self.halfway
         step = (
             (r"frozen\.\S+ was frozen when the engine was made", thawed),
             (r"that another one has, too", self.doubled),
@@ -251,7 +246,7 @@ class Plain:
             "step": (
                 *step, (r"without engine\.backward", self.backwards == 0), (r"inside engine\.no_sync", not self.synced)
             ),
-            "train_batch": (*step, (r"in the middle of a step", begun)),
+            "train_batch": (*step, (r"in the middle of a step", begun or failed)),
             "save": ((r"failed", failed), (r"that another one has, too", self.doubled)),
             "backward": ((r"engine\.no_sync: ZeRO stage", made.stage >= 2), (r"failed", failed)),
             "evaluate": ((r"failed", failed),),
@@ -324,6 +319,7 @@ def _wrong(plain: Plain, number: int, action: Action, here: list[Outcome]) -> st
     if kind == "nothing":
         return None
     if kind == "refused" and plain.may_refuse(action, said):
+        plain.uncounted = plain.uncounted or action.name == "train_batch"
         return None
     if plain.broken:
         return _while_broken(plain, number, action, here)
