@@ -110,6 +110,7 @@ def test_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         f"""\
 {path}, for 8 ranks
   batch                          64 = 2 a GPU x 4 accumulated x 8 data-parallel ranks
+  gradients                      added up over 4 micro-batches in fp32, summed over ranks in bf16
   steps_per_print                10
   gradient_clipping              1.0
   prescale_gradients             false

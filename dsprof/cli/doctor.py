@@ -116,6 +116,8 @@ def _config(config: Config) -> Iterator[Row]:
 
     sizes = (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
     yield "batch", str(Batch(*sizes, ranks=sizes[0] // (sizes[1] * sizes[2]))), "bold"
+    several = f"added up over {sizes[2]} micro-batches in {config.accumulation_type}, " if sizes[2] > 1 else ""
+    yield "gradients", f"{several}summed over ranks in {config.communication_type}", ""
     values, usual = redact_data(config.model_dump(mode="json")), type(config)().model_dump(mode="json")
     top = {key: value for key, value in values.items() if not isinstance(value, dict) and key not in BATCH}
     yield from _keys(top, usual)

@@ -100,7 +100,7 @@ class Zero:
         self.by_param = {p.param: p for p in self.params}
         self.trainable = [p for p in self.params if p.param.requires_grad]
         rows = sparse_params(model, dense_too=settings.sparse_gradients) if settings.stage <= 1 else set()
-        sparse = SparseReducer([p for p in self.trainable if p.param in rows], comms.gradients)
+        sparse = SparseReducer([p for p in self.trainable if p.param in rows], comms.gradients, settings)
         self.masters = {param.param: make_master(param) for param in self.trainable}
         dense = [p for p in self.trainable if p.param not in rows]
         belongs = None if stages is None else {p: stages[p.param] for p in dense}
