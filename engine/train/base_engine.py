@@ -150,7 +150,7 @@ class BaseEngine(nn.Module):
 
     save_checkpoint = _of_checkpoint("save_checkpoint", checkpoint.save, OptimizerStep.take_edits)
     load_checkpoint = _of_checkpoint("load_checkpoint", checkpoint.load, OptimizerStep.before_load, loads=True)
-    save_16bit_model = _of_checkpoint("save_16bit_model", checkpoint.save_16bit_model)
+    save_16bit_model = _of_checkpoint("save_16bit_model", checkpoint.save_16bit_model, OptimizerStep.take_moved)
 
     def destroy(self) -> None:
         """Take the engine off the model, which has its present weights; end its threads, close its files, and destroy

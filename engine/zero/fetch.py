@@ -124,6 +124,8 @@ class Fetcher:
     def _begin_pass(self, call: _ModuleCall) -> None:
         if not call.with_grad:
             call.interrupted = self._pass
+        for param in [param for param in self.live_params if param.moved]:
+            self._release(param)  # by a `module.to` that the first sharded one has ended
         self._pass = CurrentPass(self._records[call.with_grad])
         self._pass_with_grad = call.with_grad
 

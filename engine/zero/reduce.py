@@ -384,7 +384,7 @@ class Reducer:
                 reducer.process_ready()
 
         for param in wanted - self._run_hooks.keys():
-            self._run_hooks[param] = param.param.register_post_accumulate_grad_hook(process)
+            self._run_hooks[param] = _hook_gradient(param, process)
 
     def _sums_in(self, param: ShardedParam) -> torch.dtype:
         """What the gradients of several micro-batches are added up in: fp32 for half precisions, unless the
@@ -393,7 +393,7 @@ class Reducer:
 
     def _watch(self) -> None:
         """Have gradients noted as they come, and those that have come processed."""
-        self._ready_hooks = [p.param.register_post_accumulate_grad_hook(self._ready.append) for p in self._params]
+        self._ready_hooks = [_hook_gradient(param, self._ready.append) for param in self._params]
         self._hook_runs()
 
     def _accumulate(self, params: Iterable[ShardedParam]) -> None:
@@ -468,3 +468,14 @@ class Reducer:
             return
         param.param.grad = None
         master.grad = grad.to(master.device).to(master.dtype).view(master.shape)
+
+
+def _hook_gradient(param: ShardedParam, call: Callable[[Tensor], None]) -> RemovableHandle:
+    """Have `call` called when a gradient of it has come, also if the script has frozen it for now."""
+    tensor = param.param
+    trains = tensor.requires_grad
+    try:
+        tensor.requires_grad_(True)  # else torch refuses the hook
+        return tensor.register_post_accumulate_grad_hook(call)
+    finally:
+        tensor.requires_grad_(trains)
