@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
+from usage_faults import put_back
 from usage_net import PATH, TROUBLE, Net, TroubleError, batch, loss_of
 from usage_program import LATE_RATE, MOMENTUM, RATE, SAMPLES, Action, Configuration, Program
 
@@ -45,13 +46,13 @@ class Outcome:
     state: State = field(default_factory=dict)
 
 
-def run(rank: int, program: Program, folder: str) -> list[Outcome]:
-    """The outcome of every action, and of reading the state at the end.
+def run(rank: int, program: Program, folder: str, fault: str = "") -> list[Outcome]:
+    """The outcome of every action, and of reading the state at the end, with a `fault` put back (`usage_faults.py`).
 
     `folder` is for checkpoints, and for `progress.RANK`: the action that is under way, and after a while the stacks.
     """
     TROUBLE.clear()
-    with open(Path(folder, f"progress.{rank}"), "w") as progress, warnings.catch_warnings():
+    with open(Path(folder, f"progress.{rank}"), "w") as progress, warnings.catch_warnings(), put_back(fault):
         warnings.simplefilter("ignore")
         faulthandler.dump_traceback_later(STACKS_AFTER_S, file=progress)
         try:
@@ -295,7 +296,9 @@ class Script:
 def _what(error: Exception) -> tuple[str, None, str]:
     """The outcome that an exception is, and what it says."""
     said = f"{type(error).__name__}: {error}"
-    told = TroubleError.__name__ in said and "failed half-way" not in said  # by another rank, and not of an earlier step
+    told = (
+        TroubleError.__name__ in said and "failed half-way" not in said
+    )  # by another rank, and not of an earlier step
     if isinstance(error, TroubleError | StopIteration) or told:
         return "trouble", None, said
     frame = _innermost(error.__traceback__)

@@ -10,7 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from usage_net import PATH
 from usage_program import PIPELINE, WHOLE, Action, Configuration, Program, action, covering
 
-RUN: Callable[[Program], str | None]
+
+def nothing(program: Program) -> str | None:
+    """Runs no program."""
+    raise AssertionError("set usage_machines.RUN before a machine runs")
+
+
+RUN: Callable[[Program], str | None] = nothing
 """Runs a program: what is wrong with it. Set by who runs a machine."""
 
 LAYERS = st.sampled_from(PATH)

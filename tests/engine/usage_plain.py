@@ -170,10 +170,10 @@ class Plain:
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(saved["masters"][name])
+        self.zero_grad(number, Action("zero_grad"))
+        self.uncounted = False
         if action.get("what") != "module":
             self.steps = saved["steps"]
-            self.zero_grad(number, Action("zero_grad"))
-            self.uncounted = False
         if action.get("what") == "all":
             self.broken = self.halfway = False
 
