@@ -26,6 +26,7 @@ from .reduce import BackwardPart, Reducer
 from .settings import ZeroSettings
 from .shard import Partition, ShardedParam, find_sharded, forget, register
 from .sparse import SparseReducer, sparse_params
+from .validate import UNCOMPILED, compiled_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class Zero:
         self._closed = False
         sharded_size = 0
         rewritten = _rewritten_in_forward(model)
+        compiled = compiled_module(model) if settings.stage == 3 else None
         for index, (name, param) in enumerate(model.named_parameters()):
             early = find_sharded(param)  # by zero.Init
             if early is not None:
@@ -83,6 +85,8 @@ class Zero:
             if may and sharded_size > settings.stage3_model_persistence_threshold:
                 sharded = True
             sharded = sharded and param not in rewritten
+            if sharded and compiled is not None:
+                raise ValueError(f"initialize: {compiled} is compiled, and {UNCOMPILED}")
             if sharded and early is None:
                 param.data = param.data.clone()  # storage of its own, which can be emptied
             partition = Partition(
