@@ -59,7 +59,7 @@ if kind == "native":
     helper = native.load(lambda why: sys.exit(why))
     recorder = helper.open(folder)
 else:
-    from dsprof.collectors.python_recorder import PyRecorder
+    from dsprof.collectors.recorder.python_recorder import PyRecorder
     recorder = PyRecorder(folder)
 name, mark, phase = recorder.intern("event"), int(Kind.MARK), int(Kind.PHASE)
 put, begin, end, intern = recorder.put, recorder.begin, recorder.end, recorder.intern
@@ -93,9 +93,11 @@ taken = {loop.__name__: (cpu_ns(loop) - nothing) / events for loop in (one_put, 
 after = resident()
 
 import torch.distributed as dist
-from dsprof.collectors import call_sites, collectives, modules
-from dsprof.collectors.collector import OpenCapture
-from dsprof.collectors.uninstall import in_reverse
+from dsprof.collectors.communication import call_sites
+from dsprof.collectors.communication import collectives
+from dsprof.collectors.loop import modules
+from dsprof.collectors.capture.open_capture import OpenCapture
+from dsprof.collectors.hooking.uninstall import in_reverse
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 layer, value = torch.nn.Identity(), torch.ones(2)
 

@@ -1,6 +1,6 @@
 """The processes of `instructions.py`: one job with collectors and without, natively or under callgrind.
 
-python instructions_job.py JOB FOLDER WARM STEPS MARKS STEP_NS SAMPLE_NS
+python instructions_job.py JOB ARMS FOLDER WARM STEPS MARKS STEP_NS SAMPLE_NS
 
 Each arm's ranks are forked from this process, one arm after the other, so that all have one layout of memory and import
 torch once. Prints a line a rank. MARKS: the library made of instructions_marks.c, under callgrind, or `-`; then STEP_NS
@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from overhead_jobs import COUNTED
 
-ARMS: Final = ("off", "light")
 SLOWER: Final = 60.0
 """Times as long as natively a step takes under callgrind; measured anew in the first steps."""
 
@@ -79,7 +78,8 @@ class Clock:
 
 def capture(folder: Path, clock: Clock | None) -> Any:
     """As `dsprof run` opens it; its samplers and side threads by `clock`, if there is one."""
-    from dsprof.collectors import beside, session, watchdog
+    from dsprof.collectors.capture import session, side_thread
+    from dsprof.collectors.failures import watchdog
 
     if clock is not None:
 
@@ -90,7 +90,7 @@ def capture(folder: Path, clock: Clock | None) -> Any:
                 return super().wait(None if timeout is None else timeout * clock.slower)
 
         paced: Any = types.SimpleNamespace(**{**vars(threading), "Event": Event})
-        beside.threading = watchdog.threading = paced
+        side_thread.threading = watchdog.threading = paced
     os.environ.update(DSPROF_NATIVE="1", DSPROF_LEVEL="light", DSPROF_RUN=str(folder))
     opened: Any = session.start()
     assert isinstance(opened, session.Session)
@@ -100,6 +100,13 @@ def capture(folder: Path, clock: Clock | None) -> Any:
         switch: Any = opened._switch
         switch._clock, switch._opened, switch._looked = clock.seconds, 0.0, 0.0
     return opened
+
+
+def next_look(opened: Any) -> int:
+    """The step after which the capture looks again at what tensors are for. Each time it is twice as many steps until
+    the next, so that none is to be among those that count."""
+    samplers = [getattr(sample, "__self__", None) for sample in opened._capture.samples]
+    return max((getattr(sampler, "_next_look", 0) for sampler in samplers), default=0)
 
 
 def take(job: str, arm: str, rank: int, folder: Path, warm: int, steps: int, marks: Marks, clock: Clock) -> None:
@@ -119,7 +126,7 @@ def take(job: str, arm: str, rank: int, folder: Path, warm: int, steps: int, mar
 
     for number in range(warm):
         if number == warm // 2 and arm == "off":  # what its first steps leave, all have (overhead_turns.CAPTURED_TURNS)
-            from dsprof.collectors import session
+            from dsprof.collectors.capture import session
 
             session.stop()
         if number == max(warm - INSTRUMENTED, warm // 2):
@@ -128,6 +135,10 @@ def take(job: str, arm: str, rank: int, folder: Path, warm: int, steps: int, mar
         turn()
         if marks.slow and number == warm - 1:
             clock.slower = max((time.perf_counter() - began) * 1e9 / clock.step_ns, 1.0)
+    while (
+        arm == "light" and marks.slow and opened._step_end.taken < next_look(opened) <= opened._step_end.taken + steps
+    ):
+        turn()
     before = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter(), opened._step_end.spent_ns
     gc.collect()
     gc.freeze()  # whether a whole collection falls into the steps that count is chance
@@ -143,18 +154,18 @@ def take(job: str, arm: str, rank: int, folder: Path, warm: int, steps: int, mar
         "user_us": round((after[0].ru_utime - before[0].ru_utime) * 1e6 / steps, 2),
         "system_us": round((after[0].ru_stime - before[0].ru_stime) * 1e6 / steps, 2),
         "faults": round((after[0].ru_minflt - before[0].ru_minflt) / steps, 3),
-        "sample_ns": costs[len(costs) // 2] if costs else 0,
+        "sample_ns": costs[0] if costs else 0,  # the others lost their core meanwhile, or their caches
         "every": opened._step_end.due - opened._step_end.taken + opened._step_end.since,
     }  # fmt: skip
     print(json.dumps(said), flush=True)
     os._exit(0)  # gloo's threads may abort an orderly end, after all is told
 
 
-def main(job: str, folder: str, warm: str, steps: str, library: str, step_ns: str, sample_ns: str) -> None:
+def main(job: str, arms: str, folder: str, warm: str, steps: str, library: str, step_ns: str, sample_ns: str) -> None:
     torch.set_num_threads(1)
     forks = multiprocessing.get_context("fork")
     marks, clock = Marks(library), Clock(int(step_ns), int(sample_ns))
-    for arm in ARMS:
+    for arm in arms.split(","):
         started = [
             forks.Process(target=take, args=(job, arm, rank, Path(folder), int(warm), int(steps), marks, clock))
             for rank in range(COUNTED[job].ranks)

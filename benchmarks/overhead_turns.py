@@ -60,7 +60,7 @@ class Collectors:
 
     def __init__(self, level: str, folder: Path) -> None:
         began = time.process_time()
-        from dsprof.collectors import session
+        from dsprof.collectors.capture import session
 
         os.environ.update(DSPROF_NATIVE="1", DSPROF_LEVEL=level, DSPROF_RUN=str(folder))
         self._session: Any = session.start()
@@ -75,7 +75,7 @@ class Collectors:
         """Its CPU time, s; 0 of one that is closed."""
         if self._session is None:
             return 0.0
-        from dsprof.collectors import session
+        from dsprof.collectors.capture import session
 
         recorder, self._session = self._session.recorder, None
         assert (recorder.dropped, recorder.errors) == (0, 0), recorder.failures()

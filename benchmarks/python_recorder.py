@@ -50,7 +50,7 @@ def take_turns(arm: str, folder: Path, link: Connection) -> None:
     torch.set_num_threads(1)
     native, capture = ARMS[arm], None
     if native is not None:
-        from dsprof.collectors import session
+        from dsprof.collectors.capture import session
 
         os.environ.update(DSPROF_NATIVE=native, DSPROF_LEVEL="light", DSPROF_RUN=str(folder / arm))
         capture = session.start()

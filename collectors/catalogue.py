@@ -5,35 +5,24 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Final, NamedTuple
 
-from . import (
+from .capture.open_capture import Collector
+from .communication import (
     call_sites,
-    checkpoints,
     collectives,
-    compilation,
-    deep,
-    device_times,
-    devices,
-    engine_events,
-    flops,
-    host,
-    host_load,
-    host_sync,
-    memory,
-    modules,
-    nvml,
-    optimizers,
-    phases,
-    pipelining,
     process_groups,
     sharding,
-    uncaught,
-    watchdog,
+    symmetric_memory,
+    tensor_parallel,
 )
-from .collector import Collector
-from .frameworks import deepspeed, tensor_parallel
+from .devices import device_times, host_sync, nvml, torch_profiler, training_device
+from .failures import uncaught_exception, watchdog
+from .frameworks import deepspeed, dsprof_engine
+from .host import gc_and_cpu_time, machine_load
+from .loop import checkpoints, compilation, flops, modules, optimizers, phases, pipelining
+from .memory import memory_sampler
 
 COLLECTORS: Final[dict[str, Collector]] = {
-    "collectives": lambda capture: [collectives.install(capture.recorder)],
+    "collectives": lambda capture: [collectives.install(capture.recorder), *symmetric_memory.install()],
     "modules": lambda capture: [modules.install(capture.recorder, every=capture.full)],
     "phases": lambda capture: phases.install(capture.recorder),
     "optimizers": lambda capture: [optimizers.install(capture.recorder, capture.step_ended)],
@@ -43,22 +32,22 @@ COLLECTORS: Final[dict[str, Collector]] = {
     "sharding": lambda capture: sharding.install(capture.recorder, capture.before_end.append),
     "tensor-parallelism": lambda capture: tensor_parallel.install(),
     "deepspeed": lambda capture: deepspeed.install(capture.recorder, capture.step_ended),
-    "engine": lambda capture: [engine_events.install(capture.recorder, capture.step_ended)],
-    "host": host.install,
+    "engine": lambda capture: [dsprof_engine.install(capture.recorder, capture.step_ended)],
+    "host": gc_and_cpu_time.install,
     # After the host, so that what a step used does not hold what counting it costs.
     "flops": flops.install,
-    "devices": devices.install,
+    "devices": training_device.install,
     "device-times": device_times.install,
     "process-groups": process_groups.install,
     "watchdog": watchdog.install,
-    "uncaught": uncaught.install,
+    "uncaught": uncaught_exception.install,
     "call-sites": call_sites.install,
-    "memory": memory.install,
+    "memory": memory_sampler.install,
     "nvml": nvml.install,
-    "host-load": host_load.install,
+    "host-load": machine_load.install,
     "host-sync": host_sync.install,
     # Last, so that of the steps that it profiles nothing else is disturbed by its beginning.
-    "deep": deep.install,
+    "deep": torch_profiler.install,
 }
 """By the names that `DSPROF_WITHOUT` knows them by."""
 

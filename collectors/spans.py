@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from . import session
+from .capture import session
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -158,7 +158,7 @@ def inspect(
 
 
 def _lost() -> dict[str, str]:
-    from dsprof.collectors import private
+    from dsprof.collectors.hooking import private
 
     return {one.name: one.lost for one in private.gone()}
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from dsprof.analyzer import text
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
-from dsprof.analyzer.memory import DeviceMemory
+from dsprof.analyzer.memory.allocator_state import DeviceMemory
 
 from . import device, efficiency, memory, palette, wording
 

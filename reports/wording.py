@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Final, Literal
 
-from dsprof.analyzer.analysis import Analysis, StepTime
+from dsprof.analyzer.align.steps import StepTime
+from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import MEASURED_EXCESS, MEASURED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
-from dsprof.analyzer.memory import DeviceMemory, Holder
+from dsprof.analyzer.memory.allocator_state import DeviceMemory, Holder
 from dsprof.analyzer.text import clean, count, ms, number, percent, quantity, ranks, spans, unit_of
 from dsprof.run import RankExit, last_processes
 from dsprof.schema import TIME_KINDS

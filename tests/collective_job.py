@@ -26,9 +26,10 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from dsprof.collectors import collectives, modules
-from dsprof.collectors.record import CALLS, CALLS_AND_WAITS, NOTHING, Recorder
-from dsprof.collectors.targets import WeakStorage
+from dsprof.collectors.communication import collectives
+from dsprof.collectors.loop import modules
+from dsprof.collectors.recorder.record import CALLS, CALLS_AND_WAITS, NOTHING, Recorder
+from dsprof.collectors.recorder.wait_targets import WeakStorage
 from dsprof.ondisk import Flag
 from dsprof.schema import Kind
 

@@ -15,9 +15,9 @@ from synthetic import Job, constant
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.context import Context
 from dsprof.analyzer.rules.base import NotJudged
-from dsprof.analyzer.rules.comm import _need_gradients_to_matter
+from dsprof.analyzer.rules.comm.ddp_buckets import _need_gradients_to_matter
+from dsprof.analyzer.study import Study
 from dsprof.run import RankExit
 from dsprof.schema import BUDGET_PARTS, CALL_SITE
 from dsprof.trace import Trace
@@ -65,11 +65,11 @@ def test_the_budget_sums_to_the_step(ranks: int) -> None:
 
 
 def test_replay_of_the_measured_job_gives_the_measured_steps() -> None:
-    from dsprof.analyzer.build import build_graph
-    from dsprof.analyzer.match import Matches
-    from dsprof.analyzer.replay import replay
-    from dsprof.analyzer.summary import summarize_ranks
-    from dsprof.analyzer.trust import check
+    from dsprof.analyzer.align.match import Matches
+    from dsprof.analyzer.graph.build_graph import build_graph
+    from dsprof.analyzer.graph.replay import replay
+    from dsprof.analyzer.graph.validate import check
+    from dsprof.analyzer.rank_summary import summarize_ranks
 
     analysis = analyze(Job(jitter=0.05).trace())
     ranks = summarize_ranks(analysis.trace, analysis.collectives, Matches(analysis.collectives))
@@ -231,12 +231,12 @@ def test_waiting_for_tensor_parallelism_is_not_explained_by_buckets(tensor_paral
         "group": ["0", "0", "1"], "seq": [0, 1, 0], "step": 5,
         "purpose": ["gradient", "gradient", "tensor-parallel"],
     })  # fmt: skip
-    context = cast(Context, SimpleNamespace(waits=waits, collectives=collectives, step_numbers=[5]))
+    study = cast(Study, SimpleNamespace(waits=waits, collectives=collectives, step_numbers=[5]))
     if judged:
-        _need_gradients_to_matter(context)
+        _need_gradients_to_matter(study)
     else:
         with pytest.raises(NotJudged, match="waiting for collectives is mostly for tensor-parallel ones, and no other"):
-            _need_gradients_to_matter(context)
+            _need_gradients_to_matter(study)
 
 
 def test_a_dead_rank_comes_first() -> None:

@@ -79,6 +79,7 @@ what a capture records here (--without NAME leaves a part out)
 @pytest.fixture
 def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsprof.cli.doctor.inspect", lambda environ: HEALTHY)
+    monkeypatch.setattr("dsprof.cli.doctor.left_behind.move_all", lambda given: ())
 
 
 def written(folder: Path, config: dict[str, Any]) -> Path:

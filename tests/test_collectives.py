@@ -16,7 +16,7 @@ import torch
 from captures import RECORDERS, Row, build_helper, has_compiler, read_rows
 from collective_job import SECTIONS
 
-from dsprof.collectors.reaper import Reaper
+from dsprof.collectors.communication.completion_thread import Reaper
 from dsprof.ondisk import NO_SEQ, Flag, State
 from dsprof.schema import BACKWARD_DONE, Kind
 
@@ -483,7 +483,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from captures import open_recorder
-from dsprof.collectors import collectives, modules
+from dsprof.collectors.communication import collectives
+from dsprof.collectors.loop import modules
 kind, folder = sys.argv[1], Path(sys.argv[2])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 HOOKED = [(torch.nn.Module, "__call__"), (dist, "destroy_process_group"), (dist, "_broadcast_coalesced"),
@@ -546,7 +547,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from captures import open_recorder
-from dsprof.collectors import collectives
+from dsprof.collectors.communication import collectives
 kind, folder = sys.argv[1], Path(sys.argv[2])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 over, failed = threading.Event(), []
@@ -593,7 +594,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from captures import open_recorder
-from dsprof.collectors import collectives, modules
+from dsprof.collectors.communication import collectives
+from dsprof.collectors.loop import modules
 from torch.utils.checkpoint import checkpoint
 kind, folder = sys.argv[1], Path(sys.argv[2])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -647,7 +649,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from captures import open_recorder
-from dsprof.collectors import collectives
+from dsprof.collectors.communication import collectives
 kind, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 recorder = open_recorder(kind, folder / f"rank{rank}")
 collectives.install(recorder)
@@ -678,7 +680,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from captures import open_recorder
-from dsprof.collectors import collectives
+from dsprof.collectors.communication import collectives
 kind, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 recorder = open_recorder(kind, folder / f"rank{rank}")
 uninstall = collectives.install(recorder)
@@ -711,7 +713,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from captures import open_recorder
-from dsprof.collectors import collectives
+from dsprof.collectors.communication import collectives
 recorder = open_recorder(sys.argv[1], Path(sys.argv[2]))
 uninstall = collectives.install(recorder)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from dsprof.collectors import facts, statements
-from dsprof.collectors.facts import LOADER, Fact
+from dsprof.collectors.capture import facts
+from dsprof.collectors.capture.facts import LOADER, Fact
+from dsprof.collectors.hooking import statements
 
 
 def code_of(name: str, file: str, text: str, **known: Any) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from dsprof.collectors import modules
-from dsprof.collectors.flops import FIRST, TURNS, StepCounter
+from dsprof.collectors.loop import modules
+from dsprof.collectors.loop.flops import FIRST, TURNS, StepCounter
 from dsprof.collectors.native import NativeRecorder
 from dsprof.schema import DTYPES, FLOPS_FOR
 

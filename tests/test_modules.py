@@ -15,7 +15,7 @@ from captures import RECORDERS, Row, build_helper, open_recorder, read_rows
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dsprof.collectors import modules
+from dsprof.collectors.loop import modules
 from dsprof.ondisk import NO_SEQ, Flag, State
 from dsprof.schema import Kind
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from captures import open_recorder, read_rows
 
-from dsprof.collectors.purposes import for_purpose
-from dsprof.collectors.record import Recorder
-from dsprof.collectors.sharding import _record
+from dsprof.collectors.communication.purposes import for_purpose
+from dsprof.collectors.communication.sharding import _record
+from dsprof.collectors.recorder.record import Recorder
 from dsprof.ondisk import State
 from dsprof.schema import SHARDING, Kind
 

@@ -18,16 +18,18 @@ from weakref import WeakKeyDictionary
 from dsprof.ondisk import LARGEST_PLACE
 from dsprof.schema import Kind
 
-from .. import dynamo, facts, optimizers, phases, private
-from ..errors import count_error
-from ..imports import Hook, when_imported
-from ..parts import HookPart, install_each
-from ..purposes import for_purpose
-from ..uninstall import Uninstall, in_reverse, replace_attribute
-from ..wrap import stands_for
+from ..capture import facts
+from ..communication.purposes import for_purpose
+from ..hooking import dynamo, private
+from ..hooking.errors import count_error
+from ..hooking.hook_parts import HookPart, install_each
+from ..hooking.late_imports import Hook, when_imported
+from ..hooking.uninstall import Uninstall, in_reverse, replace_attribute
+from ..hooking.wrap import stands_for
+from ..loop import optimizers, phases
 
 if TYPE_CHECKING:
-    from ..record import Recorder
+    from ..recorder.record import Recorder
 
 ENGINE: Final = "deepspeed.runtime.engine"
 PIPELINES: Final = {

@@ -1,6 +1,6 @@
 // Collectives: a kernel in front of every c10d operator tells when it was issued; its work's future, what gloo calls at
 // the end of a send or a receive, or gloo's own scopes, when it began and when it ended. Their twin in Python is
-// collectors/collective_kernels.py. What gloo tells is in gloo_ends.hpp.
+// collectors/communication/collective_kernels.py. What gloo tells is in gloo_ends.hpp.
 
 #pragma once
 
@@ -332,14 +332,15 @@ class CollectiveKernel final : public c10::OperatorKernel {
       set_host_time(record);
       remember(*stack, target);
       const bool collective = record->head.family == kCollectiveFamily;
+      const bool runs_here = collective && async_ >= 0 && !(record->head.flags & kAsync);
       const uint16_t group = collective ? record->collective.group : uint16_t{0};
       if (graphed) {
         device_times().into_graphs++;
         publish(record, kDone);
       } else if (together) {
-        coalesced.add(record, group);
-      } else if (collective && async_ >= 0 && !(record->head.flags & kAsync)) {
-        issue.issued_here(record);
+        coalesced.add(record, group, runs_here);
+      } else if (runs_here) {
+        issue.issued_here({record}, group);
       } else {
         issue.issued({record}, group);
       }
