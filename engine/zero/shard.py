@@ -103,6 +103,9 @@ class ParamFetcher(Protocol):
     def fetch_used(self, param: ShardedParam) -> None:
         """`param` is used: have it whole, if a module runs, or a backward, that it can be brought for."""
 
+    def weights_written(self) -> None:
+        """A script has written weights: what autograd has saved of them before is out of date."""
+
     def replace_storage(self, key: int, param: ShardedParam) -> None:
         """`param` has a storage of its own instead of the one whose identity was `key`."""
 
