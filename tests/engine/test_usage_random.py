@@ -73,6 +73,10 @@ SHOWN = [
 """Programs that show a fault which the engine has had."""
 
 
+FOUND = Path(__file__).with_name("usage_found.txt").read_text().split("\n\n")
+"""Programs that showed what was wrong when they were drawn, the shortest of each."""
+
+
 @pytest.fixture
 def usage_ranks(ranks: Ranks, tmp_path: Path) -> Iterator[None]:
     """Where the machines run their programs."""
@@ -104,6 +108,11 @@ def test_faults_that_the_engine_has_had(ranks: Ranks, tmp_path: Path, fault: str
     program = parsed(text)
     assert tried(program, ranks, tmp_path).fault is None
     assert tried(program, ranks, tmp_path, fault).fault is not None
+
+
+@pytest.mark.parametrize("text", FOUND, ids=lambda text: text.splitlines()[0].strip("# "))
+def test_what_was_drawn_and_is_mended(ranks: Ranks, tmp_path: Path, text: str) -> None:
+    assert tried(parsed(text), ranks, tmp_path).fault is None
 
 
 @pytest.mark.parametrize("axes", [WHOLE, PIPELINE], ids=["whole", "pipeline"])

@@ -250,6 +250,7 @@ class Plain:
             ),
             "train_batch": (*step, (r"in the middle of a step", begun or failed)),
             "save": ((r"failed", failed), (r"that another one has, too", self.doubled)),
+            "load": ((r"that another one has, too", self.doubled),),
             "backward": ((r"engine\.no_sync: ZeRO stage", made.stage >= 2), (r"failed", failed)),
             "evaluate": ((r"failed", failed),),
             "set_accumulate": ((r"in the middle of a step", begun),),

@@ -103,8 +103,9 @@ def action(name: str, **settings: object) -> Action:
 
 
 def parsed(text: str) -> Program:
-    """The program that prints as `text`: a line of configuration, then an action a line."""
-    first, *rest = [line.split() for line in text.strip().splitlines()]
+    """The program that prints as `text`: a line of configuration, then an action a line; after # is a comment."""
+    lines = [line.split() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+    first, *rest = lines
     values = dict(word.split("=") for word in first)
     numbers = {name: int(values[name]) for name in ("stage", "accumulate", "replicas")}
     configuration = Configuration(**{**values, **numbers})  # type: ignore[arg-type]
