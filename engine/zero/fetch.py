@@ -109,6 +109,10 @@ class Fetcher:
             param.users = 0
             self._release(param)
 
+    def weights_written(self) -> None:
+        """A script has written weights: what autograd has saved of them before is out of date."""
+        self._weights += 1
+
     def weights_change(self) -> None:
         """A step or a load is about to change the weights: what is whole now, for a forward that no backward has
         followed, must not be taken for the new ones."""
@@ -129,6 +133,8 @@ class Fetcher:
     def _begin_pass(self, call: _ModuleCall) -> None:
         if not call.with_grad:
             call.interrupted = self._pass
+        for param in [param for param in self.live_params if param.moved]:
+            self._release(param)  # by a `module.to` that the first sharded one has ended
         self._pass = CurrentPass(self._records[call.with_grad])
         self._pass_with_grad = call.with_grad
 
@@ -282,8 +288,9 @@ class Fetcher:
         Raises RuntimeError if it has changed since, as torch does of what was changed in place."""
         if weights != self._weights and param.trainable:
             raise RuntimeError(
-                f"engine.backward: the loss is of a forward that ran before the last step or load, which has changed "
-                f"{param.name}: take each loss backward before engine.step, or run its forward again"
+                "engine.backward: the loss is of a forward that ran before the weights changed, by a step, a load or "
+                f"the script, and needs {param.name} as it was: take each loss backward before that, or run its "
+                "forward again"
             )
         if not param.users:
             param.users = 1
