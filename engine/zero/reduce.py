@@ -495,6 +495,7 @@ def _hook_gradient(param: ShardedParam, call: Callable[[Tensor], None]) -> Remov
     trains = tensor.requires_grad
     try:
         tensor.requires_grad_(True)  # else torch refuses the hook
-        return tensor.register_post_accumulate_grad_hook(call)
+        handle: RemovableHandle = tensor.register_post_accumulate_grad_hook(call)
+        return handle
     finally:
         tensor.requires_grad_(trains)
