@@ -8,8 +8,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeVar
 
+import numpy as np
+
 from .budget.irregular import FEWEST_JUDGED
-from .finding import ALLOCATOR_TWIN, MEASURED_MEMORY, MEASURED_ON_DEVICE, SEVERITIES, Finding, Gain, severity_of
+from .finding import (
+    ALLOCATOR_TWIN,
+    MEASURED_MEMORY,
+    MEASURED_ON_DEVICE,
+    SEVERITIES,
+    Evidence,
+    Finding,
+    Gain,
+    Together,
+    severity_of,
+)
 from .graph.stalled import find_stalls
 from .price.attribution import attribute
 from .price.calibration import confidence, with_model_error
@@ -100,13 +112,13 @@ def judge(study: Study) -> Judgement:
         lost = lost_by_waiting_less(study, float(whole.mean()) if len(whole) else 0.0)
         for code, change in changes.items():
             kept = 1.0 if code in COUNTS_CORES else 1 - lost
-            gains = (
-                mean_gain(study, kept * found_shares.shares[code]),
-                mean_gain(study, kept * found_shares.alone[code]),
-            )
-            if gains[0].ms < LEAST_SHARE * study.step_ms:
+            alone, share = (mean_gain(study, kept * of[code]) for of in (found_shares.alone, found_shares.shares))
+            if share.ms < LEAST_SHARE * study.step_ms:
                 continue
-            finding = ask((code,), partial(FAULTS[code][1], study, change, *gains))
+            finding = ask((code,), partial(FAULTS[code][1], study, change, alone, share))
+            if finding is not None and code in found_shares.together:
+                other, saved = found_shares.together[code]
+                finding = replace(finding, together=Together(other, mean_gain(study, kept * saved)))
             found[code] = [finding] if finding is not None else []
     for codes, rule in RULES.items():
         if refusal is not None and PRICED_BY_REPLAY & set(codes):
@@ -128,23 +140,29 @@ def judge(study: Study) -> Judgement:
     left_out = {*not_judged, *not_concerned}
     passed = [code for code, of in rated.items() if code not in left_out and all(f.severity == "info" for f in of)]
     findings = [finding for of in rated.values() for finding in of]
-    return Judgement(tuple(_ranked(findings)), tuple(passed), not_judged, noise_ms)
+    return Judgement(tuple(ranked(findings)), tuple(passed), not_judged, noise_ms)
 
 
-PRESUPPOSES: Final = {"pipeline.bubble": "pipeline.imbalance"}
-"""Code -> what its gain takes to be mended: that comes first, if it is a problem."""
+OUTRANKED_BY: Final = {"pipeline.bubble": "pipeline.imbalance"}
+"""Code -> what its gain takes to be fixed: while that is a problem, it weighs no more than that."""
 
 
-def _ranked(findings: list[Finding]) -> list[Finding]:
-    """Worst first; of two of which one presupposes that the other is mended, that one after it."""
-    ranked = sorted(findings, key=lambda f: (not f.code.startswith("run."), SEVERITIES.index(f.severity), -f.gain.ms))
-    for code, first in PRESUPPOSES.items():
-        for later in [finding for finding in ranked if finding.code == code and finding.is_problem]:
-            others = [finding for finding in ranked if finding.code == first and finding.is_problem]
-            if others and ranked.index(later) < ranked.index(others[-1]):
-                ranked.remove(later)
-                ranked.insert(ranked.index(others[-1]) + 1, later)
-    return ranked
+def ranked(findings: list[Finding]) -> list[Finding]:
+    """Worst first: by severity, and then by what each weighs."""
+    weight = {id(finding): finding.weight.ms for finding in findings}
+    for place, finding in enumerate(findings):
+        first = [other for other in findings if other.code == OUTRANKED_BY.get(finding.code) and other.is_problem]
+        if first and finding.is_problem:
+            other = min(first, key=lambda one: (-SEVERITIES.index(one.severity), one.weight.ms))
+            worst = max(SEVERITIES.index(finding.severity), SEVERITIES.index(other.severity))
+            capped = replace(
+                finding,
+                severity=SEVERITIES[worst],
+                evidence=(*finding.evidence, Evidence("counts only once this is fixed", other.code, "")),
+            )
+            weight[id(capped)] = min(finding.weight.ms, float(np.nextafter(other.weight.ms, -math.inf)))
+            findings[place] = capped
+    return sorted(findings, key=lambda f: (not f.code.startswith("run."), SEVERITIES.index(f.severity), -weight[id(f)]))
 
 
 def _whole(rule: Callable[[Study], list[Finding]], study: Study, not_judged: dict[str, str]) -> list[Finding]:
@@ -191,7 +209,11 @@ def _rated(finding: Finding, study: Study, noise_ms: float, lost: float, few: bo
     fixes = tuple(fix if fix.gain is None else replace(fix, gain=surely(fix.gain)) for fix in finding.fixes)
     measured = finding.gain.method == MEASURED_ON_DEVICE
     sure = None if measured else confidence(finding.code)
-    finding = replace(finding, gain=surely(finding.gain), fixes=fixes, confidence=sure)
+    share = None if finding.share is None else surely(finding.share)
+    together = finding.together
+    if together is not None:
+        together = replace(together, gain=surely(together.gain))
+    finding = replace(finding, gain=surely(finding.gain), share=share, together=together, fixes=fixes, confidence=sure)
     if few and finding.gain.method != MEASURED_ON_DEVICE:  # that is of the traced steps, and says so
         return replace(finding, severity="info")
-    return replace(finding, severity=severity_of(finding.gain, 0.0 if math.isnan(noise_ms) else noise_ms))
+    return replace(finding, severity=severity_of(finding.weight, 0.0 if math.isnan(noise_ms) else noise_ms))

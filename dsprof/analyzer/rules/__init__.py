@@ -38,7 +38,7 @@ ON_DEVICES: Final = frozenset({"rank.straggler", "data.stall"})
 """Of RULES: they judge by themselves, where kernels were traced, what the faults of that code cannot."""
 
 Describe = Callable[[Study, Change, Gain, Gain], Finding]
-"""(study, change, its share of the lost time, the gain of mending it alone) -> finding."""
+"""(study, change, the gain of mending it alone, its share of what mending all gains) -> finding."""
 
 FAULTS: Final[dict[str, tuple[Callable[[Study], Change | None], Describe]]] = {
     "rank.straggler": (slow_rank.slow_ranks, slow_rank.straggler),

@@ -6,34 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from dsprof.collectors.catalogue import COLLECTORS
+from dsprof.collectors.catalogue import EVERYTHING as EVERYTHING
 from dsprof.schema import CUDA_GRAPH_FACT, LOST_FACT, SYMMETRIC_MEMORY_FACT
 
-EVERYTHING: Final = "everything"
-"""What the budget and every gain rest on."""
+NEEDED_FOR: Final = {name: collector.judges for name, collector in COLLECTORS.items()}
+"""Collector -> codes of what cannot be judged without it."""
 
-NEEDED_FOR: Final[dict[str, tuple[str, ...]]] = {
-    "collectives": (EVERYTHING,),
-    "modules": (EVERYTHING, "eval.uneven"),
-    "phases": (EVERYTHING,),
-    "optimizers": (EVERYTHING,),
-    "process-groups": (EVERYTHING,),
-    "engine": (EVERYTHING,),
-    "deepspeed": (EVERYTHING,),
-    "devices": (EVERYTHING, "compute.throttle", "compute.host-sync"),
-    "pipelining": ("pipeline.bubble", "pipeline.imbalance", "rank.straggler", "data.imbalance"),
-    "checkpoints": ("checkpoint.stall", "pause.stop"),
-    "compilation": ("pause.stop",),
-    "sharding": ("comm.small-messages",),
-    "tensor-parallelism": ("comm.exposed", "comm.small-messages"),
-    "host": ("pause.gc", "data.stall", "pause.stop"),
-    "nvml": ("compute.throttle",),
-    "host-sync": ("compute.host-sync",),
-}
-"""Collector -> codes of what cannot be told without it. Others cost a line of evidence, or the MFU."""
-
-NEEDED_TO_PASS: Final[dict[str, tuple[str, ...]]] = {"collectives": ("run.hang", "run.desync")}
+NEEDED_TO_PASS: Final = {name: collector.proves for name, collector in COLLECTORS.items()}
 """Collector -> codes that may be found without it, but where nothing is found, nothing is proved."""
-
 
 IN_GRAPHS: Final = (
     "communications are in a CUDA graph that is replayed, where dsprof does not see them; profile a run without graphs"

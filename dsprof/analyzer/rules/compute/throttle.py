@@ -241,7 +241,7 @@ def with_cause(found: dict[str, list[Finding]]) -> None:
     for late in found.get(STRAGGLER, []):
         for place, slowed in enumerate(found.get(CODE, [])):
             if slowed.where.ranks and late.where.ranks and set(late.where.ranks) <= set(slowed.where.ranks):
-                found[CODE][place] = replace(slowed, gain=late.gain)
+                found[CODE][place] = replace(slowed, gain=late.gain, share=late.share)
                 cause = Fix("code", f"see {CODE}: {slowed.title}")
                 found[STRAGGLER] = [replace(each, fixes=(cause, *each.fixes)) for each in found[STRAGGLER]]
                 return

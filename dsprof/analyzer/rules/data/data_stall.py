@@ -203,11 +203,11 @@ def _worth(study: Study, found: Supply) -> bool:
     return float(found.saved.mean(axis=1).max()) >= LEAST_SHARE * study.step_ms
 
 
-def stall(study: Study, change: Change, gain: Gain, alone: Gain) -> Finding:
+def stall(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     """The training loop stands still until its next batch is there."""
     found = supply(study)
     assert found is not None
-    return _stall(study, found, _with_ends(gain, found), _with_ends(alone, found))
+    return _stall(study, found, _with_ends(gain, found), _with_ends(share, found))
 
 
 def _with_ends(gain: Gain, found: Supply) -> Gain:
@@ -222,12 +222,12 @@ def _with_ends(gain: Gain, found: Supply) -> Gain:
     return widened(gain, low, min(gain.high * multiple, found.worst_ms))
 
 
-def _stall(study: Study, found: Supply, gain: Gain, alone: Gain) -> Finding:
+def _stall(study: Study, found: Supply, gain: Gain, share: Gain | None = None) -> Finding:
     worst_ms = found.worst_ms
     mean = found.waited.mean(axis=1)
     fixes = []
     sure = float(found.low.mean(axis=1).max()) >= LOW_PERCENT / 100 * study.step_ms
-    worth = sure and found.workers > found.now and alone.percent >= LOW_PERCENT
+    worth = sure and found.workers > found.now and gain.percent >= LOW_PERCENT
     crowded = found.cores is not None and 1 + found.wanted > found.cores
     title = f"the loop waits {ms(worst_ms)} of each step for input"
     evidence = [
@@ -252,12 +252,12 @@ def _stall(study: Study, found: Supply, gain: Gain, alone: Gain) -> Finding:
         if found.asleep and found.cores is not None and found.workers + 1 > found.cores:
             note += "; more than there are cores, as loading mostly sleeps"
         settings = {"num_workers": found.workers, "persistent_workers": True}
-        fixes.append(loader_fix(study, found.loader, settings, alone, note))
+        fixes.append(loader_fix(study, found.loader, settings, gain, note))
     else:
         more = "more workers" if found.now else "workers"
         title += f"; no core is free for {more}" if crowded else f"; {more} would hardly shorten it"
     where = Where(ranks=study.ranks_where(mean > 0.5 * worst_ms), op="DataLoader", steps=study.step_range)
-    return Finding("data.stall", title, "info", where, tuple(evidence), gain, tuple(fixes))
+    return Finding("data.stall", title, "info", where, tuple(evidence), gain, tuple(fixes), share=share)
 
 
 FEWEST_LOOKS: Final = 5
@@ -299,7 +299,7 @@ def loaders(study: Study) -> list[Finding]:
     if wait is not None and not _worth(study, wait) and wait.worst_ms >= LOW_PERCENT / 100 * study.step_ms:
         ends = interval(wait.low.mean(axis=0))[0], interval(wait.high.mean(axis=0))[1]
         nothing = Gain(0.0, 0.0, min(ends[0], 0.0), max(ends[1], 0.0), method="none")
-        found.append(_stall(study, wait, nothing, nothing))
+        found.append(_stall(study, wait, nothing))
     return found
 
 

@@ -57,7 +57,7 @@ def unequal(study: Study) -> Change | None:
     return Change({"compute": explained}) if explained is not None else None
 
 
-def imbalance(study: Study, change: Change, gain: Gain, alone: Gain) -> Finding:
+def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     """Ranks are given unequal amounts of work in the same step, so each step takes as long as its largest share."""
     excess, compute = change.removed["compute"], study.work("compute")
     sizes = study.input_sizes
@@ -68,16 +68,16 @@ def imbalance(study: Study, change: Change, gain: Gain, alone: Gain) -> Finding:
     ]
     spread = np.max(spreads, axis=0)
     deviation = _less_mean_of_team(study, compute).ravel()
-    share = np.corrcoef(excess.ravel(), deviation)[0, 1] if excess.any() and deviation.any() else 0.0
+    together = np.corrcoef(excess.ravel(), deviation)[0, 1] if excess.any() and deviation.any() else 0.0
     evidence = (
         Evidence("largest less smallest input of a step, of the mean", round(100 * float(spread.mean()), 1), "%", 0.0),
         Evidence("extra compute of the rank with most input", round(float(excess.max(axis=0).mean()), 3), "ms", 0.0),
-        Evidence("correlation of a rank's extra compute with its extra input", round(float(share), 2), ""),
+        Evidence("correlation of a rank's extra compute with its extra input", round(float(together), 2), ""),
     )
-    fixes = _fixes(study, alone)
+    fixes = _fixes(study, gain)
     title = f"ranks get unequal inputs: {percent(100 * spread.mean())} between the largest and the smallest of a step"
     where = Where(ranks=study.ranks, steps=study.step_range)
-    return Finding("data.imbalance", title, "info", where, evidence, gain, fixes)
+    return Finding("data.imbalance", title, "info", where, evidence, gain, fixes, share=share)
 
 
 def _fixes(study: Study, alone: Gain) -> tuple[Fix, ...]:

@@ -53,7 +53,7 @@ def _compute_of_stages(study: Study) -> tuple[Float, Float]:
     return compute, np.array(typical)
 
 
-def imbalance(study: Study, change: Change, gain: Gain, alone: Gain) -> Finding:
+def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     """One stage computes longer than the rest, so that all go at its pace."""
     of_team = _compute_of_stages(study)[1]
     slowest = int(of_team.argmax())
@@ -70,10 +70,10 @@ def imbalance(study: Study, change: Change, gain: Gain, alone: Gain) -> Finding:
     site = fact.get("site")
     times = float(of_team[slowest]) / max(others, 1e-9)
     move = f"move {percent(100 * (1 - float(of_team.mean()) / float(of_team[slowest])))} of the layers' time of stage "
-    fixes = (Fix("code", f"{move}{_names(stages)} to other stages{at(site)}", gain=alone),)
+    fixes = (Fix("code", f"{move}{_names(stages)} to other stages{at(site)}", gain=gain),)
     title = f"stage {_names(stages)} computes {number(times)} times as long as the others, which wait for it"
     where = Where(ranks=ranks, stage=stages[0] if len(stages) == 1 else None, steps=study.step_range)
-    return Finding("pipeline.imbalance", title, "info", where, evidence, gain, fixes)
+    return Finding("pipeline.imbalance", title, "info", where, evidence, gain, fixes, share=share)
 
 
 def _names(stages: tuple[int, ...]) -> str:

@@ -29,7 +29,7 @@ def collections(study: Study) -> Change | None:
     return Change({"pause": pause}) if pause.any() else None
 
 
-def garbage_collection(study: Study, change: Change, gain: Gain, alone: Gain) -> Finding:
+def garbage_collection(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     """Python's garbage collector stops a rank, and so everyone who waits for it."""
     mean = change.removed["pause"].mean(axis=1)
     ranks = study.ranks_where(mean > 0.1 * mean.max())
@@ -49,12 +49,12 @@ def garbage_collection(study: Study, change: Change, gain: Gain, alone: Gain) ->
     once = "gc.collect(); gc.freeze() once, after set-up and before the loop"
     seldom = "or gc.disable(), and gc.collect() every few hundred steps on all ranks at once"
     fixes = (
-        code_fix(once, "gc.freeze()", True, script, alone),
+        code_fix(once, "gc.freeze()", True, script, gain),
         code_fix(seldom, "gc.disable()", True, script),
     )
     title = f"garbage collection stops rank {listed(ranks)} for {ms(mean.max())} a step"
     where = Where(ranks=ranks, steps=study.step_range)
-    return Finding("pause.gc", title, "info", where, evidence, gain, fixes)
+    return Finding("pause.gc", title, "info", where, evidence, gain, fixes, share=share)
 
 
 def stops(study: Study) -> list[Finding]:

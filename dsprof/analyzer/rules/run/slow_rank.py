@@ -68,7 +68,7 @@ def _own_work(study: Study) -> Float:
     return own if explained is None else own - explained
 
 
-def straggler(study: Study, change: Change, gain: Gain, alone: Gain) -> Finding:
+def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     """Ranks that take longer for the same work, again and again, while the others wait."""
     own = _own_work(study)
     slow: Bool = np.any([removed.any(axis=1) for removed in change.removed.values()], axis=0)
@@ -101,7 +101,7 @@ def straggler(study: Study, change: Change, gain: Gain, alone: Gain) -> Finding:
     if crowded:
         evidence.append(Evidence("ready to run without a core, more than peers", round(waited, 3), "ms", 0.0))
     fixes = _fixes(study, ranks, where_slow, crowded, offloads)
-    return Finding("rank.straggler", title, "info", where, tuple(evidence), gain, fixes)
+    return Finding("rank.straggler", title, "info", where, tuple(evidence), gain, fixes, share=share)
 
 
 @once
