@@ -56,6 +56,8 @@ class Bucket:
     holds: bool = False
     """Whether `reduced` has the sum of earlier micro-batches, to be added to."""
     ticket: Ticket | None = None
+    copied: torch.cuda.Event | None = None
+    """After it `reduced` is in host memory, where a GPU's gradients go there."""
 
     def seal(self) -> None:
         for param in self.params:
@@ -159,9 +161,12 @@ def divide(
 
 
 def await_host_copies(buckets: Iterable[Bucket]) -> None:
-    """Copies of reduced gradients to host memory are over when this returns."""
-    if any(bucket.apart and bucket.params[0].device.type == "cuda" for bucket in buckets):
-        torch.cuda.current_stream().synchronize()
+    """Copies of reduced gradients to host memory are over when this returns, on whatever stream they are: that of a
+    backward need not be the present one."""
+    for bucket in buckets:
+        if bucket.copied is not None:
+            bucket.copied.synchronize()
+            bucket.copied = None
 
 
 class BucketExchange:
@@ -251,9 +256,14 @@ class BucketExchange:
         """Write what arrived to where the reduced gradients are, or add it. The device does the adding."""
         reduced = self._reduced(bucket)
         if bucket.apart:
+            if bucket.copied is not None:
+                torch.cuda.current_stream().wait_event(bucket.copied)
             if bucket.holds:
                 arrived = reduced.to(arrived.device, non_blocking=True) + arrived
             reduced.copy_(arrived.to(reduced.dtype), non_blocking=True)
+            if arrived.is_cuda:
+                bucket.copied = torch.cuda.Event()
+                bucket.copied.record()
         elif bucket.holds:
             reduced.add_(arrived)
         else:
