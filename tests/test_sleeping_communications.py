@@ -9,7 +9,7 @@ from sleeping_truth import assert_communications
 
 @pytest.fixture(scope="module")
 def watched(sleeping_ranks: SleepingRanks, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return sleeping_ranks.run(tmp_path_factory.mktemp("watched"), "communications.py", ranks=2)
+    return sleeping_ranks.run(tmp_path_factory.mktemp("watched"), "communications.py", ranks=2, without="nvml")
 
 
 @pytest.fixture(scope="module")
@@ -66,4 +66,4 @@ def test_the_job_is_not_touched(watched: Ran, bare: Ran) -> None:
         assert with_it["peak"] == without["peak"]
         for what in ("synchronize", "block", "Work.synchronize", "recordDataPtrOnStream"):
             assert with_it["counts"].get(what) == without["counts"].get(what), what
-    assert not [warning for warning in watched.trace.run.warnings if "error" in warning]
+    assert not watched.trace.run.warnings
