@@ -71,15 +71,18 @@ def assert_phases(ran: Ran, name: str, rank: int = 0, least: int = 1) -> None:
 
 
 def waits_by_step(ran: Ran, rank: int = 0) -> tuple[Int, Int]:
-    """How long the default stream waited for others in each step that dsprof has seen whole, ns: as it tells, and as it
-    was."""
+    """How long the default stream waited for others in each step that dsprof has seen whole and that the host was ahead
+    in, ns: as it tells, and as it was."""
     rows = ran.rows(rank)
     waits = rows[(rows["kind"] == "wait") & (rows["lane"] == "cuda.0") & rows["dur_ns"].notna() & (rows["step"] >= 2)]
-    found = waits.groupby("step")["dur_ns"].sum()
+    told = waits.groupby("step")["dur_ns"].sum()
     log = ran.log(rank)
-    did = log[(log["name"] == "wait") & (log["stream"] == 0)]
-    launched, length = did["launch_ns"].to_numpy(), (did["end_ns"] - did["reached_ns"]).to_numpy()
-    steps = ran.told[rank]["host"]
-    true = [int(length[(launched >= begin) & (launched < end)].sum()) for begin, end in steps]
-    found = found[found.index < len(steps)]
-    return found.to_numpy(np.int64), np.array(true, np.int64)[found.index.to_numpy(np.int64)]
+    stream = log[log["stream"] == 0]
+    found, true = [], []
+    for number, (begin, end) in enumerate(ran.told[rank]["host"]):
+        did = stream[(stream["launch_ns"] >= begin) & (stream["launch_ns"] < end)]
+        waited = did[did["name"] == "wait"]
+        if number in told.index and (did["reached_ns"] > did["launch_ns"]).iloc[1:].all():
+            found.append(told[number])
+            true.append((waited["end_ns"] - waited["reached_ns"]).sum())
+    return np.array(found, np.int64), np.array(true, np.int64)

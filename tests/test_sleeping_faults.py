@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sleeping_jobs import Ran, SleepingRanks
-from sleeping_truth import CLOCKS_MS, MS, assert_communications, assert_phases, close, told_phases
+from sleeping_truth import CLOCKS_MS, MS, assert_communications, assert_phases, close
 
 from dsprof.analyzer import analyze
 
@@ -34,7 +34,7 @@ def lateness(ran: Ran, rank: int, of: int) -> tuple[np.ndarray, np.ndarray]:
 
 def test_four_ranks_of_which_one_has_a_slow_device(slow: Ran) -> None:
     for rank in range(4):
-        assert_communications(slow, "all_reduce", "nccl:all_reduce", rank, least=40)
+        assert_communications(slow, "all_reduce", "nccl:all_reduce", rank, least=30)
         assert_phases(slow, "backward", rank, least=5)
     for other in (0, 1, 3):
         found, true = lateness(slow, 2, other)
@@ -51,7 +51,7 @@ def test_a_late_host_has_its_device_arrive_late(late: Ran) -> None:
     assert np.abs(found - true).max() < 2 * CLOCKS_MS * MS
     assert np.median(true[::4]) > 20 * MS  # the first bucket of each step
     for rank in range(2):
-        assert_communications(late, "all_reduce", "nccl:all_reduce", rank, least=40)
+        assert_communications(late, "all_reduce", "nccl:all_reduce", rank, least=30)
     assert analyze(late.trace).slowest_rank == 1
 
 
@@ -64,7 +64,7 @@ def item(sleeping_ranks: SleepingRanks, tmp_path_factory: pytest.TempPathFactory
 def test_a_host_that_asks_for_the_loss_in_each_step(item: Ran) -> None:
     """It stands still in `.item()` for what its device has left to do then."""
     for rank in range(2):
-        assert_communications(item, "all_reduce", "nccl:all_reduce", rank, least=40)
+        assert_communications(item, "all_reduce", "nccl:all_reduce", rank, least=30)
         rows = item.rows(rank)
         stood = rows[(rows["name"] == "host_sync") & (rows["purpose"] == "item") & (rows["step"] >= 2)]
         assert len(stood) >= 9
@@ -112,4 +112,5 @@ def test_a_device_that_fails_is_left_alone_and_told_once(sleeping_ranks: Sleepin
     told = [warning for warning in ran.trace.run.warnings if "illegal memory access" in warning]
     assert len(told) == 1
     assert "events of a device" in told[0]
-    assert (ran.rows()["kind"] == "step").sum() >= 15
+    assert len(ran.told[0]["losses"]) == 16
+    assert (ran.rows()["kind"] == "step").sum() >= 8  # later ones end when nobody saw
