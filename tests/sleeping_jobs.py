@@ -18,6 +18,10 @@ from jobs import environment
 from sleeping_device.build import CannotBuild, build
 
 from dsprof.run import RunFolder
+from dsprof.schema import DEVICE_CLOCK
+from dsprof.trace.capture import read_capture
+from dsprof.trace.derive.records import measured_rows
+from dsprof.trace.derive.streams import clock_offsets
 from dsprof.trace import load
 from dsprof.trace.load import Trace
 
@@ -48,11 +52,12 @@ class Ran:
         the device at both ends. A phase begins when the host says so and the stream is through with what it had."""
         log = self.log(rank)
         stream = log[log["stream"] == 0]
+        launched, ended = stream["launch_ns"].to_numpy(), stream["end_ns"].to_numpy()
         rows = []
         for name, begin, end in self.told[rank]["phases"]:
-            launched = stream["launch_ns"].to_numpy()
-            before, within = (stream["end_ns"].to_numpy()[launched < at].max(initial=0) for at in (begin, end))
-            rows.append((name, max(before, begin), max(within, end), before > begin and within > end))
+            before, within = (ended[launched < at].max(initial=0) for at in (begin, end))
+            first = launched[launched >= begin].min(initial=end)
+            rows.append((name, max(before, begin), max(within, end), before > first and within > end))
         return pd.DataFrame(rows, columns=["name", "begin_ns", "end_ns", "ahead"])
 
     @cached_property
@@ -61,6 +66,12 @@ class Ran:
 
     def rows(self, rank: int = 0) -> pd.DataFrame:
         return self.trace.read(rank)
+
+    def clock_doubt_ns(self, rank: int = 0) -> float:
+        """How far off the device's clock may be from the host's, by the samples of both: a busy machine takes bad ones."""
+        [capture] = (self.folder / "run" / "capture").glob(f"rank{rank:05d}*")
+        rows = measured_rows(read_capture(capture))
+        return clock_offsets(rows[(rows["kind"] == "gauge") & (rows["name"] == DEVICE_CLOCK)])[2]
 
     def communications(self, name: str, rank: int = 0, least_step: int = 2) -> pd.DataFrame:
         """dsprof's rows of communications of this name in steps that it has seen whole, in the order of their issue."""

@@ -70,6 +70,6 @@ def step(number: int) -> torch.Tensor:
     return static_loss.clone()
 
 
-common.train(step, FIRST + 10)
+common.train(step, FIRST + 10, head_start_ms=20)
 if common.WORLD > 1:
     torch.distributed.destroy_process_group()
