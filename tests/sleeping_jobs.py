@@ -19,10 +19,10 @@ from sleeping_device.build import CannotBuild, build
 
 from dsprof.run import RunFolder
 from dsprof.schema import DEVICE_CLOCK
+from dsprof.trace import load
 from dsprof.trace.capture import read_capture
 from dsprof.trace.derive.records import measured_rows
 from dsprof.trace.derive.streams import clock_offsets
-from dsprof.trace import load
 from dsprof.trace.load import Trace
 
 HERE = Path(__file__).parent
@@ -42,9 +42,13 @@ class Ran:
         return pd.DataFrame(self.told[rank]["log"])
 
     def did(self, name: str, rank: int = 0, last: int | None = None) -> pd.DataFrame:
-        """Of the log, the operations of this name in the order of their launch; the last ones only."""
-        log = self.log(rank)
-        found = log[log["name"] == name].sort_values("launch_ns", kind="stable")
+        """Of the log, the operations of this name in the order of their launch; the last ones only. `ahead`: the device
+        got to it after its launch, and the host had gone on when it was over: a host that a busy machine stops may put
+        an event before or behind it too late."""
+        log = self.log(rank).sort_values("launch_ns", kind="stable")
+        went_on = log["launch_ns"].shift(-1) < log["end_ns"]
+        log = log.assign(ahead=(log["arrival_ns"] > log["launch_ns"]) & went_on)
+        found = log[log["name"] == name]
         return found.iloc[0 if last is None else -last :].reset_index(drop=True)
 
     def phases(self, rank: int = 0) -> pd.DataFrame:

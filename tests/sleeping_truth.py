@@ -30,7 +30,7 @@ def assert_communications(
     told = ran.communications(name, rank)
     did = ran.did(ran_as, rank)
     told, did = told[told_at], did[did_at].iloc[-len(told[told_at]) :]
-    ahead = (did["arrival_ns"] > did["launch_ns"]).to_numpy()
+    ahead = did["ahead"].to_numpy(bool)
     assert len(told) == len(did)
     assert ahead.sum() >= least, (name, len(told), ahead)
     assert told["dur_ns"].notna().all(), name
@@ -52,7 +52,9 @@ def assert_moments(found: Int, true: Int, doubt_ns: float, what: str) -> None:
 def told_phases(ran: Ran, name: str, rank: int = 0) -> pd.DataFrame:
     """The spans of this phase on the device's default stream, as dsprof tells them, in their order."""
     rows = ran.rows(rank)
-    found = rows[(rows["kind"] == "kernel") & (rows["name"] == name) & (rows["lane"] == "cuda.0") & rows["dur_ns"].notna()]
+    found = rows[
+        (rows["kind"] == "kernel") & (rows["name"] == name) & (rows["lane"] == "cuda.0") & rows["dur_ns"].notna()
+    ]
     return found.sort_values("issue_ns", kind="stable").reset_index(drop=True)
 
 

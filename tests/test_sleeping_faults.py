@@ -29,16 +29,18 @@ def assert_lateness(ran: Ran, rank: int, of: int) -> Int:
     """The rank came as much later than `of` to each all-reduce as dsprof tells, but for what their clocks may be off.
     Returns it, ns."""
     told = [ran.communications("all_reduce", number)["arrival_ns"].to_numpy(np.int64) for number in (rank, of)]
-    did = [ran.did("nccl:all_reduce", number, last=len(told[0]))["arrival_ns"].to_numpy() for number in (rank, of)]
-    late = did[0] - did[1]
+    did = [ran.did("nccl:all_reduce", number, last=len(told[0])) for number in (rank, of)]
+    late: Int = (did[0]["arrival_ns"] - did[1]["arrival_ns"]).to_numpy()
+    ahead = np.logical_and.reduce([each["ahead"].to_numpy(bool) for each in did])
     doubt = ran.clock_doubt_ns(rank) + ran.clock_doubt_ns(of) + WITHIN_MS * MS
-    assert np.abs(told[0] - told[1] - late).max() <= doubt
+    assert ahead.sum() >= len(late) // 3
+    assert np.abs(told[0] - told[1] - late)[ahead].max() <= doubt
     return late
 
 
 def test_four_ranks_of_which_one_has_a_slow_device(slow: Ran) -> None:
     for rank in range(4):
-        assert_communications(slow, "all_reduce", "nccl:all_reduce", rank, least=30)
+        assert_communications(slow, "all_reduce", "nccl:all_reduce", rank, least=20)
         assert_phases(slow, "backward", rank, least=5)
     for other in (0, 1, 3):
         assert np.median(assert_lateness(slow, 2, other)[::4]) > 3 * MS  # the first bucket of each step
@@ -62,7 +64,7 @@ def item(sleeping_ranks: SleepingRanks, tmp_path_factory: pytest.TempPathFactory
 def test_a_host_that_asks_for_the_loss_in_each_step(item: Ran) -> None:
     """It stands still in `.item()` for what its device has left to do then."""
     for rank in range(2):
-        assert_communications(item, "all_reduce", "nccl:all_reduce", rank, least=30)
+        assert_communications(item, "all_reduce", "nccl:all_reduce", rank, least=20)
         rows = item.rows(rank)
         stood = rows[(rows["name"] == "host_sync") & (rows["purpose"] == "item") & (rows["step"] >= 2)]
         assert len(stood) >= 9

@@ -72,7 +72,9 @@ def test_memory_is_kept_until_its_communication_is_waited_for(ran: Ran) -> None:
 def test_phases_are_timed_by_the_device(ran: Ran) -> None:
     """The host is through with them at once; the step is waited for, since the curves are wanted of each."""
     told = ran.told[0]["phases"]
-    assert told["lines"] == ["[step 2] time (ms) | fwd: 20.00 | bwd: 40.00 | step: 7.50 | recompute: 8.00 | reduce: 0.00"]
+    assert told["lines"] == [
+        "[step 2] time (ms) | fwd: 20.00 | bwd: 40.00 | step: 7.50 | recompute: 8.00 | reduce: 0.00"
+    ]
     log = ran.log().set_index("name")
     assert [went_on >= log["end_ns"][f"step {step}"] for step, went_on in enumerate(told["went_on"])] == [True, True]
     names, found = zip(*told["curves"], strict=True)

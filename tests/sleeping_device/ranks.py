@@ -15,8 +15,13 @@ from typing import Any
 
 import sleeping_device  # noqa: F401  # before torch
 
-
-LATER = ("torch.distributed.fsdp", "torch.nn.parallel", "torch.utils.data", "torch._dynamo", "torch._meta_registrations")
+LATER = (
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "torch._dynamo",
+    "torch._meta_registrations",
+)
 """What torch imports when a job first uses it, which takes each rank a second."""
 
 
